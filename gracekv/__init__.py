@@ -1,0 +1,1 @@
+"""KV-cache compression with one budget for coverage and resolution."""

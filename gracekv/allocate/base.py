@@ -1,0 +1,129 @@
+"""`Frontier` and the interfaces of floors, quotas and allocators. No tensor of K or V here."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.budget import BudgetPlan
+from gracekv.registry import Registry, Strategy
+from gracekv.tree.base import Forest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frontier:
+    """Which operations were bought, and thus which nodes stay.
+
+    Attributes:
+        forest: the forest that the masks index.
+        added: bool [R], Add(r) was executed.
+        split: bool [V], Split(v) was executed.
+        budget: entries that the auction and the floor could spend together (B_base).
+        floor_spent: B_floor, entries bought by the floor stage.
+        bound: certified upper bound of the attainable utility, if the allocator computed one.
+
+    Invariants (checked by `gracekv.testing.check_frontier`): a split node is on an executed path,
+    `spent <= budget`, and every token lies in at most one kept interval.
+    """
+
+    forest: Forest
+    added: Tensor
+    split: Tensor
+    budget: int
+    floor_spent: int = 0
+    bound: float | None = None
+
+    @classmethod
+    def empty(cls, forest: Forest, budget: int) -> Frontier:
+        """Nothing bought yet."""
+        device = forest.start.device
+        return cls(
+            forest,
+            added=torch.zeros(forest.trees, dtype=torch.bool, device=device),
+            split=torch.zeros(forest.nodes, dtype=torch.bool, device=device),
+            budget=budget,
+        )
+
+    @property
+    def kept(self) -> Tensor:
+        """bool [V]: nodes that are physical entries: reached and not split further."""
+        forest = self.forest
+        reached = torch.zeros_like(self.split)
+        reached[: forest.trees] = self.added
+        inner = forest.parent >= 0
+        reached[inner] = self.split[forest.parent[inner]]
+        return reached & ~self.split
+
+    @property
+    def spent(self) -> int:
+        """Physical entries of the kept nodes (floor and auction; without the recent window)."""
+        return int(self.forest.entries[self.kept].sum())
+
+    @property
+    def utility(self) -> float:
+        """Sum of the gains of all executed operations, each clipped at 0 (the auction's measure)."""
+        forest = self.forest
+        gain = forest.add_gain[self.added].clamp(min=0).sum()
+        return float(gain + forest.split_gain[self.split].clamp(min=0).sum())
+
+    def entries_per_head(self) -> Tensor:
+        """int64 [L, G] physical entries of the kept nodes."""
+        forest, kept = self.forest, self.kept
+        counts = torch.zeros(forest.layers * forest.heads, dtype=torch.int64, device=kept.device)
+        counts.index_add_(0, forest.head_of_node()[kept], forest.entries[kept])
+        return counts.view(forest.layers, forest.heads)
+
+
+class Floor(Strategy, abc.ABC):
+    """Exact singletons that are protected before the auction.
+
+    Two steps, because the trees must know the candidates (they extract them early) and the
+    purchase must know the trees.
+    """
+
+    @abc.abstractmethod
+    def candidates(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+        """Score f of each candidate token, -inf elsewhere: [L, G, N] float64; None: no floor.
+
+        `tokens` is R^tok [L, G, N].
+        """
+
+    @abc.abstractmethod
+    def realize(
+        self, forest: Forest, candidates: Tensor | None, plan: BudgetPlan, quota: Tensor | None
+    ) -> Frontier:
+        """Buy the candidates' paths; the result starts the auction. Never above B_base or `quota`."""
+
+
+class Quota(Strategy, abc.ABC):
+    """Most entries that each (layer, KV head) may hold beside its recent window."""
+
+    @abc.abstractmethod
+    def __call__(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+        """int64 [L, G] caps from R^tok [L, G, N] and the plan; None: no cap but the budget."""
+
+
+class Allocator(Strategy, abc.ABC):
+    """Spend what the floor left over on Add and Split operations.
+
+    Pure and deterministic. Never spends more than `start.budget` in all, never holds more than
+    `quota[l, g]` entries in a head, executes an operation only after its ancestors, and keeps
+    everything that `start` already bought.
+
+    Non-elastic (default): gains are clipped at 0 and zero-gain operations are still bought while
+    budget is left. Elastic: stops before operations of gain <= 0.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier: ...
+
+
+FLOORS: Registry[Floor] = Registry("floor", "which exact tokens are protected before the auction")
+Floor.registry = FLOORS
+QUOTAS: Registry[Quota] = Registry("quota", "how many entries each head may hold")
+Quota.registry = QUOTAS
+ALLOCATORS: Registry[Allocator] = Registry("allocate", "which operations the budget buys")
+Allocator.registry = ALLOCATORS

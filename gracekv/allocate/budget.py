@@ -1,0 +1,172 @@
+"""`Budget` (what the user asks for) and `BudgetPlan` (the entries that it comes to)."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from gracekv.errors import BudgetError, ConfigError
+from gracekv.registry import Configurable
+
+_UNITS = {
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RecentWindow(Configurable):
+    """The last context tokens, kept exactly in every head and paid for.
+
+    Attributes:
+        size: r, the paper's 32.
+        minimum: r never shrinks below this, the paper's 4.
+        share: r takes at most this share of the budget (ours; 1.0 is the paper).
+    """
+
+    size: int = 32
+    minimum: int = 4
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.minimum <= self.size or not 0 < self.share <= 1:
+            raise ConfigError(
+                f"RecentWindow takes 0 <= minimum <= size and 0 < share <= 1; got {self!r}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPlan:
+    """A budget in physical entries for one prompt.
+
+    Attributes:
+        layers: L.
+        heads: G.
+        context: N_ctx, tokens.
+        total: B_total, entries that the context may hold in all heads together.
+        recent: r, tokens of the recent window (their L*G*r entries are part of `total`).
+    """
+
+    layers: int
+    heads: int
+    context: int
+    total: int
+    recent: int
+
+    @property
+    def base(self) -> int:
+        """B_base = B_total - L G r, what floor and auction spend."""
+        return self.total - self.layers * self.heads * self.recent
+
+    @property
+    def compressible(self) -> int:
+        """N_c = N_ctx - r, tokens."""
+        return self.context - self.recent
+
+    @property
+    def keeps_all(self) -> bool:
+        """Nothing need be removed: the result is FullKV."""
+        return self.compressible <= 0 or self.total >= self.layers * self.heads * self.context
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much of the context's cache may stay: by ratio, entries per head, or bytes of K/V.
+
+    Build it by `Budget.ratio`, `Budget.entries_per_head` or `Budget.kv_bytes`.
+    """
+
+    kind: str
+    amount: Fraction
+
+    @classmethod
+    def ratio(cls, ratio: int | float | str | Fraction) -> Budget:
+        """x >= 1: the context keeps floor(L G N_ctx / x) entries (paper, Eq. app_total_budget)."""
+        amount = _rational(ratio, "ratio")
+        if amount < 1:
+            raise BudgetError(
+                f"ratio says how many times fewer entries to keep, so it is at least 1 (1 keeps "
+                f"all, 8 keeps an eighth); got {ratio!r}."
+            )
+        return cls("ratio", amount)
+
+    @classmethod
+    def entries_per_head(cls, entries: int) -> Budget:
+        """L G `entries` entries for the context in all, shared out by the allocator."""
+        if isinstance(entries, bool) or not isinstance(entries, int) or entries < 1:
+            raise BudgetError(f"entries_per_head is a positive whole number; got {entries!r}.")
+        return cls("entries_per_head", Fraction(entries))
+
+    @classmethod
+    def kv_bytes(cls, size: int | str) -> Budget:
+        """Bytes of context K and V together, a number or text such as "64MiB" (ours)."""
+        if isinstance(size, str):
+            match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", size)
+            if not match or match[2].lower() not in _UNITS:
+                raise BudgetError(
+                    f"kv_bytes takes a number of bytes or a size such as '64MiB', '1.5GB' "
+                    f"(units: B, kB, MB, GB, KiB, MiB, GiB); got {size!r}."
+                )
+            amount = Fraction(match[1]) * _UNITS[match[2].lower()]
+        else:
+            amount = _rational(size, "kv_bytes")
+        if amount <= 0:
+            raise BudgetError(f"kv_bytes must be positive; got {size!r}.")
+        return cls("kv_bytes", amount)
+
+    def plan(
+        self,
+        *,
+        layers: int,
+        heads: int,
+        context: int,
+        entry_bytes: int,
+        window: RecentWindow | None = None,
+    ) -> BudgetPlan:
+        """The entries that this budget comes to.
+
+        Args:
+            layers: L.
+            heads: G.
+            context: N_ctx, tokens.
+            entry_bytes: bytes of one K/V pair.
+            window: the recent window's rule.
+
+        Raises `BudgetError` if not even the shortest recent window fits; it names the largest
+        ratio that works.
+        """
+        window = window or RecentWindow()
+        units = layers * heads
+        full = units * context
+        if self.kind == "ratio":
+            total = math.floor(full / self.amount)
+        elif self.kind == "entries_per_head":
+            total = units * int(self.amount)
+        else:
+            total = math.floor(self.amount / entry_bytes)
+        total = min(total, full)
+        # A context that is all recent window needs no more than itself.
+        least = units * min(max(window.minimum, 1), context)
+        if total < least:
+            largest = math.floor(Fraction(full, least) * 100) / 100
+            raise BudgetError(
+                f"A budget of {total} entries is below the smallest that works here, {least} "
+                f"({window.minimum} recent tokens in each of {layers} x {heads} KV heads). Use a "
+                f"ratio of at most {largest:g}, entries_per_head of at least {least // units}, or "
+                f"kv_bytes of at least {least * entry_bytes}."
+            )
+        share = math.floor(Fraction(str(window.share)) * total / units)
+        recent = min(max(window.minimum, min(window.size, share)), context)
+        return BudgetPlan(layers, heads, context, total, recent)
+
+
+def _rational(value: object, name: str) -> Fraction:
+    """Exact value as written: 0.1 is 1/10, not the nearest double."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str | Fraction):
+        raise BudgetError(f"{name} must be a number; got {value!r} ({type(value).__name__}).")
+    try:
+        return value if isinstance(value, Fraction) else Fraction(str(value))
+    except (ValueError, ZeroDivisionError) as error:
+        raise BudgetError(f"{name} must be a finite number; got {value!r}.") from error

@@ -1,0 +1,96 @@
+"""The interface of attention over a packed ragged part and a dense tail."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.base import RaggedLayer
+from gracekv.registry import Registry, Strategy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partial:
+    """Softmax attention over a part of the entries, ready to be combined with other parts.
+
+    Attributes:
+        output: [B, H, Tq, d], normalised inside the part (0 where the part is empty).
+        lse: [B, H, Tq] float32, log of the part's summed exponentials (-inf where empty).
+    """
+
+    output: Tensor
+    lse: Tensor
+
+
+def combine(first: Partial, second: Partial) -> Tensor:
+    """[B, H, Tq, d]: attention over the union of two disjoint parts.
+
+    o = (e^{lse1} o1 + e^{lse2} o2) / (e^{lse1} + e^{lse2}), with the larger lse subtracted; a row
+    that sees nothing in either part gives 0.
+    """
+    top = torch.maximum(first.lse, second.lse)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    a, b = (first.lse - top).exp(), (second.lse - top).exp()
+    total = (a + b).clamp(min=torch.finfo(torch.float32).tiny)
+    mixed = (
+        first.output.float() * (a / total)[..., None]
+        + second.output.float() * (b / total)[..., None]
+    )
+    return mixed.to(first.output.dtype)
+
+
+class Backend(Strategy, abc.ABC):
+    """Attention of a few new tokens over one packed layer and the tail.
+
+    B continuations share the packed part. Softmax statistics are float32 or better. Results of
+    all backends agree within the tolerances of `gracekv.testing.tolerance`.
+    """
+
+    @abc.abstractmethod
+    def prepare(self, layer: RaggedLayer) -> Any:
+        """What the backend wants to hold per layer, built once per compression."""
+
+    @abc.abstractmethod
+    def held_bytes(self, prepared: Any) -> int:
+        """Bytes that `prepared` holds beside the packed tensors (padding, copies)."""
+
+    @abc.abstractmethod
+    def packed(self, query: Tensor, prepared: Any, scale: float) -> Partial:
+        """Attention of query [B, H, Tq, d] to all packed entries, log multiplicities included."""
+
+    @abc.abstractmethod
+    def tail(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+    ) -> Partial:
+        """Attention to the tail.
+
+        Args:
+            query: [B, H, Tq, d].
+            keys: [B, G, S, d], the new tokens, the queries' own included at the end.
+            values: [B, G, S, d].
+            mask: bool or additive float [B, 1, Tq, S], or None: query i sees the tail's first
+                S - Tq + i + 1 tokens.
+            scale: factor of q . k.
+        """
+
+    def __call__(
+        self,
+        query: Tensor,
+        prepared: Any,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        """[B, H, Tq, d]: attention to packed part and tail together."""
+        return combine(
+            self.packed(query, prepared, scale), self.tail(query, keys, values, mask, scale)
+        )
+
+
+BACKENDS: Registry[Backend] = Registry("backend", "how decoding reads the ragged cache")
+Backend.registry = BACKENDS

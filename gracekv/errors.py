@@ -1,0 +1,49 @@
+"""Named errors. Each message says what was given, what is allowed and how to fix it.
+
+All derive from `GracekvError`; those caused by an argument are also `ValueError`s, so generic
+callers can catch what they already catch.
+"""
+
+
+class GracekvError(Exception):
+    """Base of every error that gracekv raises on purpose."""
+
+
+class PromptError(GracekvError, ValueError):
+    """The prompt's text, ids or spans cannot be used (empty, too short, out of range)."""
+
+
+class BudgetError(GracekvError, ValueError):
+    """The ratio, entries or bytes asked for are malformed or below the smallest cache that works."""
+
+
+class ShapeError(GracekvError, ValueError):
+    """A tensor's shape, dtype or batch size does not fit the others."""
+
+
+class NonFiniteError(GracekvError, ValueError):
+    """A captured tensor holds NaN or infinity, so no selection made from it could be trusted."""
+
+
+class ConfigError(GracekvError, ValueError):
+    """A configuration value is outside its range, of the wrong type, or unknown."""
+
+
+class UnknownStrategyError(ConfigError):
+    """No strategy of that name is registered for the stage."""
+
+
+class UnsupportedModelError(GracekvError):
+    """The model's architecture breaks an assumption (no RoPE, sliding windows, untested family)."""
+
+
+class MissingCaptureError(GracekvError):
+    """A strategy asks for something that the prefill capture did not keep."""
+
+
+class CacheError(GracekvError):
+    """The compressed cache was used in a way that would give wrong answers."""
+
+
+class BackendUnavailableError(GracekvError):
+    """The attention backend asked for cannot run on this machine."""

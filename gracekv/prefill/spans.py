@@ -1,0 +1,83 @@
+"""Where prefix, context, question and template tail lie in a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gracekv.errors import PromptError
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The compressible positions C = [start, end), absolute."""
+
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """N (the paper's N_c), in tokens."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpans:
+    """Prefix [0, c_s) | context [c_s, c_e) | suffix [c_e, T); the question ends at q_e.
+
+    Attributes:
+        context_start: c_s, absolute token position.
+        context_end: c_e, exclusive.
+        question_end: q_e; what lies in [q_e, T) is the chat template's tail and answer prefix.
+        length: T, in tokens.
+
+    Raises `PromptError` if the spans are empty, out of order or out of range.
+    """
+
+    context_start: int
+    context_end: int
+    question_end: int
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.length < 2:
+            raise PromptError(
+                f"A prompt needs at least 2 tokens (the last one is fed again to start decoding); "
+                f"got {self.length}."
+            )
+        if not 0 <= self.context_start < self.context_end <= self.length:
+            raise PromptError(
+                f"The context must be a non-empty span inside the prompt: 0 <= start < end <= "
+                f"{self.length}; got ({self.context_start}, {self.context_end})."
+            )
+        if not self.context_end <= self.question_end <= self.length:
+            raise PromptError(
+                f"question_end must lie between the context's end and the prompt's end, "
+                f"{self.context_end} <= question_end <= {self.length}; got {self.question_end}. "
+                f"Leave it out if the prompt has no template tail."
+            )
+
+    @property
+    def context_length(self) -> int:
+        """N_ctx, in tokens."""
+        return self.context_end - self.context_start
+
+    def region(self, recent: int) -> Region:
+        """C = [c_s, c_e - r): what may be compressed beside a recent window of `recent` tokens."""
+        return Region(self.context_start, max(self.context_start, self.context_end - recent))
+
+    def direct_probes(self, question: int = 32, tail: int = 16) -> list[int]:
+        """U: the last `question` question positions and the last `tail` positions, ascending.
+
+        Source: the paper, "Direct relevance"; union as a set: method-notes 3.
+        """
+        last_question = range(
+            max(self.context_end, self.question_end - question), self.question_end
+        )
+        last = range(max(0, self.length - tail), self.length)
+        return sorted({*last_question, *last})
+
+    def question_probes(self, question: int = 32, tail: int = 16) -> list[int]:
+        """U_q: the members of U inside the question, or all of U if there is no question."""
+        probes = self.direct_probes(question, tail)
+        inside = [u for u in probes if self.context_end <= u < self.question_end]
+        return inside or probes

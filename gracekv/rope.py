@@ -1,0 +1,73 @@
+r"""Rotary position embedding as a table, and its exact inverse.
+
+The rotation of position t is the pair (cos_t, sin_t) that the model itself used at prefill, after
+any scaling of frequencies (llama3, yarn, linear ...) and including the attention factor s that
+yarn-like schemes multiply into both. With n_t = cos_t^2 + sin_t^2 = s^2 the inverse of
+
+    rope(x, t)    = x cos_t + rotate_half(x) sin_t        is
+    unrope(y, t)  = y cos_t / n_t - rotate_half(y) sin_t / n_t .
+
+Source: the paper, Eq. app_rope_prototype (R and R^-1); the s^2 normalisation is ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ShapeError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rope:
+    """The rotations of positions 0..T-1.
+
+    Attributes:
+        cos: [T, d_rot] float32, the two halves of d_rot alike (Hugging Face layout).
+        sin: [T, d_rot] float32.
+
+    Only the first d_rot of a head's d features rotate (partial rotary if d_rot < d).
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __post_init__(self) -> None:
+        if self.cos.ndim != 2 or self.cos.shape != self.sin.shape or self.cos.shape[1] % 2:
+            raise ShapeError(
+                f"Rope takes cos and sin of one shape [T, even d_rot]; got {tuple(self.cos.shape)} "
+                f"and {tuple(self.sin.shape)}."
+            )
+
+    @classmethod
+    def of_theta(
+        cls, length: int, dim: int, theta: float = 10_000.0, device: torch.device | None = None
+    ) -> Rope:
+        """Plain RoPE of base `theta` for positions 0..length-1 and head dimension `dim`."""
+        inverse = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+        angle = torch.outer(torch.arange(length, dtype=torch.float64, device=device), inverse)
+        angle = torch.cat([angle, angle], dim=-1)
+        return cls(angle.cos().float(), angle.sin().float())
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """R(t) x for x [..., n, d] and positions [n] (or broadcastable to x's [..., n])."""
+        cos, sin = self._at(positions, x.dtype)
+        return self._apply(x, cos, sin)
+
+    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """R(t)^-1 x, the key before rotation; shapes as in `rotate`."""
+        cos, sin = self._at(positions, x.dtype)
+        norm = cos * cos + sin * sin
+        return self._apply(x, cos / norm, -sin / norm)
+
+    def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+
+    def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rotary = cos.shape[-1]
+        head, tail = x[..., :rotary], x[..., rotary:]
+        first, second = head.chunk(2, dim=-1)
+        turned = head * cos + torch.cat([-second, first], dim=-1) * sin
+        return torch.cat([turned, tail], dim=-1) if tail.shape[-1] else turned

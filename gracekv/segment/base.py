@@ -1,0 +1,81 @@
+"""`Partition` and the interface of segmenters."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ShapeError
+from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import Registry, Strategy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """Ordered slots S_1..S_J that cover the compressible region, shared by all heads.
+
+    Attributes:
+        bounds: int64 [J+1] absolute positions on the CPU; slot j is [bounds[j], bounds[j+1]).
+        curvature: kappa, float [T] over the whole sequence, if the segmenter computed it; the
+            trees cut at its peaks (and compute it themselves where it is None).
+    """
+
+    bounds: Tensor
+    curvature: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.bounds.ndim != 1 or len(self.bounds) < 2 or bool((self.bounds.diff() <= 0).any()):
+            raise ShapeError(
+                f"Partition.bounds must strictly increase and hold at least two positions; got "
+                f"{self.bounds.tolist()[:8]}."
+            )
+
+    @property
+    def starts(self) -> Tensor:
+        """int64 [J], first position of each slot."""
+        return self.bounds[:-1]
+
+    @property
+    def ends(self) -> Tensor:
+        """int64 [J], exclusive."""
+        return self.bounds[1:]
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [J], in tokens."""
+        return self.bounds.diff()
+
+    @property
+    def slots(self) -> int:
+        """J."""
+        return len(self.bounds) - 1
+
+    @property
+    def region(self) -> Region:
+        """The covered positions."""
+        return Region(int(self.bounds[0]), int(self.bounds[-1]))
+
+    def slot_of_token(self) -> Tensor:
+        """int64 [N]: the slot of each token of the region."""
+        return torch.repeat_interleave(torch.arange(self.slots), self.lengths)
+
+
+class Segmenter(Strategy, abc.ABC):
+    """Cut the compressible region into slots.
+
+    Pure and deterministic. The slots cover `region` exactly, in order.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, prefill: Prefill, region: Region) -> Partition: ...
+
+    def needs(self) -> Needs:
+        """What the prefill must have captured."""
+        return Needs()
+
+
+SEGMENTERS: Registry[Segmenter] = Registry("segment", "where the context is cut into slots")
+Segmenter.registry = SEGMENTERS

@@ -1,0 +1,77 @@
+"""Synthetic prefills: structured enough that every stage has something to find."""
+
+from __future__ import annotations
+
+import torch
+
+from gracekv.prefill import Prefill, PromptSpans, depth_layers
+from gracekv.rope import Rope
+
+
+def synthetic_prefill(
+    *,
+    layers: int = 2,
+    kv_heads: int = 2,
+    group: int = 2,
+    dim: int = 16,
+    context: int = 96,
+    prefix: int = 4,
+    question: int = 8,
+    tail: int = 3,
+    hidden_dim: int = 24,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> Prefill:
+    """A `Prefill` of prefix + context + question + tail tokens, with every capture present.
+
+    Hidden states wander around topics that change every few dozen tokens; keys, values and
+    queries are noisy projections of them, so slots cohere and a few tokens draw most attention.
+    """
+    rng = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    length = prefix + context + question + tail
+    spans = PromptSpans(prefix, prefix + context, prefix + context + question, length)
+    topic = torch.randint(0, 5, (length // 12 + 1,), generator=rng).repeat_interleave(12)[:length]
+    hidden = 2.0 * normal(5, hidden_dim)[topic] + 0.3 * normal(length, hidden_dim).cumsum(0)
+    hidden = hidden + 0.5 * normal(length, hidden_dim)
+    rope = Rope.of_theta(length, dim)
+    positions = torch.arange(length)
+
+    def project(heads: int, rotate: bool) -> torch.Tensor:
+        flat = hidden @ normal(hidden_dim, heads * dim) / hidden_dim**0.5
+        x = flat.view(length, heads, dim).transpose(0, 1)
+        return (rope.rotate(x, positions) if rotate else x).to(dtype).contiguous()
+
+    heads = kv_heads * group
+    keys = tuple(project(kv_heads, True) for _ in range(layers))
+    values = tuple(project(kv_heads, False) for _ in range(layers))
+    queries = tuple(project(heads, True) for _ in range(layers))
+    probes = len(spans.question_probes())
+    # Any depth may be asked for, so every layer's input is there.
+    kept = depth_layers([i / layers for i in range(layers)], layers)
+
+    def to(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device)
+
+    return Prefill(
+        spans=spans,
+        keys=tuple(map(to, keys)),
+        values=tuple(map(to, values)),
+        queries=tuple(map(to, queries)),
+        query_positions=positions,
+        rope=Rope(to(rope.cos), to(rope.sin)),
+        scale=dim**-0.5,
+        hidden={
+            layer: to((hidden + layer * normal(length, hidden_dim) * 0.1).to(dtype))
+            for layer in kept
+        },
+        surprisal=to(normal(length).abs().float()),
+        head_outputs=to(normal(layers, heads, probes, dim).to(dtype)),
+        projected_norms=to(normal(layers, kv_heads, probes).abs().float() + 0.1),
+        projection_norms=to(normal(layers, heads).abs().float() + 0.1),
+        token_ids=torch.arange(length),
+    )

@@ -1,0 +1,117 @@
+"""`Forest`: all candidate nodes of all trees as flat arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ShapeError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forest:
+    """Every node of every (layer, KV head, slot) tree; V nodes, R trees, no object per node.
+
+    Tree index: (layer * G + head) * J + slot. Nodes are sorted by level, then tree, then start;
+    so node r < R is the root of tree r, levels are contiguous, and the children of a node are
+    contiguous and ordered by start, in the order of their parents. All tensors on one device.
+
+    Buying happens in operations. Add(r) puts root r into an empty frontier, Split(v) replaces v
+    by its children. An operation's `cost` is the number of physical entries that it adds.
+
+    Attributes:
+        heads: G.
+        slots: J.
+        layers: L.
+        start: int64 [V] absolute, inclusive.
+        end: int64 [V] absolute, exclusive.
+        parent: int64 [V], -1 for roots.
+        first_child: int64 [V], -1 for leaves.
+        child_count: int64 [V], 0 for leaves.
+        tree: int64 [V].
+        level: int64 [V], 0 for roots.
+        worth: R_{l,g}(v) float64 [V], Eq. app_bottom_up_value.
+        distortion: D(I_v) float64 [V], Eq. app_node_and_drop_distortion.
+        drop: D^drop(I_r) float64 [R] of the roots.
+        entries: int64 [V], physical entries of the node when it is on the frontier: 1 for a
+            prototype or singleton; its token count for a node kept as its original tokens.
+        add_gain: float64 [R], Delta_add, Eq. app_operation_gains (not clipped).
+        split_gain: float64 [V], Delta_split (not clipped); 0 for leaves.
+    """
+
+    layers: int
+    heads: int
+    slots: int
+    start: Tensor
+    end: Tensor
+    parent: Tensor
+    first_child: Tensor
+    child_count: Tensor
+    tree: Tensor
+    level: Tensor
+    worth: Tensor
+    distortion: Tensor
+    drop: Tensor
+    entries: Tensor
+    add_gain: Tensor
+    split_gain: Tensor
+
+    def __post_init__(self) -> None:
+        nodes, trees = len(self.start), self.layers * self.heads * self.slots
+        per_node = (
+            "end", "parent", "first_child", "child_count", "tree", "level", "worth",
+            "distortion", "entries", "split_gain",
+        )  # fmt: skip
+        for names, size in ((per_node, nodes), (("drop", "add_gain"), trees)):
+            for name in names:
+                if getattr(self, name).shape != (size,):
+                    raise ShapeError(
+                        f"Forest.{name} must have shape [{size}]; got "
+                        f"{list(getattr(self, name).shape)}."
+                    )
+
+    @property
+    def nodes(self) -> int:
+        """V."""
+        return len(self.start)
+
+    @property
+    def trees(self) -> int:
+        """R = L * G * J."""
+        return self.layers * self.heads * self.slots
+
+    @property
+    def length(self) -> Tensor:
+        """int64 [V], tokens under each node."""
+        return self.end - self.start
+
+    @property
+    def is_leaf(self) -> Tensor:
+        """bool [V]."""
+        return self.child_count == 0
+
+    def head_of_tree(self) -> Tensor:
+        """int64 [R]: layer * G + head of each tree."""
+        return torch.arange(self.trees, device=self.start.device) // self.slots
+
+    def head_of_node(self) -> Tensor:
+        """int64 [V]: layer * G + head of each node."""
+        return self.tree // self.slots
+
+    def add_cost(self) -> Tensor:
+        """int64 [R]: entries that Add(r) puts into the cache."""
+        return self.entries[: self.trees]
+
+    def split_cost(self) -> Tensor:
+        """int64 [V]: entries of the children minus entries of the node; 0 for leaves."""
+        cost = torch.zeros_like(self.entries)
+        inner = self.parent >= 0
+        cost.index_add_(0, self.parent[inner], self.entries[inner])
+        return torch.where(self.is_leaf, 0, cost - self.entries)
+
+    def level_bounds(self) -> Tensor:
+        """int64 [levels + 1], on the CPU: level k is nodes [bounds[k], bounds[k+1])."""
+        counts = torch.bincount(self.level).cpu()
+        return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])

@@ -1,0 +1,84 @@
+"""`Relevance` and the interfaces that fill it: token scorers and head sensitivities."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gracekv.errors import NonFiniteError, ShapeError
+from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import Registry, Strategy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenScores:
+    """What a scorer says of every compressible token.
+
+    Attributes:
+        tokens: R^tok [L, G, N] float32, non-negative (the paper's R sums to 1 per head).
+        evidence: S-hat [N] float32, the head-averaged direct score that picks evidence probes.
+    """
+
+    tokens: Tensor
+    evidence: Tensor
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 3 or self.evidence.shape != self.tokens.shape[-1:]:
+            raise ShapeError(
+                f"TokenScores takes tokens [L, G, N] and evidence [N]; got "
+                f"{list(self.tokens.shape)} and {list(self.evidence.shape)}."
+            )
+        if not bool(self.tokens.isfinite().all()):
+            raise NonFiniteError(
+                "Token scores hold NaN or infinity: the scorer divided by zero or the captured "
+                "queries are broken."
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Relevance:
+    """Token worth and head sensitivity, the prices of the auction.
+
+    Attributes:
+        tokens: R^tok [L, G, N] float32, Eq. app_bottom_up_value.
+        evidence: S-hat [N] float32, Eq. app_global_seed_score.
+        sensitivity: omega [L, G] float32, mean 1, Eq. app_head_sensitivity.
+    """
+
+    tokens: Tensor
+    evidence: Tensor
+    sensitivity: Tensor
+
+
+class Scorer(Strategy, abc.ABC):
+    """Score every compressible token of every (layer, KV head).
+
+    Pure and deterministic; float32 or better whatever the model's dtype; scores are finite and
+    non-negative. Result tensors lie on the device of layer 0.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, prefill: Prefill, region: Region) -> TokenScores: ...
+
+    def needs(self) -> Needs:
+        """What the prefill must have captured beyond the direct probes' queries."""
+        return Needs()
+
+
+class Sensitivity(Strategy, abc.ABC):
+    """How much each (layer, KV head) matters for the output: [L, G] float32 of mean 1."""
+
+    @abc.abstractmethod
+    def __call__(self, prefill: Prefill) -> Tensor: ...
+
+    def needs(self) -> Needs:
+        """What the prefill must have captured."""
+        return Needs()
+
+
+SCORERS: Registry[Scorer] = Registry("value", "what each token is worth to the question")
+Scorer.registry = SCORERS
+SENSITIVITIES: Registry[Sensitivity] = Registry("sensitivity", "what each KV head is worth")
+Sensitivity.registry = SENSITIVITIES
