@@ -14,7 +14,7 @@ class PromptError(GracekvError, ValueError):
 
 
 class BudgetError(GracekvError, ValueError):
-    """The ratio, entries or bytes asked for are malformed or below the smallest cache that works."""
+    """The ratio, entries or bytes asked for are malformed or below what works."""
 
 
 class ShapeError(GracekvError, ValueError):

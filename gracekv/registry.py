@@ -93,7 +93,7 @@ class Registry(Generic[S]):
                 )
             cls.name = name
             cls.registry = self
-            self._classes[name] = typing.cast("type[S]", cls)
+            self._classes[name] = cls  # type: ignore[assignment]
             return cls
 
         return add
@@ -121,12 +121,13 @@ class Registry(Generic[S]):
             name = fields.pop("name", None)
             if not isinstance(name, str):
                 raise ConfigError(
-                    f"A {self.stage} strategy given as a mapping needs a 'name'; got {dict(spec)!r}. "
+                    f"A {self.stage} strategy given as a mapping needs a 'name'; got "
+                    f"{dict(spec)!r}. "
                     f"Registered: {', '.join(self)}."
                 )
             return self.build(name, **fields)
         if isinstance(spec, Strategy) and type(spec) is self._classes.get(spec.name):
-            return typing.cast(S, spec)
+            return spec
         raise ConfigError(
             f"Expected a {self.stage} strategy: a name, a mapping with a 'name', or an instance; "
             f"got {spec!r}. Registered: {', '.join(self)}."

@@ -64,7 +64,7 @@ class Frontier:
 
     @property
     def utility(self) -> float:
-        """Sum of the gains of all executed operations, each clipped at 0 (the auction's measure)."""
+        """Gains of all executed operations, each clipped at 0, summed (the auction's measure)."""
         forest = self.forest
         gain = forest.add_gain[self.added].clamp(min=0).sum()
         return float(gain + forest.split_gain[self.split].clamp(min=0).sum())
@@ -95,7 +95,7 @@ class Floor(Strategy, abc.ABC):
     def realize(
         self, forest: Forest, candidates: Tensor | None, plan: BudgetPlan, quota: Tensor | None
     ) -> Frontier:
-        """Buy the candidates' paths; the result starts the auction. Never above B_base or `quota`."""
+        """Buy the candidates' paths, within B_base and `quota`; the auction starts from there."""
 
 
 class Quota(Strategy, abc.ABC):

@@ -17,8 +17,8 @@ class PrototypeRule(Configurable):
 
     Attributes:
         uniform_base: share of uniform weight in the value prototype (beta_v; the paper's 0.1).
-        epsilon: guards the coherence's and the value weights' denominators (ours, 1e-12: a head's
-            R^tok sums to 1 over thousands of tokens, so the paper's usual 1e-6 would shrink values).
+        epsilon: guards the coherence's and the value weights' denominators (ours, 1e-12: R^tok
+            sums to 1 over all of a head's tokens, so the paper's usual 1e-6 would shrink values).
         multiplicity: add log m_eff to the logit (the paper); False drops the bias (ours, for
             ablation).
     """
