@@ -70,6 +70,8 @@ class Prefill:
         logits: [vocab] of the last position, or None for a prefill built from tensors.
         token_ids: int64 [T], or None for a prefill built from tensors.
         fingerprint: identifies model and tokenizer (names, config hash), for saved caches.
+        seconds: wall seconds of the capture by part: "prefill" is the forward pass, the others
+            are what the capture added after it ("surprisal", "projections").
 
     Needs no model: build one from plain tensors to test an algorithm.
     """
@@ -89,6 +91,7 @@ class Prefill:
     logits: Tensor | None = None
     token_ids: Tensor | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not len(self.keys) == len(self.values) == len(self.queries) > 0:
