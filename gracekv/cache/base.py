@@ -13,7 +13,7 @@ from gracekv.allocate.base import Frontier
 from gracekv.errors import ShapeError
 from gracekv.prefill import Prefill
 from gracekv.registry import Registry, Strategy
-from gracekv.tree.prototype import PrototypeRule
+from gracekv.tree.merge import PrototypeRule
 
 
 @dataclass(frozen=True, slots=True, eq=False)

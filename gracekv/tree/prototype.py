@@ -1,34 +1,256 @@
-r"""What a node looks like in the cache: the prototype of an interval of tokens.
+r"""`prototype`: attention-mass-weighted distortion, for all intervals of a slot at once.
 
-Source: the paper, Eqs. app_rope_prototype, app_value_prototype, app_effective_multiplicity.
+For probe q and interval I of a slot, with p_t = exp(logit_t - max over the visible context):
+
+    Z = sum_I p_t,  M = sum_I p_t v_t,  Z~ = m exp(q.k~ - max),  M~ = Z~ v~
+    D_q = lambda_Z (Z - Z~)^2 / (Z^2 + eps) + lambda_M |M - M~|^2 / (|M|^2 + eps)
+    D   = mean_q [ Z / Z_C  D_q ],   D^drop = mean_q Z / Z_C
+
+over the probes at positions >= the interval's last token; Z_C is the probe's mass over its visible
+part of the whole compressible context, so D is comparable everywhere. Source: the paper, Eqs.
+app_original_attention_stats to app_node_and_drop_distortion; the table: method-notes 7.
+
+Nothing here is a difference of long sums: Z and |M|^2 grow token by token, and M.v~ and the cross
+terms of |M|^2 are matrix products with the Gram matrix of the slot's values, so M (d times larger)
+is never formed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import final
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
 
 from gracekv.errors import ConfigError
-from gracekv.registry import Configurable
+from gracekv.prefill import Needs
+from gracekv.tree.context import SlotBatch, TreeContext, slot_batches
+from gracekv.tree.distortion import (
+    DISTORTIONS,
+    Distortion,
+    IntervalTable,
+    fields_of_batch,
+    interval_list,
+)
+from gracekv.tree.merge import representative_positions
+from gracekv.tree.probes import distortion_probes, probe_queries
 
 
-@dataclass(frozen=True, slots=True)
-class PrototypeRule(Configurable):
-    """How tokens are merged; distortion and packing must agree on it.
+@dataclass(frozen=True, slots=True, eq=False)
+class ProbedLayer:
+    """One layer's compressible tokens as its probes see them; N tokens, P probes.
 
     Attributes:
-        uniform_base: share of uniform weight in the value prototype (beta_v; the paper's 0.1).
-        epsilon: guards the coherence's and the value weights' denominators (ours, 1e-12: R^tok
-            sums to 1 over all of a head's tokens, so the paper's usual 1e-6 would shrink values).
-        multiplicity: add log m_eff to the logit (the paper); False drops the bias (ours, for
-            ablation).
+        positions: int64 [P] ascending probe positions.
+        queries: [G, P, d] float32, times the attention scale.
+        top: [G, P] largest visible logit.
+        exponentials: p [G, P, N]; 0 where the probe cannot see.
+        inverse_total: 1 / Z_C [G, P].
+        plain_keys: k^o [G, N, d].
+        values: [G, N, d].
+        worth: R^tok [G, N].
     """
 
-    uniform_base: float = 0.1
+    positions: Tensor
+    queries: Tensor
+    top: Tensor
+    exponentials: Tensor
+    inverse_total: Tensor
+    plain_keys: Tensor
+    values: Tensor
+    worth: Tensor
+
+    @classmethod
+    def of(cls, context: TreeContext, layer: int, probes: Tensor) -> ProbedLayer:
+        """Gather one layer; probes that see none of the region are left out."""
+        prefill, region = context.prefill, context.partition.region
+        device = prefill.keys[layer].device
+        probes = probes[probes >= region.start]
+        keys = prefill.keys[layer][:, region.start : region.end].float()
+        at = torch.arange(region.start, region.end, device=device)
+        queries = probe_queries(prefill, layer, probes) * prefill.scale
+        logits = torch.einsum("g p d, g n d -> g p n", queries, keys)
+        unseen = at[None, :] > probes.to(device)[:, None]
+        logits.masked_fill_(unseen, -torch.inf)
+        top = logits.amax(dim=-1)
+        exponentials = (logits - top[..., None]).exp_()
+        return cls(
+            positions=probes.to(device),
+            queries=queries,
+            top=top,
+            exponentials=exponentials,
+            inverse_total=1.0 / exponentials.sum(dim=-1),
+            plain_keys=prefill.rope.unrotate(keys, at),
+            values=prefill.values[layer][:, region.start : region.end].float(),
+            worth=context.tokens[layer].to(device).float(),
+        )
+
+
+@final
+@DISTORTIONS.register("prototype")
+@dataclass(frozen=True)
+class Prototype(Distortion):
+    """Attention-mass-weighted error of one prototype per interval (the paper's).
+
+    Attributes:
+        lambda_z: weight of the partition error, the paper's 0.25.
+        lambda_m: weight of the value-aggregate error, the paper's 0.75.
+        epsilon: guards both denominators (ours, 1e-12: exponentials are at most 1, and a token
+            far below a probe's favourite has Z^2 of order 1e-12 legitimately).
+        question_probes: probes from the question's end, the paper's 32.
+        tail_probes: probes from the sequence's end, the paper's 16.
+        evidence_slots: slots of largest evidence that lend probes, the paper's 8.
+        evidence_per_slot: probes of each, the paper's 2.
+        memory_limit: bytes of working tensors per batch; None: 48 MiB on a CPU (what its caches
+            like), 1 GiB on a GPU (ours).
+    """
+
+    lambda_z: float = 0.25
+    lambda_m: float = 0.75
     epsilon: float = 1e-12
-    multiplicity: bool = True
+    question_probes: int = 32
+    tail_probes: int = 16
+    evidence_slots: int = 8
+    evidence_per_slot: int = 2
+    memory_limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.uniform_base < 0 or self.epsilon < 0:
+        counts = (self.question_probes, self.evidence_slots, self.evidence_per_slot)
+        if min(counts) < 0 or self.tail_probes < 1:
             raise ConfigError(
-                f"PrototypeRule takes uniform_base >= 0 and epsilon >= 0; got {self!r}."
+                f"Prototype takes non-negative probe counts and tail_probes >= 1 (the last "
+                f"position sees every interval); got {self!r}."
             )
+        if min(self.lambda_z, self.lambda_m, self.epsilon) < 0:
+            raise ConfigError(f"Prototype takes weights and epsilon >= 0; got {self!r}.")
+        if self.memory_limit is not None and self.memory_limit < 2**20:
+            raise ConfigError(
+                f"memory_limit is in bytes and at least 1 MiB = {2**20}; got {self.memory_limit}."
+            )
+
+    def needs(self) -> Needs:
+        return Needs(context_queries=self.evidence_slots * self.evidence_per_slot > 0)
+
+    def tables(self, context: TreeContext, layer: int) -> Iterator[IntervalTable]:
+        probes = distortion_probes(
+            context.prefill,
+            context.partition,
+            context.evidence,
+            question=self.question_probes,
+            tail=self.tail_probes,
+            slots=self.evidence_slots,
+            per_slot=self.evidence_per_slot,
+        )
+        probed = ProbedLayer.of(context, layer, probes)
+        device = probed.values.device
+        for batch in slot_batches(context.partition, device):
+            size = self._slots_per_chunk(batch.n, probed)
+            for first in range(0, len(batch.slots), size):
+                yield self._table(context, layer, batch.chunk(first, first + size), probed)
+
+    def _slots_per_chunk(self, n: int, probed: ProbedLayer) -> int:
+        heads, count, dim = probed.queries.shape
+        limit = self.memory_limit or (2**30 if probed.values.is_cuda else 48 * 2**20)
+        intervals = n * (n + 1) // 2
+        per_slot = 4 * heads * intervals * (5 * count + 3 * n + 3 * dim)
+        return max(1, limit // per_slot)
+
+    def _table(
+        self, context: TreeContext, layer: int, batch: SlotBatch, probed: ProbedLayer
+    ) -> IntervalTable:
+        origin, rule = context.partition.region.start, context.rule
+        n, slots = batch.n, len(batch.slots)
+        heads = probed.values.shape[0]
+        device = probed.values.device
+        offsets = batch.offsets(origin)
+        # Probes are ascending, and one before a slot's first token sees nothing of it.
+        seen = int((probed.positions < batch.starts.min()).sum())
+        at = slice(seen, None)
+        positions = probed.positions[at]
+
+        p = rearrange(
+            probed.exponentials[:, at][:, :, offsets], "g p s n -> (g s) n p"
+        ).contiguous()
+        keys = probed.plain_keys[:, offsets].flatten(0, 1)
+        values = probed.values[:, offsets].flatten(0, 1)
+        worth = probed.worth[:, offsets].flatten(0, 1)
+        inverse_total = repeat(probed.inverse_total[:, at], "g p -> (g s) p", s=slots)
+
+        first, last = interval_list(n, device)
+        token = torch.arange(n, device=device)
+        inside = (token >= first[:, None]) & (token <= last[:, None])
+        count = (last - first + 1).float()
+        average = inside.float() / count[:, None]
+
+        # Z~ = exp(scale q.k~ + log m - max): the two last terms ride as extra features.
+        mean_key = average @ keys
+        multiplicity = rule.multiplicities(
+            mean_key.norm(dim=-1), (keys.norm(dim=-1) @ average.T), count
+        )
+        where = representative_positions(
+            batch.starts[:, None] + first, batch.starts[:, None] + last + 1
+        )
+        rotated = context.prefill.rope.rotate(
+            mean_key.view(heads, slots, *mean_key.shape[1:]), where
+        ).flatten(0, 1)
+        features = torch.cat(
+            [rotated, multiplicity.log()[..., None], torch.ones_like(multiplicity)[..., None]], -1
+        )
+        probe_features = torch.cat(
+            [probed.queries, torch.ones_like(probed.top)[..., None], -probed.top[..., None]], -1
+        )[:, at]
+        probe_features = repeat(probe_features, "g p f -> (g s) f p", s=slots)
+        z_tilde = torch.bmm(features, probe_features).exp_()
+
+        # v~ = V^T w with normalised weights w; M.v~ = sum_t p_t (Gram w)_t.
+        gram = torch.bmm(values, values.mT)
+        mean_worth = worth @ average.T
+        weight = (worth[:, None, :] + rule.uniform_base * mean_worth[..., None]) * inside
+        total = weight.sum(dim=-1, keepdim=True)
+        weight = torch.where(total > 0, weight / (total + rule.epsilon), average)
+        projected = torch.bmm(weight, gram)
+        v_square = (projected * weight).sum(dim=-1)
+        m_dot_v = torch.bmm(projected.mul_(inside), p)
+
+        # |M|^2 and Z of [i, j] from [i, j-1], plus what token j adds.
+        p_last = p[:, last]
+        before = gram[:, last] * (inside & (token < last[:, None]))
+        m_square = torch.bmm(before, p).mul_(2.0)
+        m_square.addcmul_(p_last, gram.diagonal(dim1=1, dim2=2)[:, last, None]).mul_(p_last)
+        z = p_last
+        for j in range(1, n):
+            now, past = j * (j + 1) // 2, (j - 1) * j // 2
+            z[:, now : now + j] += z[:, past:now]
+            m_square[:, now : now + j] += m_square[:, past:now]
+
+        error = m_dot_v.mul_(-2.0).addcmul_(z_tilde, v_square[..., None]).mul_(z_tilde)
+        error.add_(m_square).clamp_(min=0.0).mul_(self.lambda_m)
+        error.div_(m_square.clamp_(min=0.0).add_(self.epsilon))
+        z_error = z_tilde.sub_(z).square_().mul_(self.lambda_z)
+        error.add_(z_error.div_(z.square().add_(self.epsilon))).mul_(z)
+
+        # Mean over the probes that see token j, each mass normalised by its total.
+        sees = (positions >= batch.starts[:, None, None] + token[:, None]).float()
+        sees = repeat(sees / sees.sum(dim=-1, keepdim=True), "s n p -> (g s) n p", g=heads)
+        share = sees * inverse_total[:, None, :]
+        distortion = torch.empty(error.shape[:2], device=device)
+        for j in range(n):
+            block = slice(j * (j + 1) // 2, (j + 1) * (j + 2) // 2)
+            torch.bmm(error[:, block], share[:, j, :, None], out=distortion[:, block, None])
+        distortion[:, first == last] = 0.0
+        mass = torch.bmm(share, p.mT)
+
+        final = (batch.lengths - 1).repeat(heads)
+        whole = mass[torch.arange(len(final), device=device), final]
+        curvature, forced = fields_of_batch(context, layer, batch)
+        return IntervalTable(
+            batch=batch,
+            distortion=distortion,
+            drop=(whole * batch.valid().repeat(heads, 1)).sum(dim=-1),
+            mass=mass,
+            curvature=curvature,
+            forced=forced,
+        )

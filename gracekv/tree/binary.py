@@ -1,0 +1,111 @@
+"""`binary`: cut in two where the trajectory turns and distortion falls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ConfigError
+from gracekv.tree.distortion import IntervalTable
+from gracekv.tree.refine import REFINERS, Children, Nodes, Proposal, Refiner, token_grid
+
+
+def curvature_grid(nodes: Nodes, table: IntervalTable, tokens: Tensor) -> Tensor:
+    """kappa at the grid's tokens, [V, w] float64."""
+    if table.curvature is None:
+        raise ConfigError(
+            "This refiner cuts at curvature peaks, but the table holds no curvature. Set "
+            "candidates=0 and reward=0, or capture hidden states."
+        )
+    slot = nodes.item % len(table.batch.slots)
+    return table.curvature[slot[:, None], tokens].double()
+
+
+def normalized_curvature(kappa: Tensor, valid: Tensor) -> Tensor:
+    """kappa-hat [V, w]: min-max normalised over each node's own tokens, 0 where constant.
+
+    Source: method-notes 5.
+    """
+    low = kappa.masked_fill(~valid, torch.inf).amin(dim=1, keepdim=True)
+    span = kappa.masked_fill(~valid, -torch.inf).amax(dim=1, keepdim=True) - low
+    return torch.where(span > 0, (kappa - low) / span.clamp(min=torch.finfo(span.dtype).tiny), 0.0)
+
+
+def is_candidate(
+    nodes: Nodes, tokens: Tensor, inner: Tensor, kappa: Tensor | None, k: int | None
+) -> Tensor:
+    """bool [V, w]: the midpoint and the `k` inner tokens of highest kappa (ties: the earlier).
+
+    All inner tokens if `k` is None. Source: the paper, Eq. app_tree_split_candidates.
+    """
+    if k is None:
+        return inner
+    chosen = tokens == ((nodes.start + nodes.end) // 2)[:, None]
+    if kappa is not None and k > 0:
+        order = kappa.masked_fill(~inner, -torch.inf).argsort(dim=1, descending=True, stable=True)
+        chosen = chosen.scatter(1, order[:, :k], True)
+    return chosen & inner
+
+
+def binary_proposal(
+    nodes: Nodes, table: IntervalTable, candidates: int | None, reward: float
+) -> Proposal:
+    """The best cut of each node: argmax of D(I) - D(left) - D(right) + reward * kappa-hat.
+
+    Source: the paper, Eqs. app_binary_split and app_split_choice; ties go to the smaller position.
+    """
+    tokens, valid = token_grid(nodes)
+    inner = valid & (tokens > nodes.start[:, None])
+    kappa = curvature_grid(nodes, table, tokens) if candidates or reward else None
+    chosen = is_candidate(nodes, tokens, inner, kappa, candidates)
+    # A cut at the first token would leave an empty child; those columns are masked out below.
+    cut = torch.maximum(tokens, nodes.start[:, None] + 1)
+    item, start, end = nodes.item[:, None], nodes.start[:, None], nodes.end[:, None]
+    gain = (
+        table.at(nodes.item, nodes.start, nodes.end).double()[:, None]
+        - table.at(item, start, cut).double()
+    )
+    gain = gain - table.at(item, cut, end).double()
+    if kappa is not None and reward:
+        gain = gain + reward * normalized_curvature(kappa, valid)
+    best = gain.masked_fill(~chosen, -torch.inf).argmax(dim=1, keepdim=True)
+    at = tokens.gather(1, best)[:, 0]
+    return Proposal(low=at, high=at, utility=gain.gather(1, best)[:, 0])
+
+
+@final
+@REFINERS.register("binary")
+@dataclass(frozen=True)
+class Binary(Refiner):
+    """Curvature-aligned binary splits only, no extraction.
+
+    Attributes:
+        candidates: cuts considered besides the midpoint, the paper's 16.
+        reward: lambda_kappa, weight of the normalised curvature, the paper's 0.05.
+    """
+
+    candidates: int = 16
+    reward: float = 0.05
+
+    def __post_init__(self) -> None:
+        check_cut_fields(self.candidates, self.reward)
+
+    @property
+    def uses_curvature(self) -> bool:
+        return self.candidates > 0 or self.reward > 0
+
+    def __call__(self, nodes: Nodes, table: IntervalTable) -> Children:
+        best = binary_proposal(nodes, table, self.candidates, self.reward)
+        return Children.of_cuts(nodes, best.low, best.high)
+
+
+def check_cut_fields(candidates: int, reward: float) -> None:
+    """`ConfigError` unless both are non-negative."""
+    if candidates < 0 or reward < 0:
+        raise ConfigError(
+            f"Binary cuts take candidates >= 0 and reward >= 0; got candidates={candidates}, "
+            f"reward={reward}. 0 leaves only the midpoint."
+        )

@@ -1,0 +1,24 @@
+"""`leaf_only`: a slot is kept whole, token by token, or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+
+from gracekv.tree.distortion import IntervalTable
+from gracekv.tree.refine import REFINERS, Children, Nodes, Refiner
+
+
+@final
+@REFINERS.register("leaf_only")
+@dataclass(frozen=True)
+class LeafOnly(Refiner):
+    """Roots stay as their original tokens, an entry each; nothing is merged (as in ChunkKV)."""
+
+    exact_roots: ClassVar[bool] = True
+
+    def __call__(self, nodes: Nodes, table: IntervalTable) -> Children:
+        none = torch.empty(0, dtype=torch.int64, device=nodes.item.device)
+        return Children(count=torch.zeros_like(nodes.item), start=none, end=none)

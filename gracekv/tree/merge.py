@@ -1,0 +1,126 @@
+r"""What a node looks like in the cache: the prototype of an interval of tokens.
+
+    k~ = R(p) mean_t k_t^o            p = round(mean_t t), on absolute positions, half to even
+    v~ = sum_t w_t v_t / sum_t w_t    w_t = R_t + beta, beta = uniform_base * mean_t R_t
+    m  = clamp(n coh^2, 1, n)         coh = |mean_t k_t^o| / mean_t |k_t^o|
+
+with k^o the key before rotation. A singleton is its original pair at its own position, m = 1.
+Source: the paper, Eqs. app_rope_prototype, app_value_prototype, app_effective_multiplicity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ConfigError
+from gracekv.registry import Configurable
+from gracekv.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class PrototypeRule(Configurable):
+    """How tokens are merged; distortion and packing must agree on it.
+
+    Attributes:
+        uniform_base: share of uniform weight in the value prototype (beta_v; the paper's 0.1).
+        epsilon: guards the coherence's and the value weights' denominators (ours, 1e-12: R^tok
+            sums to 1 over all of a head's tokens, so the paper's usual 1e-6 would shrink values).
+        multiplicity: add log m_eff to the logit (the paper); False drops the bias (ours, for
+            ablation).
+    """
+
+    uniform_base: float = 0.1
+    epsilon: float = 1e-12
+    multiplicity: bool = True
+
+    def __post_init__(self) -> None:
+        if self.uniform_base < 0 or self.epsilon < 0:
+            raise ConfigError(
+                f"PrototypeRule takes uniform_base >= 0 and epsilon >= 0; got {self!r}."
+            )
+
+    def multiplicities(self, mean_norm: Tensor, norm_mean: Tensor, count: Tensor) -> Tensor:
+        """m_eff of intervals, elementwise.
+
+        Args:
+            mean_norm: |mean_t k_t^o|.
+            norm_mean: mean_t |k_t^o|.
+            count: n, tokens in the interval.
+        """
+        if not self.multiplicity:
+            return torch.ones_like(mean_norm)
+        coherence = mean_norm / (norm_mean + self.epsilon)
+        return torch.minimum((count * coherence.square()).clamp(min=1.0), count)
+
+
+def representative_positions(start: Tensor, end: Tensor) -> Tensor:
+    """p_v, int64: the mean of the absolute positions [start, end), rounded half to even."""
+    total = start + end - 1
+    half = total // 2
+    return half + (total % 2) * (half % 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prototypes:
+    """Merged entries, one a row.
+
+    Attributes:
+        keys: [V, d] float32, rotated to `positions`.
+        values: [V, d] float32.
+        positions: int64 [V] absolute.
+        multiplicity: m_eff [V] float32.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    multiplicity: Tensor
+
+
+def merge(
+    keys: Tensor,
+    values: Tensor,
+    worth: Tensor,
+    start: Tensor,
+    end: Tensor,
+    rope: Rope,
+    rule: PrototypeRule,
+) -> Prototypes:
+    """Prototypes of V intervals whose tokens follow one another in the inputs.
+
+    Args:
+        keys: [M, d] float32 post-RoPE, M = sum of the intervals' lengths, in their order.
+        values: [M, d] float32.
+        worth: R^tok [M] float32.
+        start: int64 [V] absolute first position of each interval.
+        end: int64 [V] exclusive.
+        rope: the rotations of the absolute positions.
+        rule: how to merge.
+    """
+    count = end - start
+    node = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+    first = count.cumsum(0) - count
+    positions = start[node] + torch.arange(len(node), device=count.device) - first[node]
+
+    def total(rows: Tensor) -> Tensor:
+        return torch.segment_reduce(rows, "sum", lengths=count, axis=0, unsafe=True)
+
+    size = count.float()
+    plain = rope.unrotate(keys, positions)
+    mean_key = total(plain) / size[:, None]
+    norm_mean = total(plain.norm(dim=-1)) / size
+    at = representative_positions(start, end)
+
+    weight = worth + (rule.uniform_base * total(worth) / size)[node]
+    # Tokens without any worth are merged evenly instead of vanishing.
+    weight = torch.where((total(weight) > 0)[node], weight, 1.0)
+    value = total(weight[:, None] * values) / (total(weight) + rule.epsilon)[:, None]
+    return Prototypes(
+        keys=rope.rotate(mean_key, at),
+        values=value,
+        positions=at,
+        multiplicity=rule.multiplicities(mean_key.norm(dim=-1), norm_mean, size),
+    )

@@ -1,0 +1,20 @@
+"""`midpoint`: halve every node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from gracekv.tree.distortion import IntervalTable
+from gracekv.tree.refine import REFINERS, Children, Nodes, Refiner
+
+
+@final
+@REFINERS.register("midpoint")
+@dataclass(frozen=True)
+class Midpoint(Refiner):
+    """Balanced binary trees: cut at floor((a+b)/2), whatever the data say (ours, a baseline)."""
+
+    def __call__(self, nodes: Nodes, table: IntervalTable) -> Children:
+        middle = (nodes.start + nodes.end) // 2
+        return Children.of_cuts(nodes, middle, middle)

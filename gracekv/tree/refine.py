@@ -1,0 +1,105 @@
+"""The interface of refiners: into which children a node splits."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gracekv.registry import Registry, Strategy
+from gracekv.tree.distortion import IntervalTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nodes:
+    """Nodes of one table that can be refined (two tokens or more), ordered by item and start.
+
+    Attributes:
+        item: int64 [V], head * S + slot inside the table's batch.
+        start: int64 [V] relative to the slot.
+        end: int64 [V] exclusive.
+    """
+
+    item: Tensor
+    start: Tensor
+    end: Tensor
+
+    @property
+    def length(self) -> Tensor:
+        """int64 [V], tokens."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Children:
+    """The children of some nodes, in the nodes' order, each node's by start.
+
+    Attributes:
+        count: int64 [V], children of each node: at least 2, or 0 to leave the node a leaf.
+        start: int64 [sum(count)].
+        end: int64 [sum(count)].
+    """
+
+    count: Tensor
+    start: Tensor
+    end: Tensor
+
+    @classmethod
+    def of_cuts(cls, nodes: Nodes, low: Tensor, high: Tensor) -> Children:
+        """The non-empty ones of [start, low), [low, high), [high, end); int64 [V] cuts."""
+        bounds = torch.stack([nodes.start, low, high, nodes.end], dim=1)
+        start, end = bounds[:, :3], bounds[:, 1:]
+        real = start < end
+        return cls(real.sum(dim=1), start[real], end[real])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """One way to refine each node.
+
+    Attributes:
+        low: int64 [V] first cut.
+        high: int64 [V] second cut; equal to `low` for a binary split.
+        utility: [V] float64 gain per added entry (rho); NaN-free, may be negative.
+    """
+
+    low: Tensor
+    high: Tensor
+    utility: Tensor
+
+
+class Refiner(Strategy, abc.ABC):
+    """Choose the children of every node; called once a level, deterministic.
+
+    Attributes:
+        exact_roots: roots are kept as their original tokens, an entry a token, not as a prototype.
+        uses_curvature: the table must hold kappa.
+    """
+
+    exact_roots: ClassVar[bool] = False
+
+    @property
+    def uses_curvature(self) -> bool:
+        return False
+
+    @abc.abstractmethod
+    def __call__(self, nodes: Nodes, table: IntervalTable) -> Children: ...
+
+
+REFINERS: Registry[Refiner] = Registry("refine", "into which children a node splits")
+Refiner.registry = REFINERS
+
+
+def token_grid(nodes: Nodes) -> tuple[Tensor, Tensor]:
+    """Slot offsets [V, w] of each node's tokens, w the longest node, and which are not padding.
+
+    Padding repeats the node's last token.
+    """
+    step = torch.arange(int(nodes.length.max()), device=nodes.start.device)
+    return (
+        nodes.start[:, None] + torch.minimum(step, nodes.length[:, None] - 1),
+        step < nodes.length[:, None],
+    )

@@ -1,0 +1,43 @@
+"""`unit`: a covered slot is worth 1, resolution nothing; the auction becomes a top-k on worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from einops import rearrange
+
+from gracekv.tree.context import TreeContext, slot_batches
+from gracekv.tree.distortion import DISTORTIONS, Distortion, IntervalTable, fields_of_batch
+
+
+@final
+@DISTORTIONS.register("unit")
+@dataclass(frozen=True)
+class Unit(Distortion):
+    """D = 0 and D^drop = 1: rank by worth alone (score-based eviction).
+
+    Source: ours, so that eviction methods are states of the same trees. Token worth stands in for
+    the probe mass that picks extraction positions.
+    """
+
+    def tables(self, context: TreeContext, layer: int) -> Iterator[IntervalTable]:
+        prefill = context.prefill
+        device = prefill.keys[layer].device
+        tokens = context.tokens[layer].to(device)
+        origin = context.partition.region.start
+        for batch in slot_batches(context.partition, device):
+            items = prefill.kv_heads * len(batch.slots)
+            curvature, forced = fields_of_batch(context, layer, batch)
+            yield IntervalTable(
+                batch=batch,
+                distortion=torch.zeros(1, 1, device=device).expand(
+                    items, batch.n * (batch.n + 1) // 2
+                ),
+                drop=torch.ones(items, device=device),
+                mass=rearrange(tokens[:, batch.offsets(origin)], "g s n -> (g s) 1 n"),
+                curvature=curvature,
+                forced=forced,
+            )
