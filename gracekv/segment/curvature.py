@@ -1,0 +1,137 @@
+r"""How sharply the hidden-state trajectory turns at each token.
+
+With steps d_t = hbar_{t+1} - hbar_t, the two local directions at i are triangular sums of steps,
+
+    delta_-(i) = sum_{k=1}^{w-1} (w-k)/w d_{i-k}   and
+    delta_+(i) = sum_{k=0}^{w-1} (w-k)/w d_{i+k},
+
+which is what the differences to the window means come to when written out. So their norms and
+their inner product are fixed quadratic forms of the products d_s . d_t near i. Nothing large is
+subtracted on the way: a flat stretch keeps its exact zero whatever the sequence does elsewhere,
+and no window mean is ever stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gracekv.errors import ConfigError
+from gracekv.prefill import Needs, Prefill
+from gracekv.registry import Configurable
+from gracekv.segment.bands import band_products, rows_per_chunk, unit_states
+
+
+@dataclass(frozen=True)
+class Curvature(Configurable):
+    """Curvature of the trajectory, stabilised over layers and window sizes.
+
+    Attributes:
+        depths: relative depths rho of the sampled layers (Eq. app_seg_layers).
+        windows: sizes w in tokens of the averages on either side (Eq. app_curvature_windows).
+        stability: lambda_stab, weight of the standard deviation across layers and windows that is
+            taken off their mean (Eq. app_stabilized_curvature).
+        epsilon: smallest norm that a vector is divided by (Eq. app_hidden_normalization).
+    """
+
+    depths: tuple[float, ...] = (0.33, 0.5, 0.67)
+    windows: tuple[int, ...] = (4, 8, 16)
+    stability: float = 0.25
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
+            raise ConfigError(
+                f"Curvature.depths takes one or more relative depths between 0 (first layer) and "
+                f"1 (last); got {self.depths!r}. For layer i of L give i / L."
+            )
+        if (
+            not self.windows
+            or min(self.windows) < 1
+            or len(set(self.windows)) < len(self.windows)
+            or any(not isinstance(window, int) for window in self.windows)
+        ):
+            raise ConfigError(
+                f"Curvature.windows takes one or more distinct whole numbers of tokens, each at "
+                f"least 1; got {self.windows!r}. The paper's are (4, 8, 16)."
+            )
+        if not 0 <= self.stability < math.inf or not 0 < self.epsilon < math.inf:
+            raise ConfigError(
+                f"Curvature takes stability >= 0 and epsilon > 0, both finite; got "
+                f"stability={self.stability!r}, epsilon={self.epsilon!r}. The paper's are 0.25 "
+                f"and 1e-6."
+            )
+
+    def needs(self) -> Needs:
+        """Hidden states of the sampled layers."""
+        return Needs(hidden_depths=frozenset(self.depths))
+
+    def __call__(self, prefill: Prefill) -> Tensor:
+        """kappa of every position of the sequence: float64 [T]; see `of_states`.
+
+        Raises `MissingCaptureError` if a sampled layer was not captured.
+        """
+        return self.of_states(prefill.hidden_at(self.depths))
+
+    def of_states(self, states: Sequence[Tensor]) -> Tensor:
+        """kappa from the sampled layers' block inputs, each [T, D]: float64 [T].
+
+        Mean minus `stability` times the population standard deviation over all layers and windows;
+        a window that does not fit on both sides of a position counts as 0 there. The result lies
+        on the first layer's device. Raises `NonFiniteError` on NaN or infinity.
+
+        Source: Eqs. app_local_means to app_stabilized_curvature.
+        """
+        device = states[0].device
+        views = torch.cat([self._of_layer(hidden).to(device) for hidden in states])
+        return views.mean(dim=0) - self.stability * views.std(dim=0, correction=0)
+
+    def _of_layer(self, hidden: Tensor) -> Tensor:
+        """kappa^(l,w) of one layer [T, D]: float64 [W, T]."""
+        length, dim = hidden.shape
+        reach = max(self.windows) - 1
+        forms = self._quadratic_forms(reach).to(hidden.device)
+        rows = rows_per_chunk(max(dim, forms.shape[0]), 2 * reach)
+        pieces = []
+        for start in range(0, length, rows):
+            stop = min(start + rows, length)
+            near = hidden[max(0, start - reach) : stop + reach + 1]
+            steps = unit_states(near, self.epsilon).diff(dim=0)
+            before = max(0, reach - start)
+            after = stop - start + 2 * reach - before - len(steps)
+            band = band_products(functional.pad(steps, (0, 0, before, after)), 2 * reach + 1)
+            around = band.unfold(0, 2 * reach + 1, 1).reshape(stop - start, -1)
+            pieces.append((around @ forms).view(stop - start, len(self.windows), 3))
+        incoming, outgoing, inner = torch.cat(pieces).permute(2, 1, 0)
+        norms = [
+            square.clamp(min=0).sqrt().clamp(min=self.epsilon) for square in (incoming, outgoing)
+        ]
+        position = torch.arange(length, device=hidden.device)
+        window = torch.tensor(self.windows, device=hidden.device)[:, None]
+        complete = (window <= position) & (position < length - window)
+        return torch.where(complete, 1 - inner / (norms[0] * norms[1]), 0.0)
+
+    def _quadratic_forms(self, reach: int) -> Tensor:
+        """What |delta_-|^2, |delta_+|^2 and <delta_-, delta_+> take from the products around i.
+
+        float64 [(2 reach + 1)^2, 3 W]; row (j, p) weighs the product of the steps i - reach + p
+        and i - reach + p + j.
+        """
+        size = 2 * reach + 1
+        columns = []
+        for window in self.windows:
+            ramp = torch.arange(window, 0, -1, dtype=torch.float64) / window
+            incoming, outgoing = torch.zeros(2, 2 * size, dtype=torch.float64)
+            outgoing[reach : reach + window] = ramp
+            incoming[reach - window + 1 : reach] = ramp[1:].flip(0)
+            for a, b in ((incoming, incoming), (outgoing, outgoing), (incoming, outgoing)):
+                form = a[:size, None] * b.unfold(0, size, 1)[:size]
+                # A product of two different steps stands for both orders.
+                form[:, 1:] += (b[:size, None] * a.unfold(0, size, 1)[:size])[:, 1:]
+                columns.append(form.T.reshape(-1))
+        return torch.stack(columns, dim=1)

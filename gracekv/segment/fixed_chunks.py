@@ -1,0 +1,37 @@
+"""Chunks of a fixed number of tokens, counted from the left."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from gracekv.errors import ConfigError
+from gracekv.prefill import Prefill, Region
+from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
+
+
+@final
+@SEGMENTERS.register("fixed_chunks")
+@dataclass(frozen=True, slots=False)
+class FixedChunks(Segmenter):
+    """Chunks of 10 tokens from the left; the last one may be shorter (ChunkKV).
+
+    Attributes:
+        size: tokens per chunk (ChunkKV's 10).
+    """
+
+    size: int = 10
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ConfigError(
+                f"FixedChunks.size takes a number of tokens >= 1; got {self.size!r}. ChunkKV's "
+                f"is 10."
+            )
+
+    def __call__(self, prefill: Prefill, region: Region) -> Partition:
+        """The partition; curvature is left to the trees. `ShapeError` if `region` is empty."""
+        starts = torch.arange(region.start, region.end, self.size)
+        return Partition(torch.cat([starts, torch.tensor([region.end])]))

@@ -1,0 +1,132 @@
+"""The segment stage straight from the equations: loops, float64, nothing clever.
+
+Slow on purpose. The fast versions are tested equal to these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gracekv.segment.curvature import Curvature
+from gracekv.segment.curvature_dp import CurvatureDP
+
+Floats = NDArray[np.float64]
+
+
+def unit_states(hidden: Tensor, epsilon: float) -> Floats:
+    """[n, D] rows over max(norm, epsilon). Source: Eq. app_hidden_normalization."""
+    rows = hidden.detach().cpu().double().numpy()
+    return np.stack([row / max(float(np.linalg.norm(row)), epsilon) for row in rows])
+
+
+def local_curvature(unit: Floats, window: int, epsilon: float) -> Floats:
+    """kappa^(l,w) [T] of one layer's unit states [T, D] at one window size.
+
+    Source: Eqs. app_local_means to app_local_curvature.
+    """
+    length = len(unit)
+    kappa = np.zeros(length)
+    for i in range(window, length - window):
+        mean_before = sum(unit[i - tau] for tau in range(window)) / window
+        mean_after = sum(unit[i + tau] for tau in range(1, window + 1)) / window
+        incoming, outgoing = unit[i] - mean_before, mean_after - unit[i]
+        incoming = incoming / max(float(np.linalg.norm(incoming)), epsilon)
+        outgoing = outgoing / max(float(np.linalg.norm(outgoing)), epsilon)
+        kappa[i] = 1 - incoming @ outgoing
+    return kappa
+
+
+def stable_curvature(states: Sequence[Tensor], rule: Curvature) -> Floats:
+    """kappa [T] from the sampled layers' states [T, D]. Source: Eq. app_stabilized_curvature."""
+    views = [
+        local_curvature(unit_states(hidden, rule.epsilon), window, rule.epsilon)
+        for hidden in states
+        for window in rule.windows
+    ]
+    kappa = np.zeros(len(views[0]))
+    for i in range(len(kappa)):
+        at = [float(view[i]) for view in views]
+        mean = sum(at) / len(at)
+        variance = sum((x - mean) ** 2 for x in at) / len(at)
+        kappa[i] = mean - rule.stability * math.sqrt(variance)
+    return kappa
+
+
+def median(signal: Sequence[float]) -> float:
+    """The middle value, or the mean of the middle two."""
+    ordered, half = sorted(signal), len(signal) // 2
+    return ordered[half] if len(signal) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def robust_z(signal: Sequence[float], epsilon: float = 1e-6) -> Floats:
+    """[T] normalised by median and MAD. Source: Eqs. app_robust_z and app_mad."""
+    middle = median(signal)
+    mad = median([abs(a - middle) for a in signal])
+    return np.array([(a - middle) / (1.4826 * mad + epsilon) for a in signal])
+
+
+def dispersion(states: Sequence[Tensor], start: int, end: int, epsilon: float) -> float:
+    """Disp of the slot [start, end), relative to the region that the states [N, D] cover.
+
+    Source: Eqs. app_adjacent_difference to app_slot_dispersion.
+    """
+    total = 0.0
+    for hidden in states:
+        unit = unit_states(hidden[start:end], epsilon)
+        steps = [unit[t + 1] - unit[t] for t in range(len(unit) - 1)]
+        if len(steps) >= 2:
+            mean = sum(steps) / len(steps)
+            total += sum(float((d - mean) @ (d - mean)) for d in steps) / (len(steps) - 1)
+    return total / len(states)
+
+
+def boundary_score(kappa: Sequence[float], surprisal: Sequence[float], rule: CurvatureDP) -> Floats:
+    """b [T] from kappa [T] and surprisal [T]. Source: Eq. app_boundary_score."""
+    epsilon = rule.curvature.epsilon
+    return rule.curvature_weight * robust_z(kappa, epsilon) + rule.surprisal_weight * robust_z(
+        surprisal, epsilon
+    )
+
+
+def slot_profit(
+    boundary: Floats, states: Sequence[Tensor], start: int, end: int, rule: CurvatureDP
+) -> float:
+    """What the slot [start, end) adds to the objective; boundary [N] and states [N, D].
+
+    Source: Eqs. app_length_penalty, app_segmentation_objective and app_boundary_reward.
+    """
+    reward = float(boundary[start - 1]) - rule.cut_cost if start > 0 else 0.0
+    spread = dispersion(states, start, end, rule.curvature.epsilon)
+    deviation = (end - start - rule.target_length) / rule.target_length
+    return reward - rule.dispersion_weight * spread - rule.length_weight * deviation**2
+
+
+def best_partition(profit: Floats, min_length: int) -> tuple[Floats, NDArray[np.int64]]:
+    """Cut [0, N) into slots of greatest total profit; as `recurrence.best_partition`.
+
+    Source: Eqs. app_predecessor_set to app_terminal_predecessor.
+    """
+    length, max_length = profit.shape
+    best = np.full(length + 1, -np.inf)
+    best[0] = 0.0
+    previous = [0] * (length + 1)
+
+    def extend(end: int, shortest: int) -> None:
+        for start in range(max(0, end - max_length), end - shortest + 1):
+            total = best[start] + profit[start, end - start - 1]
+            if total > best[end]:
+                best[end], previous[end] = total, start
+
+    for end in range(1, length + 1):
+        extend(end, min_length)
+    if best[length] == -np.inf:
+        extend(length, 1)
+    bounds = [length]
+    while bounds[-1] > 0:
+        bounds.append(previous[bounds[-1]])
+    return best, np.array(bounds[::-1], dtype=np.int64)

@@ -1,0 +1,21 @@
+"""Robust normalisation of a signal along the sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def robust_z(signal: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """(a - median) / (1.4826 MAD + epsilon) of a signal [T]: float64 [T], never clipped.
+
+    Source: Eqs. app_robust_z and app_mad. A constant signal gives zeros.
+    """
+    centred = signal.double() - _median(signal.double())
+    return centred / (1.4826 * _median(centred.abs()) + epsilon)
+
+
+def _median(signal: Tensor) -> Tensor:
+    # Not torch.median: of an even count it takes the lower of the middle two, not their mean.
+    ordered, length = signal.sort().values, len(signal)
+    return torch.lerp(ordered[(length - 1) // 2], ordered[length // 2], 0.5)

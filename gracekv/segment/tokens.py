@@ -1,0 +1,22 @@
+"""Every token by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from gracekv.prefill import Prefill, Region
+from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
+
+
+@final
+@SEGMENTERS.register("tokens")
+@dataclass(frozen=True, slots=False)
+class Tokens(Segmenter):
+    """One slot per token, which turns the auction into token selection (ours)."""
+
+    def __call__(self, prefill: Prefill, region: Region) -> Partition:
+        """The partition; curvature is left to the trees. `ShapeError` if `region` is empty."""
+        return Partition(torch.arange(region.start, region.end + 1))

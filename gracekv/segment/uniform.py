@@ -1,0 +1,41 @@
+"""Slots that ignore the content."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from gracekv.errors import ConfigError
+from gracekv.prefill import Prefill, Region
+from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
+
+
+@final
+@SEGMENTERS.register("uniform")
+@dataclass(frozen=True, slots=False)
+class Uniform(Segmenter):
+    """Slots of nearly equal length, as close to 64 tokens as the context allows.
+
+    Of the paper's ablation without curvature segmentation. How a region is divided that is no
+    multiple of the target is ours: N / target slots, rounded half up but at least one, whose
+    lengths differ by at most one token.
+
+    Attributes:
+        target_length: tokens per slot (the paper's 64, Section app:why_curvature).
+    """
+
+    target_length: int = 64
+
+    def __post_init__(self) -> None:
+        if self.target_length < 1:
+            raise ConfigError(
+                f"Uniform.target_length takes a number of tokens >= 1; got "
+                f"{self.target_length!r}. The paper's is 64."
+            )
+
+    def __call__(self, prefill: Prefill, region: Region) -> Partition:
+        """The partition; curvature is left to the trees. `ShapeError` if `region` is empty."""
+        slots = max(1, (2 * region.length + self.target_length) // (2 * self.target_length))
+        return Partition(region.start + torch.arange(slots + 1) * region.length // slots)

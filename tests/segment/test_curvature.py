@@ -1,0 +1,128 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
+from gracekv.prefill import Needs
+from gracekv.segment import Curvature, bands, reference
+from gracekv.testing import synthetic_prefill
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def trajectories(layers: int, length: int, dim: int, seed: int) -> list[torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(length, dim, generator=rng, dtype=torch.float64).cumsum(0)
+        + torch.randn(dim, generator=rng, dtype=torch.float64)
+        for _ in range(layers)
+    ]
+
+
+@given(
+    layers=st.integers(1, 3),
+    length=st.integers(2, 70),
+    dim=st.integers(2, 6),
+    windows=st.lists(st.integers(1, 17), min_size=1, max_size=3, unique=True),
+    stability=st.sampled_from([0.0, 0.25, 1.0]),
+    seed=seeds,
+)
+def test_matches_reference(layers, length, dim, windows, stability, seed):
+    rule = Curvature(windows=tuple(windows), stability=stability)
+    states = trajectories(layers, length, dim, seed)
+    expected = reference.stable_curvature(states, rule)
+    np.testing.assert_allclose(rule.of_states(states).numpy(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_states_are_read_exactly(dtype):
+    states = [hidden.to(dtype) for hidden in trajectories(2, 60, 8, seed=3)]
+    expected = reference.stable_curvature(states, Curvature())
+    np.testing.assert_allclose(Curvature().of_states(states).numpy(), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 40_000])
+def test_chunks_do_not_show(chunk_bytes, monkeypatch):
+    states = trajectories(2, 150, 5, seed=1)
+    whole = Curvature().of_states(states)
+    monkeypatch.setattr(bands, "_CHUNK_BYTES", chunk_bytes)
+    torch.testing.assert_close(Curvature().of_states(states), whole, rtol=1e-11, atol=1e-11)
+
+
+@given(seed=seeds, at=st.integers(0, 79))
+def test_looks_no_further_than_the_largest_window(seed, at):
+    states = trajectories(2, 80, 4, seed)
+    moved = [hidden.clone() for hidden in states]
+    for hidden in moved:
+        hidden[at] += 5.0
+    before, after = Curvature().of_states(states), Curvature().of_states(moved)
+    far = (torch.arange(80) - at).abs() > 16
+    torch.testing.assert_close(before[far], after[far])
+
+
+@pytest.mark.parametrize("length", [2, 8, 32])
+def test_is_zero_where_no_window_fits(length):
+    rule = Curvature(windows=(16,))
+    kappa = rule.of_states(trajectories(2, length, 4, seed=0))
+    assert not kappa.any()
+
+
+def test_window_fits_exactly_from_w_to_length_minus_w():
+    kappa = Curvature(windows=(4,)).of_states(trajectories(1, 20, 4, seed=0))
+    assert (kappa != 0).tolist() == [4 <= i < 16 for i in range(20)]
+
+
+def test_a_flat_stretch_beside_a_spike_has_curvature_one():
+    # Both directions vanish there; noise from the spike would be blown up by the division.
+    hidden = torch.ones(60, 4)
+    hidden[10] = torch.tensor([1e4, -1e4, 3.0, 5.0])
+    kappa = Curvature().of_states([hidden])
+    torch.testing.assert_close(kappa[30:44], torch.ones(14, dtype=torch.float64))
+
+
+def test_turning_back_curves_more_than_going_on():
+    angle = torch.cat([torch.arange(30), torch.arange(28, -1, -1)]) * 0.01
+    hidden = torch.stack([angle.cos(), angle.sin()], dim=1)
+    kappa = Curvature(windows=(4,)).of_states([hidden.double()])
+    # The step after token 28 still goes on, but the mean of its window already comes back.
+    assert (kappa > 1.99).nonzero().flatten().tolist() == [28, 29]
+    assert float(kappa[20]) < 0.01
+
+
+def test_reads_the_sampled_layers_of_a_prefill():
+    prefill = synthetic_prefill(layers=6)
+    rule = Curvature(depths=(0.0, 0.5, 0.5, 1.0))
+    expected = rule.of_states([prefill.hidden[layer] for layer in (0, 3, 5)])
+    torch.testing.assert_close(rule(prefill), expected, rtol=0, atol=0)
+    assert rule.needs() == Needs(hidden_depths=frozenset({0.0, 0.5, 1.0}))
+
+
+def test_refuses_missing_and_broken_states():
+    prefill = synthetic_prefill(layers=4)
+    prefill.hidden[2][7] = torch.nan
+    with pytest.raises(NonFiniteError):
+        Curvature()(prefill)
+    prefill.hidden.clear()
+    with pytest.raises(MissingCaptureError):
+        Curvature()(prefill)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"depths": ()}, "depths"),
+        ({"depths": (1.5,)}, "depths"),
+        ({"windows": ()}, "windows"),
+        ({"windows": (0,)}, "windows"),
+        ({"windows": (4, 4)}, "windows"),
+        ({"windows": (4.5,)}, "windows"),
+        ({"stability": -0.1}, "stability"),
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"epsilon": float("nan")}, "epsilon"),
+    ],
+)
+def test_refuses_bad_fields(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Curvature(**fields)

@@ -1,0 +1,158 @@
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
+from gracekv.prefill import Needs, Region
+from gracekv.segment import Curvature, CurvatureDP, reference
+from gracekv.testing import synthetic_prefill
+
+seeds = st.integers(0, 2**32 - 1)
+# Small limits and windows keep the reference's loops short.
+SMALL = CurvatureDP(
+    min_length=3, max_length=9, target_length=5, curvature=Curvature(windows=(2, 3))
+)
+
+
+def by_reference(prefill, region, rule):
+    """kappa [T], b [T], profits [N, n_max] and the bounds, all from the reference."""
+    states = prefill.hidden_at(rule.curvature.depths)
+    kappa = reference.stable_curvature(states, rule.curvature)
+    score = reference.boundary_score(kappa.tolist(), prefill.surprisal.tolist(), rule)
+    inside = [hidden[region.start : region.end] for hidden in states]
+    boundary = score[region.start : region.end]
+    profit = np.full((region.length, rule.max_length), np.nan)
+    for a in range(region.length):
+        for n in range(1, min(rule.max_length, region.length - a) + 1):
+            profit[a, n - 1] = reference.slot_profit(boundary, inside, a, a + n, rule)
+    _, bounds = reference.best_partition(profit, rule.min_length)
+    return kappa, score, profit, bounds + region.start
+
+
+@settings(max_examples=25)
+@given(
+    context=st.integers(10, 40),
+    recent=st.integers(0, 8),
+    weights=st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=4, max_size=4),
+    cut_cost=st.sampled_from([0.0, 1.0]),
+    seed=seeds,
+)
+def test_every_step_matches_reference(context, recent, weights, cut_cost, seed):
+    prefill = synthetic_prefill(layers=3, context=context, hidden_dim=6, seed=seed)
+    region = prefill.spans.region(recent)
+    curvature, surprisal, dispersion, length = weights
+    rule = replace(
+        SMALL,
+        curvature_weight=curvature,
+        surprisal_weight=surprisal,
+        dispersion_weight=dispersion,
+        # Without any length preference equal totals differ by rounding alone.
+        length_weight=length + 0.1,
+        cut_cost=cut_cost,
+    )
+    kappa, score, profit, bounds = by_reference(prefill, region, rule)
+    partition = rule(prefill, region)
+    np.testing.assert_allclose(partition.curvature.numpy(), kappa, rtol=1e-9, atol=1e-9)
+    fast_score = rule.boundary_score(partition.curvature, prefill.surprisal)
+    np.testing.assert_allclose(fast_score.numpy(), score, rtol=1e-7, atol=1e-7)
+    fast_profit = rule.slot_profits(
+        torch.from_numpy(score)[region.start : region.end],
+        [hidden[region.start : region.end] for hidden in prefill.hidden_at((0.33, 0.5, 0.67))],
+    ).numpy()
+    inside = ~np.isnan(profit)
+    np.testing.assert_allclose(fast_profit[inside], profit[inside], rtol=1e-9, atol=1e-9)
+    total = sum(profit[a, b - a - 1] for a, b in pairwise(bounds - region.start))
+    reached = sum(
+        profit[a, b - a - 1] for a, b in pairwise(partition.bounds.numpy() - region.start)
+    )
+    assert reached == pytest.approx(total, abs=1e-7)
+    if curvature and surprisal:
+        np.testing.assert_array_equal(partition.bounds.numpy(), bounds)
+
+
+@settings(max_examples=10)
+@given(context=st.integers(1, 200), seed=seeds)
+def test_respects_the_paper_limits(context, seed):
+    prefill = synthetic_prefill(context=context, seed=seed)
+    lengths = CurvatureDP()(prefill, prefill.spans.region(0)).lengths
+    assert (lengths[:-1] >= 16).all()
+    assert (lengths <= 128).all()
+    # 16 to 128 tokens reach every end from 16 on, so the terminal exception is for shorter ones.
+    assert lengths[-1] >= 16 or len(lengths) == 1
+
+
+def test_cuts_after_the_token_of_the_highest_score():
+    score = torch.zeros(40, dtype=torch.float64)
+    score[17] = 50.0
+    rule = replace(CurvatureDP(), dispersion_weight=0.0)
+    profit = rule.slot_profits(score, [torch.ones(40, 2)])
+    rewarded = (profit[:, 0] > 0).nonzero().flatten().tolist()
+    assert rewarded == [18]
+
+
+def test_first_slot_earns_and_pays_nothing():
+    rule = CurvatureDP(dispersion_weight=0.0)
+    profit = rule.slot_profits(torch.full((70,), 9.0, dtype=torch.float64), [torch.ones(70, 2)])
+    assert float(profit[0, 63]) == 0.0
+    assert float(profit[1, 63]) == 8.0
+
+
+@pytest.mark.parametrize(("cut_cost", "lengths"), [(0.0, [64] * 4), (1.0, [128] * 2)])
+def test_without_evidence_lengths_weigh_the_target_against_the_cost_of_cuts(cut_cost, lengths):
+    # Four slots of 64 pay three cuts; two of 128 pay one cut and 0.1 each for their length.
+    rule = CurvatureDP(
+        curvature_weight=0.0, surprisal_weight=0.0, dispersion_weight=0.0, cut_cost=cut_cost
+    )
+    prefill = synthetic_prefill(context=256)
+    assert rule(prefill, prefill.spans.region(0)).lengths.tolist() == lengths
+
+
+def test_needs_follow_the_weights():
+    depths = frozenset({0.33, 0.5, 0.67})
+    assert CurvatureDP().needs() == Needs(hidden_depths=depths, surprisal=True)
+    assert CurvatureDP(surprisal_weight=0.0).needs() == Needs(hidden_depths=depths)
+
+
+def test_surprisal_is_asked_for_only_where_it_counts():
+    prefill = replace(synthetic_prefill(), surprisal=None)
+    region = prefill.spans.region(8)
+    CurvatureDP(surprisal_weight=0.0)(prefill, region)
+    with pytest.raises(MissingCaptureError, match="surprisal_weight=0"):
+        CurvatureDP()(prefill, region)
+
+
+def test_refuses_surprisal_that_is_not_finite():
+    prefill = synthetic_prefill()
+    prefill.surprisal[20] = torch.inf
+    with pytest.raises(NonFiniteError, match="surprisal"):
+        CurvatureDP()(prefill, prefill.spans.region(8))
+
+
+def test_does_not_depend_on_states_being_scaled():
+    prefill = synthetic_prefill(dtype=torch.float64)
+    scaled = replace(prefill, hidden={k: 8.0 * h for k, h in prefill.hidden.items()})
+    region = Region(10, 90)
+    assert torch.equal(CurvatureDP()(prefill, region).bounds, CurvatureDP()(scaled, region).bounds)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"min_length": 0}, "min_length"),
+        ({"min_length": 20, "max_length": 19}, "max_length"),
+        ({"target_length": 0}, "target_length"),
+        ({"curvature_weight": -1.0}, "curvature_weight"),
+        ({"surprisal_weight": float("inf")}, "surprisal_weight"),
+        ({"dispersion_weight": -0.1}, "dispersion_weight"),
+        ({"length_weight": float("nan")}, "length_weight"),
+        ({"cut_cost": float("inf")}, "cut_cost"),
+    ],
+)
+def test_refuses_bad_fields(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        CurvatureDP(**fields)
