@@ -164,5 +164,5 @@ def _bottom_up(
     worth = torch.where(child_count == 0, leaf, 0.0)
     for depth in range(len(offsets) - 2, 0, -1):
         level = slice(offsets[depth], offsets[depth + 1])
-        worth.index_add_(0, parent[level], worth[level])
+        worth.index_add_(0, parent[level], worth[level].clone())
     return worth

@@ -68,10 +68,11 @@ class ProbedLayer:
         """Gather one layer; probes that see none of the region are left out."""
         prefill, region = context.prefill, context.partition.region
         device = prefill.keys[layer].device
-        probes = probes[probes >= region.start]
         keys = prefill.keys[layer][:, region.start : region.end].float()
         at = torch.arange(region.start, region.end, device=device)
+        # Heads take turns over all probes; only then those that see no compressible token go.
         queries = probe_queries(prefill, layer, probes) * prefill.scale
+        queries, probes = queries[:, probes >= region.start], probes[probes >= region.start]
         logits = torch.einsum("g p d, g n d -> g p n", queries, keys)
         unseen = at[None, :] > probes.to(device)[:, None]
         logits.masked_fill_(unseen, -torch.inf)

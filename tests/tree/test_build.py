@@ -1,0 +1,177 @@
+"""Forests: shape invariants for every refiner, and the paper's trees against the reference."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError
+from gracekv.testing.trees import tree_context
+from gracekv.tree import (
+    DISTORTIONS,
+    REFINERS,
+    BinaryExtract,
+    Forest,
+    IntervalTable,
+    Prototype,
+    TreeContext,
+    build_forest,
+)
+from gracekv.tree.reference import ReferenceDistortion, grow_tree
+
+
+def with_floor(context: TreeContext, seed: int) -> TreeContext:
+    rng = torch.Generator().manual_seed(seed)
+    score = torch.rand(context.tokens.shape, generator=rng, dtype=torch.float64)
+    forced = torch.where(
+        torch.rand(score.shape, generator=rng) < 0.2, (score * 4).round(), -torch.inf
+    )
+    return dataclasses.replace(context, forced=forced)
+
+
+@pytest.mark.parametrize("distortion", list(DISTORTIONS))
+@pytest.mark.parametrize("refiner", list(REFINERS))
+@settings(max_examples=6)
+@given(seed=st.integers(0, 1000), floor=st.booleans())
+def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool) -> None:
+    context = tree_context(seed)
+    context = with_floor(context, seed) if floor else context
+    forest = build_forest(context, DISTORTIONS.build(distortion), REFINERS.build(refiner))
+    bounds = context.partition.bounds
+    slots = context.partition.slots
+    roots = forest.tree[: forest.trees]
+    assert torch.equal(roots, torch.arange(forest.trees))
+    assert torch.equal(forest.start[: forest.trees], bounds[:-1][roots % slots])
+    assert torch.equal(forest.end[: forest.trees], bounds[1:][roots % slots])
+    for v in range(forest.nodes):
+        count, first = int(forest.child_count[v]), int(forest.first_child[v])
+        if count == 0:
+            assert first == -1
+            single = int(forest.length[v]) == 1
+            assert single or refiner == "leaf_only"
+            continue
+        kids = torch.arange(first, first + count)
+        assert count >= 2
+        assert (forest.parent[kids] == v).all()
+        assert (forest.tree[kids] == forest.tree[v]).all()
+        assert (forest.level[kids] == forest.level[v] + 1).all()
+        assert torch.equal(forest.end[kids[:-1]], forest.start[kids[1:]])
+        assert forest.start[kids[0]] == forest.start[v]
+        assert forest.end[kids[-1]] == forest.end[v]
+        # Value conservation, Eq. app_value_conservation: bottom-up, so exact.
+        assert float(forest.worth[kids].sum()) == pytest.approx(float(forest.worth[v]), rel=1e-14)
+    # 1 + sum(cost) telescopes to n in every tree (FullKV recovery).
+    cost = torch.zeros(forest.trees, dtype=torch.int64)
+    cost.index_add_(0, forest.tree, forest.split_cost())
+    assert torch.equal(cost + forest.add_cost(), forest.length[: forest.trees])
+    whole = context.tokens.double().sum(-1).flatten()
+    per_head = torch.zeros_like(whole)
+    per_head.index_add_(0, forest.head_of_tree(), forest.worth[: forest.trees])
+    torch.testing.assert_close(per_head, whole)
+
+
+class TableJudge:
+    """Answers the reference's questions from the fast table, so that growth is compared exactly."""
+
+    def __init__(self, context: TreeContext, table: IntervalTable, layer: int, item: int) -> None:
+        slots = len(table.batch.slots)
+        self.context, self.table, self.layer = context, table, layer
+        self.item, self.head = item, item // slots
+        self.origin = int(table.batch.starts[item % slots])
+
+    def node(self, start: int, end: int) -> float:
+        at = [torch.tensor(x) for x in (self.item, start - self.origin, end - self.origin)]
+        return float(self.table.at(*at))
+
+    def masses(self, start: int, end: int) -> list[float]:
+        row = self.table.masses(torch.tensor([self.item]), torch.tensor([end - self.origin]))[0]
+        return row[start - self.origin : end - self.origin].tolist()
+
+
+def children_of(forest: Forest, tree: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    spans = list(zip(forest.start.tolist(), forest.end.tolist(), strict=True))
+    found = {}
+    for v in torch.nonzero(forest.tree == tree).flatten().tolist():
+        if forest.child_count[v]:
+            first = int(forest.first_child[v])
+            found[spans[v]] = spans[first : first + int(forest.child_count[v])]
+    return found
+
+
+@pytest.mark.parametrize("floor", [False, True])
+@settings(max_examples=12)
+@given(seed=st.integers(0, 1000))
+def test_growth_matches_the_reference(floor: bool, seed: int) -> None:
+    context = tree_context(seed)
+    context = with_floor(context, seed) if floor else context
+    forest = build_forest(context, Prototype(), BinaryExtract())
+    bounds, heads = context.partition.bounds.tolist(), context.prefill.kv_heads
+    for layer in range(context.prefill.layers):
+        for table in Prototype().tables(context, layer):
+            for item in range(len(table.drop)):
+                judge = TableJudge(context, table, layer, item)
+                slot = int(table.batch.slots[item % len(table.batch.slots)])
+                tree = (layer * heads + judge.head) * context.partition.slots + slot
+                want = grow_tree(judge, bounds[slot], bounds[slot + 1])  # type: ignore[arg-type]
+                assert children_of(forest, tree) == want
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 1000))
+def test_gains_match_the_definitions(seed: int) -> None:
+    context = tree_context(seed)
+    forest = build_forest(context, Prototype(), BinaryExtract())
+    judges = {}
+    for tree in range(forest.trees):
+        head, slot = divmod(tree, context.partition.slots)
+        layer, g = divmod(head, context.prefill.kv_heads)
+        judge = judges.setdefault(head, ReferenceDistortion(context, layer, g, Prototype()))
+        a, b = context.partition.bounds[slot : slot + 2].tolist()
+        omega = float(context.sensitivity[layer, g])
+        # A gain is a difference: its error is relative to what is subtracted.
+        scale = omega * float(forest.worth[tree]) * (judge.drop(a, b) + judge.node(a, b))
+        want = omega * float(forest.worth[tree]) * (judge.drop(a, b) - judge.node(a, b))
+        assert float(forest.add_gain[tree]) == pytest.approx(want, abs=2e-4 * scale)
+        spans = list(zip(forest.start.tolist(), forest.end.tolist(), strict=True))
+        for node, kids in children_of(forest, tree).items():
+            v = next(
+                v for v in torch.nonzero(forest.tree == tree).flatten().tolist() if spans[v] == node
+            )
+            parts = [judge.node(*node), *(judge.node(*kid) for kid in kids)]
+            price = omega * float(forest.worth[v])
+            want = price * (parts[0] - sum(parts[1:]))
+            assert float(forest.split_gain[v]) == pytest.approx(want, abs=2e-4 * price * sum(parts))
+
+
+def test_floor_candidates_are_lifted_first_and_by_score() -> None:
+    context = tree_context(5)
+    bounds = context.partition.bounds.tolist()
+    slot = max(range(len(bounds) - 1), key=lambda j: bounds[j + 1] - bounds[j])
+    a, b = bounds[slot] - bounds[0], bounds[slot + 1] - bounds[0]
+    forced = torch.full_like(context.tokens, -torch.inf, dtype=torch.float64)
+    forced[0, 1, [a + 1, b - 2]] = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    forest = build_forest(dataclasses.replace(context, forced=forced), Prototype(), BinaryExtract())
+    tree = context.partition.slots + slot
+    kids = range(
+        int(forest.first_child[tree]), int(forest.first_child[tree] + forest.child_count[tree])
+    )
+    spans = [(int(forest.start[k]), int(forest.end[k])) for k in kids]
+    best = b - 2 + bounds[0]
+    assert (best, best + 1) in spans
+
+
+def test_determinism() -> None:
+    context = with_floor(tree_context(11), 11)
+    first = build_forest(context, Prototype(), BinaryExtract())
+    second = build_forest(context, Prototype(), BinaryExtract())
+    for name in ("start", "end", "parent", "split_gain", "add_gain", "worth"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+
+
+def test_curvature_refiners_say_what_they_miss() -> None:
+    context = dataclasses.replace(tree_context(0), curvature=None)
+    with pytest.raises(ConfigError, match="candidates=0"):
+        build_forest(context, Prototype(), BinaryExtract())
+    build_forest(context, Prototype(), BinaryExtract(candidates=0, reward=0.0))
