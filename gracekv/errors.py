@@ -47,3 +47,7 @@ class CacheError(GracekvError):
 
 class BackendUnavailableError(GracekvError):
     """The attention backend asked for cannot run on this machine."""
+
+
+class MissingDependencyError(GracekvError, ImportError):
+    """An optional package that this feature needs is not installed."""
