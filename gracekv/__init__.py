@@ -1,1 +1,56 @@
-"""KV-cache compression with one budget for coverage and resolution."""
+"""KV-cache compression after prefill: one budget for coverage and resolution.
+
+`import gracekv` loads none of the heavy parts; they come with the first use of a name below, and
+transformers only with those that touch a model.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gracekv.allocate import Budget
+    from gracekv.hf.compress import compress
+    from gracekv.hf.result import CompressionResult
+    from gracekv.pipeline import Pipeline, Run, strategies
+    from gracekv.prefill import Prefill, PromptSpans
+    from gracekv.prefill.capture import capture
+    from gracekv.prefill.prompt import Prompt
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Budget": "gracekv.allocate",
+    "CompressionResult": "gracekv.hf.result",
+    "Pipeline": "gracekv.pipeline",
+    "Prefill": "gracekv.prefill",
+    "Prompt": "gracekv.prefill.prompt",
+    "PromptSpans": "gracekv.prefill",
+    "Run": "gracekv.pipeline",
+    "capture": "gracekv.prefill.capture",
+    "compress": "gracekv.hf.compress",
+    "strategies": "gracekv.pipeline",
+}
+
+__all__ = [
+    "Budget",
+    "CompressionResult",
+    "Pipeline",
+    "Prefill",
+    "Prompt",
+    "PromptSpans",
+    "Run",
+    "__version__",
+    "capture",
+    "compress",
+    "strategies",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'gracekv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -172,7 +172,7 @@ class Prefill:
         if len(missing):
             raise MissingCaptureError(
                 f"Queries at positions {missing[:5].tolist()} were not captured. Capture for the "
-                f"pipeline that you run: gracekv.capture(model, prompt, pipeline=...)."
+                f"pipeline that you run: gracekv.capture(model, prompt, needs=pipeline.needs())."
             )
         return self.queries[layer][:, at.to(self.queries[layer].device)]
 
@@ -187,7 +187,7 @@ class Prefill:
             raise MissingCaptureError(
                 f"Hidden states of layers {missing} were not captured; there are "
                 f"{sorted(self.hidden) or 'none'}. Capture for the pipeline that you run: "
-                f"gracekv.capture(model, prompt, pipeline=...)."
+                f"gracekv.capture(model, prompt, needs=pipeline.needs())."
             )
         return [self.hidden[layer] for layer in layers]
 

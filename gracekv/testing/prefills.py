@@ -38,11 +38,13 @@ def synthetic_prefill(
     topic = torch.randint(0, 5, (length // 12 + 1,), generator=rng).repeat_interleave(12)[:length]
     hidden = 2.0 * normal(5, hidden_dim)[topic] + 0.3 * normal(length, hidden_dim).cumsum(0)
     hidden = hidden + 0.5 * normal(length, hidden_dim)
+    # As after a model's input norm, so that logits stay in the range of real ones.
+    normed = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
     rope = Rope.of_theta(length, dim)
     positions = torch.arange(length)
 
     def project(heads: int, rotate: bool) -> torch.Tensor:
-        flat = hidden @ normal(hidden_dim, heads * dim) / hidden_dim**0.5
+        flat = normed @ normal(hidden_dim, heads * dim) / hidden_dim**0.5
         x = flat.view(length, heads, dim).transpose(0, 1)
         return (rope.rotate(x, positions) if rotate else x).to(dtype).contiguous()
 

@@ -38,6 +38,10 @@ from gracekv.tree.distortion import (
 from gracekv.tree.merge import representative_positions
 from gracekv.tree.probes import distortion_probes, probe_queries
 
+# A merged key can outscore every one of its tokens. Beyond e^20 times the probe's favourite the
+# distortion is astronomical anyway, and its square over epsilon must stay finite in float32.
+_MAX_EXPONENT = 20.0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProbedLayer:
@@ -204,7 +208,7 @@ class Prototype(Distortion):
             [probed.queries, torch.ones_like(probed.top)[..., None], -probed.top[..., None]], -1
         )[:, at]
         probe_features = repeat(probe_features, "g p f -> (g s) f p", s=slots)
-        z_tilde = torch.bmm(features, probe_features).exp_()
+        z_tilde = torch.bmm(features, probe_features).clamp_(max=_MAX_EXPONENT).exp_()
 
         # v~ = V^T w with normalised weights w; M.v~ = sum_t p_t (Gram w)_t.
         gram = torch.bmm(values, values.mT)

@@ -1,0 +1,74 @@
+"""What a compression kept, and what it costs in memory and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Accounting:
+    """Entries and bytes of one compressed cache.
+
+    Attributes:
+        budget: B_total, entries allowed for the context in all heads together.
+        spent: context entries kept, recent window included; prefix and suffix are not counted.
+        floor_spent: B_floor, the part of `spent` that the floor stage bought.
+        recent: r, tokens of the recent window in each head.
+        entries: int64 [L, G] context entries kept per head, recent window included.
+        bytes: physical bytes of packed keys and values, prefix and suffix included.
+        metadata_bytes: bytes of positions, multiplicities and offsets.
+        full_bytes: what keys and values of FullKV take for the same tokens.
+        utility: summed gains of the bought operations, each clipped at 0.
+        bound: certified upper bound of `utility` at this budget, if the allocator computed one.
+        backend_bytes: what the attention backend holds beside the packed tensors (padding,
+            copies), once it is prepared.
+    """
+
+    budget: int
+    spent: int
+    floor_spent: int
+    recent: int
+    entries: Tensor
+    bytes: int
+    metadata_bytes: int
+    full_bytes: int
+    utility: float = 0.0
+    bound: float | None = None
+    backend_bytes: int = 0
+
+    @property
+    def certified_ratio(self) -> float | None:
+        """utility / bound: at least this share of the optimum was reached; None without a bound."""
+        if self.bound is None:
+            return None
+        return self.utility / self.bound if self.bound > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Wall seconds per stage.
+
+    `prefill` is the standard forward pass; `surprisal` and `projections` are what the capture
+    computes after it; the rest are the pipeline's stages.
+    """
+
+    prefill: float = 0.0
+    surprisal: float = 0.0
+    projections: float = 0.0
+    segment: float = 0.0
+    value: float = 0.0
+    tree: float = 0.0
+    allocate: float = 0.0
+    pack: float = 0.0
+
+    @property
+    def construction(self) -> float:
+        """Everything but the prefill."""
+        return sum(seconds for stage, seconds in self.as_dict().items() if stage != "prefill")
+
+    def as_dict(self) -> Mapping[str, float]:
+        """Seconds by stage, in order."""
+        return {name: getattr(self, name) for name in self.__slots__}

@@ -1,0 +1,77 @@
+"""Which token intervals the entries of a packed layer stand for, in packing order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.base import Frontier
+from gracekv.prefill import Prefill
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerLayout:
+    """The entries of one layer, head after head: prefix, kept nodes, recent window, suffix.
+
+    Attributes:
+        head: int64 [E], KV head of each entry.
+        start: int64 [E], first absolute position it stands for.
+        end: int64 [E], exclusive; end - start > 1 only for merged nodes.
+        offsets: int64 [G+1] on the CPU.
+        origin: first compressible position, where R^tok starts.
+    """
+
+    head: Tensor
+    start: Tensor
+    end: Tensor
+    offsets: Tensor
+    origin: int
+
+
+def layer_layout(prefill: Prefill, frontier: Frontier, layer: int) -> LayerLayout:
+    """Layout of `layer`; nodes that are kept token by token become one entry a token.
+
+    The last prompt token is left out: decoding feeds it again.
+    """
+    forest, spans, heads = frontier.forest, prefill.spans, prefill.kv_heads
+    device = prefill.keys[layer].device
+    head_of_node = forest.head_of_node()
+    mine = frontier.kept & (head_of_node // heads == layer)
+    head = (head_of_node[mine] % heads).to(device)
+    start, end = forest.start[mine].to(device), forest.end[mine].to(device)
+    exact = (forest.entries[mine] > 1).to(device)
+
+    pieces = torch.where(exact, end - start, 1)
+    node = torch.repeat_interleave(torch.arange(len(pieces), device=device), pieces)
+    step = torch.arange(len(node), device=device) - (pieces.cumsum(0) - pieces)[node]
+    head, exact = head[node], exact[node]
+    first = start[node] + step
+    last = torch.where(exact, first + 1, end[node])
+
+    # What is never compressed: everything outside the region, the same in every head.
+    origin, stop = _region(frontier)
+    fixed = torch.cat(
+        [
+            torch.arange(0, origin, device=device),
+            torch.arange(stop, spans.length - 1, device=device),
+        ]
+    )
+    head = torch.cat([head, torch.arange(heads, device=device).repeat_interleave(len(fixed))])
+    first = torch.cat([first, fixed.repeat(heads)])
+    last = torch.cat([last, fixed.repeat(heads) + 1])
+    order = (head * spans.length + first).argsort()
+    counts = torch.bincount(head, minlength=heads).cpu()
+    return LayerLayout(
+        head=head[order],
+        start=first[order],
+        end=last[order],
+        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]),
+        origin=origin,
+    )
+
+
+def _region(frontier: Frontier) -> tuple[int, int]:
+    roots = slice(0, frontier.forest.slots)
+    return int(frontier.forest.start[roots].min()), int(frontier.forest.end[roots].max())

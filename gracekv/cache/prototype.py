@@ -1,0 +1,69 @@
+"""`prototype`: merged nodes as prototypes, single tokens as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.base import Frontier
+from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
+from gracekv.cache.layout import LayerLayout, layer_layout
+from gracekv.prefill import Prefill
+from gracekv.tree.merge import PrototypeRule, merge
+
+
+@final
+@PACKERS.register("prototype")
+@dataclass(frozen=True)
+class PrototypePacker(Packer):
+    """A node of several tokens becomes one merged entry with its log multiplicity (the paper's).
+
+    Source: the paper, "Frontier updates and physical packing".
+    """
+
+    def __call__(
+        self, prefill: Prefill, frontier: Frontier, tokens: Tensor, rule: PrototypeRule
+    ) -> RaggedCache:
+        layers = tuple(
+            self._layer(prefill, layer_layout(prefill, frontier, layer), layer, tokens, rule)
+            for layer in range(prefill.layers)
+        )
+        return RaggedCache(layers, length=prefill.spans.length - 1)
+
+    def _layer(
+        self,
+        prefill: Prefill,
+        layout: LayerLayout,
+        layer: int,
+        tokens: Tensor,
+        rule: PrototypeRule,
+    ) -> RaggedLayer:
+        length, dim = prefill.spans.length, prefill.head_dim
+        keys = prefill.keys[layer].reshape(-1, dim)
+        values = prefill.values[layer].reshape(-1, dim)
+        # One gather for everything; the rows of merged entries are overwritten below.
+        source = layout.head * length + layout.start
+        packed_keys, packed_values = keys[source], values[source]
+        positions = layout.start.to(torch.int32)
+        log_multiplicity = torch.zeros(len(source), device=keys.device)
+
+        merged = torch.nonzero(layout.end - layout.start > 1).flatten()
+        if len(merged):
+            head, start, end = (x[merged] for x in (layout.head, layout.start, layout.end))
+            count = end - start
+            node = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+            step = torch.arange(len(node), device=count.device) - (count.cumsum(0) - count)[node]
+            position, head = start[node] + step, head[node]
+            row = head * length + position
+            worth = tokens[layer].to(keys.device)[head, position - layout.origin].float()
+            made = merge(
+                keys[row].float(), values[row].float(), worth, start, end, prefill.rope, rule
+            )
+            packed_keys[merged] = made.keys.to(keys.dtype)
+            packed_values[merged] = made.values.to(keys.dtype)
+            positions[merged] = made.positions.to(torch.int32)
+            log_multiplicity[merged] = made.multiplicity.log()
+        return RaggedLayer(packed_keys, packed_values, positions, log_multiplicity, layout.offsets)

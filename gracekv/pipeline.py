@@ -1,0 +1,279 @@
+"""`Pipeline`: the method as a value, one strategy a stage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+
+from gracekv import recipes
+from gracekv.allocate import (
+    ALLOCATORS,
+    FLOORS,
+    QUOTAS,
+    Allocator,
+    Budget,
+    BudgetPlan,
+    Floor,
+    Frontier,
+    Global,
+    Greedy,
+    Quota,
+    RecentWindow,
+    Singleton,
+)
+from gracekv.backends import BACKENDS, Auto, Backend
+from gracekv.cache import (
+    PACKERS,
+    Accounting,
+    Packer,
+    PrototypePacker,
+    RaggedCache,
+    RaggedLayer,
+    Timings,
+)
+from gracekv.errors import UnknownStrategyError
+from gracekv.prefill import Needs, Prefill
+from gracekv.registry import Configurable, Registry, suggestion
+from gracekv.segment import SEGMENTERS, Curvature, CurvatureDP, Partition, Segmenter
+from gracekv.tree import (
+    DISTORTIONS,
+    REFINERS,
+    BinaryExtract,
+    Distortion,
+    Forest,
+    Prototype,
+    PrototypeRule,
+    Refiner,
+    TreeContext,
+    build_forest,
+)
+from gracekv.value import (
+    SCORERS,
+    SENSITIVITIES,
+    MultiHop,
+    OutputProjection,
+    Relevance,
+    Scorer,
+    Sensitivity,
+)
+
+REGISTRIES: dict[str, Registry[Any]] = {
+    "segment": SEGMENTERS,
+    "value": SCORERS,
+    "sensitivity": SENSITIVITIES,
+    "distortion": DISTORTIONS,
+    "refine": REFINERS,
+    "floor": FLOORS,
+    "quota": QUOTAS,
+    "allocate": ALLOCATORS,
+    "pack": PACKERS,
+    "backend": BACKENDS,
+}
+
+
+def strategies() -> dict[str, dict[str, str]]:
+    """Every registered strategy: {stage: {name: one-line description}}."""
+    return {
+        stage: {name: registry.get(name).summary() for name in registry}
+        for stage, registry in REGISTRIES.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """What each stage of one pipeline run made; stages that FullKV skips are None.
+
+    Attributes:
+        plan: the budget in entries.
+        partition: slots.
+        relevance: token worth and head sensitivity.
+        forest: all candidate nodes.
+        frontier: which nodes stay.
+        cache: the physical entries.
+        accounting: entries and bytes.
+        timings: seconds per stage.
+    """
+
+    plan: BudgetPlan
+    partition: Partition | None
+    relevance: Relevance | None
+    forest: Forest | None
+    frontier: Frontier | None
+    cache: RaggedCache
+    accounting: Accounting
+    timings: Timings
+
+
+@dataclass(frozen=True)
+class Pipeline(Configurable):
+    """Compression as a composition of strategies; the defaults are the paper's method.
+
+    Change one stage with `dataclasses.replace(pipeline, floor=FLOORS.build("none"))`, or in plain
+    data with `Pipeline.from_dict({"floor": "none"})`.
+
+    Attributes:
+        segment: where the context is cut into slots.
+        value: what each token is worth.
+        sensitivity: what each KV head is worth.
+        distortion: what merging or dropping an interval costs.
+        refine: into which children a node splits.
+        prototype: how the tokens of a node are merged.
+        floor: which exact tokens are protected before the auction.
+        quota: how many entries each head may hold.
+        allocate: which operations the budget buys.
+        pack: how a chosen node becomes an entry.
+        backend: how decoding reads the cache.
+        window: the recent window.
+        keep_all: ignore the budget and keep everything (FullKV).
+    """
+
+    segment: Segmenter = field(default_factory=CurvatureDP)
+    value: Scorer = field(default_factory=MultiHop)
+    sensitivity: Sensitivity = field(default_factory=OutputProjection)
+    distortion: Distortion = field(default_factory=Prototype)
+    refine: Refiner = field(default_factory=BinaryExtract)
+    prototype: PrototypeRule = field(default_factory=PrototypeRule)
+    floor: Floor = field(default_factory=Singleton)
+    quota: Quota = field(default_factory=Global)
+    allocate: Allocator = field(default_factory=Greedy)
+    pack: Packer = field(default_factory=PrototypePacker)
+    backend: Backend = field(default_factory=Auto)
+    window: RecentWindow = field(default_factory=RecentWindow)
+    keep_all: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """The recipe of that name; `gracekv.recipes.names()` lists them."""
+        if name not in recipes.RECIPES:
+            raise UnknownStrategyError(
+                f"Unknown recipe {name!r}.{suggestion(name, recipes.names())} Recipes: "
+                f"{', '.join(recipes.names())}. For one of your own use Pipeline.from_dict."
+            )
+        return cls.from_dict(recipes.RECIPES[name].pipeline)
+
+    def needs(self) -> Needs:
+        """What the capture must keep for this pipeline."""
+        if self.keep_all:
+            return Needs()
+        needs = self.segment.needs() | self.value.needs() | self.sensitivity.needs()
+        needs |= self.distortion.needs()
+        return needs | Curvature().needs() if self.refine.uses_curvature else needs
+
+    def run(self, prefill: Prefill, budget: Budget) -> Run:
+        """Compress one prefill: segment, value, tree, allocate, pack.
+
+        The paper's two flows: worth rises from tokens to roots, budget falls from roots to leaves.
+        Raises `BudgetError` if the budget is too small, `MissingCaptureError` if the prefill was
+        captured for another pipeline.
+        """
+        plan = budget.plan(
+            layers=prefill.layers,
+            heads=prefill.kv_heads,
+            context=prefill.spans.context_length,
+            entry_bytes=prefill.entry_bytes,
+            window=self.window,
+        )
+        if self.keep_all or plan.keeps_all:
+            return _full(prefill, plan)
+        clock = _Clock(prefill.keys[0].device)
+        region = prefill.spans.region(plan.recent)
+        with clock("segment"):
+            partition = self.segment(prefill, region)
+        with clock("value"):
+            scores = self.value(prefill, region)
+            relevance = Relevance(scores.tokens, scores.evidence, self.sensitivity(prefill))
+        with clock("tree"):
+            candidates = self.floor.candidates(relevance.tokens, plan)
+            curvature = partition.curvature
+            if curvature is None and self.refine.uses_curvature:
+                curvature = Curvature()(prefill)
+            forest = build_forest(
+                TreeContext(
+                    prefill=prefill,
+                    partition=partition,
+                    tokens=relevance.tokens,
+                    evidence=relevance.evidence,
+                    sensitivity=relevance.sensitivity,
+                    rule=self.prototype,
+                    forced=candidates,
+                    curvature=curvature,
+                ),
+                self.distortion,
+                self.refine,
+            )
+        with clock("allocate"):
+            quota = self.quota(relevance.tokens, plan)
+            start = self.floor.realize(forest, candidates, plan, quota)
+            frontier = self.allocate(start, quota)
+        with clock("pack"):
+            cache = self.pack(prefill, frontier, relevance.tokens, self.prototype)
+        entries = frontier.entries_per_head().cpu() + plan.recent
+        accounting = Accounting(
+            budget=plan.total,
+            spent=int(entries.sum()),
+            floor_spent=frontier.floor_spent,
+            recent=plan.recent,
+            entries=entries,
+            bytes=cache.kv_bytes,
+            metadata_bytes=cache.metadata_bytes,
+            full_bytes=_full_bytes(prefill),
+            utility=frontier.utility,
+            bound=frontier.bound,
+        )
+        timings = Timings(**prefill.seconds, **clock.seconds)
+        return Run(plan, partition, relevance, forest, frontier, cache, accounting, timings)
+
+
+def _full(prefill: Prefill, plan: BudgetPlan) -> Run:
+    """Every token as it is."""
+    clock = _Clock(prefill.keys[0].device)
+    covered = prefill.spans.length - 1
+    with clock("pack"):
+        cache = RaggedCache(
+            tuple(
+                RaggedLayer.dense(k[:, :covered], v[:, :covered])
+                for k, v in zip(prefill.keys, prefill.values, strict=True)
+            ),
+            length=covered,
+        )
+    context = prefill.spans.context_length
+    entries = torch.full((prefill.layers, prefill.kv_heads), context)
+    accounting = Accounting(
+        budget=plan.total,
+        spent=int(entries.sum()),
+        floor_spent=0,
+        recent=plan.recent,
+        entries=entries,
+        bytes=cache.kv_bytes,
+        metadata_bytes=cache.metadata_bytes,
+        full_bytes=_full_bytes(prefill),
+    )
+    timings = Timings(**prefill.seconds, **clock.seconds)
+    return Run(plan, None, None, None, None, cache, accounting, timings)
+
+
+def _full_bytes(prefill: Prefill) -> int:
+    return prefill.layers * prefill.kv_heads * (prefill.spans.length - 1) * prefill.entry_bytes
+
+
+class _Clock:
+    """Wall seconds by stage; waits for the GPU, so that a stage pays for its own work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._wait: Callable[[], None] = (
+            (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
+        )
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        self._wait()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        self.seconds[stage] = time.perf_counter() - start
