@@ -1,0 +1,133 @@
+"""Packed entries against the equations, and what must survive packing bit for bit."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate.base import Frontier
+from gracekv.cache import PrototypePacker, RaggedCache, RaggedLayer
+from gracekv.errors import ShapeError
+from gracekv.testing.trees import tree_context
+from gracekv.tree import REFINERS, Prototype, TreeContext, build_forest
+from gracekv.tree.merge import representative_positions
+from gracekv.tree.reference import prototype_of
+
+
+def random_frontier(context: TreeContext, seed: int, refiner: str = "binary_extract") -> Frontier:
+    """A legal frontier: random roots, and random splits below bought nodes."""
+    forest = build_forest(context, Prototype(), REFINERS.build(refiner))
+    rng = torch.Generator().manual_seed(seed)
+    added = torch.rand(forest.trees, generator=rng) < 0.7
+    wish = torch.rand(forest.nodes, generator=rng) < 0.6
+    split = torch.zeros_like(wish)
+    for v in range(forest.nodes):
+        parent = int(forest.parent[v])
+        reached = bool(added[v]) if parent < 0 else bool(split[parent])
+        split[v] = reached and bool(wish[v]) and int(forest.child_count[v]) > 0
+    return Frontier(forest, added, split, budget=10**6)
+
+
+def pack(context: TreeContext, frontier: Frontier) -> RaggedCache:
+    return PrototypePacker()(context.prefill, frontier, context.tokens, context.rule)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10_000), refiner=st.sampled_from(["binary_extract", "leaf_only"]))
+def test_entries_match_the_reference(seed: int, refiner: str) -> None:
+    context = tree_context(seed)
+    prefill, region = context.prefill, context.partition.region
+    frontier = random_frontier(context, seed, refiner)
+    forest, kept = frontier.forest, frontier.kept
+    cache = pack(context, frontier)
+    assert cache.length == prefill.spans.length - 1
+    for layer in range(prefill.layers):
+        for head in range(prefill.kv_heads):
+            keys, values, positions, log_m = cache.layers[layer].head(head)
+            want: list[tuple[int, int]] = [(t, t + 1) for t in range(region.start)]
+            mine = kept & (forest.head_of_node() == layer * prefill.kv_heads + head)
+            nodes = [
+                (int(forest.start[v]), int(forest.end[v]), int(forest.entries[v]))
+                for v in torch.nonzero(mine).flatten()
+            ]
+            for a, b, entries in sorted(nodes):
+                exact = entries > 1
+                want += [(t, t + 1) for t in range(a, b)] if exact else [(a, b)]
+            want += [(t, t + 1) for t in range(region.end, prefill.spans.length - 1)]
+            assert len(keys) == len(want)
+            for i, (a, b) in enumerate(want):
+                entry = prototype_of(context, layer, head, a, b)
+                assert int(positions[i]) == entry.position
+                if b - a == 1:
+                    assert torch.equal(keys[i], prefill.keys[layer][head, a])
+                    assert torch.equal(values[i], prefill.values[layer][head, a])
+                    assert log_m[i] == 0
+                else:
+                    torch.testing.assert_close(keys[i].double(), entry.key, rtol=1e-4, atol=1e-5)
+                    torch.testing.assert_close(
+                        values[i].double(), entry.value, rtol=1e-4, atol=1e-5
+                    )
+                    want_m = torch.tensor(entry.multiplicity).log()
+                    torch.testing.assert_close(log_m[i], want_m, rtol=1e-4, atol=1e-5)
+            assert bool((positions.diff() > 0).all())
+
+
+@given(seed=st.integers(0, 10_000), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@settings(max_examples=10)
+def test_full_expansion_is_the_original_cache(seed: int, dtype: torch.dtype) -> None:
+    context = tree_context(seed)
+    prefill = context.prefill
+    prefill = dataclasses.replace(
+        prefill,
+        keys=tuple(k.to(dtype) for k in prefill.keys),
+        values=tuple(v.to(dtype) for v in prefill.values),
+    )
+    context = dataclasses.replace(context, prefill=prefill)
+    forest = build_forest(context, Prototype(), REFINERS.build("binary_extract"))
+    frontier = Frontier(
+        forest, torch.ones(forest.trees, dtype=torch.bool), ~forest.is_leaf, budget=10**6
+    )
+    cache = pack(context, frontier)
+    for layer, (k, v) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
+        full = RaggedLayer.dense(k[:, :-1], v[:, :-1])
+        for name in ("keys", "values", "positions", "log_multiplicity", "offsets"):
+            assert torch.equal(getattr(cache.layers[layer], name), getattr(full, name)), name
+
+
+def test_an_empty_frontier_drops_the_region_everywhere() -> None:
+    context = tree_context(0)
+    forest = build_forest(context, Prototype(), REFINERS.build("midpoint"))
+    cache = pack(context, Frontier.empty(forest, budget=0))
+    kept = context.prefill.spans.length - 1 - context.partition.region.length
+    assert torch.equal(cache.entries(), torch.full((2, 2), kept))
+
+
+def test_bytes_are_physical() -> None:
+    context = tree_context(0)
+    layer = pack(context, random_frontier(context, 0)).layers[0]
+    assert layer.kv_bytes == 2 * layer.entries * context.prefill.head_dim * 4
+    assert layer.keys.untyped_storage().nbytes() == layer.kv_bytes // 2
+    assert layer.metadata_bytes == layer.entries * 8 + 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "want"), [(0, 2, 0), (1, 3, 2), (0, 3, 1), (2, 6, 4), (3, 7, 4), (4, 6, 4)]
+)
+def test_positions_round_half_to_even_on_absolute_positions(
+    start: int, end: int, want: int
+) -> None:
+    assert representative_positions(torch.tensor(start), torch.tensor(end)) == want
+    assert round((start + end - 1) / 2) == want
+
+
+def test_ragged_layer_checks_its_shapes() -> None:
+    with pytest.raises(ShapeError, match="offsets"):
+        RaggedLayer(
+            torch.zeros(3, 4),
+            torch.zeros(3, 4),
+            torch.zeros(3, dtype=torch.int32),
+            torch.zeros(3),
+            torch.tensor([0, 2]),
+        )

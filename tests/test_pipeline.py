@@ -1,0 +1,221 @@
+"""The composed method: budgets, FullKV recovery, isolation of the ablations, plain data."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv import Budget, Pipeline, recipes, strategies
+from gracekv.errors import BudgetError, ConfigError, MissingCaptureError, UnknownStrategyError
+from gracekv.pipeline import REGISTRIES, Run
+from gracekv.prefill import Prefill
+from gracekv.registry import Strategy
+from gracekv.testing import synthetic_prefill
+
+
+def same_entries(first: Run, second: Run) -> bool:
+    return all(
+        torch.equal(getattr(a, name), getattr(b, name))
+        for a, b in zip(first.cache.layers, second.cache.layers, strict=True)
+        for name in ("keys", "values", "positions", "log_multiplicity", "offsets")
+    )
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 10_000),
+    ratio=st.floats(1.0, 40.0),
+    layers=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    context=st.integers(5, 200),
+    recipe=st.sampled_from(recipes.names()),
+)
+def test_budget_is_never_exceeded(
+    seed: int, ratio: float, layers: int, heads: int, context: int, recipe: str
+) -> None:
+    prefill = synthetic_prefill(layers=layers, kv_heads=heads, context=context, dim=8, seed=seed)
+    try:
+        run = Pipeline.named(recipe).run(prefill, Budget.ratio(ratio))
+    except BudgetError:
+        assert ratio > context / 4 - 1
+        return
+    accounting = run.accounting
+    fixed = prefill.spans.length - 1 - context
+    # What is physically there is what was accounted for, head by head.
+    assert torch.equal(run.cache.entries() - fixed, accounting.entries)
+    assert accounting.spent == int(accounting.entries.sum())
+    if recipe == "fullkv":
+        assert accounting.spent == layers * heads * context
+        return
+    assert accounting.spent <= accounting.budget
+    for layer in run.cache.layers:
+        for g in range(heads):
+            positions = layer.head(g)[2]
+            assert bool((positions.diff() > 0).all())
+            recent = range(prefill.spans.context_end - accounting.recent, prefill.spans.length - 1)
+            assert set(recent) <= set(positions.tolist())
+
+
+@given(seed=st.integers(0, 10_000), ratio=st.floats(1.01, 20.0))
+@settings(max_examples=15)
+def test_non_elastic_allocation_leaves_at_most_one_entry(seed: int, ratio: float) -> None:
+    prefill = synthetic_prefill(context=120, dim=8, seed=seed)
+    accounting = Pipeline().run(prefill, Budget.ratio(ratio)).accounting
+    assert accounting.budget - 1 <= accounting.spent <= accounting.budget
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ratio_one_is_the_original_cache(recipe: str, dtype: torch.dtype) -> None:
+    prefill = synthetic_prefill(dtype=dtype)
+    run = Pipeline.named(recipe).run(prefill, Budget.ratio(1))
+    for layer, packed in enumerate(run.cache.layers):
+        for g in range(prefill.kv_heads):
+            keys, values, positions, log_m = packed.head(g)
+            assert torch.equal(keys, prefill.keys[layer][g, :-1])
+            assert torch.equal(values, prefill.values[layer][g, :-1])
+            assert torch.equal(positions.long(), torch.arange(prefill.spans.length - 1))
+            assert not log_m.any()
+    assert run.accounting.bytes == run.accounting.full_bytes
+
+
+def test_runs_are_deterministic_and_do_not_touch_the_prefill() -> None:
+    prefill = synthetic_prefill(context=150, seed=4)
+    before = [k.clone() for k in (*prefill.keys, *prefill.values, *prefill.queries)]
+    first = Pipeline().run(prefill, Budget.ratio(5))
+    second = Pipeline().run(prefill, Budget.ratio(5))
+    assert same_entries(first, second)
+    after = (*prefill.keys, *prefill.values, *prefill.queries)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_heap_and_parallel_greedy_choose_the_same_cache() -> None:
+    prefill = synthetic_prefill(context=180, seed=9)
+    for ratio in (1.2, 3, 9):
+        fast = Pipeline().run(prefill, Budget.ratio(ratio))
+        slow = Pipeline.from_dict({"allocate": "greedy_heap"}).run(prefill, Budget.ratio(ratio))
+        assert same_entries(fast, slow)
+
+
+STAGE_OUTPUTS = ("partition", "relevance", "floor", "forest", "quota")
+
+
+def fingerprint(pipeline: Pipeline, prefill: Prefill, ratio: int = 6) -> dict[str, list[float]]:
+    """What each stage made, as comparable numbers."""
+    run = pipeline.run(prefill, Budget.ratio(ratio))
+    assert run.partition is not None
+    assert run.relevance is not None
+    assert run.forest is not None
+    candidates = pipeline.floor.candidates(run.relevance.tokens, run.plan)
+    quota = pipeline.quota(run.relevance.tokens, run.plan)
+    return {
+        "partition": run.partition.bounds.tolist(),
+        "relevance": run.relevance.tokens.flatten().tolist(),
+        "sensitivity": run.relevance.sensitivity.flatten().tolist(),
+        "floor": [] if candidates is None else candidates.flatten().tolist(),
+        "quota": [] if quota is None else quota.flatten().tolist(),
+        "forest": [*run.forest.start.tolist(), *run.forest.end.tolist()],
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changed"),
+    [
+        # A stage's change reaches the stages that read it; all others must be untouched.
+        ("gracekv-no-multihop", {"relevance", "floor", "forest"}),
+        ("gracekv-no-floor", {"floor", "forest"}),
+        ("gracekv-no-curvature", {"partition", "forest"}),
+        ("gracekv-no-multiresolution", {"forest"}),
+        ("gracekv-no-global", {"quota"}),
+    ],
+)
+def test_ablations_isolate_one_component(recipe: str, changed: set[str]) -> None:
+    prefill = synthetic_prefill(context=200, layers=3, seed=2)
+    paper, ablated = Pipeline(), Pipeline.named(recipe)
+    before, after = fingerprint(paper, prefill), fingerprint(ablated, prefill)
+    assert {stage for stage in before if before[stage] != after[stage]} == changed
+    fields = {f.name for f in dataclasses.fields(Pipeline)}
+    switched = {name for name in fields if getattr(paper, name) != getattr(ablated, name)}
+    assert len(switched) == (2 if recipe == "gracekv-no-curvature" else 1)
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_recipes_are_plain_data(recipe: str) -> None:
+    pipeline = Pipeline.named(recipe)
+    data = json.loads(json.dumps(pipeline.to_dict()))
+    assert Pipeline.from_dict(data) == pipeline
+    assert recipes.describe(recipe)
+
+
+def test_the_default_is_the_paper() -> None:
+    assert Pipeline() == Pipeline.named("gracekv")
+
+
+def test_strategies_lists_every_stage_with_descriptions() -> None:
+    listed = strategies()
+    assert set(listed) == set(REGISTRIES)
+    for stage, names in listed.items():
+        assert names, stage
+        assert all(line and not line.endswith(("(", ",")) for line in names.values())
+    stages = {f.name for f in dataclasses.fields(Pipeline)} & set(REGISTRIES)
+    assert stages == set(REGISTRIES)
+    assert all(isinstance(getattr(Pipeline(), stage), Strategy) for stage in stages)
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ({"segmnt": "uniform"}, ConfigError, "Did you mean 'segment'"),
+        ({"segment": "unifrom"}, UnknownStrategyError, "Did you mean 'uniform'"),
+        ({"segment": {"name": "uniform", "size": 3}}, ConfigError, "no field 'size'"),
+        ({"segment": {"length": 3}}, ConfigError, "needs a 'name'"),
+        ({"refine": {"name": "binary", "candidates": "16"}}, ConfigError, "takes int"),
+        ({"refine": {"name": "binary", "reward": -1.0}}, ConfigError, ">= 0"),
+        ({"window": {"size": 2}}, ConfigError, "minimum <= size"),
+        ({"distortion": {"name": "prototype", "memory_limit": 3}}, ConfigError, "1 MiB"),
+        ({"allocate": "none"}, UnknownStrategyError, "Registered: "),
+        ({"keep_all": "yes"}, ConfigError, "takes bool"),
+    ],
+)
+def test_bad_configurations(data: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Pipeline.from_dict(data)
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UnknownStrategyError, match="Did you mean 'gracekv'"):
+        Pipeline.named("gracekw")
+
+
+@pytest.mark.parametrize("missing", ["surprisal", "hidden", "projected_norms"])
+def test_missing_captures_are_named(missing: str) -> None:
+    empty = {} if missing == "hidden" else None
+    prefill = dataclasses.replace(synthetic_prefill(context=150), **{missing: empty})
+    with pytest.raises(MissingCaptureError, match=r"capture"):
+        Pipeline().run(prefill, Budget.ratio(4))
+
+
+def test_captures_that_no_stage_needs_may_be_missing() -> None:
+    pipeline = Pipeline.from_dict(
+        {
+            "segment": "uniform",
+            "value": {"name": "multi_hop", "hops": 0},
+            "sensitivity": "none",
+            "distortion": "unit",
+            "refine": "midpoint",
+        }
+    )
+    full = synthetic_prefill(context=150)
+    probes = torch.tensor(full.spans.direct_probes())
+    lean = dataclasses.replace(
+        full,
+        hidden={},
+        surprisal=None,
+        projected_norms=None,
+        queries=tuple(q[:, probes] for q in full.queries),
+        query_positions=probes,
+    )
+    assert same_entries(pipeline.run(full, Budget.ratio(4)), pipeline.run(lean, Budget.ratio(4)))
