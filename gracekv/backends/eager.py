@@ -1,0 +1,79 @@
+"""The reference backend: one head at a time, float32, straight from the definition."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.backends.base import BACKENDS, Backend, Partial
+from gracekv.cache.base import RaggedLayer
+
+
+@final
+@BACKENDS.register("eager")
+@dataclass(frozen=True, slots=False)
+class Eager(Backend):
+    """Reference: loops over heads in float32, on any device; slow and obvious.
+
+    Source: the paper, Eq. app_decode_logit: log m is added to the logit.
+    """
+
+    def prepare(self, layer: RaggedLayer) -> RaggedLayer:
+        return layer
+
+    def held_bytes(self, prepared: RaggedLayer) -> int:
+        return 0
+
+    def packed(self, query: Tensor, prepared: RaggedLayer, scale: float) -> Partial:
+        group = query.shape[1] // prepared.heads
+        parts = []
+        for head in range(query.shape[1]):
+            keys, values, _, log_multiplicity = prepared.head(head // group)
+            logits = scale * query[:, head].float() @ keys.float().T + log_multiplicity
+            parts.append(_attend(logits, values.float()))
+        return _stack(parts, query)
+
+    def tail(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+    ) -> Partial:
+        group = query.shape[1] // keys.shape[1]
+        bias = additive_mask(mask, query.shape[2], keys.shape[2], query.device)
+        parts = []
+        for head in range(query.shape[1]):
+            k, v = keys[:, head // group].float(), values[:, head // group].float()
+            parts.append(_attend(scale * query[:, head].float() @ k.mT + bias[:, 0], v))
+        return _stack(parts, query)
+
+
+def additive_mask(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
+    """The tail's mask as float32 [B or 1, 1, Tq, S] to add to logits.
+
+    Args:
+        mask: bool (True: seen) or additive float [B, 1, Tq, S]; None is causal, aligned at the end.
+        queries: Tq.
+        keys: S.
+        device: where to build the causal mask.
+    """
+    if mask is None:
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+        mask = seen[None, None]
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -math.inf)
+    return mask.float()
+
+
+def _attend(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [B, Tq, d] and lse [B, Tq] of logits [B, Tq, E] over values [E, d] or [B, E, d]."""
+    # A row that sees nothing has lse -inf; its softmax would be NaN where the answer is 0.
+    lse = torch.logsumexp(logits, dim=-1)
+    weights = (logits - torch.where(lse == -math.inf, 0.0, lse)[..., None]).exp()
+    return weights @ values, lse
+
+
+def _stack(parts: list[tuple[Tensor, Tensor]], query: Tensor) -> Partial:
+    output = torch.stack([output for output, _ in parts], dim=1).to(query.dtype)
+    return Partial(output, torch.stack([lse for _, lse in parts], dim=1))

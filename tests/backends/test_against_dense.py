@@ -1,0 +1,175 @@
+"""Every backend against attention written out densely in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.backends import BACKENDS, Auto, Eager, Sdpa
+from gracekv.cache.base import RaggedLayer
+from gracekv.errors import BackendUnavailableError, ConfigError
+from gracekv.testing.tolerance import TOLERANCES, relative_error
+
+VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Auto()]
+
+
+def ragged(rng, lengths, dim, dtype, bias=True):
+    entries = sum(lengths)
+    return RaggedLayer(
+        keys=torch.randn(entries, dim, generator=rng).to(dtype),
+        values=torch.randn(entries, dim, generator=rng).to(dtype),
+        positions=torch.arange(entries, dtype=torch.int32),
+        log_multiplicity=torch.rand(entries, generator=rng) * 4 * bias,
+        offsets=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
+    )
+
+
+def spare(x):
+    """`x` as a slice of a longer buffer whose unused end is poisoned, like the growing tail."""
+    buffer = x.new_full((*x.shape[:2], x.shape[2] + 3, x.shape[3]), math.nan)
+    buffer[:, :, : x.shape[2]] = x
+    return buffer[:, :, : x.shape[2]]
+
+
+def dense(query, layer, keys, values, mask, scale):
+    """Output and both parts' lse, one query at a time in float64."""
+    batch, heads, tokens, dim = query.shape
+    output = torch.zeros(batch, heads, tokens, dim, dtype=torch.float64)
+    lse = torch.full((2, batch, heads, tokens), -math.inf, dtype=torch.float64)
+    length = keys.shape[2]
+    for b in range(batch):
+        for h in range(heads):
+            g = h // (heads // layer.heads)
+            k, v, _, log_m = (x.double() for x in layer.head(g))
+            for t in range(tokens):
+                q = query[b, h, t].double()
+                seen = torch.zeros(length, dtype=torch.float64)
+                if mask is None:
+                    seen[length - tokens + t + 1 :] = -math.inf
+                elif mask.dtype == torch.bool:
+                    seen[~mask[b, 0, t]] = -math.inf
+                else:
+                    seen += mask[b, 0, t].double()
+                first = k @ q * scale + log_m
+                second = keys[b, g].double() @ q * scale + seen
+                lse[0, b, h, t], lse[1, b, h, t] = first.logsumexp(0), second.logsumexp(0)
+                logits = torch.cat([first, second])
+                if bool((logits > -math.inf).any()):
+                    output[b, h, t] = logits.softmax(0) @ torch.cat([v, values[b, g].double()])
+    return output, lse
+
+
+@pytest.mark.parametrize("backend", VARIANTS, ids=repr)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=3),
+    group=st.integers(1, 4),
+    batch=st.integers(1, 3),
+    tokens=st.integers(1, 5),
+    before=st.integers(0, 9),
+    masked=st.sampled_from(["none", "bool", "float"]),
+    dim=st.sampled_from([8, 20, 64]),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    bias=st.booleans(),
+)
+def test_packed_and_tail_together_equal_dense_attention(
+    backend, seed, lengths, group, batch, tokens, before, masked, dim, dtype, bias
+):
+    rng = torch.Generator().manual_seed(seed)
+    layer = ragged(rng, lengths, dim, dtype, bias)
+    heads, length = layer.heads * group, before + tokens
+    query = torch.randn(batch, heads, tokens, dim, generator=rng).to(dtype)
+    keys, values = (
+        spare(torch.randn(batch, layer.heads, length, dim, generator=rng).to(dtype))
+        for _ in range(2)
+    )
+    mask = None
+    if masked == "bool":
+        mask = torch.rand(batch, 1, tokens, length, generator=rng) < 0.6
+    elif masked == "float":
+        mask = torch.randn(batch, 1, tokens, length, generator=rng)
+    scale = dim**-0.5
+    prepared = backend.prepare(layer)
+
+    output = backend(query, prepared, keys, values, mask, scale)
+    want, lse = dense(query, layer, keys, values, mask, scale)
+
+    bound = TOLERANCES[dtype]
+    assert output.dtype == dtype
+    assert output.shape == query.shape
+    # Three roundings to the dtype: each part's output and their mixture.
+    assert relative_error(output, want) <= 2 * bound.output
+    parts = backend.packed(query, prepared, scale), backend.tail(query, keys, values, mask, scale)
+    for part, expected in zip(parts, lse, strict=True):
+        assert part.lse.dtype == torch.float32
+        torch.testing.assert_close(part.lse.double(), expected, rtol=0, atol=bound.lse)
+        assert bool((part.output[expected == -math.inf] == 0).all())
+
+
+@pytest.mark.parametrize("backend", VARIANTS, ids=repr)
+def test_long_uneven_heads_and_a_padded_start(backend):
+    rng = torch.Generator().manual_seed(0)
+    layer = ragged(rng, [3000, 17, 900], 64, torch.float32)
+    query = torch.randn(2, 6, 1, 64, generator=rng)
+    keys, values = (torch.randn(2, 3, 1500, 64, generator=rng) for _ in range(2))
+    # A whole block of the fused kernel is hidden before the first visible key.
+    mask = torch.ones(2, 1, 1, 1500, dtype=torch.bool)
+    mask[1, :, :, :1100] = False
+
+    output = backend(query, backend.prepare(layer), keys, values, mask, 0.125)
+
+    want, _ = dense(query, layer, keys, values, mask, 0.125)
+    assert relative_error(output, want) <= TOLERANCES[torch.float32].output
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_long_turn_is_attended_in_blocks(monkeypatch, masked):
+    rng = torch.Generator().manual_seed(1)
+    query = torch.randn(2, 4, 23, 16, generator=rng)
+    keys, values = (torch.randn(2, 2, 40, 16, generator=rng) for _ in range(2))
+    mask = torch.rand(2, 1, 23, 40, generator=rng) < 0.5 if masked else None
+    whole = Sdpa().tail(query, keys, values, mask, 0.25)
+
+    monkeypatch.setattr("gracekv.backends.sdpa._TAIL_LOGITS", 2 * 40 * 5)
+    blocks = Sdpa().tail(query, keys, values, mask, 0.25)
+
+    torch.testing.assert_close(blocks.output, whole.output)
+    torch.testing.assert_close(blocks.lse, whole.lse)
+
+
+def test_held_bytes_counts_the_padded_copy_and_nothing_else():
+    rng = torch.Generator().manual_seed(2)
+    uneven, even = ragged(rng, [5, 9], 8, torch.float32), ragged(rng, [7, 7], 8, torch.float32)
+    sdpa = Sdpa()
+
+    assert sdpa.held_bytes(sdpa.prepare(uneven)) == 2 * 9 * 4 * (2 * 8 + 1)
+    assert sdpa.held_bytes(sdpa.prepare(even)) == 0
+    assert sdpa.prepare(even).keys.data_ptr() == even.keys.data_ptr()
+    assert Auto().held_bytes(Auto().prepare(uneven)) == sdpa.held_bytes(sdpa.prepare(uneven))
+    assert Eager().held_bytes(Eager().prepare(uneven)) == 0
+
+
+def test_auto_says_what_it_picks():
+    assert Auto().describe("cpu").startswith("auto -> sdpa on cpu: ")
+
+
+def test_the_fused_kernel_is_refused_off_the_cpu():
+    layer = ragged(torch.Generator().manual_seed(3), [4], 8, torch.float32)
+    moved = RaggedLayer(
+        layer.keys.to("meta"),
+        layer.values.to("meta"),
+        layer.positions,
+        layer.log_multiplicity,
+        layer.offsets,
+    )
+    with pytest.raises(BackendUnavailableError, match="kernel='auto' or 'plain'"):
+        Sdpa(kernel="fused").prepare(moved)
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(ConfigError, match=r"kernel takes one of 'auto', 'fused', 'plain'"):
+        BACKENDS.build("sdpa", kernel="flash")
+    with pytest.raises(ConfigError, match=r"kernel takes one of 'auto', 'fused', 'plain'"):
+        Sdpa(kernel="flash")
