@@ -1,0 +1,302 @@
+"""`capture`: one standard forward pass, and everything that compression reads from it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import PromptError, UnsupportedModelError
+from gracekv.prefill.base import Needs, Prefill, depth_layers
+from gracekv.prefill.projection import projected_norms, projection_norms
+from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.supported import BASE_ATTENTION, check_model
+from gracekv.rope import Rope
+
+EVERYTHING = Needs(
+    context_queries=True,
+    hidden_depths=frozenset({0.33, 0.5, 0.67, 0.75}),
+    surprisal=True,
+    head_outputs=True,
+)
+"""What `capture` keeps unless told less: all that the strategies with default fields read."""
+
+# Queries kept beside the direct probes: the observation windows of window-based scorers.
+_WINDOW = 32
+# Logits (positions x vocabulary) that surprisal holds at once, in float32: 64 MiB.
+_LOGITS = 1 << 24
+
+_numbers = itertools.count()
+
+
+@torch.no_grad()
+def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
+    """Run the model once over the prompt and keep what compression reads.
+
+    The pass is the stock one: its keys, values and last logits are those of `model(ids)`. While it
+    runs, a temporary attention function and hooks listen; afterwards, or if it fails, the model
+    and transformers' registries are as before. Not for two threads with one model at a time.
+
+    Args:
+        model: a transformers causal language model of a tested family, in evaluation mode, with
+            "sdpa" or "eager" attention.
+        prompt: one sequence.
+        needs: what to keep beyond keys and values; default: `EVERYTHING`. The queries of every
+            position (`context_queries`) are the large part: L*H*T*d numbers of the model's dtype,
+            H/(2G) times the memory of keys and values together. Without them the queries of the
+            direct probes and of the last 32 positions of prompt and context stay.
+
+    Raises:
+        UnsupportedModelError: the model breaks an assumption, or is in training mode.
+        PromptError: `prompt` is not a `Prompt`, or has ids outside the vocabulary.
+        NonFiniteError: keys, values or queries hold NaN or infinity.
+    """
+    check_model(model)
+    if not isinstance(prompt, Prompt):
+        raise PromptError(
+            f"capture takes one Prompt; got {type(prompt).__name__}. Build it with "
+            f"Prompt.from_chat or Prompt.from_ids."
+        )
+    embeddings = model.get_input_embeddings()
+    if int(prompt.ids.max()) >= embeddings.num_embeddings:
+        raise PromptError(
+            f"The prompt holds token id {int(prompt.ids.max())}, the model knows "
+            f"{embeddings.num_embeddings}. Use the tokenizer that belongs to the model."
+        )
+    needs = EVERYTHING if needs is None else needs
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    layers = list(decoder.layers)
+    record = _Record(_query_positions(prompt, needs), prompt.spans.question_probes(), needs)
+    ids = prompt.ids[None].to(embeddings.weight.device)
+
+    seconds: dict[str, float] = {}
+    with _clock(seconds, "prefill", ids.device), _listening(model, layers, record):
+        output = model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    surprisal = None
+    if needs.surprisal:
+        with _clock(seconds, "surprisal", ids.device):
+            surprisal = _surprisal(record.final, head, prompt.ids, model.config.vocab_size)
+    outputs = projected = weights = None
+    if needs.head_outputs:
+        with _clock(seconds, "projections", ids.device):
+            by_layer = [record.outputs[layer] for layer in range(len(layers))]
+            groups = record.keys[0].shape[0]
+            modules = [layer.self_attn.o_proj for layer in layers]
+            # Layers of a sharded model lie on several devices; these few numbers go to the first.
+            first = by_layer[0].device
+            outputs = torch.stack([x.to(first) for x in by_layer])
+            projected = torch.stack(
+                [
+                    projected_norms(module, x, groups).to(first)
+                    for module, x in zip(modules, by_layer, strict=True)
+                ]
+            )
+            weights = torch.stack(
+                [projection_norms(module, outputs.shape[1]).to(first) for module in modules]
+            )
+    return Prefill(
+        spans=prompt.spans,
+        keys=tuple(record.keys[layer] for layer in range(len(layers))),
+        values=tuple(record.values[layer] for layer in range(len(layers))),
+        queries=tuple(record.queries[layer] for layer in range(len(layers))),
+        query_positions=record.query_positions,
+        rope=record.rope(),
+        scale=record.scale,
+        hidden=record.hidden,
+        surprisal=surprisal,
+        head_outputs=outputs,
+        projected_norms=projected,
+        projection_norms=weights,
+        logits=output.logits[0, -1],
+        token_ids=prompt.ids,
+        fingerprint=fingerprint(model, prompt.tokenizer),
+        seconds=seconds,
+    )
+
+
+def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
+    """What identifies a model and its tokenizer: class, name, dtype, hashes of config and vocab."""
+    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
+    # The version that wrote the config says nothing of the model.
+    config.pop("transformers_version", None)
+    marks = {
+        "model_class": type(model).__name__,
+        "model_name": str(getattr(model.config, "name_or_path", "")),
+        "config": _digest(repr(sorted(config.items(), key=lambda item: item[0]))),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    if tokenizer is not None:
+        marks["tokenizer"] = _digest(repr(sorted(tokenizer.get_vocab().items())))
+    return marks
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """What the attention function and the hooks write down during the pass."""
+
+    query_positions: Tensor
+    output_positions: list[int]
+    needs: Needs
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+    queries: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    rotation: Any = None
+    final: Any = None
+    scale: float = 0.0
+
+    def attention(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scale: float
+    ) -> None:
+        """query [1, H, T, d], key and value [1, G, T, d], output [1, T, H, d]."""
+        every = len(self.query_positions) == query.shape[2]
+        chosen = query[0] if every else query[0][:, self.query_positions.to(query.device)]
+        self.queries[layer] = chosen.contiguous()
+        self.keys[layer], self.values[layer] = key[0].contiguous(), value[0].contiguous()
+        if self.needs.head_outputs:
+            self.outputs[layer] = output[0, self.output_positions].transpose(0, 1).contiguous()
+        self.scale = float(scale)
+
+    def rope(self) -> Rope:
+        """The table of positions 0..T-1, as the model passed it to its first attention."""
+        pair = self.rotation
+        if not isinstance(pair, tuple) or len(pair) != 2 or any(x.ndim != 3 for x in pair):
+            raise UnsupportedModelError(
+                "The model does not pass cos and sin [1, T, d] to its attention as "
+                "`position_embeddings`, so its rotation cannot be captured."
+            )
+        cos, sin = (x[0].float() for x in pair)
+        return Rope(cos, sin)
+
+
+def _query_positions(prompt: Prompt, needs: Needs) -> Tensor:
+    spans = prompt.spans
+    if needs.context_queries:
+        return torch.arange(spans.length)
+    ends = (spans.length, spans.context_end)
+    windows = (range(max(0, end - _WINDOW), end) for end in ends)
+    return torch.tensor(sorted({*spans.direct_probes(), *itertools.chain(*windows)}))
+
+
+@contextmanager
+def _listening(model: Any, layers: list[Any], record: _Record) -> Iterator[None]:
+    """Route the model's attention through a recorder, and hook what the recorder cannot see."""
+    with ExitStack() as undo:
+        # Registered last, undone first: the model must not name a function that is gone.
+        undo.enter_context(_attention(model, record))
+        if record.needs.hidden_depths:
+            for layer in depth_layers(sorted(record.needs.hidden_depths), len(layers)):
+
+                def block_input(module: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
+                    stream = args[0] if args else kwargs["hidden_states"]
+                    record.hidden[layer] = stream[0]
+
+                hook = layers[layer].register_forward_pre_hook(block_input, with_kwargs=True)
+                undo.callback(hook.remove)
+
+        def rotation(module: Any, args: Any, kwargs: Any) -> None:
+            record.rotation = kwargs.get("position_embeddings")
+
+        hook = layers[0].self_attn.register_forward_pre_hook(rotation, with_kwargs=True)
+        undo.callback(hook.remove)
+        if record.needs.surprisal:
+
+            def final(module: Any, args: Any, output: Any) -> None:
+                record.final = output.last_hidden_state[0]
+
+            undo.callback(model.get_decoder().register_forward_hook(final).remove)
+        yield
+
+
+@contextmanager
+def _attention(model: Any, record: _Record) -> Iterator[None]:
+    """The model's own attention function, with a recorder behind it, for the time being."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    before = model.config._attn_implementation
+    base = base_attention(model)
+    own = attention_function(model, base)
+
+    def recording(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> Any:
+        output = own(module, query, key, value, mask, **kwargs)
+        record.attention(module.layer_idx, query, key, value, output[0], kwargs["scaling"])
+        return output
+
+    name = f"gracekv_capture_{next(_numbers)}"
+    masks = AttentionMaskInterface._global_mapping
+    AttentionInterface.register(name, recording)
+    # An attention name without a mask of the same name would silently get no mask at all.
+    AttentionMaskInterface.register(name, masks[base])
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop(name)
+        masks.pop(name)
+
+
+def base_attention(model: Any) -> str:
+    """The stock attention implementation under the model's current one, "sdpa" or "eager".
+
+    Raises `UnsupportedModelError` if it is another one.
+    """
+    name = model.config._attn_implementation
+    # Attached models answer plain tensors with sdpa.
+    name = "sdpa" if name == "gracekv" else name
+    if name not in BASE_ATTENTION:
+        raise UnsupportedModelError(
+            f"The model's attention implementation is {name!r}; gracekv works on top of "
+            f"{' or '.join(BASE_ATTENTION)}. Call model.set_attn_implementation('sdpa') first."
+        )
+    return str(name)
+
+
+def attention_function(model: Any, base: str) -> Any:
+    """The function that the model's attention modules call for `base`."""
+    from transformers import AttentionInterface
+
+    # "eager" is not in transformers' table: each modeling file has its own.
+    module = sys.modules[type(model.get_decoder().layers[0].self_attn).__module__]
+    return AttentionInterface().get_interface(base, module.__dict__.get("eager_attention_forward"))
+
+
+def _surprisal(final: Tensor, head: Any, ids: Tensor, vocabulary: int) -> Tensor:
+    """[T] float32: -log p(x_i | x_<i), position 0 gets 0 (Eq. app_surprisal).
+
+    Logits are made for a block of positions at a time, never for all T.
+    """
+    surprisal = torch.zeros(len(ids), device=final.device)
+    rows = max(1, _LOGITS // vocabulary)
+    ids = ids.to(final.device)
+    for start in range(0, len(ids) - 1, rows):
+        stop = min(start + rows, len(ids) - 1)
+        logits = head(final[start:stop]).float()
+        following = ids[start + 1 : stop + 1].to(logits.device)
+        chosen = logits.gather(-1, following[:, None])[:, 0]
+        surprisal[start + 1 : stop + 1] = logits.logsumexp(dim=-1) - chosen
+    return surprisal
+
+
+@contextmanager
+def _clock(seconds: dict[str, float], part: str, device: torch.device) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds[part] = time.perf_counter() - start
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
