@@ -1,1 +1,38 @@
-"""."""
+"""transformers: the cache class, the attention function, compression of a model's prompt.
+
+Names load on first use, so importing this package needs no transformers and changes nothing.
+`compress` is at the top, `gracekv.compress`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from gracekv.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from gracekv.hf.attention import attach, detach
+    from gracekv.hf.cache import GraceCache
+    from gracekv.hf.result import CompressionResult
+
+__all__ = ["CompressionResult", "GraceCache", "attach", "detach"]
+
+_HOMES = {
+    "CompressionResult": "result",
+    "GraceCache": "cache",
+    "attach": "attention",
+    "detach": "attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingDependencyError(
+            f"gracekv.hf.{name} needs the package 'transformers'. Install it with: "
+            f"pip install 'gracekv[hf]'"
+        )
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

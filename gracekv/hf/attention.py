@@ -1,0 +1,119 @@
+"""The attention function "gracekv", and switching a model to it and back."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from gracekv.errors import CacheError
+from gracekv.hf.layer import Handle
+from gracekv.prefill.capture import base_attention
+from gracekv.prefill.supported import check_model
+
+NAME = "gracekv"
+
+# What attached models used before.
+_before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def attach(model: Any) -> None:
+    """Let the model read compressed caches; everything else it does stays with sdpa.
+
+    Registers gracekv's attention with transformers and makes it the model's implementation; a
+    second call changes nothing. Undo with `detach`.
+
+    Raises `UnsupportedModelError` if the model's family is not tested, it is in training mode, or
+    its attention is neither "sdpa" nor "eager".
+    """
+    check_model(model)
+    if model.config._attn_implementation == NAME:
+        return
+    base = base_attention(model)
+    AttentionInterface.register(NAME, attention)
+    # An attention name without a mask of the same name would silently get no mask at all.
+    AttentionMaskInterface.register(NAME, tail_mask)
+    model.set_attn_implementation(NAME)
+    _before[model] = base
+
+
+def detach(model: Any) -> None:
+    """Give the model back the attention that it had before `attach`; no effect if not attached."""
+    if model.config._attn_implementation == NAME:
+        model.set_attn_implementation(_before.pop(model, "sdpa"))
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor | Handle,
+    value: Tensor | Handle,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """[B, Tq, H, d] attention over a compressed cache, or stock sdpa for plain tensors.
+
+    Raises `CacheError` where the cache and the tokens fed to it do not fit together.
+    """
+    if not isinstance(key, Handle):
+        output: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output
+    if dropout:
+        raise CacheError("A compressed cache is for inference. Call model.eval() first.")
+    if kwargs.get("output_attentions"):
+        raise CacheError(
+            "Attention weights over a compressed cache are not those of the prompt's tokens. Use "
+            "output_attentions=True without past_key_values."
+        )
+    layer, tokens = key.layer, query.shape[2]
+    positions = kwargs.get("position_ids")
+    if attention_mask is None:
+        if tokens > 1 and positions is not None:
+            _check_positions(int(positions.max()) + 1, layer.logical_length)
+    elif attention_mask.shape[-1] != layer.tail_length:
+        raise CacheError(
+            f"A prepared attention mask must cover the {layer.tail_length} tokens since "
+            f"compression; it covers {attention_mask.shape[-1]}. Pass a 2D mask over all tokens, "
+            f"or none."
+        )
+    packed = layer.packed
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mixed = packed.backend(query, packed.prepared, key.keys, key.values, attention_mask, scale)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def tail_mask(
+    *, kv_length: int, kv_offset: int = 0, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor | None:
+    """Stock sdpa mask of the tail; raises `CacheError` if a 2D mask does not fit the cache."""
+    if kv_offset and attention_mask is not None:
+        _check_positions(attention_mask.shape[-1], int(kv_offset) + int(kv_length))
+        if not bool(attention_mask[:, :kv_offset].all()):
+            raise CacheError(
+                "The attention mask hides tokens of the compressed prompt; their entries are "
+                "merged and cannot be hidden. Compress a prompt without padding."
+            )
+    mask: Tensor | None = sdpa_mask(
+        kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **kwargs
+    )
+    return mask
+
+
+def _check_positions(told: int, known: int) -> None:
+    """The tokens that the model was told of must be those that the cache has seen."""
+    if told != known and not torch.compiler.is_compiling():
+        raise CacheError(
+            f"The model was given tokens up to position {told - 1}, but with them the cache covers "
+            f"{known}. Feed the whole sequence, of which all but the new tokens are cached, and a "
+            f"fresh cache (result.cache) for each new start. Assisted decoding and prompt lookup "
+            f"feed cached tokens again and do not work with a compressed cache."
+        )

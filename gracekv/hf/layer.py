@@ -1,0 +1,226 @@
+"""One layer of `GraceCache`: a shared packed part and a growing tail of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from gracekv.backends import Backend
+from gracekv.cache.base import RaggedLayer
+from gracekv.errors import CacheError
+
+# Places that the tail starts with; it doubles from there.
+_FIRST_CAPACITY = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayer:
+    """The compressed part of one layer; immutable and shared by every cache made from it.
+
+    Attributes:
+        ragged: the entries.
+        prepared: what the backend made of them.
+        backend: who attends.
+        length: logical tokens that the entries stand for.
+    """
+
+    ragged: RaggedLayer
+    prepared: Any
+    backend: Backend
+    length: int
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
+        # `copy.deepcopy(cache)` is how users fork a conversation: only the tail need be copied.
+        return self
+
+
+class Handle:
+    """What `update` returns as key and value: the way from the cache to the attention function.
+
+    Only gracekv's attention function can open it. Any other one touches an attribute or hands it
+    to torch, and then learns what to do about it.
+    """
+
+    __slots__ = ("keys", "layer", "values")
+
+    def __init__(self, layer: GraceLayer, keys: Tensor, values: Tensor) -> None:
+        self.layer = layer
+        self.keys = keys
+        self.values = values
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise CacheError(
+        "A compressed cache reached an attention function that cannot read it. Call "
+        "gracekv.hf.attach(model) before using the cache; after detach(model) or "
+        "model.set_attn_implementation(...) call it again."
+    )
+
+
+class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A packed layer and a dense tail [B, G, S, d] behind transformers' cache-layer interface.
+
+    The tail's storage doubles when it is full, so appending a token copies O(1) tokens on average.
+    Rows of a batch (samples, beams, returned sequences) share the packed part and differ in the
+    tail only.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, packed: PackedLayer) -> None:
+        super().__init__()
+        self.packed = packed
+        self.tail_length = 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    @property
+    def logical_length(self) -> int:
+        """Tokens seen so far: those that the packed part stands for, and the tail's."""
+        return self.packed.length + self.tail_length
+
+    def fresh(self) -> GraceLayer:
+        """The same packed part with an empty tail."""
+        return GraceLayer(self.packed)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self._grow(key_states.shape[0], max(_FIRST_CAPACITY, key_states.shape[2]))
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Handle, Handle]:
+        """Append [B, G, q, d] keys and values; returns the handle for both.
+
+        Raises `CacheError` if they do not fit the packed part or the tail's batch.
+        """
+        self._check(key_states)
+        batch, _, new, _ = key_states.shape
+        end = self.tail_length + new
+        keys = self._keys
+        if (
+            keys is None
+            or keys.shape[0] != batch
+            or keys.shape[2] < end
+            # A buffer made in inference mode cannot be written to outside it.
+            or (keys.is_inference() and not torch.is_inference_mode_enabled())
+        ):
+            capacity = 0 if keys is None else keys.shape[2]
+            self._grow(batch, capacity if capacity >= end else max(_FIRST_CAPACITY, 2 * end))
+        new_keys, new_values = self._tail(end)
+        new_keys[:, :, self.tail_length :] = key_states.detach()
+        new_values[:, :, self.tail_length :] = value_states.detach()
+        self.tail_length = end
+        handle = Handle(self, new_keys, new_values)
+        return handle, handle
+
+    def _tail(self, length: int) -> tuple[Tensor, Tensor]:
+        """Views [B, G, length, d] of the tail's storage."""
+        if self._keys is None or self._values is None:
+            raise CacheError("This cache layer has no tail yet; it starts with the first update.")
+        return self._keys[:, :, :length], self._values[:, :, :length]
+
+    def _check(self, key_states: Tensor) -> None:
+        packed = self.packed.ragged
+        heads, dim = packed.heads, packed.keys.shape[-1]
+        if key_states.shape[1] != heads or key_states.shape[-1] != dim:
+            raise CacheError(
+                f"This cache holds {heads} KV heads of dimension {dim} per layer, the model has "
+                f"{key_states.shape[1]} of {key_states.shape[-1]}. Use it with the model that it "
+                f"was made from."
+            )
+        if (key_states.dtype, key_states.device) != (packed.keys.dtype, packed.keys.device):
+            raise CacheError(
+                f"This cache is {packed.keys.dtype} on {packed.keys.device}, the model computes in "
+                f"{key_states.dtype} on {key_states.device}. Compress again after moving or "
+                f"converting the model."
+            )
+
+    def _grow(self, batch: int, capacity: int) -> None:
+        """New storage for `batch` rows and `capacity` places that holds the tail so far."""
+        packed, used = self.packed.ragged, self.tail_length
+        shape = (batch, packed.heads, capacity, packed.keys.shape[-1])
+        old_rows = batch if self._keys is None else self._keys.shape[0]
+        if used and batch % old_rows:
+            raise CacheError(
+                f"The cache holds {old_rows} continuations, the model was given {batch} rows. Use "
+                f"as many rows as before, a multiple of them, or cache.batch_select_indices first."
+            )
+        for name in ("_keys", "_values"):
+            old = getattr(self, name)
+            buffer = packed.keys.new_empty(shape)
+            if old is not None and used:
+                # `generate` repeats its rows for beams and returned sequences, not the cache's.
+                rows = old[:, :, :used].repeat_interleave(batch // old_rows, dim=0)
+                buffer[:, :, :used] = rows
+            setattr(self, name, buffer)
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        return self.logical_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask covers the tail; its offset skips what the packed part stands for."""
+        return self.tail_length + int(query_length), self.packed.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` in older transformers."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget the tail; the packed part stays."""
+        self.tail_length = 0
+        self._keys = self._values = None
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -`tokens_to_remove` tokens (transformers counts them negatively)."""
+        if tokens_to_remove > 0:
+            raise CacheError(
+                f"crop takes minus the number of tokens to remove; got {tokens_to_remove}. To keep "
+                f"n tokens call crop(n - cache.get_seq_length())."
+            )
+        if -tokens_to_remove > self.tail_length:
+            raise CacheError(
+                f"Only the {self.tail_length} tokens since compression can be removed, not "
+                f"{-tokens_to_remove}: the others are merged. Compress the shorter prompt instead."
+            )
+        self.tail_length += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._keys is not None:
+            self._select(torch.arange(self._keys.shape[0]).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(indices)
+
+    def _select(self, rows: Tensor) -> None:
+        if self._keys is None or self._values is None:
+            return
+        rows = rows.to(self._keys.device)
+        if rows.dtype == torch.bool:
+            rows = rows.nonzero()[:, 0]
+        # All places, not only the used ones: beams are reordered at every token, and storage cut
+        # to size would have to grow again each time.
+        self._keys = self._keys.index_select(0, rows)
+        self._values = self._values.index_select(0, rows)

@@ -1,0 +1,279 @@
+"""The capture against the stock forward pass, and what it leaves behind."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache  # noqa: E402
+
+from gracekv.errors import (  # noqa: E402
+    MissingCaptureError,
+    NonFiniteError,
+    PromptError,
+    UnsupportedModelError,
+)
+from gracekv.hf import attach, detach  # noqa: E402
+from gracekv.prefill import Needs  # noqa: E402
+from gracekv.prefill.capture import EVERYTHING, capture, fingerprint  # noqa: E402
+from gracekv.prefill.projection import projection_norms  # noqa: E402
+from gracekv.prefill.prompt import Prompt  # noqa: E402
+from gracekv.testing.models import tiny_llama  # noqa: E402
+
+
+def prompt_of(length=90, seed=0, **spans):
+    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
+    return Prompt.from_ids(
+        ids, **({"context": (5, length - 12), "question_end": length - 4} | spans)
+    )
+
+
+def state(model):
+    hooks = [
+        (name, len(module._forward_pre_hooks), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    ]
+    return (
+        hooks,
+        model.config._attn_implementation,
+        dict(AttentionInterface._global_mapping),
+        dict(AttentionMaskInterface._global_mapping),
+    )
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("rope", ["default", "llama3", "yarn"])
+def test_the_capture_is_the_stock_forward_pass(attention, rope):
+    model = tiny_llama(layers=3, rope=rope, attention=attention, bias=True)
+    prompt = prompt_of()
+    before = state(model)
+
+    prefill = capture(model, prompt)
+
+    assert state(model) == before
+    cache = DynamicCache()
+    with torch.no_grad():
+        stock = model(
+            prompt.ids[None], past_key_values=cache, output_hidden_states=True, use_cache=True
+        )
+        last = model(prompt.ids[None], logits_to_keep=1).logits
+    for layer in range(3):
+        assert torch.equal(prefill.keys[layer], cache.layers[layer].keys[0])
+        assert torch.equal(prefill.values[layer], cache.layers[layer].values[0])
+        assert prefill.queries[layer].shape == (4, 90, 16)
+    assert torch.equal(prefill.logits, last[0, -1])
+    assert sorted(prefill.hidden) == [0, 1, 2]
+    for layer, stream in prefill.hidden.items():
+        assert torch.equal(stream, stock.hidden_states[layer][0])
+    expected = -stock.logits[0].double().log_softmax(-1)[torch.arange(89), prompt.ids[1:]]
+    torch.testing.assert_close(prefill.surprisal[1:].double(), expected, rtol=0, atol=1e-4)
+    assert prefill.surprisal[0] == 0
+    assert set(prefill.seconds) == {"prefill", "surprisal", "projections"}
+
+
+def test_surprisal_in_blocks_of_positions_is_the_same(monkeypatch):
+    model, prompt = tiny_llama(), prompt_of()
+    whole = capture(model, prompt).surprisal
+
+    monkeypatch.setattr("gracekv.prefill.capture._LOGITS", 97 * 7)
+
+    torch.testing.assert_close(capture(model, prompt).surprisal, whole)
+
+
+def test_queries_scale_and_outputs_fit_together():
+    """Attention recomputed from what was captured gives the captured outputs and their norms."""
+    model, prompt = tiny_llama(bias=True), prompt_of()
+    prefill = capture(model, prompt)
+    probes = prompt.spans.question_probes()
+    seen = torch.arange(90)[None] <= torch.tensor(probes)[:, None]
+
+    for layer, block in enumerate(model.model.layers):
+        weight = block.self_attn.o_proj.weight.double()
+        summed = torch.zeros(2, len(probes), 64, dtype=torch.float64)
+        for head in range(4):
+            query = prefill.queries_at(layer, probes)[head].double()
+            logits = query @ prefill.keys[layer][head // 2].double().T * prefill.scale
+            attention = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+            output = attention @ prefill.values[layer][head // 2].double()
+            torch.testing.assert_close(
+                prefill.head_outputs[layer, head].double(), output, rtol=0, atol=2e-5
+            )
+            columns = weight[:, 16 * head : 16 * head + 16]
+            summed[head // 2] += output @ columns.T
+            torch.testing.assert_close(
+                prefill.projection_norms[layer, head].double(), columns.norm()
+            )
+        torch.testing.assert_close(
+            prefill.projected_norms[layer].double(), summed.norm(dim=-1), rtol=1e-4, atol=1e-4
+        )
+
+
+class Quantised(torch.nn.Module):
+    """A projection whose weight cannot be read as numbers, only applied."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.bias = linear.in_features, linear.bias
+        self.weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+        self._apply_weight = linear.forward
+
+    def forward(self, inputs):
+        return self._apply_weight(inputs)
+
+
+def test_a_quantised_projection_is_measured_by_its_columns():
+    linear = torch.nn.Linear(24, 10)
+    torch.testing.assert_close(projection_norms(Quantised(linear), 3), projection_norms(linear, 3))
+
+
+@pytest.mark.parametrize("rope", ["default", "llama3", "yarn"])
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**32 - 1), dim=st.sampled_from([16, 32, 64]))
+def test_unrotating_a_captured_key_gives_the_key_before_rotation(rope, seed, dim):
+    model, prompt = tiny_llama(rope=rope, dim=dim, seed=seed), prompt_of(seed=seed)
+    plain = []
+    hooks = [
+        block.self_attn.k_proj.register_forward_hook(lambda m, a, out: plain.append(out[0]))
+        for block in model.model.layers
+    ]
+    prefill = capture(model, prompt)
+    for hook in hooks:
+        hook.remove()
+
+    for key, before in zip(prefill.keys, plain, strict=True):
+        unrotated = prefill.rope.unrotate(key, torch.arange(90))
+        expected = before.view(90, 2, dim).transpose(0, 1)
+        torch.testing.assert_close(unrotated, expected, rtol=0, atol=1e-5)
+    assert prefill.rope.cos.dtype == torch.float32
+
+
+def test_less_is_kept_where_less_is_needed():
+    prompt = prompt_of(200, context=(5, 150), question_end=190)
+    prefill = capture(tiny_llama(), prompt, Needs())
+
+    kept = {*range(118, 150), *range(158, 200)}
+    assert prefill.query_positions.tolist() == sorted(kept)
+    assert prefill.queries[0].shape == (4, len(kept), 16)
+    full = capture(tiny_llama(), prompt)
+    assert torch.equal(prefill.queries[1], full.queries_at(1, sorted(kept)))
+    assert prefill.hidden == {}
+    assert prefill.surprisal is prefill.head_outputs is prefill.projected_norms is None
+    with pytest.raises(MissingCaptureError):
+        prefill.queries_at(0, [10])
+
+
+def test_an_attached_model_is_captured_the_same():
+    model, prompt = tiny_llama(), prompt_of()
+    stock = capture(model, prompt)
+    attach(model)
+    try:
+        attached = capture(model, prompt)
+        assert model.config._attn_implementation == "gracekv"
+    finally:
+        detach(model)
+    assert all(map(torch.equal, attached.keys, stock.keys))
+
+
+def test_a_failing_forward_leaves_no_trace():
+    model = tiny_llama()
+    before = state(model)
+
+    def fail(*_):
+        raise RuntimeError("midway")
+
+    model.model.layers[1].mlp.forward = fail
+    with pytest.raises(RuntimeError, match="midway"):
+        capture(model, prompt_of())
+
+    assert state(model) == before
+
+
+def test_half_precision_is_captured_in_half_precision():
+    prefill = capture(tiny_llama(dtype=torch.bfloat16), prompt_of())
+    assert prefill.keys[0].dtype == prefill.queries[0].dtype == torch.bfloat16
+    assert prefill.surprisal.dtype == prefill.projected_norms.dtype == torch.float32
+
+
+def test_the_fingerprint_tells_models_apart():
+    model = tiny_llama()
+    assert fingerprint(model) == fingerprint(tiny_llama(seed=1))
+    assert fingerprint(model)["config"] != fingerprint(tiny_llama(rope="llama3"))["config"]
+    assert fingerprint(model)["dtype"] == "float32"
+
+
+def gpt2():
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=97)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def small(kind, **fields):
+    config = kind(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        **fields,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def dynamic():
+    scaling = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    return small(transformers.LlamaConfig, rope_parameters=scaling)
+
+
+def flex():
+    model = tiny_llama()
+    model.config._attn_implementation_internal = "flex_attention"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (gpt2, "no rotary position embedding"),
+        (lambda: small(transformers.MistralConfig, sliding_window=8), "sliding window of 8"),
+        (lambda: small(transformers.Qwen2Config), "family 'qwen2' is not tested"),
+        (dynamic, "RoPE variant 'dynamic'"),
+        (lambda: tiny_llama().train(), r"model\.eval\(\)"),
+        (flex, r"set_attn_implementation\('sdpa'\)"),
+        (lambda: torch.nn.Linear(2, 2), "causal language model; got Linear"),
+    ],
+)
+def test_unsupported_models_are_refused(make, message):
+    model = make()
+    with pytest.raises(UnsupportedModelError, match=message):
+        capture(model, prompt_of())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (torch.arange(10), "takes one Prompt; got Tensor"),
+        (
+            Prompt.from_ids(torch.arange(90, 110), context=(2, 15)),
+            "token id 109, the model knows 97",
+        ),
+    ],
+)
+def test_bad_prompts_are_refused(prompt, message):
+    with pytest.raises(PromptError, match=message):
+        capture(tiny_llama(), prompt)
+
+
+def test_broken_weights_are_reported():
+    model = copy.deepcopy(tiny_llama())
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match="keys of layer 1"):
+        capture(model, prompt_of())
+
+
+def test_everything_covers_the_papers_depths():
+    assert EVERYTHING.hidden_depths == {0.33, 0.5, 0.67, 0.75}
