@@ -2,6 +2,15 @@
 
 from gracekv.allocate.base import ALLOCATORS, FLOORS, QUOTAS, Allocator, Floor, Frontier, Quota
 from gracekv.allocate.budget import Budget, BudgetPlan, RecentWindow
+from gracekv.allocate.exact_dp import ExactDP
+from gracekv.allocate.global_ import Global
+from gracekv.allocate.greedy import Greedy
+from gracekv.allocate.greedy_heap import GreedyHeap
+from gracekv.allocate.lagrangian import Lagrangian, upper_bound
+from gracekv.allocate.milp import Milp
+from gracekv.allocate.none import NoFloor
+from gracekv.allocate.per_head import PerHead
+from gracekv.allocate.singleton import Singleton
 
 __all__ = [
     "ALLOCATORS",
@@ -10,8 +19,18 @@ __all__ = [
     "Allocator",
     "Budget",
     "BudgetPlan",
+    "ExactDP",
     "Floor",
     "Frontier",
+    "Global",
+    "Greedy",
+    "GreedyHeap",
+    "Lagrangian",
+    "Milp",
+    "NoFloor",
+    "PerHead",
     "Quota",
     "RecentWindow",
+    "Singleton",
+    "upper_bound",
 ]

@@ -1,0 +1,25 @@
+"""`global`: every head draws on one budget. (A file is named after its strategy; Python keywords
+get a trailing underscore.)"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from gracekv.allocate.base import QUOTAS, Quota
+from gracekv.allocate.budget import BudgetPlan
+
+
+@final
+@QUOTAS.register("global")
+@dataclass(frozen=True, slots=False)
+class Global(Quota):
+    """No cap per head: layers and heads compete for one budget.
+
+    Source: the paper's appendix on global allocation.
+    """
+
+    def __call__(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+        return None

@@ -1,0 +1,221 @@
+"""`lagrangian`: allocation with a certified bound, through a price per entry."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
+from gracekv.allocate.greedy import auction
+from gracekv.allocate.operations import Operations, Purse
+from gracekv.allocate.picking import positions
+from gracekv.errors import ConfigError
+
+_SWEEPS = 60
+
+
+@final
+@ALLOCATORS.register("lagrangian")
+@dataclass(frozen=True, slots=False)
+class Lagrangian(Allocator):
+    """Best closures at one price per entry, filled up greedily; certifies how good it is.
+
+    At the price lam a tree's best closure (operations with all their ancestors) under
+    gain - lam cost is a bottom-up sum of positive parts. The dual
+    g(lam) = lam B + the sum of those values bounds every allocation from above and is convex; its
+    minimum is bracketed by bisection. The closures at the upper end of the bracket fit the
+    budget; the greedy auction spends the rest. It reaches valuable leaves behind poor steps,
+    where the auction alone would not. If the auction from `start` does better, its result is
+    returned. Quotas become one more price per head, so the bound accounts for them.
+
+    `Frontier.bound` is the bound on the clipped-gain utility of everything that can be reached
+    from `start`, what `start` holds included. Elastic allocations never pass an operation without
+    gain, and their bound is over such allocations.
+
+    Source: ours (the problem is Eq. app_allocation_problem).
+
+    Attributes:
+        elastic: leave budget unspent rather than buy an operation of gain <= 0.
+        sweeps: most evaluations of the dual per bracket; fewer are made once it is tight.
+    """
+
+    elastic: bool = False
+    sweeps: int = _SWEEPS
+
+    def __post_init__(self) -> None:
+        if self.sweeps < 1:
+            raise ConfigError(f"Lagrangian.sweeps is at least 1; got {self.sweeps}.")
+
+    def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
+        ops = Operations.of(start.forest)
+        executed = ops.executed(start)
+        purse = Purse.of(ops, start, quota)
+        dual = _Dual(ops, executed, purse, elastic=self.elastic)
+        bound, price = dual.minimum(self.sweeps)
+        bought = executed | dual.closures(price)
+        left = purse.less(ops, bought & ~executed)
+        filled = auction(ops, bought, left, elastic=self.elastic)
+        plain = auction(ops, executed, purse, elastic=self.elastic)
+        # Compare what the two do not share, so that equal choices are exactly equal.
+        ahead = ops.gain[plain & ~filled].sum() - ops.gain[filled & ~plain].sum()
+        result = ops.frontier(start, plain if float(ahead) > 0 else filled)
+        # The sums of bound and utility round differently; a bound must not fall below by that.
+        return dataclasses.replace(result, bound=max(bound, result.utility))
+
+
+def upper_bound(
+    start: Frontier, quota: Tensor | None = None, *, elastic: bool = False, sweeps: int = _SWEEPS
+) -> float:
+    """Most utility (`Frontier.utility`) that any allocation from `start` can reach, or more.
+
+    The Lagrangian dual, exact up to rounding of the sums (relative 1e-12); what `start` holds is
+    included. Any allocator's result can be divided by it.
+
+    Args:
+        start: what is bought already (the floor); its `budget` is the limit.
+        quota: int64 [L, G] entries per head, or None.
+        elastic: bound only the allocations that buy no operation of gain <= 0.
+        sweeps: most evaluations of the dual per bracket.
+    """
+    ops = Operations.of(start.forest)
+    executed = ops.executed(start)
+    return _Dual(ops, executed, Purse.of(ops, start, quota), elastic=elastic).minimum(sweeps)[0]
+
+
+class _Dual:
+    """The dual function of what `executed` leaves open; prices are per head."""
+
+    def __init__(self, ops: Operations, executed: Tensor, purse: Purse, *, elastic: bool) -> None:
+        live = ~executed
+        if elastic:
+            live &= ops.bottleneck(executed) > 0
+        self.ops, self.purse = ops, purse
+        self.held = float(ops.gain[executed].sum())
+        self.index = positions(live)
+        self.heads = ops.forest.layers * ops.forest.heads
+        self.gain, self.cost = ops.gain[self.index], ops.cost[self.index].double()
+        self.head = ops.head(self.index)
+        number = live.cumsum(0) - 1
+        before = ops.parent[self.index]
+        linked = (before >= 0) & live[before.clamp(min=0)]
+        # The dummy operation behind the last one takes what the topmost operations pass up.
+        self.parent = torch.where(linked, number[before.clamp(min=0)], len(self.index))
+        self.top = (~linked).nonzero().flatten()
+        bounds = torch.tensor(ops.bounds, device=number.device)
+        self.levels = list(pairwise(torch.searchsorted(self.index, bounds).tolist()))
+
+    def _net(self, price: Tensor) -> Tensor:
+        """float64 [n]: value of each operation's best closure below and with itself."""
+        paid = self.cost * (price if len(price) == 1 else price[self.head])
+        net = torch.cat([self.gain - paid, self.cost.new_zeros(1)])
+        for begin, end in reversed(self.levels[1:]):
+            net.index_add_(0, self.parent[begin:end], net[begin:end].clamp(min=0))
+        return net[:-1]
+
+    def _inside(self, net: Tensor) -> Tensor:
+        """bool [n]: operations of the best closures."""
+        inside = torch.cat([net > 0, torch.ones(1, dtype=torch.bool, device=net.device)])
+        for begin, end in self.levels[1:]:
+            inside[begin:end] &= inside.index_select(0, self.parent[begin:end])
+        return inside[:-1]
+
+    def evaluate(self, price: Tensor) -> tuple[Tensor, Tensor]:
+        """Value [L * G] of the best closures, net of their price, and entries that they cost."""
+        net = self._net(price)
+        zeros = self.cost.new_zeros(self.heads)
+        value = zeros.index_add(0, self.head[self.top], net[self.top].clamp(min=0))
+        spent = zeros.index_add(0, self.head, self.cost * self._inside(net))
+        return value, spent
+
+    def closures(self, price: Tensor) -> Tensor:
+        """bool [M]: the best closures at `price`, [1] or [L * G]."""
+        result = torch.zeros(len(self.ops), dtype=torch.bool, device=price.device)
+        result[self.index[self._inside(self._net(price))]] = True
+        return result
+
+    def minimum(self, sweeps: int) -> tuple[float, Tensor]:
+        """The bound, and prices [1] or [L * G] whose closures fit budget and quotas."""
+        highest = self.ops.unit[self.index].amax().view(1) if len(self.index) else None
+        if highest is None:
+            return self.held, self.cost.new_zeros(1)
+        budget = float(self.purse.budget)
+        if self.purse.room is None:
+
+            def whole(price: Tensor) -> tuple[Tensor, Tensor]:
+                value, spent = self.evaluate(price)
+                return price * budget + value.sum(), budget - spent.sum().view(1)
+
+            least, price = _bracket(whole, highest, sweeps)
+            return self.held + float(least), price
+
+        room = self.purse.room.double()
+
+        def alone(price: Tensor) -> tuple[Tensor, Tensor]:
+            value, spent = self.evaluate(price)
+            return price * room + value, room - spent
+
+        # Where its quota binds, a head has a price of its own, above the common one.
+        _, own = _bracket(alone, highest.expand(self.heads), sweeps)
+
+        def common(price: Tensor) -> tuple[Tensor, Tensor]:
+            charged = torch.maximum(price, own)
+            value, spent = self.evaluate(charged)
+            capped = own > price
+            total = price * budget + ((charged - price) * room + value).sum()
+            slope = budget - torch.where(capped, room, spent).sum()
+            return total.view(1), slope.view(1)
+
+        least, price = _bracket(common, highest, sweeps)
+        return self.held + float(least), torch.maximum(price, own)
+
+
+def _bracket(
+    function: Callable[[Tensor], tuple[Tensor, Tensor]], highest: Tensor, sweeps: int
+) -> tuple[Tensor, Tensor]:
+    """Minimise convex functions side by side on [0, highest].
+
+    `function` gives values and slopes [S] at points [S], with slope >= 0 at `highest`. Returns
+    the smallest values seen and, per function, the lowest point seen where the slope is >= 0.
+    """
+    low, high = torch.zeros_like(highest), highest.clone()
+    low_value, low_slope = function(low)
+    high_value, high_slope = function(high)
+    best = torch.minimum(low_value, high_value)
+    settled = low_slope >= 0
+    high = torch.where(settled, low, high)
+    for sweep in range(sweeps):
+        # Where the tangents at both ends meet lies the least value that is still possible.
+        run = (high_slope - low_slope).clamp(min=torch.finfo(torch.float64).tiny)
+        meet = (low_value - low_slope * low - high_value + high_slope * high) / run
+        meet = meet.clamp(low, high)
+        floor = torch.maximum(
+            low_value + low_slope * (meet - low), high_value + high_slope * (meet - high)
+        )
+        if bool((settled | (best - floor <= 1e-12 * best) | (high <= low)).all()):
+            break
+        # The tangents alone can creep along one side, so every other step splits the bracket: by
+        # orders of magnitude while it spans several.
+        spread = torch.where(low > 0, (low * high).sqrt(), high / 1024)
+        split = torch.where(low > high / 16, (low + high) / 2, spread)
+        point = torch.where(settled, high, meet if sweep % 2 == 0 else split)
+        value, slope = function(point)
+        best = torch.minimum(best, value)
+        down = (slope < 0) & ~settled
+        up = (slope >= 0) & ~settled
+        low, low_value, low_slope = (
+            torch.where(down, point, low),
+            torch.where(down, value, low_value),
+            torch.where(down, slope, low_slope),
+        )
+        high, high_value, high_slope = (
+            torch.where(up, point, high),
+            torch.where(up, value, high_value),
+            torch.where(up, slope, high_slope),
+        )
+    return best, high

@@ -1,0 +1,30 @@
+"""`none`: no floor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from gracekv.allocate.base import FLOORS, Floor, Frontier
+from gracekv.allocate.budget import BudgetPlan
+from gracekv.tree.base import Forest
+
+
+@final
+@FLOORS.register("none")
+@dataclass(frozen=True, slots=False)
+class NoFloor(Floor):
+    """Protect nothing: the whole budget goes to the auction.
+
+    Source: the paper's ablation without the singleton floor (alpha = 0).
+    """
+
+    def candidates(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+        return None
+
+    def realize(
+        self, forest: Forest, candidates: Tensor | None, plan: BudgetPlan, quota: Tensor | None
+    ) -> Frontier:
+        return Frontier.empty(forest, plan.base)

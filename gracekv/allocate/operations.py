@@ -1,0 +1,194 @@
+"""`Operations`: the Add and Split operations of a forest as one forest of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.base import Frontier
+from gracekv.allocate.picking import positions
+from gracekv.errors import BudgetError, NonFiniteError, ShapeError
+from gracekv.tree.base import Forest
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operations:
+    """M operations: first Add of each of the R roots, then Split of each inner node.
+
+    Splits keep the nodes' order, so levels are contiguous (Adds are level 0, Splits of the nodes
+    of level k are level k+1) and `parent` never decreases: the operations that o makes available
+    are neighbours.
+
+    Attributes:
+        forest: where they come from.
+        node: int64 [M], the root that Add inserts or the node that Split replaces.
+        parent: int64 [M], the operation that must come first; -1 for Adds.
+        bounds: level k is operations [bounds[k], bounds[k+1]).
+        tree: int64 [M].
+        cost: int64 [M], entries that the operation adds, at least 1.
+        gain: float64 [M], clipped at 0.
+        unit: float64 [M], gain / cost, Eq. app_unit_utility.
+    """
+
+    forest: Forest
+    node: Tensor
+    parent: Tensor
+    bounds: tuple[int, ...]
+    tree: Tensor
+    cost: Tensor
+    gain: Tensor
+    unit: Tensor
+
+    @classmethod
+    def of(cls, forest: Forest) -> Operations:
+        """All operations of `forest`.
+
+        Raises `NonFiniteError` if a gain is NaN or infinite and `ShapeError` if an operation
+        adds no entry: the order by utility per entry has no meaning then.
+        """
+        roots = forest.trees
+        has_children = forest.child_count > 0
+        inner = positions(has_children)
+        adds = torch.arange(roots, device=inner.device)
+        # Where each node's own Split stands among the operations (meaningless for leaves).
+        split_of = has_children.cumsum(0) + (roots - 1)
+        deep = inner[int(has_children[:roots].sum()) :]
+        parent = torch.cat(
+            [
+                torch.full_like(adds, -1),
+                inner[: len(inner) - len(deep)],
+                split_of.index_select(0, forest.parent.index_select(0, deep)),
+            ]
+        )
+        # Children are contiguous, so differences of one running sum give their entries.
+        first = forest.first_child.index_select(0, inner)
+        until = first + forest.child_count.index_select(0, inner)
+        running = torch.cat([adds.new_zeros(1), forest.entries.cumsum(0)])
+        below = running.index_select(0, until) - running.index_select(0, first)
+        cost = torch.cat([forest.add_cost(), below - forest.entries.index_select(0, inner)])
+        gain = torch.cat([forest.add_gain, forest.split_gain.index_select(0, inner)])
+        if not bool(torch.isfinite(gain.sum())) and not bool(torch.isfinite(gain).all()):
+            raise NonFiniteError(
+                "Forest.add_gain or Forest.split_gain holds NaN or infinity, so its operations "
+                "cannot be ranked. Check worth and distortion for overflow."
+            )
+        if len(cost) and int(cost.min()) < 1:
+            raise ShapeError(
+                f"Every Add and Split must add at least one entry; the cheapest here costs "
+                f"{int(cost.min())}. Give each node fewer entries than its children together."
+            )
+        # `+ 0.0` turns -0.0 into 0.0: both are one utility, in sorts too.
+        gain = gain.double().clamp(min=0) + 0.0
+        per_level = torch.bincount(forest.level.index_select(0, inner)).tolist()
+        bounds = [0, roots]
+        for count in per_level:
+            bounds.append(bounds[-1] + count)
+        return cls(
+            forest=forest,
+            node=torch.cat([adds, inner]),
+            parent=parent,
+            bounds=tuple(bounds),
+            tree=torch.cat([adds, forest.tree.index_select(0, inner)]),
+            cost=cost,
+            gain=gain,
+            unit=gain / cost,
+        )
+
+    def __len__(self) -> int:
+        return len(self.node)
+
+    def executed(self, frontier: Frontier) -> Tensor:
+        """bool [M]: operations that `frontier` has bought."""
+        roots = self.forest.trees
+        return torch.cat([frontier.added, frontier.split.index_select(0, self.node[roots:])])
+
+    def frontier(self, start: Frontier, executed: Tensor) -> Frontier:
+        """`start` with exactly the operations `executed` (bool [M]) bought."""
+        roots = self.forest.trees
+        split = torch.zeros_like(start.split)
+        split[self.node[roots:]] = executed[roots:]
+        return dataclasses.replace(start, added=executed[:roots].clone(), split=split)
+
+    def available(self, executed: Tensor) -> Tensor:
+        """bool [M]: not executed, and nothing is missing before them."""
+        roots = self.forest.trees
+        open_ = torch.ones_like(executed)
+        open_[roots:] = executed.index_select(0, self.parent[roots:])
+        return open_ & ~executed
+
+    def bottleneck(self, executed: Tensor) -> Tensor:
+        """float64 [M]: least unit utility on the unexecuted path down to and with the operation.
+
+        +inf for executed operations.
+        """
+        key = torch.where(executed, torch.inf, self.unit)
+        for begin, end in zip(self.bounds[1:-1], self.bounds[2:], strict=True):
+            above = key.index_select(0, self.parent[begin:end])
+            torch.minimum(key[begin:end], above, out=key[begin:end])
+        return key
+
+    def sequence(self, index: Tensor) -> Tensor:
+        """int64, as `index`: the tie order layer, head, slot, start, parent before child.
+
+        Inside a tree this is the pre-order.
+        """
+        forest = self.forest
+        first, last = int(forest.start.min()), int(forest.start.max())
+        node, levels = self.node[index], len(self.bounds)
+        level = torch.where(index < forest.trees, 0, forest.level[node] + 1)
+        return (self.tree[index] * (last - first + 1) + forest.start[node] - first) * levels + level
+
+    def head(self, index: Tensor | None = None) -> Tensor:
+        """int64: layer * G + head of the operations at `index` (of all)."""
+        return (self.tree if index is None else self.tree[index]) // self.forest.slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Purse:
+    """What is left to spend.
+
+    Attributes:
+        budget: entries left in all.
+        room: int64 [L * G] entries left in each head, None without quotas.
+    """
+
+    budget: int
+    room: Tensor | None
+
+    @classmethod
+    def of(cls, ops: Operations, start: Frontier, quota: Tensor | None) -> Purse:
+        """What `start` leaves of its budget and of `quota` ([L, G]).
+
+        Raises `BudgetError` if `start` already holds more than it may, `ShapeError` if the quota
+        is not [L, G].
+        """
+        purse = cls(start.budget, cls._caps(ops, quota)).less(ops, ops.executed(start))
+        if purse.budget < 0 or (purse.room is not None and bool((purse.room < 0).any())):
+            raise BudgetError(
+                f"The starting frontier holds more entries than its budget of {start.budget} or a "
+                f"head's quota allows. Realise the floor under the same budget and quota."
+            )
+        return purse
+
+    @staticmethod
+    def _caps(ops: Operations, quota: Tensor | None) -> Tensor | None:
+        if quota is None:
+            return None
+        forest = ops.forest
+        if tuple(quota.shape) != (forest.layers, forest.heads):
+            raise ShapeError(
+                f"A quota is [L, G] = [{forest.layers}, {forest.heads}] entries; got "
+                f"{list(quota.shape)}."
+            )
+        return quota.flatten().to(device=ops.cost.device, dtype=torch.int64)
+
+    def less(self, ops: Operations, bought: Tensor) -> Purse:
+        """The purse after paying for the operations `bought` (bool [M])."""
+        paid = torch.where(bought, ops.cost, 0)
+        if self.room is None:
+            return Purse(self.budget - int(paid.sum()), None)
+        per_head = torch.zeros_like(self.room).index_add_(0, ops.head(), paid)
+        return Purse(self.budget - int(per_head.sum()), self.room - per_head)

@@ -1,0 +1,110 @@
+"""The floor straight from the equations: loops, float64, no tricks.
+
+The auction's reference is a strategy of its own, `greedy_heap`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.base import Frontier
+from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.singleton import Singleton
+from gracekv.tree.base import Forest
+
+
+def floor_candidates(floor: Singleton, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+    """What `Singleton.candidates` returns: f [L, G, N] float64 of candidates, -inf elsewhere.
+
+    Source: Eqs. app_floor_score, app_floor_gate.
+    """
+    cap = math.floor(Fraction(str(floor.alpha)) * plan.base)
+    if cap <= 0:
+        return None
+    worth = tokens.double()
+    layers, heads, count = worth.shape
+    half = floor.pool // 2
+    mean = worth.mean(dim=(0, 1)).tolist()
+    ranked: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    for layer in range(layers):
+        for head in range(heads):
+            own = worth[layer, head].tolist()
+            mixed = [
+                (1 - floor.consensus) * own[t] + floor.consensus * mean[t] for t in range(count)
+            ]
+            scores = [max(mixed[max(0, t - half) : t + half + 1]) for t in range(count)]
+            kept: list[tuple[float, int]] = []
+            total = 0.0
+            for t in sorted(range(count), key=lambda t: (-scores[t], t)):
+                total += own[t]
+                if scores[t] < floor.gamma / count or (kept and total > floor.eta):
+                    break
+                kept.append((scores[t], t))
+                if total > floor.eta:
+                    break
+            ranked[layer, head] = kept
+    found = sum(len(kept) for kept in ranked.values())
+    result = torch.full_like(worth, -torch.inf)
+    for (layer, head), kept in ranked.items():
+        size = len(kept)
+        if found > cap and size:
+            size = max(1, size * cap // found)
+        for score, t in kept[:size]:
+            result[layer, head, t] = score
+    return result
+
+
+def realize_floor(
+    floor: Singleton,
+    forest: Forest,
+    candidates: Tensor | None,
+    plan: BudgetPlan,
+    quota: Tensor | None,
+) -> Frontier:
+    """What `Singleton.realize` returns. Source: Eq. app_floor_cap."""
+    frontier = Frontier.empty(forest, plan.base)
+    if candidates is None:
+        return frontier
+    share = Fraction(str(floor.alpha)) * plan.base
+    head_cap = Fraction(str(floor.head_cap)) * share / (plan.layers * plan.heads)
+    layers, heads, count = candidates.shape
+    wanted = [
+        (-float(candidates[layer, head, t]), layer, head, t)
+        for layer in range(layers)
+        for head in range(heads)
+        for t in range(count)
+        if candidates[layer, head, t] > -torch.inf
+    ]
+    for _, layer, head, t in sorted(wanted):
+        node = _exact_node(forest, layer, head, int(forest.start[0]) + t)
+        if node is None:
+            continue
+        added, split = frontier.added.clone(), frontier.split.clone()
+        while (above := int(forest.parent[node])) >= 0:
+            split[above] = True
+            node = above
+        added[node] = True
+        tried = dataclasses.replace(frontier, added=added, split=split)
+        held = int(tried.entries_per_head()[layer, head])
+        fits = tried.spent <= math.floor(share) and held <= head_cap
+        if quota is not None:
+            fits = fits and held <= int(quota[layer, head])
+        if fits:
+            frontier = tried
+    return dataclasses.replace(frontier, floor_spent=frontier.spent)
+
+
+def _exact_node(forest: Forest, layer: int, head: int, position: int) -> int | None:
+    """The node that holds this token as an original pair, if the forest has one."""
+    for node in range(forest.nodes):
+        same_head = int(forest.tree[node]) // forest.slots == layer * forest.heads + head
+        inside = int(forest.start[node]) <= position < int(forest.end[node])
+        exact = int(forest.entries[node]) == int(forest.end[node] - forest.start[node])
+        if same_head and inside and exact:
+            return node
+    return None

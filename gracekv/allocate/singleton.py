@@ -1,0 +1,179 @@
+"""`singleton`: exact tokens, and the paths to them, bought before the auction."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.base import FLOORS, Floor, Frontier
+from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.operations import Operations, Purse
+from gracekv.errors import ConfigError, ShapeError
+from gracekv.tree.base import Forest
+
+
+@final
+@FLOORS.register("singleton")
+@dataclass(frozen=True, slots=False)
+class Singleton(Floor):
+    """Protect the tokens of the highest worth, with max pooling and consensus among heads.
+
+    Source: Eqs. app_floor_score, app_floor_gate and app_floor_cap and the paper's appendix on
+    floor construction. Ours: `head_cap`, the tie order (layer, head, token), and that a head
+    whose best token passes the gate keeps that candidate even if its worth alone exceeds `eta`.
+
+    Attributes:
+        alpha: the floor spends at most this share of B_base (paper 0.6).
+        gamma: a candidate's score is at least gamma / N_c (paper 1.2).
+        eta: a head's candidates stop before their summed worth exceeds this (paper 0.95).
+        consensus: c, weight of the mean over all heads in the score (paper 0.5).
+        pool: odd width of the max pooling in tokens (paper 7).
+        head_cap: no head's floor costs more than this many equal shares of the floor's budget
+            (ours 2.0; the paper has such a cap but not its value).
+    """
+
+    alpha: float = 0.6
+    gamma: float = 1.2
+    eta: float = 0.95
+    consensus: float = 0.5
+    pool: int = 7
+    head_cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        shares = (self.alpha, self.eta, self.consensus)
+        if not all(0 <= share <= 1 for share in shares):
+            raise ConfigError(
+                f"Singleton takes alpha, eta and consensus from 0 to 1 (they are shares); got "
+                f"{self!r}. To switch the floor off use the floor 'none'."
+            )
+        if self.pool < 1 or self.pool % 2 == 0:
+            raise ConfigError(
+                f"Singleton.pool is a positive odd number of tokens, so that the window is "
+                f"centred; got {self.pool}. Use 1 for no pooling."
+            )
+        if not (0 <= self.gamma < math.inf and 0 < self.head_cap < math.inf):
+            raise ConfigError(f"Singleton takes finite gamma >= 0 and head_cap > 0; got {self!r}.")
+
+    def limit(self, plan: BudgetPlan) -> int:
+        """Entries that the floor may cost in all, floor(alpha B_base), exactly."""
+        return math.floor(Fraction(str(self.alpha)) * plan.base)
+
+    def head_limit(self, plan: BudgetPlan) -> int:
+        """Entries that one head's floor may cost, floor(head_cap alpha B_base / (L G))."""
+        caps = Fraction(str(self.head_cap)) * Fraction(str(self.alpha))
+        return math.floor(caps * plan.base / (plan.layers * plan.heads))
+
+    def candidates(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+        limit = self.limit(plan)
+        if limit <= 0:
+            return None
+        worth = tokens.double()
+        score = self._score(worth)
+        order = score.sort(dim=-1, descending=True, stable=True)
+        passes = order.values >= self.gamma / tokens.shape[-1]
+        before = worth.gather(-1, order.indices).cumsum(-1) <= self.eta
+        # Scores fall and sums rise along the order, so both conditions hold on a prefix.
+        counts = (passes & before).sum(-1).maximum(passes[..., 0].long())
+        total = int(counts.sum())
+        if total > limit:
+            counts = torch.where(counts > 0, (counts * limit // total).clamp(min=1), 0)
+        chosen = torch.arange(tokens.shape[-1], device=worth.device) < counts[..., None]
+        kept = torch.where(chosen, order.values, -torch.inf)
+        return torch.full_like(score, -torch.inf).scatter_(-1, order.indices, kept)
+
+    def _score(self, worth: Tensor) -> Tensor:
+        """f [L, G, N]: worth mixed with its mean over heads, then max pooled (in float64)."""
+        mixed = (1 - self.consensus) * worth + self.consensus * worth.mean(dim=(0, 1))
+        half = self.pool // 2
+        return torch.nn.functional.max_pool1d(mixed, self.pool, stride=1, padding=half)
+
+    def realize(
+        self, forest: Forest, candidates: Tensor | None, plan: BudgetPlan, quota: Tensor | None
+    ) -> Frontier:
+        """Buy the candidates' paths by falling score; ties by layer, head, token.
+
+        A candidate that its forest cannot make exact (its leaf was pruned) is left out.
+        """
+        start = Frontier.empty(forest, plan.base)
+        if candidates is None:
+            return start
+        ops = Operations.of(forest)
+        caps = Purse.of(ops, start, quota).room
+        units = forest.layers * forest.heads
+        room = [self.head_limit(plan)] * units
+        if caps is not None:
+            room = [min(own, cap) for own, cap in zip(room, caps.tolist(), strict=True)]
+        executed = torch.zeros(len(ops), dtype=torch.bool, device=ops.cost.device)
+        last = _last_operation(ops, candidates)
+        executed[_walk(ops, last, self.limit(plan), room)] = True
+        spent = int(ops.cost[executed].sum())
+        return dataclasses.replace(ops.frontier(start, executed), floor_spent=spent)
+
+
+def _last_operation(ops: Operations, candidates: Tensor) -> Tensor:
+    """int64: per candidate in order of purchase, the operation that makes its token exact."""
+    forest = ops.forest
+    first = int(forest.start[0])
+    tokens = int(forest.end[forest.slots - 1]) - first
+    expected = (forest.layers, forest.heads, tokens)
+    if tuple(candidates.shape) != expected:
+        raise ShapeError(
+            f"Floor candidates are [L, G, N] = {list(expected)} for this forest; got "
+            f"{list(candidates.shape)}. Take candidates and forest from one plan."
+        )
+    flat = candidates.flatten().to(ops.cost.device)
+    order = torch.sort(flat, descending=True, stable=True).indices
+    order = order[: int((flat > -torch.inf).sum())]
+
+    # Exact nodes hold as many entries as tokens: singletons, and nodes kept as they are.
+    exact = (forest.entries == forest.length).nonzero().flatten()
+    length = forest.length[exact]
+    holder = torch.repeat_interleave(exact, length)
+    within = torch.arange(len(holder), device=holder.device)
+    within -= torch.repeat_interleave(length.cumsum(0) - length, length)
+    place = forest.head_of_node()[holder] * tokens + forest.start[holder] - first + within
+    node_of = torch.full_like(flat, -1, dtype=torch.int64)
+    node_of[place] = holder
+    node = node_of[order]
+    node = node[node >= 0]
+
+    # A root appears by its own Add, any other node by its parent's Split.
+    split_of = torch.full((forest.nodes,), -1, device=node.device)
+    splits = torch.arange(forest.trees, len(ops), device=node.device)
+    split_of[ops.node[forest.trees :]] = splits
+    return torch.where(node < forest.trees, node, split_of[forest.parent[node]])
+
+
+def _walk(ops: Operations, last: Tensor, budget: int, room: list[int]) -> Tensor:
+    """int64: operations executed when each path up from `last` is bought whole or not at all."""
+    # Only the paths' operations matter: number them apart, so that the host sees few.
+    on_path = torch.zeros(len(ops), dtype=torch.bool, device=last.device)
+    on_path[last] = True
+    for begin, end in reversed(list(zip(ops.bounds[1:-1], ops.bounds[2:], strict=True))):
+        above = ops.parent[begin:end][on_path[begin:end]]
+        on_path[above] = True
+    local = on_path.nonzero().flatten()
+    number = torch.cumsum(on_path, 0) - 1
+    before = ops.parent[local]
+    parent = torch.where(before < 0, -1, number[before.clamp(min=0)]).tolist()
+    cost, head = ops.cost[local].tolist(), ops.head(local).tolist()
+
+    done = [False] * len(parent)
+    for op in number[last].tolist():
+        path, price, unit = [], 0, head[op]
+        while op >= 0 and not done[op]:
+            path.append(op)
+            price += cost[op]
+            op = parent[op]
+        if price <= budget and price <= room[unit]:
+            budget -= price
+            room[unit] -= price
+            for bought in path:
+                done[bought] = True
+    return local[torch.tensor(done, dtype=torch.bool, device=local.device)]

@@ -1,0 +1,181 @@
+"""Random forests for allocators, and the check of what an allocator returns."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from torch import Tensor
+
+from gracekv.allocate.base import Frontier
+from gracekv.tree.base import Forest
+
+Gains = Literal["normal", "heavy", "ties", "zeros"]
+
+
+def random_forest(
+    seed: int,
+    *,
+    layers: int = 2,
+    heads: int = 2,
+    slots: int = 3,
+    slot_tokens: int = 12,
+    gains: Gains = "normal",
+    explode: float = 0.1,
+    prune: float = 0.1,
+    whole: float = 0.1,
+    device: str | torch.device = "cpu",
+) -> Forest:
+    """A forest with the structure of a real one and gains that mean nothing.
+
+    Nodes are cut in two, lose one token, or fall apart into all their tokens (costs 1, 2 and
+    larger). Built level by level, so a million operations take about a second.
+
+    Args:
+        seed: decides everything.
+        layers: L.
+        heads: G.
+        slots: J; slot lengths are drawn from 1 to `slot_tokens` and shared by all heads.
+        slot_tokens: longest slot.
+        gains: "normal" (both signs), "heavy" (log-normal, with a few negative), "ties" (small
+            whole utilities, 0 and negative included) or "zeros" (nine tenths are 0 or negative).
+        explode: chance that a node falls apart into its tokens at once.
+        prune: chance that a node of several tokens is a leaf.
+        whole: chance that such a leaf keeps its original tokens (`entries` = its length).
+        device: of the tensors.
+    """
+    rng = np.random.default_rng(seed)
+    base = int(rng.integers(0, 9))
+    bounds = base + np.concatenate([[0], rng.integers(1, slot_tokens + 1, slots).cumsum()])
+    units = layers * heads
+    start, end = np.tile(bounds[:-1], units), np.tile(bounds[1:], units)
+    trees = len(start)
+    tree, parent = np.arange(trees), np.full(trees, -1)
+    parts: list[tuple[np.ndarray, ...]] = []
+    nodes = 0
+    while len(start):
+        length = end - start
+        leaf = (length == 1) | (rng.random(len(start)) < prune)
+        inner = np.flatnonzero(~leaf)
+        owner, child_start, child_end = _children(rng, start[inner], end[inner], explode)
+        count = np.zeros(len(start), dtype=np.int64)
+        count[inner] = np.bincount(owner, minlength=len(inner))
+        first = np.where(leaf, -1, nodes + len(start) + count.cumsum() - count)
+        kept = leaf & (rng.random(len(start)) < whole)
+        level = np.full(len(start), len(parts))
+        entries = np.where(kept, length, 1)
+        parts.append((start, end, parent, first, count, tree, level, entries))
+        parent, tree = nodes + inner[owner], tree[inner[owner]]
+        nodes += len(start)
+        start, end = child_start, child_end
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    def tensor(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+    start, end, parent, first, count, tree, level, entries = columns
+    prefix = np.concatenate([[0], entries.cumsum()])
+    leaf = count == 0
+    cost = np.where(leaf, 0, prefix[np.where(leaf, 0, first + count)])
+    cost -= np.where(leaf, 0, prefix[np.where(leaf, 0, first)] + entries)
+    return Forest(
+        layers=layers,
+        heads=heads,
+        slots=slots,
+        start=tensor(start),
+        end=tensor(end),
+        parent=tensor(parent),
+        first_child=tensor(first),
+        child_count=tensor(count),
+        tree=tensor(tree),
+        level=tensor(level),
+        worth=tensor(rng.random(nodes)),
+        distortion=tensor(rng.random(nodes)),
+        drop=tensor(rng.random(trees)),
+        entries=tensor(entries),
+        add_gain=tensor(_gains(rng, gains, entries[:trees])),
+        split_gain=tensor(np.where(leaf, 0.0, _gains(rng, gains, cost))),
+    )
+
+
+def _children(
+    rng: Generator, start: np.ndarray, end: np.ndarray, explode: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Owner, start and end of the children, by owner and start; every node has two or more."""
+    length = end - start
+    apart = rng.random(len(start)) < explode
+    # Extraction and the binary cut are both two cuts x <= y; a binary one has x = y.
+    extract = rng.random(len(start)) < 0.5
+    token = start + rng.integers(0, length)
+    cut = start + rng.integers(1, np.maximum(length, 2))
+    x, y = np.where(extract, token, cut), np.where(extract, token + 1, cut)
+    edges = np.stack([start, x, y, end], 1)
+    owner = np.repeat(np.arange(len(start)), 3)
+    begins, ends = edges[:, :3].ravel(), edges[:, 1:].ravel()
+    keep = (begins < ends) & ~apart[owner]
+    sizes = np.where(apart, length, 0)
+    tokens_owner = np.repeat(np.arange(len(start)), sizes)
+    within = np.arange(len(tokens_owner)) - np.repeat(sizes.cumsum() - sizes, sizes)
+    tokens = start[tokens_owner] + within
+    owner = np.concatenate([owner[keep], tokens_owner])
+    begins = np.concatenate([begins[keep], tokens])
+    ends = np.concatenate([ends[keep], tokens + 1])
+    order = np.lexsort((begins, owner))
+    return owner[order], begins[order], ends[order]
+
+
+def _gains(rng: Generator, kind: Gains, cost: np.ndarray) -> np.ndarray:
+    """float64 gain of operations of these costs."""
+    size = len(cost)
+    if kind == "normal":
+        return rng.normal(0.5, 1.0, size)
+    if kind == "heavy":
+        return rng.lognormal(0.0, 3.0, size) * np.where(rng.random(size) < 0.1, -1, 1)
+    if kind == "ties":
+        unit = rng.integers(-1, 4, size)
+    else:
+        unit = np.where(rng.random(size) < 0.9, -rng.integers(0, 2, size), 1)
+    return np.asarray(unit * cost, dtype=np.float64)
+
+
+def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
+    """Raise `AssertionError`, with the reason, if `frontier` breaks an invariant.
+
+    Split nodes have children and are reached, the budget and `quota` ([L, G]) hold, the floor is
+    part of what is spent, the bound is not below the utility, and no token of a head lies in two
+    kept intervals.
+    """
+    forest, added, split, kept = frontier.forest, frontier.added, frontier.split, frontier.kept
+    if added.shape != (forest.trees,) or added.dtype != torch.bool:
+        raise AssertionError(f"added must be bool [{forest.trees}]; got {added.shape}")
+    if split.shape != (forest.nodes,) or split.dtype != torch.bool:
+        raise AssertionError(f"split must be bool [{forest.nodes}]; got {split.shape}")
+    if bool((split & forest.is_leaf).any()):
+        raise AssertionError("a leaf is split")
+    if bool((split[: forest.trees] & ~added).any()):
+        raise AssertionError("a root is split that was never added")
+    above = forest.parent[forest.trees :]
+    if bool((split[forest.trees :] & ~split[above]).any()):
+        raise AssertionError("a node is split although its parent is not")
+    spent = frontier.spent
+    if spent > frontier.budget:
+        raise AssertionError(f"{spent} entries spent of a budget of {frontier.budget}")
+    if not 0 <= frontier.floor_spent <= spent:
+        raise AssertionError(f"floor_spent {frontier.floor_spent} is not within spent {spent}")
+    if quota is not None and bool((frontier.entries_per_head() > quota.to(kept.device)).any()):
+        raise AssertionError(
+            f"heads hold {frontier.entries_per_head().tolist()} of quotas {quota.tolist()}"
+        )
+    if frontier.bound is not None and frontier.utility > frontier.bound * (1 + 1e-9):
+        raise AssertionError(f"utility {frontier.utility} exceeds its bound {frontier.bound}")
+    first = int(forest.start.min())
+    tokens = int(forest.end.max()) - first
+    covered = torch.zeros(forest.layers * forest.heads * (tokens + 1), dtype=torch.int64)
+    row = (forest.head_of_node()[kept] * (tokens + 1)).cpu() - first
+    ones = torch.ones_like(row)
+    covered.index_add_(0, row + forest.start[kept].cpu(), ones)
+    covered.index_add_(0, row + forest.end[kept].cpu(), -ones)
+    if bool((covered.view(-1, tokens + 1).cumsum(1) > 1).any()):
+        raise AssertionError("a token lies in two kept intervals of its head")

@@ -1,0 +1,258 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate import (
+    ALLOCATORS,
+    QUOTAS,
+    BudgetPlan,
+    ExactDP,
+    Frontier,
+    Global,
+    Greedy,
+    GreedyHeap,
+    Lagrangian,
+    Milp,
+    PerHead,
+    Singleton,
+    upper_bound,
+)
+from gracekv.allocate.operations import Operations
+from gracekv.errors import BudgetError, ConfigError, NonFiniteError, ShapeError
+from gracekv.testing.forests import check_frontier, random_forest
+
+GAINS = ("normal", "heavy", "ties", "zeros")
+
+
+@st.composite
+def auctions(draw, slots=5, slot_tokens=20):
+    """A start (often with a floor) and a quota (often none)."""
+    seed = draw(st.integers(0, 2**32 - 1))
+    forest = random_forest(
+        seed,
+        layers=draw(st.integers(1, 2)),
+        heads=draw(st.integers(1, 3)),
+        slots=draw(st.integers(1, slots)),
+        slot_tokens=draw(st.integers(1, slot_tokens)),
+        gains=draw(st.sampled_from(GAINS)),
+        explode=draw(st.sampled_from([0.0, 0.1, 0.4])),
+        prune=draw(st.sampled_from([0.0, 0.2])),
+        whole=draw(st.sampled_from([0.0, 0.4])),
+    )
+    units = forest.layers * forest.heads
+    count = int(forest.end.max() - forest.start.min())
+    most = int(forest.add_cost().sum() + forest.split_cost().sum())
+    budget = draw(st.integers(0, most + 1))
+    quota = None
+    rng = torch.Generator().manual_seed(seed)
+    if draw(st.booleans()):
+        widest = draw(st.integers(0, 3)) * budget // units + 2
+        quota = torch.randint(0, widest, (forest.layers, forest.heads), generator=rng)
+    start = Frontier.empty(forest, budget)
+    if draw(st.booleans()):
+        worth = torch.rand(forest.layers, forest.heads, count, generator=rng).double()
+        worth[torch.rand(worth.shape, generator=rng) < 0.7] = -torch.inf
+        plan = BudgetPlan(forest.layers, forest.heads, count, budget, recent=0)
+        start = Singleton().realize(forest, worth, plan, quota)
+    return start, quota
+
+
+def affordable(frontier, quota):
+    """Operations that could still be bought, one by one."""
+    ops = Operations.of(frontier.forest)
+    room = frontier.budget - frontier.spent
+    fits = ops.available(ops.executed(frontier)) & (ops.cost <= room)
+    if quota is not None:
+        fits &= ops.cost <= (quota - frontier.entries_per_head()).flatten()[ops.head()]
+    return fits
+
+
+@settings(max_examples=1500)
+@given(case=auctions(), elastic=st.booleans())
+def test_greedy_buys_what_the_heap_buys(case, elastic):
+    start, quota = case
+    fast, slow = Greedy(elastic=elastic)(start, quota), GreedyHeap(elastic=elastic)(start, quota)
+    assert torch.equal(fast.added, slow.added)
+    assert torch.equal(fast.split, slow.split)
+
+
+@pytest.mark.parametrize("gains", GAINS)
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
+def test_greedy_buys_what_the_heap_buys_in_a_larger_forest(gains, share):
+    forest = random_forest(7, layers=4, heads=4, slots=20, slot_tokens=100, gains=gains)
+    most = int(forest.add_cost().sum() + forest.split_cost().sum())
+    start = Frontier.empty(forest, int(share * most))
+    for quota in (None, torch.full((4, 4), start.budget // 16), torch.arange(16).view(4, 4) * 60):
+        fast, slow = Greedy()(start, quota), GreedyHeap()(start, quota)
+        assert torch.equal(fast.added, slow.added)
+        assert torch.equal(fast.split, slow.split)
+
+
+@pytest.mark.parametrize("name", list(ALLOCATORS))
+@given(case=auctions(slots=3, slot_tokens=10), elastic=st.booleans())
+def test_contract_of_every_allocator(name, case, elastic):
+    start, quota = case
+    allocator = ALLOCATORS.build(name, elastic=elastic)
+    result = allocator(start, quota)
+    check_frontier(result, quota)
+    assert not (start.added & ~result.added).any()
+    assert not (start.split & ~result.split).any()
+    assert (result.budget, result.floor_spent) == (start.budget, start.floor_spent)
+    again = allocator(start, quota)
+    assert torch.equal(result.added, again.added)
+    assert torch.equal(result.split, again.split)
+    forest = result.forest
+    left = affordable(result, quota)
+    if elastic:
+        assert (forest.add_gain[result.added & ~start.added] > 0).all()
+        assert (forest.split_gain[result.split & ~start.split] > 0).all()
+        left &= Operations.of(forest).gain > 0
+    assert not left.any()
+
+
+@given(case=auctions(slots=2, slot_tokens=9), elastic=st.booleans())
+def test_heuristics_below_exact_below_bound(case, elastic):
+    start, quota = case
+    exact = ExactDP(elastic=elastic)(start, quota).utility
+    program = Milp(elastic=elastic)(start, quota).utility
+    priced = Lagrangian(elastic=elastic)(start, quota)
+    greedy = Greedy(elastic=elastic)(start, quota).utility
+    slack = 1e-9 * (1 + exact)
+    # HiGHS closes the gap to its own feasibility tolerances, not to the last bit.
+    assert abs(program - exact) <= 1e-6 * (1 + exact)
+    assert greedy <= priced.utility + slack
+    assert priced.utility <= exact + slack
+    assert exact <= upper_bound(start, quota, elastic=elastic) + slack
+    assert exact <= priced.bound + slack
+    assert upper_bound(start, quota, elastic=True) <= upper_bound(start, quota) + slack
+
+
+@given(seed=st.integers(0, 2**32 - 1), share=st.floats(0.05, 0.95), capped=st.booleans())
+def test_bound_is_tight_in_a_large_forest(seed, share, capped):
+    # The gap of the dual is at most about one tree's worth (per head, under quotas).
+    forest = random_forest(seed, layers=2, heads=2, slots=150, slot_tokens=12, gains="normal")
+    most = int(forest.add_cost().sum() + forest.split_cost().sum())
+    start = Frontier.empty(forest, int(share * most))
+    quota = torch.full((2, 2), start.budget // 5) if capped else None
+    result = Lagrangian()(start, quota)
+    assert result.utility >= 0.97 * result.bound
+    if capped:
+        assert result.bound <= upper_bound(start) * (1 + 1e-9)
+
+
+def test_budget_for_everything_keeps_everything():
+    forest = random_forest(0, prune=0.0, whole=0.0)
+    most = int(forest.add_cost().sum() + forest.split_cost().sum())
+    for name in ALLOCATORS:
+        result = ALLOCATORS.build(name)(Frontier.empty(forest, most), None)
+        assert result.added.all()
+        assert torch.equal(result.kept, forest.is_leaf)
+
+
+def test_a_valuable_leaf_behind_a_poor_step_is_found_by_price_not_by_greed():
+    # explode=1: both slots are pairs of tokens that split into singletons.
+    pairs = (
+        random_forest(seed, layers=1, heads=1, slots=2, slot_tokens=2, explode=1.0, prune=0.0)
+        for seed in range(100)
+    )
+    forest = next(forest for forest in pairs if forest.nodes == 6)
+    forest = dataclasses.replace(
+        forest,
+        add_gain=torch.tensor([1.0, 2.0], dtype=torch.float64),
+        split_gain=torch.where(torch.arange(forest.nodes) == 0, 100.0, 0.0).double(),
+    )
+    start = Frontier.empty(forest, 2)
+    assert Greedy()(start, None).utility == 3.0
+    assert Lagrangian()(start, None).utility == ExactDP()(start, None).utility == 101.0
+
+
+def test_forests_are_consistent():
+    forest = random_forest(4, layers=2, heads=3, slots=4, slot_tokens=30, prune=0.3, whole=0.5)
+    ops = Operations.of(forest)
+    roots = forest.trees
+    assert torch.equal(ops.cost[:roots], forest.add_cost())
+    assert torch.equal(ops.cost[roots:], forest.split_cost()[ops.node[roots:]])
+    assert torch.equal(ops.node[roots:], (~forest.is_leaf).nonzero().flatten())
+    assert forest.entries[:roots].max() > 1
+    for node in range(forest.nodes):
+        count, first = int(forest.child_count[node]), int(forest.first_child[node])
+        children = range(first, first + count)
+        assert all(int(forest.parent[child]) == node for child in children)
+        if count:
+            edges = [int(forest.start[child]) for child in children] + [int(forest.end[node])]
+            assert edges[0] == int(forest.start[node])
+            assert edges[1:] == [int(forest.end[child]) for child in children]
+
+
+def test_check_frontier_sees_broken_frontiers():
+    forest = random_forest(4, slot_tokens=30, prune=0.0)
+    good = Greedy()(Frontier.empty(forest, 40), None)
+    check_frontier(good)
+    inner = int((good.split[forest.trees :]).nonzero()[0]) + forest.trees
+    orphan = good.split.clone()
+    orphan[forest.parent[inner]] = False
+    leaf = good.split.clone()
+    leaf[forest.is_leaf.nonzero()[0]] = True
+    for broken, reason in (
+        (dataclasses.replace(good, split=orphan), "parent is not|never added"),
+        (dataclasses.replace(good, split=leaf), "leaf"),
+        (dataclasses.replace(good, added=torch.zeros_like(good.added)), "never added"),
+        (dataclasses.replace(good, budget=good.spent - 1), "budget"),
+        (dataclasses.replace(good, floor_spent=99), "floor_spent"),
+        (dataclasses.replace(good, bound=good.utility / 2), "bound"),
+    ):
+        with pytest.raises(AssertionError, match=reason):
+            check_frontier(broken)
+    with pytest.raises(AssertionError, match="quotas"):
+        check_frontier(good, good.entries_per_head() - 1)
+
+
+def test_quotas():
+    plan = BudgetPlan(2, 3, 100, 250, recent=10)
+    tokens = torch.ones(2, 3, 90)
+    assert Global()(tokens, plan) is None
+    assert PerHead()(tokens, plan).tolist() == [[31] * 3] * 2
+    assert {"global", "per_head"} <= set(QUOTAS)
+
+
+def test_bad_starts_and_forests_are_refused():
+    forest = random_forest(0)
+    full = Greedy()(Frontier.empty(forest, 30), None)
+    greedy = Greedy()
+    with pytest.raises(BudgetError, match="more entries"):
+        greedy(dataclasses.replace(full, budget=5), None)
+    with pytest.raises(BudgetError, match="quota"):
+        greedy(full, torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(ShapeError, match="quota"):
+        greedy(full, torch.zeros(5, dtype=torch.int64))
+    nan = dataclasses.replace(forest, add_gain=forest.add_gain * torch.nan)
+    with pytest.raises(NonFiniteError, match="NaN"):
+        greedy(Frontier.empty(nan, 30), None)
+    free = dataclasses.replace(forest, entries=torch.zeros_like(forest.entries))
+    with pytest.raises(ShapeError, match="at least one entry"):
+        greedy(Frontier.empty(free, 30), None)
+
+
+@pytest.mark.parametrize(
+    "allocator", [ExactDP(max_operations=5), ExactDP(max_cells=5), Milp(max_operations=5)]
+)
+def test_exact_allocators_refuse_large_forests(allocator):
+    with pytest.raises(ConfigError, match="max_"):
+        allocator(Frontier.empty(random_forest(0), 30), None)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields"),
+    [
+        (ExactDP, {"max_operations": 0}),
+        (ExactDP, {"max_cells": 0}),
+        (Milp, {"max_operations": 0}),
+        (Lagrangian, {"sweeps": 0}),
+    ],
+)
+def test_bad_fields_of_allocators_are_refused(cls, fields):
+    with pytest.raises(ConfigError, match=cls.__name__):
+        cls(**fields)

@@ -1,0 +1,156 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.allocate import FLOORS, BudgetPlan, Frontier, NoFloor, Singleton
+from gracekv.allocate.reference import floor_candidates, realize_floor
+from gracekv.errors import ConfigError, ShapeError
+from gracekv.testing.forests import check_frontier, random_forest
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def draw_worth(layers, heads, count, seed, *, ties):
+    rng = torch.Generator().manual_seed(seed)
+    if ties:
+        worth = torch.randint(0, 3, (layers, heads, count), generator=rng).double() + 1e-3
+    else:
+        worth = torch.randn(layers, heads, count, generator=rng, dtype=torch.float64).mul(2).exp()
+    return worth / worth.sum(-1, keepdim=True)
+
+
+def plan_for(layers, heads, context, base):
+    return BudgetPlan(layers, heads, context, base, recent=0)
+
+
+@given(
+    seed=SEEDS,
+    count=st.integers(1, 40),
+    base=st.integers(0, 120),
+    alpha=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
+    pool=st.sampled_from([1, 3, 7]),
+    eta=st.sampled_from([0.5, 0.95]),
+    ties=st.booleans(),
+)
+def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, ties):
+    floor = Singleton(alpha=alpha, pool=pool, eta=eta)
+    worth, plan = draw_worth(2, 3, count, seed, ties=ties), plan_for(2, 3, count, base)
+    fast, slow = floor.candidates(worth, plan), floor_candidates(floor, worth, plan)
+    if slow is None:
+        assert fast is None
+    else:
+        assert torch.equal(fast > -torch.inf, slow > -torch.inf)
+        torch.testing.assert_close(fast, slow, rtol=1e-12, atol=0)
+
+
+def test_a_head_keeps_its_best_candidate_even_if_that_alone_exceeds_eta():
+    worth = torch.zeros(1, 1, 30, dtype=torch.float64)
+    worth[0, 0, 11] = 1.0
+    found = Singleton(pool=1).candidates(worth, plan_for(1, 1, 30, 20))
+    assert (found > -torch.inf).flatten().nonzero().tolist() == [[11]]
+
+
+def test_flat_worth_has_no_candidates():
+    worth = torch.full((2, 2, 50), 1 / 50)
+    assert not (Singleton().candidates(worth, plan_for(2, 2, 50, 100)) > -torch.inf).any()
+
+
+def test_candidates_are_scaled_to_the_cap_but_every_head_keeps_one():
+    worth = draw_worth(3, 4, 60, 5, ties=False)
+    counts = (Singleton().candidates(worth, plan_for(3, 4, 60, 30)) > -torch.inf).sum(-1)
+    assert (counts >= 1).all()
+    free = (Singleton().candidates(worth, plan_for(3, 4, 60, 10**6)) > -torch.inf).sum(-1)
+    assert torch.equal(counts, (free * 18 // free.sum()).clamp(min=1))
+
+
+@given(
+    seed=SEEDS,
+    alpha=st.sampled_from([0.1, 0.6, 1.0]),
+    head_cap=st.sampled_from([0.5, 2.0, 50.0]),
+    capped=st.booleans(),
+    ties=st.booleans(),
+    part=st.floats(0, 1),
+)
+def test_realize_matches_the_reference_and_respects_its_caps(
+    seed, alpha, head_cap, capped, ties, part
+):
+    forest = random_forest(seed, layers=2, heads=2, slots=2, slot_tokens=9, whole=0.4, prune=0.2)
+    count = int(forest.end.max() - forest.start.min())
+    plan = plan_for(2, 2, count, int(part * 4 * count))
+    floor = Singleton(alpha=alpha, head_cap=head_cap)
+    rng = torch.Generator().manual_seed(seed)
+    quota = torch.randint(0, 12, (2, 2), generator=rng) if capped else None
+    wanted = draw_worth(2, 2, count, seed, ties=ties)
+    wanted[torch.rand(wanted.shape, generator=rng) < 0.4] = -torch.inf
+    fast = floor.realize(forest, wanted, plan, quota)
+    slow = realize_floor(floor, forest, wanted, plan, quota)
+    check_frontier(fast, quota)
+    assert torch.equal(fast.added, slow.added)
+    assert torch.equal(fast.split, slow.split)
+    assert fast.floor_spent == slow.floor_spent == fast.spent
+    assert fast.floor_spent <= floor.limit(plan)
+    assert (fast.entries_per_head() <= floor.head_limit(plan)).all()
+
+
+def test_realize_makes_an_affordable_candidate_exact():
+    forest = random_forest(3, layers=1, heads=1, slots=2, slot_tokens=20, prune=0.0)
+    count = int(forest.end.max() - forest.start.min())
+    wanted = torch.full((1, 1, count), -torch.inf, dtype=torch.float64)
+    wanted[0, 0, count // 2] = 1.0
+    plan = plan_for(1, 1, count, 4 * count)
+    frontier = Singleton(head_cap=4.0).realize(forest, wanted, plan, None)
+    position = int(forest.start.min()) + count // 2
+    held = frontier.kept & (forest.start == position) & (forest.end == position + 1)
+    assert int(held.sum()) == 1
+
+
+def test_alpha_is_exact():
+    # 0.29 * 100 is 28.999... in binary.
+    assert Singleton(alpha=0.29).limit(plan_for(1, 1, 200, 100)) == 29
+
+
+def test_no_candidates_and_no_floor_buy_nothing():
+    forest = random_forest(1)
+    plan = plan_for(2, 2, 30, 17)
+    for frontier in (
+        Singleton().realize(forest, None, plan, None),
+        NoFloor().realize(forest, None, plan, None),
+    ):
+        assert (frontier.spent, frontier.floor_spent, frontier.budget) == (0, 0, 17)
+    assert NoFloor().candidates(torch.ones(2, 2, 30), plan) is None
+
+
+def test_candidates_of_another_forest_are_refused():
+    with pytest.raises(ShapeError, match="one plan"):
+        Singleton().realize(random_forest(1), torch.ones(2, 2, 999), plan_for(2, 2, 30, 17), None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"alpha": 1.5},
+        {"eta": -0.1},
+        {"consensus": 2.0},
+        {"pool": 4},
+        {"pool": 0},
+        {"head_cap": 0.0},
+        {"gamma": -1.0},
+        {"gamma": float("nan")},
+    ],
+)
+def test_bad_fields_are_refused(fields):
+    with pytest.raises(ConfigError, match="Singleton"):
+        Singleton(**fields)
+
+
+@pytest.mark.parametrize("name", list(FLOORS))
+def test_every_floor_builds_and_returns_a_frontier_on_the_base_budget(name):
+    forest = random_forest(2)
+    count = int(forest.end.max() - forest.start.min())
+    plan, floor = plan_for(2, 2, count, 25), FLOORS.build(name)
+    worth = draw_worth(2, 2, count, 0, ties=False)
+    frontier = floor.realize(forest, floor.candidates(worth, plan), plan, None)
+    assert isinstance(frontier, Frontier)
+    assert frontier.budget == 25
+    check_frontier(frontier)
