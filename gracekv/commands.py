@@ -1,0 +1,245 @@
+"""The subcommands of `gracekv`. Whatever is slow to import is imported inside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import gracekv
+from gracekv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gracekv import CompressionResult, Pipeline
+
+app = typer.Typer(
+    help="Compress a language model's KV cache once after prefill.",
+    no_args_is_help=True,
+    add_completion=False,
+    # A user of the command is served by the message; a developer by the plain traceback.
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(f"gracekv {gracekv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Compress a language model's KV cache once after prefill."""
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("demo-out"),
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 32,
+) -> None:
+    """Ask a 135M model about a book chapter, with the full cache and at 4x, 8x and 16x."""
+    from gracekv.demo import run_demo
+
+    run_demo(out, max_new_tokens=max_new_tokens)
+
+
+@app.command()
+def compress(
+    model: Annotated[
+        str, typer.Option(help="'smollm2' (embedded), or a transformers name or folder.")
+    ],
+    context: Annotated[Path, typer.Option(help="UTF-8 text file with the long context.")],
+    question: Annotated[str, typer.Option(help="What to ask about it.")],
+    ratio: Annotated[
+        str | None, typer.Option(help="Keep this many times fewer entries (8 if no budget).")
+    ] = None,
+    entries_per_head: Annotated[
+        int | None, typer.Option(help="Budget as entries per KV head and layer, on average.")
+    ] = None,
+    kv_bytes: Annotated[
+        str | None, typer.Option(help="Budget as bytes of keys and values, such as 64MiB.")
+    ] = None,
+    instruction: Annotated[
+        str, typer.Option(help="Stands before the context; never compressed.")
+    ] = "",
+    pipeline: Annotated[
+        str, typer.Option(help="A recipe's name, or a .yaml, .toml or .json file.")
+    ] = "gracekv",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Also write everything to this file.")
+    ] = None,
+) -> None:
+    """Compress one prompt's cache and answer a question over what is left."""
+    text = _read(context)
+    chosen = load_pipeline(pipeline)
+    if ratio is None and entries_per_head is None and kv_bytes is None:
+        ratio = "8"
+    loaded, tokenizer = _load_model(model, dtype)
+    prompt = gracekv.Prompt.from_chat(
+        tokenizer, context=text, question=question, instruction=instruction
+    )
+    result = gracekv.compress(
+        loaded,
+        prompt,
+        ratio=ratio,
+        entries_per_head=entries_per_head,
+        kv_bytes=kv_bytes,
+        pipeline=chosen,
+    )
+    answer = result.generate(max_new_tokens=max_new_tokens)
+    facts = _facts(result)
+    typer.echo(answer)
+    typer.echo(
+        f"\nkept {facts['spent']:,} of {facts['full_entries']:,} context entries "
+        f"(budget {facts['budget']:,}); {facts['kv_bytes']:,} bytes of keys and values and "
+        f"{facts['metadata_bytes']:,} of metadata, full cache {facts['full_bytes']:,}; "
+        f"prefill {facts['seconds']['prefill']:.2f} s, "
+        f"compression {facts['construction_seconds']:.2f} s",
+        err=True,
+    )
+    if json_out is not None:
+        record = {"answer": answer, "model": model, "pipeline": chosen.to_dict(), **facts}
+        write_atomically(json_out, (json.dumps(record, indent=2) + "\n").encode())
+
+
+@app.command("list")
+def list_(
+    stage: Annotated[str | None, typer.Option(help="Only this stage.")] = None,
+    recipes: Annotated[bool, typer.Option("--recipes", help="Only the recipes.")] = False,
+) -> None:
+    """Show the registered strategies of each stage, and the recipes made of them."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from gracekv import recipes as named
+    from gracekv.registry import suggestion
+
+    stages = gracekv.strategies()
+    if stage is not None and stage not in stages:
+        raise ConfigError(
+            f"Unknown stage {stage!r}.{suggestion(stage, list(stages))} Stages: "
+            f"{', '.join(stages)}."
+        )
+    console = Console()
+
+    def show(title: str, rows: dict[str, str]) -> None:
+        table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, line in rows.items():
+            table.add_row(name, line)
+        console.print(table)
+
+    if not recipes:
+        for title, rows in stages.items():
+            if stage in (None, title):
+                show(title, rows)
+    if recipes or stage is None:
+        show("recipes", {name: named.describe(name) for name in named.names()})
+
+
+def load_pipeline(spec: str) -> Pipeline:
+    """A recipe by name, or a `Pipeline` from the fields in a .yaml, .toml or .json file.
+
+    Raises `UnknownStrategyError` for an unknown recipe, `ConfigError` for a file that cannot be
+    read or holds something else than a mapping.
+    """
+    path = Path(spec)
+    if path.suffix not in (".yaml", ".yml", ".toml", ".json"):
+        return gracekv.Pipeline.named(spec)
+    text = _read(path)
+    try:
+        if path.suffix == ".toml":
+            import tomllib
+
+            data: Any = tomllib.loads(text)
+        elif path.suffix == ".json":
+            data = json.loads(text)
+        else:
+            import yaml
+
+            try:
+                data = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ValueError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
+    return gracekv.Pipeline.from_dict({} if data is None else data)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file that is either complete or not there; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        # mkstemp makes files private; results are ordinary files.
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"Cannot read {path} as UTF-8 text: {error}.") from error
+
+
+def _load_model(name: str, dtype: str) -> tuple[Any, Any]:
+    import torch
+
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype not in dtypes:
+        raise ConfigError(f"dtype takes one of {', '.join(dtypes)}; got {dtype!r}.")
+    if name == "smollm2":
+        from gracekv.hf.smollm2 import load_smollm2
+
+        return load_smollm2(dtypes[dtype])
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtypes[dtype])
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"Cannot load the model {name!r}: {error} For the embedded one use --model smollm2."
+        ) from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def _facts(result: CompressionResult) -> dict[str, Any]:
+    """Accounting and timings as plain data."""
+    kept = result.accounting
+    context = result.prompt.spans.context_length
+    return {
+        "budget": kept.budget,
+        "spent": kept.spent,
+        "floor_spent": kept.floor_spent,
+        "recent": kept.recent,
+        "full_entries": kept.entries.numel() * context,
+        "entries_per_head": kept.entries.tolist(),
+        "kv_bytes": kept.bytes,
+        "metadata_bytes": kept.metadata_bytes,
+        "full_bytes": kept.full_bytes,
+        "utility": kept.utility,
+        "bound": kept.bound,
+        "seconds": dict(result.timings.as_dict()),
+        "construction_seconds": result.timings.construction,
+    }

@@ -1,0 +1,195 @@
+"""`gracekv demo`: one chapter, one question, the full cache against 4x, 8x and 16x."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import gracekv
+from gracekv.commands import write_atomically
+from gracekv.hf.smollm2 import load_smollm2
+
+if TYPE_CHECKING:
+    from gracekv import CompressionResult
+
+DOCUMENT = "alice_chapter_1.txt"
+INSTRUCTION = "Read the story and answer the question."
+QUESTION = "What are the words on the paper label of the little bottle? Quote them."
+# The answer counts as right if it holds these words, which the text spells in the same capitals.
+EXPECTED = "DRINK ME"
+RATIOS = (4, 8, 16)
+_TIMED_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """One row of the demo's tables.
+
+    Attributes:
+        label: "FullKV" or "GraceKV 8x".
+        result: the compressed prompt.
+        answer: its greedy continuation.
+        decode: seconds per decoded token.
+    """
+
+    label: str
+    result: CompressionResult
+    answer: str
+    decode: float
+
+
+def run_demo(out: Path, max_new_tokens: int = 32) -> None:
+    """Load the embedded model, run every ratio, print the tables and write `out`/entries.png.
+
+    Uses at most one torch thread per physical core while it runs.
+    """
+    console = Console()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(threads, physical_cores()))
+    try:
+        trials = _trials(console, max_new_tokens)
+    finally:
+        torch.set_num_threads(threads)
+    prompt = trials[0].result.prompt
+    console.print(
+        f"\n[bold]{QUESTION}[/bold]\n{len(prompt.ids):,} prompt tokens, of which "
+        f"{prompt.spans.context_length:,} are the chapter. An answer is marked right if it says "
+        f"“{EXPECTED}”; it is the model's greedy continuation, unedited."
+    )
+    console.print(_answers(trials))
+    console.print(_memory(trials))
+    console.print(_seconds(trials))
+    path = out / "entries.png"
+    write_atomically(path, entries_plot([(t.label, t.result) for t in trials[1:]]))
+    console.print(f"Entries kept per layer and head: [bold]{path.resolve()}[/bold]")
+
+
+def physical_cores() -> int:
+    """Cores without hyper-threads, as far as Linux tells; else what the process may use."""
+    places = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
+    cores = {place.read_text().strip() for place in places}
+    return max(1, len(cores) or torch.get_num_threads())
+
+
+def entries_plot(results: Sequence[tuple[str, CompressionResult]]) -> bytes:
+    """PNG: one heat map [L, G] per result of the context entries kept in each head.
+
+    All maps share one logarithmic colour scale, so their colours can be compared.
+    """
+    # The object interface draws without a display and leaves matplotlib's global state alone.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LogNorm
+    from matplotlib.figure import Figure
+
+    tables = [result.accounting.entries for _, result in results]
+    scale = LogNorm(
+        max(1, min(int(t.min()) for t in tables)), max(2, max(int(t.max()) for t in tables))
+    )
+    figure = Figure(figsize=(2.6 * len(tables) + 1.2, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
+    for axis, (label, _), table in zip(axes, results, tables, strict=True):
+        layers, heads = table.shape
+        image = axis.imshow(
+            table.clamp(min=1).numpy(), norm=scale, aspect="auto", cmap="viridis", origin="lower"
+        )
+        axis.set_title(f"{label}\n{int(table.sum()):,} entries", fontsize=10)
+        axis.set_xticks(range(heads))
+        axis.set_yticks(range(0, layers, max(1, layers // 10)))
+        axis.set_xlabel("KV head")
+    axes[0].set_ylabel("layer")
+    figure.colorbar(image, ax=list(axes), label="context entries kept (log scale)")
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=130)
+    return file.getvalue()
+
+
+def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+    )
+    trials = []
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("Loading the model (converted on first use)", total=len(RATIOS) + 2)
+        model, tokenizer = load_smollm2()
+        document = (files("gracekv") / "data" / DOCUMENT).read_text(encoding="utf-8")
+        prompt = gracekv.Prompt.from_chat(
+            tokenizer, context=document, question=QUESTION, instruction=INSTRUCTION
+        )
+        runs = [("FullKV", 1, "fullkv"), *((f"GraceKV {x}x", x, "gracekv") for x in RATIOS)]
+        for label, ratio, pipeline in runs:
+            progress.update(bar, advance=1, description=f"{label}: prefill and compression")
+            result = gracekv.compress(model, prompt, ratio=ratio, pipeline=pipeline)
+            progress.update(bar, description=f"{label}: decoding")
+            # The answer comes first: it warms up, so that the timed run measures decoding alone.
+            answer = result.generate(max_new_tokens=max_new_tokens)
+            start = time.perf_counter()
+            result.generate(max_new_tokens=_TIMED_TOKENS, min_new_tokens=_TIMED_TOKENS)
+            decode = (time.perf_counter() - start) / _TIMED_TOKENS
+            trials.append(Trial(label, result, answer.strip(), decode))
+        progress.update(bar, advance=1, description="Done")
+    return trials
+
+
+def _answers(trials: Sequence[Trial]) -> Table:
+    table = Table(title="Answers", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("cache", no_wrap=True)
+    table.add_column("right")
+    table.add_column("answer", overflow="fold")
+    for trial in trials:
+        right = EXPECTED.lower() in trial.answer.lower()
+        table.add_row(trial.label, "yes" if right else "no", trial.answer.replace("\n", " "))
+    return table
+
+
+def _memory(trials: Sequence[Trial]) -> Table:
+    table = Table(title="Cache (physical tensors)", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in (
+        "cache", "context entries", "K and V MiB", "of FullKV", "metadata MiB", "floor", "recent",
+    ):  # fmt: skip
+        table.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
+    for trial in trials:
+        kept = trial.result.accounting
+        table.add_row(
+            trial.label,
+            f"{kept.spent:,}",
+            f"{kept.bytes / 2**20:.1f}",
+            f"{kept.bytes / kept.full_bytes:.1%}",
+            f"{kept.metadata_bytes / 2**20:.2f}",
+            f"{kept.floor_spent:,}",
+            str(kept.recent),
+        )
+    return table
+
+
+def _seconds(trials: Sequence[Trial]) -> Table:
+    table = Table(title="Seconds", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("cache", no_wrap=True)
+    stages = list(trials[0].result.timings.as_dict())
+    for stage in stages:
+        table.add_column(stage, justify="right", no_wrap=True)
+    table.add_column("all but prefill", justify="right")
+    table.add_column("ms/token", justify="right")
+    for trial in trials:
+        seconds = trial.result.timings.as_dict()
+        table.add_row(
+            trial.label,
+            *(f"{seconds[stage]:.2f}" for stage in stages),
+            f"{trial.result.timings.construction:.2f}",
+            f"{trial.decode * 1000:.0f}",
+        )
+    return table
