@@ -30,7 +30,7 @@ def compress(
 ) -> CompressionResult:
     """Prefill once, compress the context's cache to a budget, and be ready to generate.
 
-    The model is attached (see `gracekv.hf.attach`) and stays so.
+    The model is attached (see `gracekv.hf.attach`) and stays so, unless this raises.
 
     Args:
         model: a transformers causal language model of a tested family, in evaluation mode.
@@ -48,9 +48,9 @@ def compress(
     budget = _budget(ratio, entries_per_head, kv_bytes)
     pipe = _pipeline(pipeline)
     reader = pipe.backend if backend is None else BACKENDS.parse(backend)
-    attach(model)
     prefill = capture(model, prompt, pipe.needs())
     run = pipe.run(prefill, budget)
+    attach(model)
     return CompressionResult(model, prompt, run, GraceCache(run.cache, reader))
 
 

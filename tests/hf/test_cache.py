@@ -1,0 +1,282 @@
+"""The cache's own behaviour: lengths, growth, cropping, and what it refuses."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+
+from gracekv.cache.base import RaggedCache, RaggedLayer  # noqa: E402
+from gracekv.errors import CacheError, UnsupportedModelError  # noqa: E402
+from gracekv.hf import GraceCache, attach, detach  # noqa: E402
+from gracekv.hf.layer import Handle  # noqa: E402
+from gracekv.testing.models import tiny_llama  # noqa: E402
+
+PACKED = 30
+
+
+def packed(layers=2, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return RaggedCache(
+        tuple(
+            RaggedLayer.dense(
+                torch.randn(2, PACKED, 16, generator=rng), torch.randn(2, PACKED, 16, generator=rng)
+            )
+            for _ in range(layers)
+        ),
+        length=PACKED,
+    )
+
+
+@pytest.fixture
+def model():
+    model = tiny_llama()
+    attach(model)
+    return model
+
+
+def feed(cache, count, rows=1, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    keys = torch.randn(2, rows, 2, count, 16, generator=rng)
+    handles = [cache.update(keys[0], keys[1], layer)[0] for layer in range(len(cache))]
+    return keys, handles
+
+
+def test_lengths_follow_the_logical_tokens():
+    cache = GraceCache(packed())
+    assert (cache.get_seq_length(), cache.get_mask_sizes(3, 0)) == (PACKED, (3, PACKED))
+    feed(cache, 3)
+    assert (cache.get_seq_length(), cache.get_mask_sizes(1, 1)) == (PACKED + 3, (4, PACKED))
+    assert cache.get_max_length() == cache.get_max_cache_shape() == -1
+    assert repr(cache) == "GraceCache(packed_length=30, tail=3, layers=2)"
+
+
+def test_the_tail_grows_without_copying_at_every_token():
+    cache, stored, moves = GraceCache(packed()), [], 0
+    place = None
+    for step in range(300):
+        keys, handles = feed(cache, 1, seed=step)
+        stored.append(keys[0])
+        moves += place not in (None, cache.layers[0]._keys.data_ptr())
+        place = cache.layers[0]._keys.data_ptr()
+    assert torch.equal(handles[0].keys, torch.cat(stored, dim=2))
+    assert moves <= 4
+
+
+def test_growth_leaves_unused_places_unread(model):
+    """Poison behind the tail must never reach a result."""
+    cache = GraceCache(packed())
+    with torch.no_grad():
+        model(torch.tensor([[1, 2]]), past_key_values=cache)
+        for layer in cache.layers:
+            layer._keys[:, :, 2:] = layer._values[:, :, 2:] = torch.nan
+        logits = model(torch.tensor([[3, 4]]), past_key_values=cache).logits
+    assert bool(logits.isfinite().all())
+
+
+def test_rows_are_selected_repeated_and_reordered():
+    cache = GraceCache(packed())
+    cache.batch_repeat_interleave(3)  # An empty tail has no rows yet.
+    keys, _ = feed(cache, 2, rows=2)
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.layers[0]._tail(2)[0], keys[0].repeat_interleave(2, dim=0))
+    cache.reorder_cache(torch.tensor([3, 0]))
+    assert torch.equal(cache.layers[1]._tail(2)[1], keys[1].flip(0))
+    cache.batch_select_indices(torch.tensor([False, True]))
+    assert torch.equal(cache.layers[1]._tail(2)[1], keys[1][:1])
+
+
+def test_a_tail_of_one_row_serves_several():
+    cache = GraceCache(packed())
+    first, _ = feed(cache, 2)
+    second, handles = feed(cache, 1, rows=3, seed=1)
+    expected = torch.cat([first[0].expand(3, -1, -1, -1), second[0]], dim=2)
+    assert torch.equal(handles[0].keys, expected)
+
+
+def test_cropping_stops_at_the_packed_part():
+    cache = GraceCache(packed())
+    keys, _ = feed(cache, 5)
+    cache.crop(-2)
+    cache.crop(0)
+    assert cache.get_seq_length() == PACKED + 3
+    again, handles = feed(cache, 1, seed=1)
+    assert torch.equal(handles[0].keys, torch.cat([keys[0][:, :, :3], again[0]], dim=2))
+    with pytest.raises(CacheError, match="Only the 4 tokens since compression"):
+        cache.crop(-5)
+    with pytest.raises(CacheError, match="minus the number of tokens"):
+        cache.crop(3)
+
+
+def test_reset_and_fresh_start_over():
+    cache = GraceCache(packed())
+    feed(cache, 5)
+    twin = cache.fresh()
+    assert (twin.get_seq_length(), cache.get_seq_length()) == (PACKED, PACKED + 5)
+    assert twin.layers[0].packed is cache.layers[0].packed
+    cache.reset()
+    assert cache.get_seq_length() == PACKED
+
+
+def test_a_deep_copy_copies_the_tail_only():
+    cache = GraceCache(packed())
+    feed(cache, 5)
+    fork = copy.deepcopy(cache)
+    feed(fork, 1)
+    assert fork.layers[0].packed is cache.layers[0].packed
+    assert (fork.get_seq_length(), cache.get_seq_length()) == (PACKED + 6, PACKED + 5)
+    assert fork.layers[0]._keys.data_ptr() != cache.layers[0]._keys.data_ptr()
+
+
+def test_a_tail_from_inference_mode_can_go_on_outside(model):
+    cache = GraceCache(packed())
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2]]), past_key_values=cache)
+    with torch.no_grad():
+        model(torch.tensor([[3]]), past_key_values=cache)
+    assert cache.get_seq_length() == PACKED + 3
+
+
+def test_importing_changes_nothing():
+    script = """
+import sys
+import gracekv, gracekv.hf
+assert "transformers" not in sys.modules
+from gracekv.hf import GraceCache, attach
+from transformers import AttentionInterface, AttentionMaskInterface
+assert "gracekv" not in AttentionInterface._global_mapping
+assert "gracekv" not in AttentionMaskInterface._global_mapping
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_attaching_is_undone():
+    model = tiny_llama(attention="eager")
+    attach(model)
+    attach(model)
+    assert model.config._attn_implementation == "gracekv"
+    assert "gracekv" in AttentionInterface() and "gracekv" in AttentionMaskInterface()  # noqa: PT018
+    detach(model)
+    detach(model)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("base", ["sdpa", "eager"])
+def test_an_unattached_model_says_what_to_do(base):
+    model = tiny_llama(attention=base)
+    with pytest.raises(CacheError, match=r"gracekv\.hf\.attach\(model\)"), torch.no_grad():
+        model(torch.tensor([[1, 2]]), past_key_values=GraceCache(packed()))
+
+
+def test_a_handle_cannot_be_computed_with():
+    handle = GraceCache(packed()).update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)[0]
+    assert isinstance(handle, Handle)
+    for use in (lambda: handle.shape, lambda: torch.ones(1) @ handle, lambda: torch.cat([handle])):
+        with pytest.raises(CacheError, match="attach"):
+            use()
+
+
+def ones(*shape):
+    return torch.ones(shape, dtype=torch.int64)
+
+
+def call(**kwargs):
+    return lambda model: model(
+        **({"input_ids": ones(1, 2), "past_key_values": GraceCache(packed())} | kwargs)
+    )
+
+
+def generate(**kwargs):
+    def run(model):
+        ids = ones(1, PACKED + 1)
+        cache = GraceCache(packed())
+        model.generate(
+            **(
+                {
+                    "inputs": ids,
+                    "attention_mask": torch.ones_like(ids),
+                    "past_key_values": cache,
+                    "max_new_tokens": 3,
+                    "pad_token_id": 0,
+                }
+                | kwargs
+            )
+        )
+
+    return run
+
+
+def hidden(where):
+    mask = ones(1, PACKED + 2)
+    mask[0, where] = 0
+    return mask
+
+
+def twice(model):
+    cache = GraceCache(packed())
+    feed(cache, 2, rows=2)
+    model(ones(3, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        # All of the prompt is packed: transformers would silently feed all of it again.
+        (
+            generate(inputs=ones(1, PACKED), attention_mask=ones(1, PACKED)),
+            "up to position 29, but with them the cache covers 60",
+        ),
+        (generate(prompt_lookup_num_tokens=2), "Assisted decoding and prompt lookup"),
+        (call(attention_mask=ones(1, 2)), "up to position 1, but with them the cache covers 32"),
+        (call(attention_mask=hidden(3)), "hides tokens of the compressed prompt"),
+        (call(attention_mask=torch.zeros(1, 1, 2, PACKED + 2)), "cover the 2 tokens"),
+        (call(position_ids=torch.tensor([[0, 1]])), "up to position 1, but"),
+        (call(input_ids=ones(1, 2), output_attentions=True), "output_attentions"),
+        (twice, "holds 2 continuations, the model was given 3 rows"),
+        (lambda model: call()(tiny(kv_heads=4)), "holds 2 KV heads of dimension 16"),
+        (lambda model: call()(tiny(dtype=torch.bfloat16)), "Compress again after"),
+        (lambda model: call()(tiny(dropout=True)), r"model\.eval\(\)"),
+    ],
+)
+def test_wrong_uses_are_refused(model, use, message):
+    with pytest.raises(CacheError, match=message), torch.no_grad():
+        use(model)
+
+
+def tiny(dropout=False, **fields):
+    model = tiny_llama(**fields)
+    attach(model)
+    if dropout:
+        model.train()
+        for block in model.model.layers:
+            block.self_attn.attention_dropout = 0.1
+    return model
+
+
+def test_models_that_cannot_be_attached_are_refused():
+    with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
+        attach(tiny_llama().train())
+    model = tiny_llama()
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(UnsupportedModelError, match="'flex_attention'"):
+        attach(model)
+
+
+def test_new_padding_in_the_tail_is_hidden(model):
+    """A left-padded second turn: the padded row answers as it would alone."""
+    cache = packed()
+    ids = torch.tensor([[0, 0, 5], [7, 8, 5]])
+    mask = torch.ones(2, PACKED + 3, dtype=torch.int64)
+    mask[0, PACKED : PACKED + 2] = 0
+    positions = torch.tensor([[0, 0, PACKED], [PACKED, PACKED + 1, PACKED + 2]])
+    with torch.no_grad():
+        both = model(
+            ids, attention_mask=mask, position_ids=positions, past_key_values=GraceCache(cache)
+        ).logits
+        alone = model(torch.tensor([[5]]), past_key_values=GraceCache(cache)).logits
+    torch.testing.assert_close(both[0, -1], alone[0, -1], rtol=0, atol=1e-5)

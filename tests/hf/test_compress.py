@@ -1,0 +1,182 @@
+"""`compress` and its result, from model and prompt to text."""
+
+import gc
+import importlib
+import weakref
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv.backends import Eager
+from gracekv.errors import (
+    BudgetError,
+    ConfigError,
+    PromptError,
+    UnknownStrategyError,
+    UnsupportedModelError,
+)
+from gracekv.hf import CompressionResult, GraceCache, detach
+from gracekv.testing.models import tiny_llama
+
+IDS = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
+
+
+class Numbers:
+    """A tokenizer whose words are the ids."""
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        return " ".join(map(str, ids.tolist()))
+
+    def get_vocab(self):
+        return {str(i): i for i in range(97)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=3)
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146, tokenizer=Numbers())
+
+
+@pytest.fixture(scope="module")
+def result(model, prompt):
+    return gracekv.compress(model, prompt, ratio=3)
+
+
+def stock(model, **kwargs):
+    detach(model)
+    output = model.generate(
+        IDS[None], attention_mask=torch.ones_like(IDS)[None], pad_token_id=0, **kwargs
+    )
+    return output[:, 150:]
+
+
+def test_ratio_one_generates_what_the_stock_model_does(model, prompt):
+    result = gracekv.compress(model, prompt, ratio=1)
+    expected = stock(model, max_new_tokens=12, do_sample=False)
+    # `stock` detached the model: generating attaches it again.
+    assert torch.equal(result.generate_ids(12), expected)
+    assert result.generate(12) == " ".join(map(str, expected[0].tolist()))
+
+
+def test_a_compressed_prompt_can_be_continued_again_and_again(result):
+    first = result.generate_ids(8)
+    assert first.shape == (1, 8)
+    assert torch.equal(result.generate_ids(8), first)
+    assert result.generate_ids(4, do_sample=True, num_return_sequences=3).shape == (3, 4)
+    assert result.generate(8) == " ".join(map(str, first[0].tolist()))
+    with_scores = result.generate_ids(8, return_dict_in_generate=True, output_scores=True)
+    assert torch.equal(with_scores, first)
+
+
+def test_model_generate_works_on_the_cache_directly(model, prompt, result):
+    expected = result.generate_ids(8)
+    output = model.generate(
+        prompt.ids[None],
+        past_key_values=result.cache,
+        attention_mask=torch.ones_like(IDS)[None],
+        max_new_tokens=8,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    assert torch.equal(output[:, 150:], expected)
+
+
+def test_caches_share_the_packed_part(result):
+    one, two = result.cache, result.cache
+    assert isinstance(one, GraceCache)
+    assert one is not two
+    assert one.layers[0] is not two.layers[0]
+    assert one.layers[0].packed is two.layers[0].packed
+    assert one.get_seq_length() == 149
+
+
+def test_the_result_reports_what_was_spent(result):
+    assert isinstance(result, CompressionResult)
+    assert result.accounting.spent <= result.accounting.budget == 3 * 2 * 134 // 3
+    assert result.timings.prefill > 0
+    assert result.timings.tree > 0
+    assert result.run.cache.length == 149
+
+
+@pytest.mark.parametrize("budget", [{"entries_per_head": 40}, {"kv_bytes": 240 * 128}])
+def test_budgets_of_other_kinds(model, prompt, budget):
+    assert gracekv.compress(model, prompt, **budget).accounting.budget == 240
+
+
+def test_the_prefill_is_let_go(model, prompt, monkeypatch):
+    made = []
+    module = importlib.import_module("gracekv.hf.compress")
+    capture = module.capture
+
+    def watched(*args):
+        prefill = capture(*args)
+        made.append([weakref.ref(x) for x in (*prefill.queries, *prefill.keys, *prefill.values)])
+        return prefill
+
+    monkeypatch.setattr(module, "capture", watched)
+    result = gracekv.compress(model, prompt, ratio=3)
+    gc.collect()
+    assert len(made[0]) == 9
+    assert all(ref() is None for ref in made[0])
+    assert result.generate_ids(2).shape == (1, 2)
+
+
+def test_the_backend_may_be_named(model, prompt, result):
+    named = gracekv.compress(model, prompt, ratio=3, backend="eager")
+    assert named.template.layers[0].packed.backend == Eager()
+    assert torch.equal(named.generate_ids(8), result.generate_ids(8))
+
+
+def test_a_pipeline_may_be_a_name_or_a_value(model, prompt):
+    by_name = gracekv.compress(model, prompt, ratio=3, pipeline="fullkv")
+    by_value = gracekv.compress(
+        model, prompt, ratio=3, pipeline=gracekv.Pipeline.from_dict({"keep_all": True})
+    )
+    assert by_name.accounting.spent == by_value.accounting.spent == 3 * 2 * 134
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({}, BudgetError, "exactly one budget.*got none"),
+        ({"ratio": 2, "kv_bytes": 100}, BudgetError, "got ratio and kv_bytes"),
+        ({"ratio": 0.5}, BudgetError, "at least 1"),
+        ({"ratio": 1000}, BudgetError, "ratio of at most"),
+        ({"ratio": 2, "pipeline": "gracekw"}, UnknownStrategyError, "Did you mean 'gracekv'"),
+        ({"ratio": 2, "pipeline": 3}, ConfigError, r"a name or a gracekv\.pipeline\.Pipeline"),
+        ({"ratio": 2, "backend": "sdpaa"}, UnknownStrategyError, "Did you mean 'sdpa'"),
+    ],
+)
+def test_bad_options_are_refused(model, prompt, options, error, message):
+    with pytest.raises(error, match=message):
+        gracekv.compress(model, prompt, **options)
+
+
+def test_a_failure_leaves_the_model_as_it_was(model, prompt):
+    detach(model)
+    with pytest.raises(BudgetError, match="ratio of at most"):
+        gracekv.compress(model, prompt, ratio=1000)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_bad_models_and_prompts_are_refused(model, prompt):
+    with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
+        gracekv.compress(tiny_llama().train(), prompt, ratio=2)
+    with pytest.raises(PromptError, match="takes one Prompt; got str"):
+        gracekv.compress(model, "text", ratio=2)
+
+
+def test_text_needs_a_tokenizer_and_one_sequence(model, result):
+    bare = gracekv.compress(model, gracekv.Prompt.from_ids(IDS, (4, 138)), ratio=3)
+    with pytest.raises(PromptError, match="without a tokenizer"):
+        bare.generate()
+    with pytest.raises(ConfigError, match="num_return_sequences=2"):
+        result.generate(4, num_return_sequences=2, do_sample=True)

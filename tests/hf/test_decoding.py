@@ -1,0 +1,263 @@
+"""Generation over compressed caches against stock generation and against dense attention."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
+
+from gracekv.backends import Eager, Sdpa  # noqa: E402
+from gracekv.cache.base import RaggedCache, RaggedLayer  # noqa: E402
+from gracekv.hf import GraceCache, attach, detach  # noqa: E402
+from gracekv.prefill import Needs  # noqa: E402
+from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.prefill.prompt import Prompt  # noqa: E402
+from gracekv.testing.models import tiny_llama  # noqa: E402
+
+LENGTH = 60
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=3, rope="llama3")
+
+
+def ids_of(seed=0, length=LENGTH):
+    return torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def full(model, ids):
+    """Every token but the last, as it is."""
+    prefill = capture(model, Prompt.from_ids(ids, context=(2, len(ids) - 5)), Needs())
+    covered = len(ids) - 1
+    layers = tuple(
+        RaggedLayer.dense(k[:, :covered], v[:, :covered])
+        for k, v in zip(prefill.keys, prefill.values, strict=True)
+    )
+    return RaggedCache(layers, length=covered)
+
+
+def evicted(cache, seed):
+    """A random part of each head's entries, with random multiplicities."""
+    rng = torch.Generator().manual_seed(seed)
+    layers = []
+    for layer in cache.layers:
+        share = torch.rand(layer.heads, 1, generator=rng).repeat_interleave(
+            layer.entries // layer.heads, dim=1
+        )
+        keep = torch.rand(share.shape, generator=rng) < share
+        keep[:, -1] = True
+        lengths = keep.sum(dim=1)
+        keep = keep.flatten()
+        layers.append(
+            RaggedLayer(
+                layer.keys[keep],
+                layer.values[keep],
+                layer.positions[keep],
+                torch.rand(int(keep.sum()), generator=rng) * 5,
+                torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+            )
+        )
+    return RaggedCache(tuple(layers), cache.length)
+
+
+def generated(model, ids, cache=None, **kwargs):
+    """Ids after the prompt and the logits of each step."""
+    (attach if cache is not None else detach)(model)
+    torch.manual_seed(11)
+    output = model.generate(
+        ids[None],
+        attention_mask=torch.ones_like(ids)[None],
+        past_key_values=cache,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **({"max_new_tokens": 20, "do_sample": False} | kwargs),
+    )
+    return output.sequences[:, len(ids) :], torch.stack(output.logits)
+
+
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 1.5},
+    "beams": {"num_beams": 3},
+    "several": {"do_sample": True, "num_return_sequences": 3},
+    "beams and several": {"num_beams": 4, "num_return_sequences": 2},
+}
+
+
+@pytest.mark.parametrize("backend", [Eager(), Sdpa(), Sdpa(kernel="plain")], ids=repr)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_full_cache_generates_what_the_stock_model_does(model, mode, backend):
+    ids = ids_of()
+    stock, stock_logits = generated(model, ids, **MODES[mode])
+
+    ours, logits = generated(model, ids, GraceCache(full(model, ids), backend), **MODES[mode])
+
+    assert torch.equal(ours, stock)
+    torch.testing.assert_close(logits, stock_logits, rtol=0, atol=2e-4)
+
+
+def dense_step(model, cache, tail, token, drop_bias=False):
+    """One decoding step in float64 with the packed entries as a dense masked bias.
+
+    `tail` holds per layer the keys and values of the steps so far, and grows by this one's.
+    """
+    position = cache.length + len(tail[0])
+    hidden = model.model.embed_tokens(token)[None]
+    rotary = model.model.rotary_emb(hidden[None].float(), torch.tensor([[position]]))
+    cos, sin = (x[0].double() for x in rotary)
+    for number, block in enumerate(model.model.layers):
+        normed = block.input_layernorm(hidden)
+        attention, layer = block.self_attn, cache.layers[number]
+        q, k, v = (
+            projection(normed).view(1, -1, 16).transpose(0, 1)
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=0)
+        tail[number].append((k[:, 0], v[:, 0]))
+        outputs = []
+        for head in range(4):
+            g = head // 2
+            dense = torch.zeros(2, cache.length, 16, dtype=torch.float64)
+            bias = torch.full((cache.length,), -math.inf, dtype=torch.float64)
+            keys, values, positions, log_m = layer.head(g)
+            dense[0, positions.long()], dense[1, positions.long()] = keys.double(), values.double()
+            bias[positions.long()] = 0.0 if drop_bias else log_m.double()
+            all_keys = torch.cat([dense[0], torch.stack([k[g] for k, _ in tail[number]])])
+            all_values = torch.cat([dense[1], torch.stack([v[g] for _, v in tail[number]])])
+            logits = all_keys @ q[head, 0] / 4
+            logits[: cache.length] += bias
+            outputs.append(logits.softmax(0) @ all_values)
+        hidden = hidden + attention.o_proj(torch.cat(outputs)[None])
+        hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
+    return model.lm_head(model.model.norm(hidden))[0]
+
+
+def reference(model, cache, tokens, drop_bias=False):
+    """[steps, vocab] float64 logits after each of `tokens`, fed one by one."""
+    precise = copy.deepcopy(model).double()
+    # LlamaRMSNorm computes in float32; a reference must not.
+    for module in precise.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = lambda x, m=module: (
+                m.weight * x * (x.square().mean(-1, keepdim=True) + m.variance_epsilon).rsqrt()
+            )
+    tail = [[] for _ in cache.layers]
+    with torch.no_grad():
+        return torch.stack([dense_step(precise, cache, tail, t, drop_bias) for t in tokens])
+
+
+@pytest.mark.parametrize("backend", [Eager(), Sdpa()], ids=repr)
+@settings(max_examples=4)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_an_evicted_cache_decodes_like_dense_masked_attention(model, backend, seed):
+    ids = ids_of(seed)
+    cache = evicted(full(model, ids), seed)
+
+    new, logits = generated(model, ids, GraceCache(cache, backend))
+
+    tokens = torch.cat([ids[-1:], new[0, :-1]])
+    want = reference(model, cache, tokens)
+    torch.testing.assert_close(logits[:, 0].double(), want, rtol=0, atol=5e-4)
+    # The comparison can see a bias that is left out.
+    without = reference(model, cache, tokens, drop_bias=True)
+    assert (logits[:, 0] - without).abs().max() > 0.05
+
+
+def test_rows_share_the_packed_part_and_differ_in_the_tail(model):
+    """Three rows with continuations of their own, each as if it were alone."""
+    ids = ids_of()
+    cache = evicted(full(model, ids), 3)
+    continuations = torch.stack([ids_of(seed, 6) for seed in (1, 2, 3)])
+    attach(model)
+    batched = GraceCache(cache)
+    with torch.no_grad():
+        together = model(continuations, past_key_values=batched).logits
+        alone = [
+            model(row[None], past_key_values=GraceCache(cache)).logits for row in continuations
+        ]
+        token_wise = GraceCache(cache)
+        steps = [
+            model(continuations[:, i : i + 1], past_key_values=token_wise).logits for i in range(6)
+        ]
+
+    torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-4)
+    torch.testing.assert_close(together, torch.cat(steps, dim=1), rtol=0, atol=1e-4)
+    assert batched.layers[0].packed.ragged.keys is cache.layers[0].keys
+
+
+def test_a_second_turn_continues_the_first(model):
+    ids = ids_of()
+    cache = evicted(full(model, ids), 5)
+    first = GraceCache(cache)
+    answer, _ = generated(model, ids, first, max_new_tokens=7)
+    turn = torch.cat([ids, answer[0], ids_of(9, 8)])
+
+    new, logits = generated(model, turn, first, max_new_tokens=10)
+
+    assert first.get_seq_length() == len(turn) + 9
+    want = reference(model, cache, torch.cat([turn[LENGTH - 1 :], new[0, :-1]]))
+    torch.testing.assert_close(logits[:, 0].double(), want[-10:], rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("mode", ["beams", "several"])
+def test_rows_of_a_second_turn_start_from_one_tail(model, mode):
+    """`generate` repeats the ids for beams and returned sequences, but not the cache."""
+    ids = ids_of()
+    cache = GraceCache(full(model, ids))
+    answer, _ = generated(model, ids, cache, max_new_tokens=4)
+    turn = torch.cat([ids, answer[0], ids_of(9, 3)])
+
+    ours, _ = generated(model, turn, cache, **MODES[mode])
+
+    stock, _ = generated(model, turn, **MODES[mode])
+    assert torch.equal(ours, stock)
+
+
+def test_chunked_prefill_of_a_long_turn(model):
+    ids = ids_of()
+    turn = torch.cat([ids, ids_of(4, 23)])
+    whole, _ = generated(model, turn, GraceCache(full(model, ids)), max_new_tokens=5)
+    parts, _ = generated(
+        model, turn, GraceCache(full(model, ids)), max_new_tokens=5, prefill_chunk_size=7
+    )
+    assert torch.equal(parts, whole)
+
+
+def test_an_attached_model_without_a_compressed_cache_is_the_stock_model(model):
+    ids = ids_of()
+    padded = torch.stack([ids, ids])
+    mask = torch.ones_like(padded)
+    mask[0, :7] = 0
+    runs = []
+    for switch in (detach, attach):
+        switch(model)
+        runs.append(
+            model.generate(
+                padded,
+                attention_mask=mask,
+                max_new_tokens=8,
+                do_sample=False,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+        )
+    assert torch.equal(torch.stack(runs[0].logits), torch.stack(runs[1].logits))
+
+
+def test_bfloat16_decodes(model):
+    half = tiny_llama(layers=3, dtype=torch.bfloat16)
+    ids = ids_of()
+    cache = GraceCache(full(half, ids))
+    new, logits = generated(half, ids, cache, max_new_tokens=5)
+    _, stock = generated(half, ids, max_new_tokens=1)
+    torch.testing.assert_close(logits[0], stock[0], rtol=0, atol=0.1)
+    assert new.shape == (1, 5)

@@ -1,0 +1,235 @@
+"""Prompts from chat texts and from ids: where the spans end up, and what is refused."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from gracekv.errors import PromptError
+from gracekv.prefill import PromptSpans
+from gracekv.prefill.prompt import Prompt
+
+TEXT = "What is the code of the room?\n\nThe code of room seven is 4 1 9. Read this: " * 3
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|user|>\n{{ m['content'] | trim }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def trained(chat):
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|user|>", "<|end|>", "<|assistant|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    raw.train_from_iterator(
+        [TEXT],
+        BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet),
+    )
+    raw.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = TEMPLATE if chat else None
+    return tokenizer
+
+
+class Slow:
+    """A tokenizer that cannot say where its tokens lie."""
+
+    is_fast = False
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.eos_token_id, self.bos_token_id = inner.eos_token_id, inner.bos_token_id
+        self.chat_template = inner.chat_template
+        self.apply_chat_template = inner.apply_chat_template
+
+    def __call__(self, text, add_special_tokens, truncation):
+        return self.inner(text, add_special_tokens=add_special_tokens)
+
+
+FAST = {chat: trained(chat) for chat in (True, False)}
+
+
+def pieces(prompt, tokenizer):
+    s, ids = prompt.spans, prompt.ids
+    cuts = [0, s.context_start, s.context_end, s.question_end, s.length]
+    return [tokenizer.decode(ids[a:b]) for a, b in pairwise(cuts)]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_chat_prompt_is_cut_where_the_texts_meet(slow):
+    tokenizer = FAST[True]
+    prompt = Prompt.from_chat(
+        Slow(tokenizer) if slow else tokenizer,
+        context="The code of room seven is 419.",
+        question="What is the code?",
+        instruction="Read this:",
+        answer_prefix="The code is",
+    )
+
+    assert pieces(prompt, tokenizer) == [
+        "<s><|user|>\nRead this:\n\n",
+        "The code of room seven is 419.",
+        "\n\nWhat is the code?",
+        "<|end|>\n<|assistant|>\nThe code is",
+    ]
+    assert tuple(pieces(prompt, tokenizer)) == prompt.parts
+    assert prompt.ids.tolist().count(tokenizer.bos_token_id) == 1
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_without_a_chat_template_the_texts_follow_each_other(slow):
+    tokenizer = FAST[False]
+    prompt = Prompt.from_chat(
+        Slow(tokenizer) if slow else tokenizer,
+        context="The code of room seven is 419.",
+        question="What is the code?",
+    )
+
+    assert pieces(prompt, tokenizer) == [
+        "<s>",
+        "The code of room seven is 419.",
+        "\n\nWhat is the code?",
+        "",
+    ]
+
+
+def test_an_empty_question_leaves_no_question_probes():
+    prompt = Prompt.from_chat(FAST[True], context="The code of room seven.", instruction="Read.")
+    assert prompt.spans.question_end == prompt.spans.context_end
+    assert pieces(prompt, FAST[True])[2:] == ["", "<|end|>\n<|assistant|>\n"]
+
+
+@given(
+    context=st.text("aeo .\n4é🙂", min_size=1).filter(str.strip),
+    question=st.text("aeo ?\n", max_size=8),
+    instruction=st.text("aeo :\n", max_size=8),
+)
+@pytest.mark.parametrize("chat", [True, False])
+def test_joint_ids_are_those_of_the_unsplit_text(chat, context, question, instruction):
+    tokenizer = FAST[chat]
+    prompt = Prompt.from_chat(
+        tokenizer, context=context, question=question, instruction=instruction
+    )
+
+    text = "".join(prompt.parts)
+    whole = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+    assert prompt.ids.tolist() == (whole if chat else whole[:-1])
+    # Tokens that lie across a border move it by less than themselves.
+    spans, offsets = (
+        prompt.spans,
+        tokenizer(text, add_special_tokens=not chat, return_offsets_mapping=True)["offset_mapping"],
+    )
+    start, end = len(prompt.parts[0]), len(prompt.parts[0]) + len(context)
+    inside = [i for i, (s, e) in enumerate(offsets) if start <= s < e <= end]
+    touching = [i for i, (s, e) in enumerate(offsets) if s < end and e > start]
+    if inside:
+        assert spans.context_start <= inside[0]
+        assert spans.context_end > inside[-1]
+    assert spans.context_start >= touching[0]
+    assert spans.context_end <= touching[-1] + 1
+
+
+def test_a_token_across_a_border_goes_to_the_side_that_holds_most_of_it():
+    class Fixed:
+        is_fast, chat_template, eos_token_id, bos_token_id = True, None, None, None
+
+        def __init__(self, offsets):
+            self.offsets = offsets
+
+        def __call__(self, text, **_):
+            return {"input_ids": range(len(self.offsets)), "offset_mapping": self.offsets}
+
+    # "ii\n\n" is [0, 4), "cccccc" [4, 10), "\n\nqq" [10, 14).
+    def spans(*offsets):
+        prompt = Prompt.from_chat(Fixed(offsets), context="c" * 6, question="qq", instruction="ii")
+        return prompt.spans
+
+    assert spans((0, 3), (3, 6), (6, 9), (9, 12), (12, 14)) == PromptSpans(1, 3, 5, 5)
+    assert spans((0, 1), (1, 5), (5, 9), (9, 11), (11, 14)) == PromptSpans(2, 4, 5, 5)
+    # Half and half: the context takes it.
+    assert spans((0, 3), (3, 5), (5, 9), (9, 11), (11, 14)) == PromptSpans(1, 4, 5, 5)
+
+
+def test_ids_may_come_in_any_whole_number_type():
+    for ids in ([1, 2, 3, 4], torch.tensor([1, 2, 3, 4], dtype=torch.int32)):
+        prompt = Prompt.from_ids(ids, context=(1, 3))
+        assert prompt.ids.dtype == torch.int64
+        assert prompt.spans == PromptSpans(1, 3, 4, 4)
+    assert Prompt.from_ids([1, 2, 3, 4], context=(1, 2), question_end=3).spans.question_end == 3
+
+
+@pytest.mark.parametrize(
+    ("ids", "fields", "message"),
+    [
+        ([[1, 2, 3]], {}, r"one sequence of shape \[T\].*one by one"),
+        ([[1, 2], [3]], {}, "token ids of one sequence"),
+        ("abc", {}, "token ids of one sequence"),
+        ([0.5, 1.0, 2.0], {}, "whole numbers; got torch.float32"),
+        ([True, False, True], {}, "whole numbers; got torch.bool"),
+        ([1, -100, 3], {}, "not negative; got -100"),
+        ([], {}, "at least 2 tokens"),
+        ([1], {"context": (0, 1)}, "at least 2 tokens"),
+        ([1, 2, 3], {"context": (2, 2)}, "non-empty span inside the prompt"),
+        ([1, 2, 3], {"context": (0, 4)}, "non-empty span inside the prompt"),
+        ([1, 2, 3], {"context": (-1, 2)}, "non-empty span inside the prompt"),
+        ([1, 2, 3], {"context": 2}, r"two token positions, \(start, end\)"),
+        ([1, 2, 3], {"context": (0.0, 2)}, r"two token positions, \(start, end\)"),
+        ([1, 2, 3], {"context": (0, 2), "question_end": 1}, "question_end must lie between"),
+        ([1, 2, 3], {"context": (0, 2), "question_end": 4}, "question_end must lie between"),
+    ],
+)
+def test_bad_ids_and_spans_are_refused(ids, fields, message):
+    with pytest.raises(PromptError, match=message):
+        Prompt.from_ids(ids, **({"context": (0, 2)} | fields))
+
+
+def template(text):
+    tokenizer = trained(True)
+    tokenizer.chat_template = text
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "message"),
+    [
+        (lambda: FAST[True], {"context": ""}, "context is empty"),
+        (lambda: FAST[True], {"context": " \n"}, "context is empty"),
+        (lambda: FAST[True], {"context": ["a", "b"]}, "context must be text; got list"),
+        (lambda: FAST[True], {"question": None}, "question must be text; got NoneType"),
+        (lambda: template("fixed"), {}, "shows the user's message 0 times"),
+        (
+            lambda: template(
+                "{% for m in messages %}{{ m['content'] + m['content'] }}{% endfor %}"
+            ),
+            {},
+            "shows the user's message 2 times",
+        ),
+        (
+            lambda: template("{{ messages[0]['content'] | replace('code', 'CODE') }}"),
+            {},
+            "changes the question's text",
+        ),
+    ],
+)
+def test_bad_texts_and_templates_are_refused(make, fields, message):
+    texts = {"context": "The room is seven.", "question": "What is the code?"} | fields
+    with pytest.raises(PromptError, match=message):
+        Prompt.from_chat(make(), **texts)
+
+
+def test_a_context_that_holds_the_mark_is_still_found():
+    text = "See [[context 0]] and [[context 1]]."
+    prompt = Prompt.from_chat(FAST[True], context=text, question="What is [[context 2]]?")
+    assert prompt.parts[1] == text
+    assert prompt.parts[2] == "\n\nWhat is [[context 2]]?"
