@@ -13,17 +13,6 @@ from gracekv.tree.distortion import IntervalTable
 from gracekv.tree.refine import REFINERS, Children, Nodes, Proposal, Refiner, token_grid
 
 
-def curvature_grid(nodes: Nodes, table: IntervalTable, tokens: Tensor) -> Tensor:
-    """kappa at the grid's tokens, [V, w] float64."""
-    if table.curvature is None:
-        raise ConfigError(
-            "This refiner cuts at curvature peaks, but the table holds no curvature. Set "
-            "candidates=0 and reward=0, or capture hidden states."
-        )
-    slot = nodes.item % len(table.batch.slots)
-    return table.curvature[slot[:, None], tokens].double()
-
-
 def normalized_curvature(kappa: Tensor, valid: Tensor) -> Tensor:
     """kappa-hat [V, w]: min-max normalised over each node's own tokens, 0 where constant.
 
@@ -59,7 +48,7 @@ def binary_proposal(
     """
     tokens, valid = token_grid(nodes)
     inner = valid & (tokens > nodes.start[:, None])
-    kappa = curvature_grid(nodes, table, tokens) if candidates or reward else None
+    kappa = table.curvatures(nodes.item, tokens) if candidates or reward else None
     chosen = is_candidate(nodes, tokens, inner, kappa, candidates)
     # A cut at the first token would leave an empty child; those columns are masked out below.
     cut = torch.maximum(tokens, nodes.start[:, None] + 1)

@@ -1,4 +1,4 @@
-"""From slots to a `Forest`: fill the tables layer by layer, grow a table's trees level by level.
+"""From slots to a `Forest`: layer by layer a table, and its trees grown from it level by level.
 
 Every node down to the single tokens is grown, so the forest can always expand to FullKV.
 """
@@ -19,7 +19,7 @@ from gracekv.tree.refine import Nodes, Refiner
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Level:
-    """Nodes of one level of one table's trees, by tree and start."""
+    """Nodes of one level of one layer's trees, by tree and start."""
 
     tree: Tensor
     start: Tensor
@@ -39,58 +39,47 @@ def build_forest(context: TreeContext, distortion: Distortion, refiner: Refiner)
     levels: dict[int, list[_Level]] = defaultdict(list)
     drop = torch.zeros(prefill.layers * prefill.kv_heads * slots, device=device)
     for layer in range(prefill.layers):
-        for table in distortion.tables(context, layer):
-            tree = _tree_of_item(table, layer, prefill.kv_heads, slots)
-            drop[tree.to(device)] = table.drop.to(device)
-            for depth, level in enumerate(_grow(table, tree, refiner)):
-                levels[depth].append(level)
+        table = distortion.table(context, layer)
+        first = layer * prefill.kv_heads * slots
+        drop[first : first + len(table.drop)] = table.drop.to(device)
+        for depth, level in enumerate(_grow(table, first, refiner)):
+            levels[depth].append(level)
     merged = [_merge(levels[depth], device) for depth in sorted(levels)]
     return _forest(context, merged, drop.double(), refiner.exact_roots)
 
 
-def _tree_of_item(table: IntervalTable, layer: int, heads: int, slots: int) -> Tensor:
-    """int64 [B]: forest-wide tree index of each of the table's items."""
-    head = torch.arange(heads, device=table.drop.device)[:, None]
-    return ((layer * heads + head) * slots + table.batch.slots).flatten()
-
-
-def _grow(table: IntervalTable, tree: Tensor, refiner: Refiner) -> list[_Level]:
-    item = torch.arange(len(tree), device=tree.device)
-    heads = len(tree) // len(table.batch.slots)
-    origin = table.batch.starts.repeat(heads)
-    start, end = torch.zeros_like(item), table.batch.lengths.repeat(heads)
+def _grow(table: IntervalTable, first_tree: int, refiner: Refiner) -> list[_Level]:
+    """All levels of one layer's trees."""
+    item = torch.arange(len(table.origin), device=table.origin.device)
+    start, end = torch.zeros_like(item), table.length
     levels = []
-    while len(item):
+    while True:
         count = torch.zeros_like(item)
         inner = end - start > 1
         nodes = Nodes(item[inner], start[inner], end[inner])
         children = refiner(nodes, table) if len(nodes.item) else None
         if children is not None:
             count[inner] = children.count
+        origin = table.origin[item]
         levels.append(
             _Level(
-                tree[item],
-                origin[item] + start,
-                origin[item] + end,
-                table.at(item, start, end),
-                count,
+                first_tree + item, origin + start, origin + end, table.at(item, start, end), count
             )
         )
-        if children is None:
-            break
+        if children is None or not len(children.start):
+            return levels
         item = torch.repeat_interleave(nodes.item, children.count)
         start, end = children.start, children.end
-    return levels
 
 
 def _merge(parts: list[_Level], device: torch.device) -> _Level:
-    """One level of all tables, by tree; a tree's nodes keep their order, so they stay by start."""
-    fields = [
-        torch.cat([getattr(part, name).to(device) for part in parts])
-        for name in ("tree", "start", "end", "distortion", "child_count")
-    ]
-    order = fields[0].argsort(stable=True)
-    return _Level(*(field[order] for field in fields))
+    """One level of all layers, which come in the order of their trees."""
+    return _Level(
+        *(
+            torch.cat([getattr(part, name).to(device) for part in parts])
+            for name in ("tree", "start", "end", "distortion", "child_count")
+        )
+    )
 
 
 def _forest(context: TreeContext, levels: list[_Level], drop: Tensor, exact_roots: bool) -> Forest:

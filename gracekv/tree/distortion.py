@@ -1,14 +1,16 @@
-"""`IntervalTable` (D of every sub-interval of a batch of slots) and the interface that fills it."""
+"""`IntervalTable` (D of every sub-interval of every slot of a layer) and what fills it."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gracekv.errors import ConfigError
 from gracekv.prefill import Needs
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.context import SlotBatch, TreeContext
@@ -33,35 +35,117 @@ def interval_list(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class IntervalTable:
-    """What refinement may ask about a batch of S slots in G heads; B = G*S items, head-major.
+class TablePart:
+    """A batch of S slots of similar length in G heads; B = G*S items, head-major.
 
     Attributes:
         batch: the slots.
-        distortion: D [B, E] float32 of every interval, columns as in `interval_index`; exactly 0
-            for single tokens.
+        distortion: D [B, E] float32 of every interval of n tokens, columns as in
+            `interval_index`; exactly 0 for single tokens. Intervals of padding hold anything.
         drop: D^drop [B] float32 of the whole slot.
         mass: [B, n or 1, n] float32: mean normalised probe mass of token t (last axis) over the
             probes that see token j (middle axis; one row if that does not depend on j).
-        curvature: kappa [S, n], or None.
-        forced: floor score [B, n] float64 (-inf: no candidate), or None.
     """
 
     batch: SlotBatch
     distortion: Tensor
     drop: Tensor
     mass: Tensor
-    curvature: Tensor | None = None
-    forced: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IntervalTable:
+    """What refinement may ask about the B = G*J (KV head, slot) items of one layer.
+
+    Items are in tree order: head * J + slot. Attributes are flat, slots of any length side by
+    side; ask through the methods.
+
+    Attributes:
+        origin: int64 [B] absolute first position of each item's slot.
+        length: int64 [B] tokens.
+        drop: D^drop [B] float32.
+        curvature: kappa [T], or None.
+        forced: floor score [G, N] float64 (-inf: no candidate), or None.
+        start_of_region: first compressible position, where `forced` starts.
+    """
+
+    origin: Tensor
+    length: Tensor
+    drop: Tensor
+    curvature: Tensor | None
+    forced: Tensor | None
+    start_of_region: int
+    _distortion: Tensor
+    _distortion_base: Tensor
+    _mass: Tensor
+    _mass_base: Tensor
+    _mass_rows: Tensor
+    _mass_width: Tensor
+
+    @classmethod
+    def of_layer(
+        cls, context: TreeContext, layer: int, parts: Sequence[TablePart]
+    ) -> IntervalTable:
+        """Join the parts that together hold every slot of `layer` once."""
+        heads, slots = context.prefill.kv_heads, context.partition.slots
+        columns: dict[str, list[Tensor]] = defaultdict(list)
+        base = mass_base = 0
+        for part in parts:
+            items, width = part.distortion.shape
+            rows, n = part.mass.shape[1:]
+            step = torch.arange(items, device=part.drop.device)
+            head = torch.arange(heads, device=part.drop.device)[:, None]
+            columns["item"].append((head * slots + part.batch.slots).flatten())
+            columns["origin"].append(part.batch.starts.repeat(heads))
+            columns["length"].append(part.batch.lengths.repeat(heads))
+            columns["distortion_base"].append(base + step * width)
+            columns["mass_base"].append(mass_base + step * rows * n)
+            columns["mass_rows"].append(torch.full_like(step, rows))
+            columns["mass_width"].append(torch.full_like(step, n))
+            base, mass_base = base + items * width, mass_base + items * rows * n
+        joined = {name: torch.cat(column) for name, column in columns.items()}
+        order = joined["item"].argsort()
+        return cls(
+            origin=joined["origin"][order],
+            length=joined["length"][order],
+            drop=torch.cat([part.drop for part in parts])[order],
+            curvature=(None if context.curvature is None else context.curvature.to(order.device)),
+            forced=context.layer_of(context.forced, layer),
+            start_of_region=context.partition.region.start,
+            _distortion=torch.cat([part.distortion.flatten() for part in parts]),
+            _distortion_base=joined["distortion_base"][order],
+            _mass=torch.cat([part.mass.flatten() for part in parts]),
+            _mass_base=joined["mass_base"][order],
+            _mass_rows=joined["mass_rows"][order],
+            _mass_width=joined["mass_width"][order],
+        )
 
     def at(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
         """D of intervals [start, end) (relative to the slot) of items; shapes broadcast."""
-        return self.distortion[item, interval_index(start, end)]
+        return self._distortion[self._distortion_base[item] + interval_index(start, end)]
 
-    def masses(self, item: Tensor, end: Tensor) -> Tensor:
-        """[V, n] mass of each token as judged by the probes that see all of [.., end)."""
-        row = (end - 1).clamp(max=self.mass.shape[1] - 1)
-        return self.mass[item, row]
+    def masses(self, item: Tensor, end: Tensor, token: Tensor) -> Tensor:
+        """Mass of tokens [V, w] by the probes that see all of [.., end); item and end are [V]."""
+        row = torch.minimum(end, self._mass_rows[item]) - 1
+        base = self._mass_base[item] + row * self._mass_width[item]
+        return self._mass[base[:, None] + token]
+
+    def curvatures(self, item: Tensor, token: Tensor) -> Tensor:
+        """kappa [V, w] float64 of tokens [V, w] of items [V]."""
+        if self.curvature is None:
+            raise ConfigError(
+                "This refiner cuts at curvature peaks, but none was computed. Set candidates=0 and "
+                "reward=0, or give the trees a curvature."
+            )
+        return self.curvature[self.origin[item][:, None] + token].double()
+
+    def floor_scores(self, item: Tensor, token: Tensor) -> Tensor | None:
+        """Floor scores [V, w] float64 of tokens [V, w] of items [V]; None without a floor."""
+        if self.forced is None:
+            return None
+        head = item // (len(self.origin) // len(self.forced))
+        position = self.origin[item][:, None] + token - self.start_of_region
+        return self.forced[head[:, None], position]
 
 
 class Distortion(Strategy, abc.ABC):
@@ -71,8 +155,12 @@ class Distortion(Strategy, abc.ABC):
     """
 
     @abc.abstractmethod
-    def tables(self, context: TreeContext, layer: int) -> Iterator[IntervalTable]:
-        """Tables that together hold every slot of `layer` once, in bounded memory."""
+    def parts(self, context: TreeContext, layer: int) -> Iterator[TablePart]:
+        """Parts that together hold every slot of `layer` once, made in bounded memory."""
+
+    def table(self, context: TreeContext, layer: int) -> IntervalTable:
+        """The whole layer."""
+        return IntervalTable.of_layer(context, layer, list(self.parts(context, layer)))
 
     def needs(self) -> Needs:
         """What the prefill must have captured."""
@@ -81,18 +169,3 @@ class Distortion(Strategy, abc.ABC):
 
 DISTORTIONS: Registry[Distortion] = Registry("distortion", "what merging or dropping tokens costs")
 Distortion.registry = DISTORTIONS
-
-
-def fields_of_batch(
-    context: TreeContext, layer: int, batch: SlotBatch
-) -> tuple[Tensor | None, Tensor | None]:
-    """The batch's curvature [S, n] and forced scores [B, n], where the context has them."""
-    origin = context.partition.region.start
-    offsets = batch.offsets(origin)
-    curvature = context.curvature
-    if curvature is not None:
-        curvature = curvature.to(offsets.device)[offsets + origin]
-    forced = context.layer_of(context.forced, layer)
-    if forced is not None:
-        forced = forced[:, offsets].flatten(0, 1)
-    return curvature, forced

@@ -14,10 +14,10 @@ from gracekv.tree.refine import REFINERS, Children, Nodes, Proposal, Refiner, to
 
 def forced_nodes(nodes: Nodes, table: IntervalTable) -> Tensor:
     """bool [V]: nodes that hold a floor candidate which no ancestor has isolated."""
-    if table.forced is None:
-        return torch.zeros(len(nodes.item), dtype=torch.bool, device=nodes.item.device)
-    tokens, _ = token_grid(nodes)
-    return (table.forced[nodes.item[:, None], tokens] > -torch.inf).any(dim=1)
+    score = table.floor_scores(nodes.item, token_grid(nodes)[0])
+    if score is None:
+        return torch.zeros_like(nodes.item, dtype=torch.bool)
+    return (score > -torch.inf).any(dim=1)
 
 
 def salient_token(nodes: Nodes, table: IntervalTable) -> Tensor:
@@ -27,12 +27,12 @@ def salient_token(nodes: Nodes, table: IntervalTable) -> Tensor:
     largest mean normalised probe mass. Source: the paper, "Recursive refinement rule".
     """
     tokens, valid = token_grid(nodes)
-    mass = table.masses(nodes.item, nodes.end).gather(1, tokens).double()
-    mass = mass.masked_fill(~valid, -torch.inf)
-    if table.forced is not None:
-        score = table.forced[nodes.item[:, None], tokens].masked_fill(~valid, -torch.inf)
+    mass = table.masses(nodes.item, nodes.end, tokens).double()
+    score = table.floor_scores(nodes.item, tokens)
+    if score is not None:
         has_candidate = (score > -torch.inf).any(dim=1, keepdim=True)
         mass = torch.where(has_candidate, score, mass)
+    mass = mass.masked_fill(~valid, -torch.inf)
     return tokens.gather(1, mass.argmax(dim=1, keepdim=True))[:, 0]
 
 

@@ -28,13 +28,7 @@ from torch import Tensor
 from gracekv.errors import ConfigError
 from gracekv.prefill import Needs
 from gracekv.tree.context import SlotBatch, TreeContext, slot_batches
-from gracekv.tree.distortion import (
-    DISTORTIONS,
-    Distortion,
-    IntervalTable,
-    fields_of_batch,
-    interval_list,
-)
+from gracekv.tree.distortion import DISTORTIONS, Distortion, TablePart, interval_list
 from gracekv.tree.merge import representative_positions
 from gracekv.tree.probes import distortion_probes, probe_queries
 
@@ -139,7 +133,7 @@ class Prototype(Distortion):
     def needs(self) -> Needs:
         return Needs(context_queries=self.evidence_slots * self.evidence_per_slot > 0)
 
-    def tables(self, context: TreeContext, layer: int) -> Iterator[IntervalTable]:
+    def parts(self, context: TreeContext, layer: int) -> Iterator[TablePart]:
         probes = distortion_probes(
             context.prefill,
             context.partition,
@@ -154,7 +148,7 @@ class Prototype(Distortion):
         for batch in slot_batches(context.partition, device):
             size = self._slots_per_chunk(batch.n, probed)
             for first in range(0, len(batch.slots), size):
-                yield self._table(context, layer, batch.chunk(first, first + size), probed)
+                yield self._part(context, batch.chunk(first, first + size), probed)
 
     def _slots_per_chunk(self, n: int, probed: ProbedLayer) -> int:
         heads, count, dim = probed.queries.shape
@@ -163,9 +157,7 @@ class Prototype(Distortion):
         per_slot = 4 * heads * intervals * (5 * count + 3 * n + 3 * dim)
         return max(1, limit // per_slot)
 
-    def _table(
-        self, context: TreeContext, layer: int, batch: SlotBatch, probed: ProbedLayer
-    ) -> IntervalTable:
+    def _part(self, context: TreeContext, batch: SlotBatch, probed: ProbedLayer) -> TablePart:
         origin, rule = context.partition.region.start, context.rule
         n, slots = batch.n, len(batch.slots)
         heads = probed.values.shape[0]
@@ -250,12 +242,9 @@ class Prototype(Distortion):
 
         final = (batch.lengths - 1).repeat(heads)
         whole = mass[torch.arange(len(final), device=device), final]
-        curvature, forced = fields_of_batch(context, layer, batch)
-        return IntervalTable(
+        return TablePart(
             batch=batch,
             distortion=distortion,
             drop=(whole * batch.valid().repeat(heads, 1)).sum(dim=-1),
             mass=mass,
-            curvature=curvature,
-            forced=forced,
         )

@@ -15,10 +15,10 @@ from gracekv.tree.distortion import IntervalTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Nodes:
-    """Nodes of one table that can be refined (two tokens or more), ordered by item and start.
+    """Nodes of one layer that can be refined (two tokens or more), ordered by item and start.
 
     Attributes:
-        item: int64 [V], head * S + slot inside the table's batch.
+        item: int64 [V], head * J + slot.
         start: int64 [V] relative to the slot.
         end: int64 [V] exclusive.
     """

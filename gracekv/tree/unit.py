@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 
 from gracekv.tree.context import TreeContext, slot_batches
-from gracekv.tree.distortion import DISTORTIONS, Distortion, IntervalTable, fields_of_batch
+from gracekv.tree.distortion import DISTORTIONS, Distortion, TablePart
 
 
 @final
@@ -23,21 +23,16 @@ class Unit(Distortion):
     the probe mass that picks extraction positions.
     """
 
-    def tables(self, context: TreeContext, layer: int) -> Iterator[IntervalTable]:
-        prefill = context.prefill
-        device = prefill.keys[layer].device
+    def parts(self, context: TreeContext, layer: int) -> Iterator[TablePart]:
+        device = context.prefill.keys[layer].device
         tokens = context.tokens[layer].to(device)
         origin = context.partition.region.start
         for batch in slot_batches(context.partition, device):
-            items = prefill.kv_heads * len(batch.slots)
-            curvature, forced = fields_of_batch(context, layer, batch)
-            yield IntervalTable(
+            items = context.prefill.kv_heads * len(batch.slots)
+            intervals = batch.n * (batch.n + 1) // 2
+            yield TablePart(
                 batch=batch,
-                distortion=torch.zeros(1, 1, device=device).expand(
-                    items, batch.n * (batch.n + 1) // 2
-                ),
+                distortion=torch.zeros(items, intervals, device=device),
                 drop=torch.ones(items, device=device),
                 mass=rearrange(tokens[:, batch.offsets(origin)], "g s n -> (g s) 1 n"),
-                curvature=curvature,
-                forced=forced,
             )

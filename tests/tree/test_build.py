@@ -76,18 +76,18 @@ class TableJudge:
     """Answers the reference's questions from the fast table, so that growth is compared exactly."""
 
     def __init__(self, context: TreeContext, table: IntervalTable, layer: int, item: int) -> None:
-        slots = len(table.batch.slots)
-        self.context, self.table, self.layer = context, table, layer
-        self.item, self.head = item, item // slots
-        self.origin = int(table.batch.starts[item % slots])
+        self.context, self.table, self.layer, self.item = context, table, layer, item
+        self.head = item // context.partition.slots
+        self.origin = int(table.origin[item])
 
     def node(self, start: int, end: int) -> float:
         at = [torch.tensor(x) for x in (self.item, start - self.origin, end - self.origin)]
         return float(self.table.at(*at))
 
     def masses(self, start: int, end: int) -> list[float]:
-        row = self.table.masses(torch.tensor([self.item]), torch.tensor([end - self.origin]))[0]
-        return row[start - self.origin : end - self.origin].tolist()
+        tokens = torch.arange(start - self.origin, end - self.origin)[None]
+        end_at = torch.tensor([end - self.origin])
+        return self.table.masses(torch.tensor([self.item]), end_at, tokens)[0].tolist()
 
 
 def children_of(forest: Forest, tree: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -109,13 +109,13 @@ def test_growth_matches_the_reference(floor: bool, seed: int) -> None:
     forest = build_forest(context, Prototype(), BinaryExtract())
     bounds, heads = context.partition.bounds.tolist(), context.prefill.kv_heads
     for layer in range(context.prefill.layers):
-        for table in Prototype().tables(context, layer):
-            for item in range(len(table.drop)):
-                judge = TableJudge(context, table, layer, item)
-                slot = int(table.batch.slots[item % len(table.batch.slots)])
-                tree = (layer * heads + judge.head) * context.partition.slots + slot
-                want = grow_tree(judge, bounds[slot], bounds[slot + 1])  # type: ignore[arg-type]
-                assert children_of(forest, tree) == want
+        table = Prototype().table(context, layer)
+        for item in range(len(table.drop)):
+            judge = TableJudge(context, table, layer, item)
+            slot = item % context.partition.slots
+            tree = layer * heads * context.partition.slots + item
+            want = grow_tree(judge, bounds[slot], bounds[slot + 1])  # type: ignore[arg-type]
+            assert children_of(forest, tree) == want
 
 
 @settings(max_examples=6)

@@ -8,34 +8,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.prefill import Prefill
+from gracekv.segment import Partition
 from gracekv.testing.trees import tree_context
 from gracekv.tree import Prototype, PrototypeRule, TreeContext
 from gracekv.tree.reference import ReferenceDistortion
 
 
 def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> None:
-    bounds = context.partition.bounds.tolist()
-    heads = context.prefill.kv_heads
+    bounds, slots = context.partition.bounds.tolist(), context.partition.slots
     for layer in range(context.prefill.layers):
-        seen = []
-        for table in distortion.tables(context, layer):
-            slots = table.batch.slots.tolist()
-            for item in range(heads * len(slots)):
-                head, slot = item // len(slots), slots[item % len(slots)]
-                seen.append((head, slot))
-                judge = ReferenceDistortion(context, layer, head, distortion)
-                a, b = bounds[slot], bounds[slot + 1]
-                assert float(table.drop[item]) == pytest.approx(judge.drop(a, b), rel=1e-4)
-                at = torch.tensor(item)
-                for i in range(a, b):
-                    for j in range(i + 1, b + 1):
-                        got = float(table.at(at, torch.tensor(i - a), torch.tensor(j - a)))
-                        want = judge.node(i, j)
-                        assert got == pytest.approx(want, rel=tolerance, abs=1e-8), (i, j)
-                want = torch.tensor(judge.masses(a, b))
-                got = table.masses(at[None], torch.tensor([b - a]))[0, : b - a]
-                torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-9)
-        assert sorted(seen) == [(h, s) for h in range(heads) for s in range(len(bounds) - 1)]
+        table = distortion.table(context, layer)
+        for item in range(context.prefill.kv_heads * slots):
+            judge = ReferenceDistortion(context, layer, item // slots, distortion)
+            a, b = bounds[item % slots], bounds[item % slots + 1]
+            assert float(table.drop[item]) == pytest.approx(judge.drop(a, b), rel=1e-4)
+            at = torch.tensor(item)
+            for i in range(a, b):
+                for j in range(i + 1, b + 1):
+                    got = float(table.at(at, torch.tensor(i - a), torch.tensor(j - a)))
+                    want = judge.node(i, j)
+                    assert got == pytest.approx(want, rel=tolerance, abs=1e-8), (i, j)
+            masses = table.masses(at[None], torch.tensor([b - a]), torch.arange(b - a)[None])[0]
+            want = torch.tensor(judge.masses(a, b))
+            torch.testing.assert_close(masses.double(), want.double(), rtol=1e-4, atol=1e-9)
 
 
 @settings(max_examples=6)
@@ -59,20 +54,18 @@ def test_every_term_and_option_reaches_the_table() -> None:
 
 
 def test_chunks_do_not_change_the_table() -> None:
-    context = tree_context(7)
-    whole = list(Prototype(memory_limit=2**30).tables(context, 0))
-    split = list(Prototype(memory_limit=2**20).tables(context, 0))
-    gather = {}
-    for table in split:
-        for item in range(len(table.drop)):
-            slot = int(table.batch.slots[item % len(table.batch.slots)])
-            gather[item // len(table.batch.slots), slot] = table.distortion[item]
-    for table in whole:
-        for item in range(len(table.drop)):
-            slot = int(table.batch.slots[item % len(table.batch.slots)])
-            torch.testing.assert_close(
-                table.distortion[item], gather[item // len(table.batch.slots), slot]
-            )
+    context = tree_context(7, context=400)
+    region = context.partition.region
+    even = Partition(torch.arange(region.start, region.end + 1, region.length // 20))
+    context = dataclasses.replace(context, partition=even)
+    whole = Prototype(memory_limit=2**30).table(context, 0)
+    split = Prototype(memory_limit=2**20).table(context, 0)
+    parts = list(Prototype(memory_limit=2**20).parts(context, 0))
+    assert len(parts) > len(list(Prototype(memory_limit=2**30).parts(context, 0)))
+    for item, length in enumerate(whole.length.tolist()):
+        start, end = torch.triu_indices(length, length)
+        pick = (torch.tensor(item), start, end + 1)
+        torch.testing.assert_close(whole.at(*pick), split.at(*pick))
 
 
 def test_a_spike_beside_a_flat_interval_is_not_drowned() -> None:
@@ -98,7 +91,8 @@ def test_identical_tokens_merge_without_loss() -> None:
             torch.ones_like(prefill.rope.cos), torch.zeros_like(prefill.rope.sin)
         ),
     )
-    for table in Prototype().tables(dataclasses.replace(context, prefill=still), 0):
-        # The table's columns beyond a short slot's own list belong to padding.
-        n = int(table.batch.lengths.min())
-        assert float(table.distortion[:, : n * (n + 1) // 2].abs().max()) < 1e-6  # |M|^2 in fp32
+    table = Prototype().table(dataclasses.replace(context, prefill=still), 0)
+    for item, length in enumerate(table.length.tolist()):
+        start, end = torch.triu_indices(length, length)
+        distortion = table.at(torch.tensor(item), start, end + 1)
+        assert float(distortion.abs().max()) < 1e-6  # |M|^2 in fp32
