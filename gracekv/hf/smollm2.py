@@ -63,13 +63,7 @@ def load_smollm2(
                 stacklevel=2,
             )
         _convert(gguf, folder, digest)
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    with _without_progress_bars():
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return model.eval(), tokenizer
+    return _read_model(folder, dtype)
 
 
 def find_gguf() -> Path:
@@ -91,37 +85,50 @@ def find_gguf() -> Path:
 
 def _convert(gguf: Path, folder: Path, digest: str) -> None:
     """Write `folder` from the GGUF file; it appears complete or not at all."""
-    for package in ("gguf", "accelerate"):
-        _require(package)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".smollm2-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / "fresh"
-        with _without_progress_bars():
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-            model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-            )
-            # The weights are plain float32 by now; a config that still says "gguf" would make
-            # transformers look for a quantizer when the folder is loaded.
-            if hasattr(model.config, "quantization_config"):
-                del model.config.quantization_config
-            model.hf_quantizer = None
-            model.config.name_or_path = "SmolLM2-135M-Instruct"
-            model.save_pretrained(fresh, max_shard_size="2GB")
-            tokenizer.save_pretrained(fresh)
+        _write_model(gguf, fresh)
         sums = {"gguf": digest, _WEIGHTS: _sha256(fresh / _WEIGHTS)}
         (fresh / _CHECKSUMS).write_text(json.dumps(sums, indent=2) + "\n")
-        # A folder cannot be replaced while it holds files: move the damaged one out first.
-        if folder.exists():
-            os.replace(folder, Path(scratch) / "damaged")
         try:
+            # A folder cannot be replaced while it holds files: move the damaged one out first.
+            if folder.exists():
+                os.replace(folder, Path(scratch) / "damaged")
             os.replace(fresh, folder)
         except OSError:
             # Another process may have finished the same conversion in between; theirs will do.
             if _damage(folder, digest) is not None:
                 raise
+
+
+def _write_model(gguf: Path, folder: Path) -> None:
+    for package in ("gguf", "accelerate"):
+        _require(package)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _without_progress_bars():
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
+        # The weights are plain float32 by now; a config that still says "gguf" would make
+        # transformers look for a quantizer when the folder is loaded.
+        del model.config.quantization_config
+        model.hf_quantizer = None
+        model.config.name_or_path = "SmolLM2-135M-Instruct"
+        # One file, whatever transformers' default shard size is.
+        model.save_pretrained(folder, max_shard_size="2GB")
+        tokenizer.save_pretrained(folder)
+
+
+def _read_model(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _without_progress_bars():
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.eval(), tokenizer
 
 
 def _damage(folder: Path, digest: str) -> str | None:

@@ -1,0 +1,223 @@
+import io
+import json
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gracekv
+from gracekv import commands, recipes
+from gracekv.cache import Accounting, Timings
+from gracekv.cli import main
+from gracekv.errors import BudgetError
+from gracekv.pipeline import REGISTRIES, Pipeline
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line in this process: (exit status, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*argv):
+        monkeypatch.setattr(sys, "argv", ["gracekv", *map(str, argv)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        shown = capsys.readouterr()
+        return caught.value.code or 0, shown.out, shown.err
+
+    return run
+
+
+class FakeResult:
+    """What `compress` returns, as far as the command line reads it."""
+
+    def __init__(self, prompt, ratio):
+        entries = torch.full((3, 2), 10, dtype=torch.int64)
+        self.prompt = prompt
+        self.timings = Timings(prefill=2.0, tree=0.5, pack=0.25)
+        self.accounting = Accounting(
+            budget=int(120 / float(ratio)), spent=60, floor_spent=7, recent=4, entries=entries,
+            bytes=6000, metadata_bytes=600, full_bytes=12000, utility=0.5, bound=None,
+        )  # fmt: skip
+
+    def generate(self, max_new_tokens=64, **kwargs):
+        return f"{max_new_tokens} tokens"
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    seen = []
+
+    def from_chat(tokenizer, **texts):
+        return SimpleNamespace(texts=texts, spans=SimpleNamespace(context_length=20))
+
+    def compress(model, prompt, **options):
+        seen.append({"model": model, **prompt.texts, **options})
+        if options["ratio"] == "0.5":
+            raise BudgetError("ratio is at least 1; got '0.5'.")
+        return FakeResult(prompt, options["ratio"] or 2)
+
+    monkeypatch.setattr(gracekv, "Prompt", SimpleNamespace(from_chat=from_chat), raising=False)
+    monkeypatch.setattr(gracekv, "compress", compress, raising=False)
+    monkeypatch.setattr(commands, "_load_model", lambda name, dtype: (f"{name}:{dtype}", None))
+    return seen
+
+
+@pytest.fixture
+def story(tmp_path):
+    path = tmp_path / "story.txt"
+    path.write_text("Once “upon” a time.", encoding="utf-8")
+    return path
+
+
+def test_version_and_help(run):
+    assert run("--version") == (0, f"gracekv {gracekv.__version__}\n", "")
+    for argv in (["-h"], ["--help"], ["compress", "-h"], ["demo", "-h"], ["list", "-h"]):
+        status, out, _ = run(*argv)
+        assert status == 0
+        assert "Usage" in out
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys; sys.argv = ['gracekv', '-h']\n"
+        "from gracekv.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_missing_extra_is_named(run, monkeypatch):
+    monkeypatch.setattr("gracekv.cli.find_spec", lambda name: None)
+    status, _, err = run("list")
+    assert status == 2
+    assert "pip install 'gracekv[cli]'" in err
+
+
+def test_list_shows_every_strategy_and_recipe(run):
+    status, out, _ = run("list")
+    assert status == 0
+    for stage, registry in REGISTRIES.items():
+        assert re.search(rf"^{stage}\s*$", out, re.MULTILINE)
+        for name in registry:
+            assert f"{name} " in out
+    for name in recipes.names():
+        assert f"{name} " in out
+
+
+def test_list_one_stage_or_the_recipes(run):
+    _, out, _ = run("list", "--stage", "allocate")
+    assert "greedy_heap" in out
+    assert "curvature_dp" not in out
+    _, out, _ = run("list", "--recipes")
+    assert "fullkv" in out
+    assert "greedy_heap" not in out
+
+
+def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
+    target = tmp_path / "new" / "out.json"
+    status, out, err = run(
+        "compress", "--model", "smollm2", "--context", story, "--question", "Why?",
+        "--instruction", "Read.", "--max-new-tokens", 5, "--dtype", "bfloat16", "--json", target,
+    )  # fmt: skip
+    assert (status, out) == (0, "5 tokens\n")
+    assert "kept 60 of 120 context entries (budget 15)" in err
+    assert "compression 0.75 s" in err
+    (call,) = calls
+    assert call["model"] == "smollm2:bfloat16"
+    assert call["context"] == "Once “upon” a time."
+    assert (call["question"], call["instruction"]) == ("Why?", "Read.")
+    assert (call["ratio"], call["entries_per_head"], call["kv_bytes"]) == ("8", None, None)
+    assert call["pipeline"] == Pipeline()
+    record = json.loads(target.read_text())
+    assert record["answer"] == "5 tokens"
+    assert record["entries_per_head"] == [[10, 10]] * 3
+    assert record["seconds"]["prefill"] == 2.0
+    assert Pipeline.from_dict(record["pipeline"]) == Pipeline()
+    assert [path.name for path in target.parent.iterdir()] == ["out.json"]
+
+
+def test_other_budgets_replace_the_ratio(run, calls, story):
+    base = ("compress", "--model", "m", "--context", story, "--question", "q")
+    run(*base, "--entries-per-head", 64)
+    run(*base, "--kv-bytes", "64MiB")
+    assert [(c["ratio"], c["entries_per_head"], c["kv_bytes"]) for c in calls] == [
+        (None, 64, None),
+        (None, None, "64MiB"),
+    ]
+
+
+BAD = [
+    (["list", "--stage", "alocate"], "Did you mean 'allocate'?"),
+    (["compress", "--context", "missing.txt"], "Cannot read missing.txt"),
+    (["compress", "--ratio", "0.5"], "BudgetError: ratio is at least 1"),
+    (["compress", "--pipeline", "gracekw"], "Did you mean 'gracekv'?"),
+    (["compress", "--pipeline", "missing.toml"], "Cannot read missing.toml"),
+    (["compress"], "Missing option"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), BAD)
+def test_errors_are_one_message_and_status_2(run, calls, story, argv, message):
+    if len(argv) > 1 and argv[0] == "compress":
+        context = [] if "--context" in argv else ["--context", story]
+        argv = [*argv, "--model", "m", "--question", "q", *context]
+    status, _, err = run(*argv)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_dtype_is_checked_before_a_model_is_loaded(run, story):
+    argv = ("--model", "m", "--context", story, "--question", "q", "--dtype", "int8")
+    status, _, err = run("compress", *argv)
+    assert status == 2
+    assert "float32, bfloat16, float16; got 'int8'" in err
+
+
+FILES = {
+    "p.yaml": "floor: none\nwindow: {size: 16}\n",
+    "p.toml": 'floor = "none"\n[window]\nsize = 16\n',
+    "p.json": '{"floor": "none", "window": {"size": 16}}',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_pipeline_files_spell_the_same_pipeline(tmp_path, name):
+    path = tmp_path / name
+    path.write_text(FILES[name])
+    expected = Pipeline.from_dict({"floor": "none", "window": {"size": 16}})
+    assert commands.load_pipeline(str(path)) == expected
+    assert expected != Pipeline()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("p.yaml", "a: [1"), ("p.toml", "a = "), ("p.json", "{"), ("p.json", "[1]")]
+)
+def test_broken_pipeline_files_are_refused(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(gracekv.errors.ConfigError):
+        commands.load_pipeline(str(path))
+
+
+def test_demo_plot_and_tables():
+    from rich.console import Console
+
+    from gracekv import demo
+
+    results = [(f"GraceKV {x}x", FakeResult(None, x)) for x in demo.RATIOS]
+    assert demo.entries_plot(results).startswith(b"\x89PNG")
+    trials = [demo.Trial(name, result, "it says drink me", 0.05) for name, result in results]
+    console = Console(width=200, record=True, file=io.StringIO())
+    for table in (demo._answers(trials), demo._memory(trials), demo._seconds(trials)):
+        console.print(table)
+    text = console.export_text()
+    assert "yes" in text
+    assert "50.0%" in text
+    assert demo.physical_cores() >= 1

