@@ -123,7 +123,7 @@ class Prompt:
                 "The context is empty: there is nothing to compress. Pass the long text as "
                 "context=, and what to do with it as instruction= or question=."
             )
-        before, after = _render(tokenizer, instruction, question, "".join(texts.values()))
+        before, after = _render(tokenizer, instruction, question)
         question_chars = _question_end(after, question)
         parts = (before, context, after[:question_chars], after[question_chars:] + answer_prefix)
         special = not _chat_template(tokenizer)
@@ -132,8 +132,7 @@ class Prompt:
         else:
             ids, borders = _piecewise(tokenizer, parts, special)
         start, end, question_end = borders
-        # Without a question there are no question probes, wherever blanks and template merge.
-        spans = PromptSpans(start, end, question_end if question.strip() else end, len(ids))
+        spans = PromptSpans(start, end, question_end, len(ids))
         return cls(torch.tensor(ids, dtype=torch.int64), spans, parts, tokenizer)
 
 
@@ -154,14 +153,14 @@ def _chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def _render(tokenizer: Any, instruction: str, question: str, data: str) -> tuple[str, str]:
+def _render(tokenizer: Any, instruction: str, question: str) -> tuple[str, str]:
     """What stands before and after the context in the rendered prompt.
 
     The template runs once, around a mark in the context's place, so headers, default system
     prompts and stripped blanks are the template's own.
     """
     number = 0
-    while (mark := f"[[context {number}]]") in data:
+    while (mark := f"[[context {number}]]") in instruction + question:
         number += 1
     content = "\n\n".join(text for text in (instruction, mark, question) if text)
     if _chat_template(tokenizer):

@@ -91,11 +91,12 @@ def test_rows_are_selected_repeated_and_reordered():
     assert torch.equal(cache.layers[1]._tail(2)[1], keys[1][:1])
 
 
-def test_a_tail_of_one_row_serves_several():
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_tail_of_few_rows_serves_several(rows):
     cache = GraceCache(packed())
-    first, _ = feed(cache, 2)
-    second, handles = feed(cache, 1, rows=3, seed=1)
-    expected = torch.cat([first[0].expand(3, -1, -1, -1), second[0]], dim=2)
+    first, _ = feed(cache, 2, rows=rows)
+    second, handles = feed(cache, 1, rows=3 * rows, seed=1)
+    expected = torch.cat([first[0].repeat_interleave(3, dim=0), second[0]], dim=2)
     assert torch.equal(handles[0].keys, expected)
 
 

@@ -150,15 +150,16 @@ def test_a_token_across_a_border_goes_to_the_side_that_holds_most_of_it():
         def __call__(self, text, **_):
             return {"input_ids": range(len(self.offsets)), "offset_mapping": self.offsets}
 
-    # "ii\n\n" is [0, 4), "cccccc" [4, 10), "\n\nqq" [10, 14).
+    # "ii\n\n" is [0, 4), "cccccc" [4, 10), "\n\nqq" [10, 14), "aa" [14, 16).
     def spans(*offsets):
-        prompt = Prompt.from_chat(Fixed(offsets), context="c" * 6, question="qq", instruction="ii")
-        return prompt.spans
+        return Prompt.from_chat(
+            Fixed(offsets), context="c" * 6, question="qq", instruction="ii", answer_prefix="aa"
+        ).spans
 
-    assert spans((0, 3), (3, 6), (6, 9), (9, 12), (12, 14)) == PromptSpans(1, 3, 5, 5)
-    assert spans((0, 1), (1, 5), (5, 9), (9, 11), (11, 14)) == PromptSpans(2, 4, 5, 5)
-    # Half and half: the context takes it.
-    assert spans((0, 3), (3, 5), (5, 9), (9, 11), (11, 14)) == PromptSpans(1, 4, 5, 5)
+    assert spans((0, 3), (3, 6), (6, 9), (9, 12), (12, 15), (15, 16)) == PromptSpans(1, 3, 5, 6)
+    assert spans((0, 1), (1, 5), (5, 9), (9, 11), (11, 13), (13, 16)) == PromptSpans(2, 4, 5, 6)
+    # Half and half: context before template, question before tail.
+    assert spans((0, 3), (3, 5), (5, 9), (9, 11), (11, 13), (13, 15)) == PromptSpans(1, 4, 6, 6)
 
 
 def test_ids_may_come_in_any_whole_number_type():
@@ -228,8 +229,18 @@ def test_bad_texts_and_templates_are_refused(make, fields, message):
         Prompt.from_chat(make(), **texts)
 
 
-def test_a_context_that_holds_the_mark_is_still_found():
-    text = "See [[context 0]] and [[context 1]]."
-    prompt = Prompt.from_chat(FAST[True], context=text, question="What is [[context 2]]?")
-    assert prompt.parts[1] == text
-    assert prompt.parts[2] == "\n\nWhat is [[context 2]]?"
+def test_texts_that_hold_the_mark_are_still_told_apart():
+    text = "See [[context 2]]."
+    prompt = Prompt.from_chat(
+        FAST[True], context=text, question="What is [[context 0]]?", instruction="[[context 1]]"
+    )
+    assert prompt.parts[0].endswith("[[context 1]]\n\n")
+    assert prompt.parts[1:3] == (text, "\n\nWhat is [[context 0]]?")
+
+
+def test_piecewise_ids_keep_words_with_their_blanks():
+    tokenizer = template("Read this: {{ messages[0]['content'] }}")
+    texts = {"context": "The code of room seven.", "question": "What is the code?"}
+    slow = Prompt.from_chat(Slow(tokenizer), **texts)
+    assert torch.equal(slow.ids, Prompt.from_chat(tokenizer, **texts).ids)
+    assert tokenizer.decode(slow.ids[: slow.spans.context_start]) == "Read this:"
