@@ -30,7 +30,8 @@ class Lagrangian(Allocator):
     gain - lam cost is a bottom-up sum of positive parts. The dual
     g(lam) = lam B + the sum of those values bounds every allocation from above and is convex; its
     minimum is bracketed by bisection. The closures at the upper end of the bracket fit the
-    budget; the greedy auction spends the rest. It reaches valuable leaves behind poor steps,
+    budget; those at its lower end are added tree by tree while they fit, and the greedy auction
+    spends the rest. It reaches valuable leaves behind poor steps,
     where the auction alone would not. If the auction from `start` does better, its result is
     returned. Quotas become one more price per head, so the bound accounts for them.
 
@@ -57,8 +58,11 @@ class Lagrangian(Allocator):
         executed = ops.executed(start)
         purse = Purse.of(ops, start, quota)
         dual = _Dual(ops, executed, purse, elastic=self.elastic)
-        bound, price = dual.minimum(self.sweeps)
-        bought = executed | dual.closures(price)
+        bound, low, high = dual.minimum(self.sweeps)
+        bought = executed | dual.closures(high)
+        # Trees whose closure changes inside the bracket are all worth about its price per entry.
+        more = (executed | dual.closures(low)) & ~bought
+        bought |= _first_trees(ops, more, purse.less(ops, bought & ~executed))
         left = purse.less(ops, bought & ~executed)
         filled = auction(ops, bought, left, elastic=self.elastic)
         plain = auction(ops, executed, purse, elastic=self.elastic)
@@ -139,11 +143,14 @@ class _Dual:
         result[self.index[self._inside(self._net(price))]] = True
         return result
 
-    def minimum(self, sweeps: int) -> tuple[float, Tensor]:
-        """The bound, and prices [1] or [L * G] whose closures fit budget and quotas."""
+    def minimum(self, sweeps: int) -> tuple[float, Tensor, Tensor]:
+        """The bound, and the bracket's prices [1] or [L * G].
+
+        Closures at the higher price fit budget and quotas; at the lower they may not.
+        """
         highest = self.ops.unit[self.index].amax().view(1) if len(self.index) else None
         if highest is None:
-            return self.held, self.cost.new_zeros(1)
+            return self.held, self.cost.new_zeros(1), self.cost.new_zeros(1)
         budget = float(self.purse.budget)
         if self.purse.room is None:
 
@@ -151,8 +158,8 @@ class _Dual:
                 value, spent = self.evaluate(price)
                 return price * budget + value.sum(), budget - spent.sum().view(1)
 
-            least, price = _bracket(whole, highest, sweeps)
-            return self.held + float(least), price
+            least, _, low, high = _bracket(whole, highest, sweeps)
+            return self.held + float(least), low, high
 
         room = self.purse.room.double()
 
@@ -161,7 +168,7 @@ class _Dual:
             return price * room + value, room - spent
 
         # Where its quota binds, a head has a price of its own, above the common one.
-        _, own = _bracket(alone, highest.expand(self.heads), sweeps)
+        _, own, own_low, own_high = _bracket(alone, highest.expand(self.heads), sweeps)
 
         def common(price: Tensor) -> tuple[Tensor, Tensor]:
             charged = torch.maximum(price, own)
@@ -171,22 +178,40 @@ class _Dual:
             slope = budget - torch.where(capped, room, spent).sum()
             return total.view(1), slope.view(1)
 
-        least, price = _bracket(common, highest, sweeps)
-        return self.held + float(least), torch.maximum(price, own)
+        least, _, low, high = _bracket(common, highest, sweeps)
+        return (
+            self.held + float(least),
+            torch.maximum(low, own_low),
+            torch.maximum(high, own_high),
+        )
+
+
+def _first_trees(ops: Operations, wanted: Tensor, purse: Purse) -> Tensor:
+    """bool [M]: of `wanted`, all of the first trees that fit head by head, then in all."""
+    price = torch.zeros(ops.forest.trees, dtype=torch.int64, device=wanted.device)
+    price.index_add_(0, ops.tree, torch.where(wanted, ops.cost, 0))
+    if purse.room is not None:
+        fits = price.view(len(purse.room), -1).cumsum(1) <= purse.room[:, None]
+        price = torch.where(fits.flatten(), price, purse.budget + 1)
+    affordable = price <= purse.budget
+    fits = affordable & (torch.where(affordable, price, 0).cumsum(0) <= purse.budget)
+    return wanted & fits.index_select(0, ops.tree)
 
 
 def _bracket(
     function: Callable[[Tensor], tuple[Tensor, Tensor]], highest: Tensor, sweeps: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Minimise convex functions side by side on [0, highest].
 
     `function` gives values and slopes [S] at points [S], with slope >= 0 at `highest`. Returns
-    the smallest values seen and, per function, the lowest point seen where the slope is >= 0.
+    the smallest values seen, the points where, and the last bracket: low points (slope < 0, or 0)
+    and high ones (slope >= 0), which are as good as the best.
     """
     low, high = torch.zeros_like(highest), highest.clone()
     low_value, low_slope = function(low)
     high_value, high_slope = function(high)
     best = torch.minimum(low_value, high_value)
+    best_point = torch.where(low_value <= high_value, low, high)
     settled = low_slope >= 0
     high = torch.where(settled, low, high)
     for sweep in range(sweeps):
@@ -197,7 +222,8 @@ def _bracket(
         floor = torch.maximum(
             low_value + low_slope * (meet - low), high_value + high_slope * (meet - high)
         )
-        if bool((settled | (best - floor <= 1e-12 * best) | (high <= low)).all()):
+        tight = (best - floor <= 1e-12 * best) & (high_value - best <= 1e-9 * best)
+        if bool((settled | tight | (high <= low)).all()):
             break
         # The tangents alone can creep along one side, so every other step splits the bracket: by
         # orders of magnitude while it spans several.
@@ -205,6 +231,7 @@ def _bracket(
         split = torch.where(low > high / 16, (low + high) / 2, spread)
         point = torch.where(settled, high, meet if sweep % 2 == 0 else split)
         value, slope = function(point)
+        best_point = torch.where(value < best, point, best_point)
         best = torch.minimum(best, value)
         down = (slope < 0) & ~settled
         up = (slope >= 0) & ~settled
@@ -218,4 +245,4 @@ def _bracket(
             torch.where(up, value, high_value),
             torch.where(up, slope, high_slope),
         )
-    return best, high
+    return best, best_point, low, high
