@@ -1,5 +1,24 @@
 """Stage 2: token worth and head sensitivity."""
 
 from gracekv.value.base import SCORERS, SENSITIVITIES, Relevance, Scorer, Sensitivity, TokenScores
+from gracekv.value.column_sums import ColumnSums
+from gracekv.value.multi_hop import MultiHop
+from gracekv.value.none import NoSensitivity
+from gracekv.value.output_projection import OutputProjection
+from gracekv.value.recency import Recency
+from gracekv.value.window_attention import WindowAttention
 
-__all__ = ["SCORERS", "SENSITIVITIES", "Relevance", "Scorer", "Sensitivity", "TokenScores"]
+__all__ = [
+    "SCORERS",
+    "SENSITIVITIES",
+    "ColumnSums",
+    "MultiHop",
+    "NoSensitivity",
+    "OutputProjection",
+    "Recency",
+    "Relevance",
+    "Scorer",
+    "Sensitivity",
+    "TokenScores",
+    "WindowAttention",
+]

@@ -1,0 +1,100 @@
+"""Attention probabilities of chosen positions, and how much each context token receives.
+
+Every score of this stage is some weighted sum of such probabilities.
+
+Source: the paper, Eq. app_attention_probability; computing sums in blocks of probes is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from gracekv.prefill import Prefill, Region
+
+# Bytes of logits that `received` holds at once: near a CPU's cache; on a GPU, enough work for each
+# launch. Very long prompts exceed them rather than fall below a useful number of rows.
+_CPU_BLOCK, _GPU_BLOCK, _LEAST_ROWS = 16 * 2**20, 256 * 2**20, 16
+
+
+def probabilities(prefill: Prefill, layer: int, probes: Sequence[int] | Tensor) -> Tensor:
+    """pi: how each probe spreads its attention over all that it sees, float32 [H, P, S].
+
+    Args:
+        prefill: H query heads that share G KV heads.
+        layer: 0-based.
+        probes: P >= 1 absolute positions.
+
+    S = max(probes) + 1: nobody sees a later key, so the columns up to T are left out. Columns
+    after a probe's own position are exactly 0; each row sums to 1. Keys and queries are raised to
+    float32 before their product.
+
+    Raises `MissingCaptureError` if a probe's query was not captured.
+    """
+    at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
+    keys, heads = prefill.keys[layer], prefill.kv_heads
+    after, stop = int(at.min()) + 1, int(at.max()) + 1
+    queries = prefill.queries_at(layer, at).float() * prefill.scale
+    # One product per KV head for all query heads that share it: K is never repeated.
+    shared = rearrange(queries, "(g n) p d -> g (n p) d", g=heads)
+    logits = shared @ keys[:, :stop].float().transpose(1, 2)
+    logits = rearrange(logits, "g (n p) s -> (g n) p s", p=len(at))
+    # Everyone sees the keys up to the earliest probe; only the columns after it need a mask.
+    unseen = torch.arange(after, stop) > at[:, None]
+    logits[..., after:].masked_fill_(unseen.to(logits.device), -torch.inf)
+    return torch.softmax(logits, dim=-1)
+
+
+def received(
+    prefill: Prefill,
+    layer: int,
+    probes: Sequence[int] | Tensor,
+    region: Region,
+    weights: Tensor | None = None,
+    *,
+    block: int | None = None,
+) -> Tensor:
+    """sum_u w_u pi_{u,t}: attention that each token of `region` receives, float32 [H, N].
+
+    The softmax runs over everything that a probe sees; the slice to the region comes after it.
+
+    Args:
+        prefill: H query heads.
+        layer: 0-based.
+        probes: P absolute positions.
+        region: the N tokens that are scored.
+        weights: w [P]; None: all 1.
+        block: probes per block; None: what suits the device. Changes memory and time only. A
+            block works on the keys up to its last probe, so ascending probes are cheapest.
+
+    Raises `MissingCaptureError` if a probe's query was not captured.
+    """
+    at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
+    device = prefill.keys[layer].device
+    total = torch.zeros(prefill.query_heads, region.length, device=device)
+    share = torch.ones(len(at)) if weights is None else weights
+    share = share.to(device=device, dtype=torch.float32)
+    if block is None:
+        limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
+        block = max(_LEAST_ROWS, limit // (4 * prefill.query_heads * prefill.spans.length))
+    for first in range(0, len(at), block):
+        rows = slice(first, first + block)
+        seen = probabilities(prefill, layer, at[rows])[..., region.start : region.end]
+        total[:, : seen.shape[-1]] += share[rows] @ seen
+    return total
+
+
+def column_sums(
+    prefill: Prefill, layer: int, region: Region, *, block: int | None = None
+) -> Tensor:
+    """sum over all prompt queries of pi_{u,t}, float32 [H, N]; never T x T (baselines' S2).
+
+    Queries before the region see none of it and are skipped.
+
+    Raises `MissingCaptureError` unless the queries of every position were captured.
+    """
+    everyone = torch.arange(region.start, prefill.spans.length)
+    return received(prefill, layer, everyone, region, block=block)

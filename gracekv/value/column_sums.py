@@ -1,0 +1,41 @@
+"""H2O's score: all the attention that a token ever received in the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from einops import reduce
+
+from gracekv.prefill import Needs, Prefill, Region
+from gracekv.value.attention import column_sums
+from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.evidence import mean_evidence
+
+
+@final
+@SCORERS.register("column_sums")
+@dataclass(frozen=True, slots=False)
+class ColumnSums(Scorer):
+    """Sum of the causal attention from all prompt queries, mean over a KV head's group (H2O).
+
+    A sum, not an average: early tokens are seen by more queries and score higher, as published.
+    Costs one more attention pass, in blocks of queries.
+    """
+
+    def needs(self) -> Needs:
+        return Needs(context_queries=True)
+
+    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+        """Group means of the sums, not normalised.
+
+        Raises `MissingCaptureError` unless the queries of every position were captured.
+        """
+        device = prefill.keys[0].device
+        scores = []
+        for layer in range(prefill.layers):
+            per_head = column_sums(prefill, layer, region)
+            scores.append(reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads).to(device))
+        tokens = torch.stack(scores)
+        return TokenScores(tokens, mean_evidence(tokens))

@@ -1,0 +1,23 @@
+"""No sensitivity: all heads pay the same price."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.prefill import Prefill
+from gracekv.value.base import SENSITIVITIES, Sensitivity
+
+
+@final
+@SENSITIVITIES.register("none")
+@dataclass(frozen=True, slots=False)
+class NoSensitivity(Sensitivity):
+    """Every head counts the same (omega = 1)."""
+
+    def __call__(self, prefill: Prefill) -> Tensor:
+        """Ones [L, G]."""
+        return torch.ones(prefill.layers, prefill.kv_heads, device=prefill.keys[0].device)

@@ -1,0 +1,54 @@
+"""The paper's sensitivity: how far a head can and does move the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from einops import reduce
+from torch import Tensor
+
+from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.prefill import Needs, Prefill
+from gracekv.value.base import SENSITIVITIES, Sensitivity
+
+
+@final
+@SENSITIVITIES.register("output_projection")
+@dataclass(frozen=True, slots=False)
+class OutputProjection(Sensitivity):
+    """Size of a head's output projection times size of its output at the question.
+
+    The geometric mean of both (Eq. app_head_sensitivity_raw), divided by its mean over all heads
+    (Eq. app_head_sensitivity).
+
+    Attributes:
+        epsilon: guards the mean's denominator; the value is ours.
+    """
+
+    epsilon: float = 1e-12
+
+    def __post_init__(self) -> None:
+        if not 0 < self.epsilon <= 1e-3:
+            raise ConfigError(
+                f"OutputProjection.epsilon only keeps a denominator from 0, so it lies in "
+                f"(0, 1e-3]; got {self.epsilon!r}."
+            )
+
+    def needs(self) -> Needs:
+        return Needs(head_outputs=True)
+
+    def __call__(self, prefill: Prefill) -> Tensor:
+        """Omega [L, G]; `MissingCaptureError` without the projections' norms."""
+        if prefill.projection_norms is None or prefill.projected_norms is None:
+            raise MissingCaptureError(
+                "OutputProjection reads the output projections' norms, which were not captured. "
+                "Capture for the pipeline that you run: gracekv.capture(model, prompt, "
+                "pipeline=...); or use the sensitivity 'none'."
+            )
+        device = prefill.keys[0].device
+        squares = prefill.projection_norms.to(device).float().square()
+        static = reduce(squares, "l (g n) -> l g", "sum", g=prefill.kv_heads).sqrt()
+        given = prefill.projected_norms.to(device).float().mean(dim=-1)
+        raw = (static * given).sqrt()
+        return raw / (raw.mean() + self.epsilon)

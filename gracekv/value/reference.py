@@ -1,0 +1,159 @@
+"""The stage in float64 and plain loops, straight from the equations; slow on purpose.
+
+The functions named after a strategy take it first, for its hyperparameters, if it has any.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import MissingCaptureError
+from gracekv.prefill import Prefill, Region, depth_layers
+from gracekv.value.base import TokenScores
+from gracekv.value.multi_hop import MultiHop
+from gracekv.value.output_projection import OutputProjection
+from gracekv.value.window_attention import WindowAttention
+
+
+def attention_probability(prefill: Prefill, layer: int, head: int, probe: int) -> list[float]:
+    """pi_{u,t} of one query head for t = 0..u (Eq. app_attention_probability)."""
+    query = prefill.queries_at(layer, [probe])[head, 0].double()
+    keys = prefill.keys[layer][head // prefill.group].double()
+    logits = [prefill.scale * float(query @ keys[t]) for t in range(probe + 1)]
+    peak = max(logits)
+    masses = [math.exp(logit - peak) for logit in logits]
+    total = sum(masses)
+    return [mass / total for mass in masses]
+
+
+def attention_sums(
+    prefill: Prefill, layer: int, head: int, weights: dict[int, float], region: Region
+) -> list[float]:
+    """sum_u w_u pi_{u,t} of one query head for the region's tokens; `weights` maps u to w_u."""
+    sums = [0.0] * region.length
+    for probe, weight in weights.items():
+        row = attention_probability(prefill, layer, head, probe)
+        for t in range(region.start, min(region.end, probe + 1)):
+            sums[t - region.start] += weight * row[t]
+    return sums
+
+
+def group_sums(prefill: Prefill, weights: dict[int, float], region: Region) -> Tensor:
+    """[L, G, N] float64: `attention_sums` added up over the query heads of each KV head."""
+    sums = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
+    for layer in range(prefill.layers):
+        for head in range(prefill.query_heads):
+            row = attention_sums(prefill, layer, head, weights, region)
+            sums[layer, head // prefill.group] += torch.tensor(row, dtype=torch.float64)
+    return sums
+
+
+def normalised(scores: list[float], epsilon: float) -> list[float]:
+    """Scores over their sum plus epsilon."""
+    total = sum(scores) + epsilon
+    return [score / total for score in scores]
+
+
+def mean_over_heads(tokens: Tensor, epsilon: float) -> list[float]:
+    """S-hat from scores [L, G, N] (Eq. app_global_seed_score)."""
+    layers, heads, length = tokens.shape
+    rows = [tokens[layer, head].tolist() for layer in range(layers) for head in range(heads)]
+    return normalised([sum(row[t] for row in rows) / len(rows) for t in range(length)], epsilon)
+
+
+def seeds(scores: list[float], mass: float, limit: int) -> list[int]:
+    """Best tokens until their sum reaches `mass` of the total, at most `limit`; best first."""
+    target, chosen, reached = mass * sum(scores), list[int](), 0.0
+    for t in sorted(range(len(scores)), key=lambda t: (-scores[t], t)):
+        if reached >= target or len(chosen) == limit or scores[t] <= 0:
+            break
+        chosen.append(t)
+        reached += scores[t]
+    return chosen
+
+
+def propagated(
+    scorer: MultiHop, prefill: Prefill, region: Region, evidence: list[float]
+) -> list[float]:
+    """d_t, Eqs. app_hop_propagation and app_diffused_relevance, before normalisation."""
+    total, score, known = [0.0] * region.length, evidence, set[int]()
+    for hop in range(1, scorer.hops + 1):
+        chosen = seeds(score, scorer.seed_mass, scorer.max_seeds)
+        known.update(chosen)
+        mass = sum(score[t] for t in chosen)
+        weights = {region.start + t: score[t] / mass for t in chosen}
+        score = [0.0] * region.length
+        for layer in depth_layers(scorer.depths, prefill.layers):
+            for head in range(prefill.query_heads):
+                row = attention_sums(prefill, layer, head, weights, region)
+                score = [a + b for a, b in zip(score, row, strict=True)]
+        score = [0.0 if t in known else score[t] for t in range(region.length)]
+        total = [
+            d + scorer.decay ** (hop - 1) * found for d, found in zip(total, score, strict=True)
+        ]
+    return total
+
+
+def multi_hop(scorer: MultiHop, prefill: Prefill, region: Region) -> TokenScores:
+    """R and S-hat, Eqs. app_direct_relevance to app_bottom_up_value; float64."""
+    probes = prefill.spans.direct_probes(scorer.question, scorer.tail)
+    direct = group_sums(prefill, dict.fromkeys(probes, 1.0), region)
+    for layer in range(prefill.layers):
+        for head in range(prefill.kv_heads):
+            row = normalised(direct[layer, head].tolist(), scorer.epsilon)
+            direct[layer, head] = torch.tensor(row, dtype=torch.float64)
+    evidence = mean_over_heads(direct, scorer.epsilon)
+    reached = propagated(scorer, prefill, region, evidence)
+    share = scorer.lambda_graph if sum(reached) > 0 else 0.0
+    diffused = torch.tensor(normalised(reached, scorer.epsilon), dtype=torch.float64)
+    tokens = (1 - share) * direct + share * diffused
+    return TokenScores(tokens, torch.tensor(evidence, dtype=torch.float64))
+
+
+def window_attention(scorer: WindowAttention, prefill: Prefill, region: Region) -> TokenScores:
+    """SnapKV's score: mean over window and group, then pooling inside the region; float64."""
+    spans, half = prefill.spans, scorer.kernel // 2
+    if scorer.observation == "prompt_tail":
+        window = [u for u in range(spans.length) if u >= spans.length - scorer.window]
+    else:
+        context = range(spans.context_start, spans.context_end)
+        window = [u for u in context if u >= spans.context_end - scorer.window]
+    share = 1 / (len(window) * prefill.group)
+    mean = group_sums(prefill, dict.fromkeys(window, share), region)
+    tokens = mean.clone()
+    for layer in range(prefill.layers):
+        for head in range(prefill.kv_heads):
+            row = mean[layer, head].tolist()
+            for t in range(region.length):
+                near = row[max(0, t - half) : t + half + 1]
+                if scorer.pooling == "max":
+                    tokens[layer, head, t] = max(near)
+                elif scorer.pooling == "avg":
+                    tokens[layer, head, t] = sum(near) / scorer.kernel
+    evidence = mean_over_heads(tokens, 1e-12)
+    return TokenScores(tokens, torch.tensor(evidence, dtype=torch.float64))
+
+
+def column_sums(prefill: Prefill, region: Region) -> TokenScores:
+    """H2O's score from the full T x T attention of every head; float64."""
+    everyone = dict.fromkeys(range(prefill.spans.length), 1 / prefill.group)
+    tokens = group_sums(prefill, everyone, region)
+    evidence = mean_over_heads(tokens, 1e-12)
+    return TokenScores(tokens, torch.tensor(evidence, dtype=torch.float64))
+
+
+def output_projection(sensitivity: OutputProjection, prefill: Prefill) -> Tensor:
+    """Omega [L, G] float64, Eqs. app_head_sensitivity_raw and app_head_sensitivity."""
+    if prefill.projection_norms is None or prefill.projected_norms is None:
+        raise MissingCaptureError("The reference needs projection_norms and projected_norms too.")
+    raw = torch.zeros(prefill.layers, prefill.kv_heads, dtype=torch.float64)
+    for layer in range(prefill.layers):
+        for g in range(prefill.kv_heads):
+            group = range(g * prefill.group, (g + 1) * prefill.group)
+            static = math.sqrt(sum(float(prefill.projection_norms[layer, h]) ** 2 for h in group))
+            given = [float(norm) for norm in prefill.projected_norms[layer, g]]
+            raw[layer, g] = math.sqrt(static * sum(given) / len(given))
+    return raw / (float(raw.sum()) / raw.numel() + sensitivity.epsilon)

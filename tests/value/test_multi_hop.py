@@ -1,0 +1,236 @@
+"""The paper's value flow."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, MissingCaptureError, PromptError
+from gracekv.prefill import Needs, PromptSpans, Region
+from gracekv.testing import synthetic_prefill
+from gracekv.value import MultiHop, reference
+from gracekv.value.multi_hop import select_seeds
+
+# float32 against float64 over a chain of a few hundred additions and divisions; the same for
+# bfloat16 captures, whose rounded tensors both sides raise before any arithmetic.
+CLOSE = {"rtol": 1e-4, "atol": 1e-7}
+
+
+def small(seed=0, context=40, **shape):
+    shape = {"layers": 3, "dim": 8, "prefix": 2, "question": 4, "tail": 2} | shape
+    return synthetic_prefill(context=context, seed=seed, **shape)
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    layers=st.integers(1, 4),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    context=st.integers(6, 40),
+    question=st.integers(0, 4),
+    recent=st.integers(0, 5),
+    hops=st.integers(0, 3),
+    max_seeds=st.integers(1, 8),
+    seed_mass=st.sampled_from([0.3, 0.9]),
+    decay=st.sampled_from([0.0, 0.7, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_equals_the_reference(
+    seed,
+    layers,
+    kv_heads,
+    group,
+    context,
+    question,
+    recent,
+    hops,
+    max_seeds,
+    seed_mass,
+    decay,
+    dtype,
+):
+    prefill = small(
+        seed, context, layers=layers, kv_heads=kv_heads, group=group, question=question, dtype=dtype
+    )
+    region = prefill.spans.region(recent)
+    scorer = MultiHop(
+        question=3, tail=3, hops=hops, max_seeds=max_seeds, seed_mass=seed_mass, decay=decay
+    )
+    fast, slow = scorer(prefill, region), reference.multi_hop(scorer, prefill, region)
+    torch.testing.assert_close(fast.tokens.double(), slow.tokens, **CLOSE)
+    torch.testing.assert_close(fast.evidence.double(), slow.evidence, **CLOSE)
+
+
+def test_equals_the_reference_with_the_papers_numbers():
+    prefill = small(context=90, question=40, tail=20, kv_heads=1, layers=2)
+    region = prefill.spans.region(32)
+    fast = MultiHop()(prefill, region)
+    slow = reference.multi_hop(MultiHop(), prefill, region)
+    torch.testing.assert_close(fast.tokens.double(), slow.tokens, **CLOSE)
+
+
+@given(seed=st.integers(0, 2**32 - 1), context=st.integers(1, 150), hops=st.integers(0, 3))
+def test_worth_is_a_distribution_in_every_head(seed, context, hops):
+    prefill = small(seed, context)
+    region = prefill.spans.region(min(8, context - 1))
+    scorer = MultiHop(hops=hops)
+    scores, again = scorer(prefill, region), scorer(prefill, region)
+    assert scores.tokens.shape == (3, 2, region.length)
+    assert scores.tokens.dtype == scores.evidence.dtype == torch.float32
+    assert bool((scores.tokens >= 0).all())
+    torch.testing.assert_close(scores.tokens.sum(-1), torch.ones(3, 2))
+    torch.testing.assert_close(scores.evidence.sum(), torch.tensor(1.0))
+    assert torch.equal(scores.tokens, again.tokens)
+    assert torch.equal(scores.evidence, again.evidence)
+
+
+@given(seed=st.integers(0, 2**32 - 1), max_seeds=st.integers(1, 64))
+def test_seeds_receive_nothing_from_their_own_hop(seed, max_seeds):
+    prefill, region = small(seed, 100), Region(2, 80)
+    scorer = MultiHop(hops=1, max_seeds=max_seeds)
+    direct = MultiHop(hops=0)(prefill, region)
+    seeds = select_seeds(direct.evidence, scorer.seed_mass, max_seeds)
+    # The region's first tokens see nothing new: no hop, see the test on discovering nothing.
+    assume(int(seeds.max()) >= len(seeds))
+    hopped = scorer(prefill, region).tokens - (1 - scorer.lambda_graph) * direct.tokens
+    assert hopped.sum() > 0
+    torch.testing.assert_close(hopped[..., seeds], torch.zeros(3, 2, len(seeds)))
+
+
+def test_the_first_seeds_receive_nothing_from_any_hop():
+    prefill, region = small(3, 100), Region(2, 80)
+    direct = MultiHop(hops=0)(prefill, region)
+    first = select_seeds(direct.evidence, 0.9, 8)
+    hopped = MultiHop(hops=3, max_seeds=8)(prefill, region).tokens - 0.7 * direct.tokens
+    torch.testing.assert_close(hopped[..., first], torch.zeros(3, 2, len(first)))
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_without_hops_worth_is_direct_relevance(seed):
+    prefill, region = small(seed), Region(2, 30)
+    direct = MultiHop(hops=0)(prefill, region).tokens
+    assert torch.equal(direct, MultiHop(lambda_graph=0.0)(prefill, region).tokens)
+    probes = dict.fromkeys(prefill.spans.direct_probes(), 1.0)
+    sums = reference.group_sums(prefill, probes, region)
+    expected = sums / sums.sum(-1, keepdim=True)
+    torch.testing.assert_close(direct.double(), expected, **CLOSE)
+
+
+def test_worth_is_direct_relevance_where_every_token_is_a_seed_already():
+    prefill, region = small(context=6), Region(2, 4)
+    everything = MultiHop(seed_mass=1.0)(prefill, region)
+    assert torch.equal(everything.tokens, MultiHop(hops=0)(prefill, region).tokens)
+
+
+def test_worth_is_direct_relevance_where_the_hops_discover_nothing():
+    # Here the one seed is the region's first token, which sees nothing of the region but itself.
+    prefill, region = small(1_000_001, 100), Region(2, 80)
+    direct = MultiHop(hops=0)(prefill, region)
+    assert select_seeds(direct.evidence, 0.9, 1).tolist() == [0]
+    assert torch.equal(MultiHop(max_seeds=1)(prefill, region).tokens, direct.tokens)
+
+
+def test_direct_relevance_and_evidence_do_not_depend_on_the_order_of_layers():
+    prefill, region = small(), Region(2, 30)
+    backwards = dataclasses.replace(
+        prefill,
+        keys=prefill.keys[::-1],
+        values=prefill.values[::-1],
+        queries=prefill.queries[::-1],
+    )
+    scorer = MultiHop(depths=(0.0, 0.4, 1.0))  # all three layers, so hops are the same too
+    scores, mirrored = scorer(prefill, region), scorer(backwards, region)
+    torch.testing.assert_close(scores.tokens.flip(0), mirrored.tokens, **CLOSE)
+    torch.testing.assert_close(scores.evidence, mirrored.evidence, **CLOSE)
+
+
+def test_a_head_that_ignores_the_region_adds_nothing_but_the_hops():
+    prefill, region = small(), Region(2, 30)
+    prefill.keys[0][0, 0] = 1e4 * prefill.queries[0][:2].sum(dim=(0, 1))
+    prefill.queries[0][:2] = prefill.keys[0][0, 0]
+    scores = MultiHop()(prefill, region).tokens
+    torch.testing.assert_close(scores[0, 0].sum(), torch.tensor(0.3))
+    torch.testing.assert_close(scores[0, 1].sum(), torch.tensor(1.0))
+
+
+@given(
+    scores=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    mass=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    limit=st.integers(1, 12),
+)
+def test_seeds_equal_the_reference(scores, mass, limit):
+    # Small whole numbers tie often, and their sums are exact on both sides.
+    chosen = select_seeds(torch.tensor(scores, dtype=torch.float32), mass, limit)
+    assert chosen.tolist() == sorted(reference.seeds(scores, mass, limit))
+
+
+@pytest.mark.parametrize(
+    ("scores", "mass", "limit", "expected"),
+    [
+        ([1.0, 5.0, 4.0], 0.9, 64, [1, 2]),  # 9 of 10 reaches the mass exactly
+        ([1.0, 5.0, 4.0], 0.9001, 64, [0, 1, 2]),
+        ([1.0, 5.0, 4.0], 0.9, 1, [1]),
+        ([2.0, 2.0, 2.0], 0.5, 64, [0, 1]),  # ties: the earlier token
+        ([0.0, 3.0, 0.0], 1.0, 64, [1]),
+        ([0.0, 0.0], 0.9, 64, []),
+    ],
+)
+def test_seeds_by_hand(scores, mass, limit, expected):
+    assert select_seeds(torch.tensor(scores), mass, limit).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"question": -1}, "question >= 0"),
+        ({"tail": -1}, "tail >= 0"),
+        ({"question": 0, "tail": 0}, "at least one"),
+        ({"hops": 4}, "0, 1, 2 or 3"),
+        ({"hops": -1}, "0, 1, 2 or 3"),
+        ({"decay": 1.5}, "decay"),
+        ({"decay": float("nan")}, "decay"),
+        ({"lambda_graph": -0.1}, "lambda_graph"),
+        ({"depths": ()}, "at least one relative depth"),
+        ({"depths": (0.5, 1.2)}, "relative depth"),
+        ({"seed_mass": 0.0}, "seed_mass"),
+        ({"seed_mass": 1.1}, "seed_mass"),
+        ({"max_seeds": 0}, "max_seeds"),
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"epsilon": 0.1}, "epsilon"),
+    ],
+)
+def test_refuses_a_bad_configuration(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        MultiHop(**fields)
+
+
+def test_hops_need_the_contexts_queries(without_context_queries):
+    prefill = without_context_queries(small(context=60))
+    region = prefill.spans.region(20)
+    with pytest.raises(MissingCaptureError, match="not captured"):
+        MultiHop()(prefill, region)
+    MultiHop(hops=0)(prefill, region)
+
+
+@pytest.mark.parametrize(
+    ("scorer", "needed"),
+    [
+        (MultiHop(), True),
+        (MultiHop(hops=0), False),
+        (MultiHop(lambda_graph=0.0), False),
+        (MultiHop(hops=0, question=33), True),
+        (MultiHop(hops=0, tail=17), True),
+    ],
+)
+def test_declares_what_it_reads(scorer, needed):
+    assert scorer.needs() == Needs(context_queries=needed)
+
+
+def test_refuses_a_prompt_without_any_probe():
+    prefill = small(question=0)
+    assert prefill.spans == PromptSpans(2, 42, 42, 44)
+    with pytest.raises(PromptError, match="no question"):
+        MultiHop(tail=0)(prefill, Region(2, 30))

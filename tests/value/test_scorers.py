@@ -1,0 +1,50 @@
+"""What every registered scorer promises."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.testing import synthetic_prefill
+from gracekv.value import SCORERS
+from gracekv.value.evidence import mean_evidence
+
+
+@pytest.mark.parametrize("name", list(SCORERS))
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    context=st.integers(1, 80),
+    recent=st.integers(0, 16),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_scores_are_finite_non_negative_float32_and_repeatable(name, seed, context, recent, dtype):
+    prefill = synthetic_prefill(layers=3, dim=8, context=context, seed=seed, dtype=dtype)
+    region = prefill.spans.region(min(recent, context - 1))
+    scorer = SCORERS.build(name)
+    scores, again = scorer(prefill, region), scorer(prefill, region)
+    assert scores.tokens.shape == (3, 2, region.length)
+    assert scores.tokens.dtype == scores.evidence.dtype == torch.float32
+    assert bool(scores.tokens.isfinite().all() & (scores.tokens >= 0).all())
+    assert bool((scores.evidence >= 0).all())
+    torch.testing.assert_close(scores.evidence.sum(), torch.tensor(1.0))
+    assert torch.equal(scores.tokens, again.tokens)
+    assert torch.equal(scores.evidence, again.evidence)
+
+
+@pytest.mark.parametrize("name", list(SCORERS))
+def test_is_a_value_that_survives_plain_data(name):
+    scorer = SCORERS.build(name)
+    assert SCORERS.parse(scorer.to_dict()) == scorer
+    assert hash(SCORERS.build(name)) == hash(scorer)
+    assert scorer.summary().endswith(".")
+
+
+def test_the_papers_scorer_and_those_of_its_rivals_are_registered():
+    assert set(SCORERS) >= {"multi_hop", "window_attention", "column_sums", "recency"}
+
+
+def test_evidence_is_the_normalised_mean_over_heads():
+    tokens = torch.tensor([[[1.0, 0.0, 3.0]], [[1.0, 4.0, 1.0]]])
+    torch.testing.assert_close(mean_evidence(tokens), torch.tensor([0.2, 0.4, 0.4]))
+    assert not mean_evidence(torch.zeros(1, 1, 3)).any()

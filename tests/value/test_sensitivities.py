@@ -1,0 +1,92 @@
+"""What each KV head is worth."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.prefill import Needs
+from gracekv.testing import synthetic_prefill
+from gracekv.value import SENSITIVITIES, NoSensitivity, OutputProjection, reference
+
+
+@pytest.mark.parametrize("name", list(SENSITIVITIES))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    layers=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+)
+def test_mean_is_one(name, seed, layers, kv_heads, group):
+    prefill = synthetic_prefill(
+        layers=layers, kv_heads=kv_heads, group=group, dim=4, context=8, seed=seed
+    )
+    sensitivity = SENSITIVITIES.build(name)
+    omega = sensitivity(prefill)
+    assert omega.shape == (layers, kv_heads)
+    assert omega.dtype == torch.float32
+    assert bool((omega > 0).all())
+    torch.testing.assert_close(omega.mean(), torch.tensor(1.0))
+    assert torch.equal(omega, sensitivity(prefill))
+
+
+@pytest.mark.parametrize("name", list(SENSITIVITIES))
+def test_is_a_value_that_survives_plain_data(name):
+    sensitivity = SENSITIVITIES.build(name)
+    assert SENSITIVITIES.parse(sensitivity.to_dict()) == sensitivity
+    assert sensitivity.summary().endswith(".")
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    layers=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    question=st.integers(0, 40),
+)
+def test_output_projection_equals_the_reference(seed, layers, kv_heads, group, question):
+    prefill = synthetic_prefill(
+        layers=layers,
+        kv_heads=kv_heads,
+        group=group,
+        dim=4,
+        context=8,
+        question=question,
+        seed=seed,
+    )
+    omega = OutputProjection()(prefill)
+    slow = reference.output_projection(OutputProjection(), prefill)
+    torch.testing.assert_close(omega.double(), slow, rtol=1e-5, atol=0)
+
+
+def test_output_projection_by_hand():
+    prefill = dataclasses.replace(
+        synthetic_prefill(layers=1, kv_heads=2, group=2, dim=4, context=8, question=2, tail=0),
+        projection_norms=torch.tensor([[3.0, 4.0, 0.0, 1.0]]),  # static strengths 5 and 1
+        projected_norms=torch.tensor([[[10.0, 30.0], [1.0, 7.0]]]),  # means 20 and 4
+    )
+    # raw 10 and 2, mean 6
+    torch.testing.assert_close(OutputProjection()(prefill), torch.tensor([[10 / 6, 2 / 6]]))
+
+
+@pytest.mark.parametrize("missing", ["projection_norms", "projected_norms"])
+def test_output_projection_needs_the_norms(missing):
+    assert OutputProjection().needs() == Needs(head_outputs=True)
+    prefill = dataclasses.replace(synthetic_prefill(), **{missing: None})
+    with pytest.raises(MissingCaptureError, match="not captured"):
+        OutputProjection()(prefill)
+
+
+def test_none_reads_nothing():
+    assert NoSensitivity().needs() == Needs()
+    prefill = dataclasses.replace(synthetic_prefill(), projection_norms=None, projected_norms=None)
+    assert torch.equal(NoSensitivity()(prefill), torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, 0.5])
+def test_refuses_a_bad_configuration(epsilon):
+    with pytest.raises(ConfigError, match="epsilon"):
+        OutputProjection(epsilon=epsilon)
