@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from gracekv.errors import PromptError, UnsupportedModelError
 from gracekv.prefill.base import Needs, Prefill, depth_layers
+from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.projection import projected_norms, projection_norms
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import BASE_ATTENTION, check_model
@@ -120,22 +120,6 @@ def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
         fingerprint=fingerprint(model, prompt.tokenizer),
         seconds=seconds,
     )
-
-
-def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
-    """What identifies a model and its tokenizer: class, name, dtype, hashes of config and vocab."""
-    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
-    # The version that wrote the config says nothing of the model.
-    config.pop("transformers_version", None)
-    marks = {
-        "model_class": type(model).__name__,
-        "model_name": str(getattr(model.config, "name_or_path", "")),
-        "config": _digest(repr(sorted(config.items(), key=lambda item: item[0]))),
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
-    if tokenizer is not None:
-        marks["tokenizer"] = _digest(repr(sorted(tokenizer.get_vocab().items())))
-    return marks
 
 
 @dataclass(slots=True, eq=False)
@@ -296,7 +280,3 @@ def _clock(seconds: dict[str, float], part: str, device: torch.device) -> Iterat
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds[part] = time.perf_counter() - start
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

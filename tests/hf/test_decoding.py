@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
 
+from packaging.version import Version  # noqa: E402
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
 
 from gracekv.backends import Eager, Sdpa  # noqa: E402
@@ -221,6 +222,10 @@ def test_rows_of_a_second_turn_start_from_one_tail(model, mode):
     assert torch.equal(ours, stock)
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="chunks after a cache get masks of the wrong length, which ours refuses",
+)
 def test_chunked_prefill_of_a_long_turn(model):
     ids = ids_of()
     turn = torch.cat([ids, ids_of(4, 23)])

@@ -19,7 +19,8 @@ from gracekv.errors import (  # noqa: E402
 )
 from gracekv.hf import attach, detach  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.capture import EVERYTHING, capture, fingerprint  # noqa: E402
+from gracekv.prefill.capture import EVERYTHING, capture  # noqa: E402
+from gracekv.prefill.fingerprint import fingerprint  # noqa: E402
 from gracekv.prefill.projection import projection_norms  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
@@ -203,6 +204,10 @@ def test_the_fingerprint_tells_models_apart():
     assert fingerprint(model) == fingerprint(tiny_llama(seed=1))
     assert fingerprint(model)["config"] != fingerprint(tiny_llama(rope="llama3"))["config"]
     assert fingerprint(model)["dtype"] == "float32"
+    assert "tokenizer" not in fingerprint(model, tokenizer=object())
+    stock = fingerprint(model)
+    attach(model)
+    assert fingerprint(model) == stock
 
 
 def gpt2():

@@ -1,0 +1,27 @@
+"""What identifies the model and tokenizer that a prefill came from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+
+def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
+    """What identifies a model and its tokenizer: class, name, dtype, hashes of config and vocab."""
+    config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
+    # The version that wrote the config says nothing of the model.
+    config.pop("transformers_version", None)
+    marks = {
+        "model_class": type(model).__name__,
+        "model_name": str(getattr(model.config, "name_or_path", "")),
+        "config": _digest(repr(sorted(config.items(), key=lambda item: item[0]))),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    if hasattr(tokenizer, "get_vocab"):
+        marks["tokenizer"] = _digest(repr(sorted(tokenizer.get_vocab().items())))
+    return marks
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
