@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,9 +10,10 @@ import typer
 
 import gracekv
 from gracekv.errors import ConfigError
+from gracekv.files import read_text, write_atomically
 
 if TYPE_CHECKING:
-    from gracekv import CompressionResult, Pipeline
+    from gracekv import CompressionResult
 
 app = typer.Typer(
     help="Compress a language model's KV cache once after prefill.",
@@ -82,7 +81,9 @@ def compress(
     ] = None,
 ) -> None:
     """Compress one prompt's cache and answer a question over what is left."""
-    text = _read(context)
+    text = read_text(context)
+    from gracekv.config import load_pipeline
+
     chosen = load_pipeline(pipeline)
     if ratio is None and entries_per_head is None and kv_bytes is None:
         ratio = "8"
@@ -149,57 +150,6 @@ def list_(
                 show(title, rows)
     if recipes or stage is None:
         show("recipes", {name: named.describe(name) for name in named.names()})
-
-
-def load_pipeline(spec: str) -> Pipeline:
-    """A recipe by name, or a `Pipeline` from the fields in a .yaml, .toml or .json file.
-
-    Raises `UnknownStrategyError` for an unknown recipe, `ConfigError` for a file that cannot be
-    read or holds something else than a mapping.
-    """
-    path = Path(spec)
-    if path.suffix not in (".yaml", ".yml", ".toml", ".json"):
-        return gracekv.Pipeline.named(spec)
-    text = _read(path)
-    try:
-        if path.suffix == ".toml":
-            import tomllib
-
-            data: Any = tomllib.loads(text)
-        elif path.suffix == ".json":
-            data = json.loads(text)
-        else:
-            import yaml
-
-            try:
-                data = yaml.safe_load(text)
-            except yaml.YAMLError as error:
-                raise ValueError(str(error)) from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
-    return gracekv.Pipeline.from_dict({} if data is None else data)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file that is either complete or not there; makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # mkstemp makes files private; results are ordinary files.
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"Cannot read {path} as UTF-8 text: {error}.") from error
 
 
 def _load_model(name: str, dtype: str) -> tuple[Any, Any]:

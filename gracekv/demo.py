@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 import gracekv
-from gracekv.commands import write_atomically
+from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
 
 if TYPE_CHECKING:

@@ -180,32 +180,6 @@ def test_dtype_is_checked_before_a_model_is_loaded(run, story):
     assert "float32, bfloat16, float16; got 'int8'" in err
 
 
-FILES = {
-    "p.yaml": "floor: none\nwindow: {size: 16}\n",
-    "p.toml": 'floor = "none"\n[window]\nsize = 16\n',
-    "p.json": '{"floor": "none", "window": {"size": 16}}',
-}
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_pipeline_files_spell_the_same_pipeline(tmp_path, name):
-    path = tmp_path / name
-    path.write_text(FILES[name])
-    expected = Pipeline.from_dict({"floor": "none", "window": {"size": 16}})
-    assert commands.load_pipeline(str(path)) == expected
-    assert expected != Pipeline()
-
-
-@pytest.mark.parametrize(
-    ("name", "text"), [("p.yaml", "a: [1"), ("p.toml", "a = "), ("p.json", "{"), ("p.json", "[1]")]
-)
-def test_broken_pipeline_files_are_refused(tmp_path, name, text):
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(gracekv.errors.ConfigError):
-        commands.load_pipeline(str(path))
-
-
 def test_demo_plot_and_tables():
     from rich.console import Console
 

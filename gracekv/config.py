@@ -1,0 +1,79 @@
+"""Pipelines as files: YAML, TOML or JSON."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gracekv.errors import ConfigError
+from gracekv.files import read_text, write_atomically
+from gracekv.pipeline import Pipeline
+
+FORMATS = (".yaml", ".yml", ".toml", ".json")
+
+
+def load_pipeline(spec: str | Path) -> Pipeline:
+    """A recipe by name, or a `Pipeline` from the fields in a .yaml, .toml or .json file.
+
+    Fields that the file leaves out keep the paper's defaults. Raises `UnknownStrategyError` for an
+    unknown recipe or strategy, `ConfigError` for a file that cannot be read, is not valid, or
+    holds unknown fields.
+    """
+    path = Path(spec)
+    if path.suffix not in FORMATS:
+        return Pipeline.named(str(spec))
+    text = read_text(path)
+    try:
+        data = _parse(text, path.suffix)
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
+    return Pipeline.from_dict({} if data is None else data)
+
+
+def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
+    """Write every field of `pipeline` to a .yaml, .toml or .json file, atomically.
+
+    Raises `ConfigError` for another suffix.
+    """
+    path = Path(path)
+    data = pipeline.to_dict()
+    if path.suffix in (".yaml", ".yml"):
+        import yaml
+
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    elif path.suffix == ".toml":
+        import tomli_w
+
+        text = tomli_w.dumps(_without_none(data))
+    elif path.suffix == ".json":
+        text = json.dumps(data, indent=2) + "\n"
+    else:
+        raise ConfigError(
+            f"A pipeline file ends in one of {', '.join(FORMATS)}; got {path.name!r}."
+        )
+    write_atomically(path, text.encode())
+
+
+def _parse(text: str, suffix: str) -> Any:
+    if suffix == ".toml":
+        return tomllib.loads(text)
+    if suffix == ".json":
+        return json.loads(text)
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _without_none(data: Mapping[str, Any]) -> dict[str, Any]:
+    """TOML has no null, and a field that may be None is so by default: leaving it out says it."""
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) else value
+        for key, value in data.items()
+        if value is not None
+    }

@@ -1,0 +1,83 @@
+"""Pipeline files."""
+
+from pathlib import Path
+
+import pytest
+
+from gracekv import Pipeline, recipes
+from gracekv.config import load_pipeline, save_pipeline
+from gracekv.errors import ConfigError, UnknownStrategyError
+from gracekv.pipeline import REGISTRIES
+
+FILES = {
+    "p.yaml": "floor: none\nwindow: {size: 16}\n",
+    "p.toml": 'floor = "none"\n[window]\nsize = 16\n',
+    "p.json": '{"floor": "none", "window": {"size": 16}}',
+}
+EVERY_STRATEGY = [(stage, name) for stage, registry in REGISTRIES.items() for name in registry]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_spell_the_same_pipeline(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(FILES[name])
+    expected = Pipeline.from_dict({"floor": "none", "window": {"size": 16}})
+    assert load_pipeline(path) == expected
+    assert expected != Pipeline()
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".yml", ".toml", ".json"])
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_recipes_survive_a_file(tmp_path: Path, recipe: str, suffix: str) -> None:
+    pipeline = Pipeline.named(recipe)
+    save_pipeline(pipeline, tmp_path / f"p{suffix}")
+    assert load_pipeline(tmp_path / f"p{suffix}") == pipeline
+    assert load_pipeline(recipe) == pipeline
+
+
+@pytest.mark.parametrize(("stage", "name"), EVERY_STRATEGY)
+def test_every_strategy_survives_a_file(tmp_path: Path, stage: str, name: str) -> None:
+    pipeline = Pipeline.from_dict({stage: name})
+    for suffix in (".yaml", ".toml"):
+        save_pipeline(pipeline, tmp_path / f"p{suffix}")
+        assert load_pipeline(tmp_path / f"p{suffix}") == pipeline
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("p.yaml", "a: [1"), ("p.toml", "a = "), ("p.json", "{"), ("p.json", "[1]")]
+)
+def test_broken_files_are_refused(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        load_pipeline(path)
+
+
+def test_unknown_keys_and_names_are_errors(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("flor: none\n")
+    with pytest.raises(ConfigError, match="Did you mean 'floor'"):
+        load_pipeline(path)
+    with pytest.raises(UnknownStrategyError, match="Did you mean 'gracekv-no-floor'"):
+        load_pipeline("gracekv-no-flor")
+    with pytest.raises(ConfigError, match="Cannot read"):
+        load_pipeline(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="ends in one of"):
+        save_pipeline(Pipeline(), tmp_path / "p.ini")
+
+
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.json"
+    save_pipeline(Pipeline(), path)
+    before = path.read_bytes()
+
+    def broken(*args: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", broken)
+    with pytest.raises(OSError, match="disk full"):
+        save_pipeline(Pipeline.named("fullkv"), path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
