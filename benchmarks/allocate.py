@@ -6,6 +6,7 @@ The greedy allocator is timed against the heap in one run and must buy the same 
 from __future__ import annotations
 
 import gc
+import os
 import platform
 import subprocess
 import time
@@ -90,7 +91,7 @@ def header() -> list[str]:
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     ).stdout.strip()
     return [
-        f"machine: {platform.machine()}, {torch.get_num_threads()} thread(s), CPU; "
+        f"machine: {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s), CPU; "
         f"torch {torch.__version__}, numpy {np.__version__}, Python {platform.python_version()}",
         f"commit: {commit}",
         "dtype: gains float64, indices int64",
