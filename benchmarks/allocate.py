@@ -91,7 +91,8 @@ def header() -> list[str]:
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     ).stdout.strip()
     return [
-        f"machine: {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s), CPU; "
+        f"machine: {platform.machine()}, {os.cpu_count()} cores, CPU, "
+        f"{torch.get_num_threads()} thread(s); "
         f"torch {torch.__version__}, numpy {np.__version__}, Python {platform.python_version()}",
         f"commit: {commit}",
         "dtype: gains float64, indices int64",
