@@ -159,7 +159,8 @@ def _answers(trials: Sequence[Trial]) -> Table:
 def _memory(trials: Sequence[Trial]) -> Table:
     table = Table(title="Cache (physical tensors)", title_justify="left", box=box.SIMPLE_HEAD)
     for name in (
-        "cache", "context entries", "K and V MiB", "of FullKV", "metadata MiB", "floor", "recent",
+        "cache", "context entries", "K and V MiB", "of FullKV", "metadata MiB", "backend MiB", "floor",
+        "recent",
     ):  # fmt: skip
         table.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
     for trial in trials:
@@ -170,6 +171,7 @@ def _memory(trials: Sequence[Trial]) -> Table:
             f"{kept.bytes / 2**20:.1f}",
             f"{kept.bytes / kept.full_bytes:.1%}",
             f"{kept.metadata_bytes / 2**20:.2f}",
+            f"{kept.backend_bytes / 2**20:.1f}",
             f"{kept.floor_spent:,}",
             str(kept.recent),
         )

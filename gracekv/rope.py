@@ -51,23 +51,31 @@ class Rope:
         angle = torch.cat([angle, angle], dim=-1)
         return cls(angle.cos().float(), angle.sin().float())
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """R(t) x for x [..., n, d] and positions [n] (or broadcastable to x's [..., n])."""
+    def rotate(self, x: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
+        """R(t) x for x [..., n, d] and positions [n] (or broadcastable to x's [..., n]).
+
+        The result is written to `out` [..., n, d] if given; it must not overlap x.
+        """
         cos, sin = self._at(positions, x.dtype)
-        return self._apply(x, cos, sin)
+        return _apply(x, cos, sin, torch.empty_like(x) if out is None else out)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """R(t)^-1 x, the key before rotation; shapes as in `rotate`."""
         cos, sin = self._at(positions, x.dtype)
         norm = cos * cos + sin * sin
-        return self._apply(x, cos / norm, -sin / norm)
+        return _apply(x, cos / norm, -sin / norm, torch.empty_like(x))
 
     def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
 
-    def _apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rotary = cos.shape[-1]
-        head, tail = x[..., :rotary], x[..., rotary:]
-        first, second = head.chunk(2, dim=-1)
-        turned = head * cos + torch.cat([-second, first], dim=-1) * sin
-        return torch.cat([turned, tail], dim=-1) if tail.shape[-1] else turned
+
+def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    """x cos + rotate_half(x) sin, half by half, so that no temporary of x's size is made."""
+    rotary = cos.shape[-1]
+    low, high = slice(0, rotary // 2), slice(rotary // 2, rotary)
+    torch.mul(x[..., low], cos[..., low], out=out[..., low])
+    out[..., low].addcmul_(x[..., high], sin[..., low], value=-1.0)
+    torch.mul(x[..., high], cos[..., high], out=out[..., high])
+    out[..., high].addcmul_(x[..., low], sin[..., high])
+    out[..., rotary:] = x[..., rotary:]
+    return out

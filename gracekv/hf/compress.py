@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,9 @@ def compress(
     prefill = capture(model, prompt, pipe.needs())
     run = pipe.run(prefill, budget)
     attach(model)
-    return CompressionResult(model, prompt, run, GraceCache(run.cache, reader))
+    cache = GraceCache(run.cache, reader)
+    accounting = dataclasses.replace(run.accounting, backend_bytes=cache.held_bytes)
+    return CompressionResult(model, prompt, dataclasses.replace(run, accounting=accounting), cache)
 
 
 def _budget(

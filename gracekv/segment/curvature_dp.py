@@ -106,7 +106,8 @@ class CurvatureDP(Segmenter):
                 raise MissingCaptureError(
                     f"Surprisal was not captured, and surprisal_weight is "
                     f"{self.surprisal_weight}. Capture for the pipeline that you run: "
-                    f"gracekv.capture(model, prompt, pipeline=...); or set surprisal_weight=0."
+                    f"gracekv.capture(model, prompt, needs=pipeline.needs()); or set "
+                    f"surprisal_weight=0."
                 )
             surprisal = surprisal.to(kappa.device)
             score = score + self.surprisal_weight * robust_z(surprisal, self.curvature.epsilon)

@@ -15,6 +15,7 @@ from gracekv.tree.base import Forest
 from gracekv.tree.context import TreeContext
 from gracekv.tree.distortion import Distortion, IntervalTable
 from gracekv.tree.refine import Nodes, Refiner
+from gracekv.tree.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,9 +38,11 @@ def build_forest(context: TreeContext, distortion: Distortion, refiner: Refiner)
     prefill, slots = context.prefill, context.partition.slots
     device = prefill.keys[0].device
     levels: dict[int, list[_Level]] = defaultdict(list)
+    spaces: dict[torch.device, Workspace] = {}
     drop = torch.zeros(prefill.layers * prefill.kv_heads * slots, device=device)
     for layer in range(prefill.layers):
-        table = distortion.table(context, layer)
+        where = prefill.keys[layer].device
+        table = distortion.table(context, layer, spaces.setdefault(where, Workspace(where)))
         first = layer * prefill.kv_heads * slots
         drop[first : first + len(table.drop)] = table.drop.to(device)
         for depth, level in enumerate(_grow(table, first, refiner)):

@@ -14,6 +14,7 @@ from gracekv.errors import ConfigError
 from gracekv.prefill import Needs
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.context import SlotBatch, TreeContext
+from gracekv.tree.workspace import Workspace
 
 
 def interval_index(start: Tensor, end: Tensor) -> Tensor:
@@ -155,12 +156,18 @@ class Distortion(Strategy, abc.ABC):
     """
 
     @abc.abstractmethod
-    def parts(self, context: TreeContext, layer: int) -> Iterator[TablePart]:
-        """Parts that together hold every slot of `layer` once, made in bounded memory."""
+    def parts(self, context: TreeContext, layer: int, space: Workspace) -> Iterator[TablePart]:
+        """Parts that together hold every slot of `layer` once, made in bounded memory.
 
-    def table(self, context: TreeContext, layer: int) -> IntervalTable:
-        """The whole layer."""
-        return IntervalTable.of_layer(context, layer, list(self.parts(context, layer)))
+        `space` lends scratch memory on the layer's device; no part may keep any of it.
+        """
+
+    def table(
+        self, context: TreeContext, layer: int, space: Workspace | None = None
+    ) -> IntervalTable:
+        """The whole layer; pass one `space` for all layers of a device."""
+        space = space or Workspace(context.prefill.keys[layer].device)
+        return IntervalTable.of_layer(context, layer, list(self.parts(context, layer, space)))
 
     def needs(self) -> Needs:
         """What the prefill must have captured."""

@@ -31,6 +31,7 @@ from gracekv.tree.context import SlotBatch, TreeContext, slot_batches
 from gracekv.tree.distortion import DISTORTIONS, Distortion, TablePart, interval_list
 from gracekv.tree.merge import representative_positions
 from gracekv.tree.probes import distortion_probes, probe_queries
+from gracekv.tree.workspace import Workspace
 
 # A merged key can outscore every one of its tokens. Beyond e^20 times the probe's favourite the
 # distortion is astronomical anyway, and its square over epsilon must stay finite in float32.
@@ -133,7 +134,7 @@ class Prototype(Distortion):
     def needs(self) -> Needs:
         return Needs(context_queries=self.evidence_slots * self.evidence_per_slot > 0)
 
-    def parts(self, context: TreeContext, layer: int) -> Iterator[TablePart]:
+    def parts(self, context: TreeContext, layer: int, space: Workspace) -> Iterator[TablePart]:
         probes = distortion_probes(
             context.prefill,
             context.partition,
@@ -148,24 +149,25 @@ class Prototype(Distortion):
         for batch in slot_batches(context.partition, device):
             size = self._slots_per_chunk(batch.n, probed)
             for first in range(0, len(batch.slots), size):
-                yield self._part(context, batch.chunk(first, first + size), probed)
+                yield self._part(context, batch.chunk(first, first + size), probed, space)
 
     def _slots_per_chunk(self, n: int, probed: ProbedLayer) -> int:
         heads, count, dim = probed.queries.shape
         limit = self.memory_limit or (2**30 if probed.values.is_cuda else 48 * 2**20)
         intervals = n * (n + 1) // 2
-        per_slot = 4 * heads * intervals * (5 * count + 3 * n + 3 * dim)
+        per_slot = 4 * heads * intervals * (4 * count + 2 * n + 4 * dim)
         return max(1, limit // per_slot)
 
-    def _part(self, context: TreeContext, batch: SlotBatch, probed: ProbedLayer) -> TablePart:
+    def _part(
+        self, context: TreeContext, batch: SlotBatch, probed: ProbedLayer, space: Workspace
+    ) -> TablePart:
         origin, rule = context.partition.region.start, context.rule
         n, slots = batch.n, len(batch.slots)
-        heads = probed.values.shape[0]
-        device = probed.values.device
+        heads, _, dim = probed.values.shape
+        items, device = heads * slots, probed.values.device
         offsets = batch.offsets(origin)
         # Probes are ascending, and one before a slot's first token sees nothing of it.
-        seen = int((probed.positions < batch.starts.min()).sum())
-        at = slice(seen, None)
+        at = slice(int((probed.positions < batch.starts.min()).sum()), None)
         positions = probed.positions[at]
 
         p = rearrange(
@@ -174,74 +176,83 @@ class Prototype(Distortion):
         keys = probed.plain_keys[:, offsets].flatten(0, 1)
         values = probed.values[:, offsets].flatten(0, 1)
         worth = probed.worth[:, offsets].flatten(0, 1)
-        inverse_total = repeat(probed.inverse_total[:, at], "g p -> (g s) p", s=slots)
 
         first, last = interval_list(n, device)
+        intervals, probes = len(first), p.shape[-1]
         token = torch.arange(n, device=device)
-        inside = (token >= first[:, None]) & (token <= last[:, None])
+        inside = ((token >= first[:, None]) & (token <= last[:, None])).float()
         count = (last - first + 1).float()
-        average = inside.float() / count[:, None]
+        average = inside / count[:, None]
 
         # Z~ = exp(scale q.k~ + log m - max): the two last terms ride as extra features.
-        mean_key = average @ keys
+        mean_key = space.take("mean_key", items, intervals, dim)
+        torch.bmm(average.expand(items, -1, -1), keys, out=mean_key)
         multiplicity = rule.multiplicities(
-            mean_key.norm(dim=-1), (keys.norm(dim=-1) @ average.T), count
+            mean_key.norm(dim=-1), keys.norm(dim=-1) @ average.T, count
         )
         where = representative_positions(
             batch.starts[:, None] + first, batch.starts[:, None] + last + 1
         )
-        rotated = context.prefill.rope.rotate(
-            mean_key.view(heads, slots, *mean_key.shape[1:]), where
-        ).flatten(0, 1)
-        features = torch.cat(
-            [rotated, multiplicity.log()[..., None], torch.ones_like(multiplicity)[..., None]], -1
+        features = space.take("features", items, intervals, dim + 2)
+        context.prefill.rope.rotate(
+            mean_key.unflatten(0, (heads, slots)),
+            where,
+            out=features[..., :dim].unflatten(0, (heads, slots)),
         )
+        features[..., dim], features[..., dim + 1] = multiplicity.log(), 1.0
         probe_features = torch.cat(
             [probed.queries, torch.ones_like(probed.top)[..., None], -probed.top[..., None]], -1
         )[:, at]
         probe_features = repeat(probe_features, "g p f -> (g s) f p", s=slots)
-        z_tilde = torch.bmm(features, probe_features).clamp_(max=_MAX_EXPONENT).exp_()
+        z_tilde = space.take("z_tilde", items, intervals, probes)
+        torch.bmm(features, probe_features, out=z_tilde).clamp_(max=_MAX_EXPONENT).exp_()
 
         # v~ = V^T w with normalised weights w; M.v~ = sum_t p_t (Gram w)_t.
         gram = torch.bmm(values, values.mT)
-        mean_worth = worth @ average.T
-        weight = (worth[:, None, :] + rule.uniform_base * mean_worth[..., None]) * inside
+        base = rule.uniform_base * (worth @ average.T)
+        weight = space.take("weight", items, intervals, n)
+        torch.add(worth[:, None, :], base[..., None], out=weight).mul_(inside)
         total = weight.sum(dim=-1, keepdim=True)
-        weight = torch.where(total > 0, weight / (total + rule.epsilon), average)
-        projected = torch.bmm(weight, gram)
-        v_square = (projected * weight).sum(dim=-1)
-        m_dot_v = torch.bmm(projected.mul_(inside), p)
+        weight.div_(total + rule.epsilon)
+        torch.where(total > 0, weight, average, out=weight)
+        projected = space.take("projected", items, intervals, n)
+        torch.bmm(weight, gram, out=projected)
+        v_square = weight.mul_(projected).sum(dim=-1)
+        m_dot_v = space.take("m_dot_v", items, intervals, probes)
+        torch.bmm(projected.mul_(inside), p, out=m_dot_v)
 
         # |M|^2 and Z of [i, j] from [i, j-1], plus what token j adds.
-        p_last = p[:, last]
-        before = gram[:, last] * (inside & (token < last[:, None]))
-        m_square = torch.bmm(before, p).mul_(2.0)
-        m_square.addcmul_(p_last, gram.diagonal(dim1=1, dim2=2)[:, last, None]).mul_(p_last)
-        z = p_last
+        before = weight
+        torch.index_select(gram, 1, last, out=before)
+        before.mul_(inside * (token < last[:, None]))
+        z = space.take("z", items, intervals, probes)
+        torch.index_select(p, 1, last, out=z)
+        m_square = space.take("m_square", items, intervals, probes)
+        torch.bmm(before, p, out=m_square).mul_(2.0)
+        m_square.addcmul_(z, gram.diagonal(dim1=1, dim2=2)[:, last, None]).mul_(z)
         for j in range(1, n):
             now, past = j * (j + 1) // 2, (j - 1) * j // 2
-            z[:, now : now + j] += z[:, past:now]
-            m_square[:, now : now + j] += m_square[:, past:now]
+            z[:, now : now + j].add_(z[:, past:now])
+            m_square[:, now : now + j].add_(m_square[:, past:now])
 
         error = m_dot_v.mul_(-2.0).addcmul_(z_tilde, v_square[..., None]).mul_(z_tilde)
         error.add_(m_square).clamp_(min=0.0).mul_(self.lambda_m)
         error.div_(m_square.clamp_(min=0.0).add_(self.epsilon))
         z_error = z_tilde.sub_(z).square_().mul_(self.lambda_z)
-        error.add_(z_error.div_(z.square().add_(self.epsilon))).mul_(z)
+        z_square = torch.mul(z, z, out=m_square)
+        error.add_(z_error.div_(z_square.add_(self.epsilon))).mul_(z)
 
         # Mean over the probes that see token j, each mass normalised by its total.
         sees = (positions >= batch.starts[:, None, None] + token[:, None]).float()
         sees = repeat(sees / sees.sum(dim=-1, keepdim=True), "s n p -> (g s) n p", g=heads)
-        share = sees * inverse_total[:, None, :]
-        distortion = torch.empty(error.shape[:2], device=device)
-        for j in range(n):
-            block = slice(j * (j + 1) // 2, (j + 1) * (j + 2) // 2)
-            torch.bmm(error[:, block], share[:, j, :, None], out=distortion[:, block, None])
+        share = sees * repeat(probed.inverse_total[:, at], "g p -> (g s) 1 p", s=slots)
+        error.mul_(torch.index_select(share, 1, last, out=z))
+        distortion = error.sum(dim=-1)
         distortion[:, first == last] = 0.0
         mass = torch.bmm(share, p.mT)
 
         final = (batch.lengths - 1).repeat(heads)
-        whole = mass[torch.arange(len(final), device=device), final]
+        whole = mass[torch.arange(items, device=device), final]
         return TablePart(
             batch=batch,
             distortion=distortion,

@@ -11,6 +11,7 @@ from einops import rearrange
 
 from gracekv.tree.context import TreeContext, slot_batches
 from gracekv.tree.distortion import DISTORTIONS, Distortion, TablePart
+from gracekv.tree.workspace import Workspace
 
 
 @final
@@ -23,7 +24,7 @@ class Unit(Distortion):
     the probe mass that picks extraction positions.
     """
 
-    def parts(self, context: TreeContext, layer: int) -> Iterator[TablePart]:
+    def parts(self, context: TreeContext, layer: int, space: Workspace) -> Iterator[TablePart]:
         device = context.prefill.keys[layer].device
         tokens = context.tokens[layer].to(device)
         origin = context.partition.region.start

@@ -44,7 +44,7 @@ class OutputProjection(Sensitivity):
             raise MissingCaptureError(
                 "OutputProjection reads the output projections' norms, which were not captured. "
                 "Capture for the pipeline that you run: gracekv.capture(model, prompt, "
-                "pipeline=...); or use the sensitivity 'none'."
+                "needs=pipeline.needs()); or use the sensitivity 'none'."
             )
         device = prefill.keys[0].device
         squares = prefill.projection_norms.to(device).float().square()

@@ -12,6 +12,7 @@ from gracekv.segment import Partition
 from gracekv.testing.trees import tree_context
 from gracekv.tree import Prototype, PrototypeRule, TreeContext
 from gracekv.tree.reference import ReferenceDistortion
+from gracekv.tree.workspace import Workspace
 
 
 def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> None:
@@ -60,8 +61,9 @@ def test_chunks_do_not_change_the_table() -> None:
     context = dataclasses.replace(context, partition=even)
     whole = Prototype(memory_limit=2**30).table(context, 0)
     split = Prototype(memory_limit=2**20).table(context, 0)
-    parts = list(Prototype(memory_limit=2**20).parts(context, 0))
-    assert len(parts) > len(list(Prototype(memory_limit=2**30).parts(context, 0)))
+    space = Workspace(torch.device("cpu"))
+    parts = [len(list(Prototype(memory_limit=m).parts(context, 0, space))) for m in (2**20, 2**30)]
+    assert parts[0] > parts[1]
     for item, length in enumerate(whole.length.tolist()):
         start, end = torch.triu_indices(length, length)
         pick = (torch.tensor(item), start, end + 1)
