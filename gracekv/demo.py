@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -157,41 +157,33 @@ def _answers(trials: Sequence[Trial]) -> Table:
 
 
 def _memory(trials: Sequence[Trial]) -> Table:
-    table = Table(title="Cache (physical tensors)", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in (
-        "cache", "context entries", "K and V MiB", "of FullKV", "metadata MiB", "backend MiB", "floor",
-        "recent",
-    ):  # fmt: skip
-        table.add_column(name, justify="left" if name == "cache" else "right", no_wrap=True)
-    for trial in trials:
-        kept = trial.result.accounting
-        table.add_row(
-            trial.label,
-            f"{kept.spent:,}",
-            f"{kept.bytes / 2**20:.1f}",
-            f"{kept.bytes / kept.full_bytes:.1%}",
-            f"{kept.metadata_bytes / 2**20:.2f}",
-            f"{kept.backend_bytes / 2**20:.1f}",
-            f"{kept.floor_spent:,}",
-            str(kept.recent),
-        )
-    return table
+    kept = [trial.result.accounting for trial in trials]
+    rows = {
+        "context entries": [f"{k.spent:,}" for k in kept],
+        "  of them the floor's": [f"{k.floor_spent:,}" for k in kept],
+        "  of them recent": [f"{k.recent * k.entries.numel():,}" for k in kept],
+        "K and V, MiB": [f"{k.bytes / 2**20:.1f}" for k in kept],
+        "  of FullKV's": [f"{k.bytes / k.full_bytes:.1%}" for k in kept],
+        "metadata, MiB": [f"{k.metadata_bytes / 2**20:.2f}" for k in kept],
+        "backend's copies, MiB": [f"{k.backend_bytes / 2**20:.1f}" for k in kept],
+    }
+    return _by_cache("Cache (physical tensors)", trials, rows)
 
 
 def _seconds(trials: Sequence[Trial]) -> Table:
-    table = Table(title="Seconds", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("cache", no_wrap=True)
-    stages = list(trials[0].result.timings.as_dict())
-    for stage in stages:
-        table.add_column(stage, justify="right", no_wrap=True)
-    table.add_column("all but prefill", justify="right")
-    table.add_column("ms/token", justify="right")
+    timings = [trial.result.timings for trial in trials]
+    rows = {stage: [f"{t.as_dict()[stage]:.2f}" for t in timings] for stage in timings[0].as_dict()}
+    rows["all but prefill"] = [f"{t.construction:.2f}" for t in timings]
+    rows["ms per decoded token"] = [f"{trial.decode * 1000:.0f}" for trial in trials]
+    return _by_cache("Seconds", trials, rows)
+
+
+def _by_cache(title: str, trials: Sequence[Trial], rows: Mapping[str, Sequence[str]]) -> Table:
+    """A column per cache: the rows are many, and a terminal is narrow."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
     for trial in trials:
-        seconds = trial.result.timings.as_dict()
-        table.add_row(
-            trial.label,
-            *(f"{seconds[stage]:.2f}" for stage in stages),
-            f"{trial.result.timings.construction:.2f}",
-            f"{trial.decode * 1000:.0f}",
-        )
+        table.add_column(trial.label, justify="right", no_wrap=True)
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
     return table
