@@ -269,7 +269,10 @@ def _surprisal(final: Tensor, head: Any, ids: Tensor, vocabulary: int) -> Tensor
         logits = head(final[start:stop]).float()
         following = ids[start + 1 : stop + 1].to(logits.device)
         chosen = logits.gather(-1, following[:, None])[:, 0]
-        surprisal[start + 1 : stop + 1] = logits.logsumexp(dim=-1) - chosen
+        # log-sum-exp in the logits' own memory: a copy of the block costs more than its sums.
+        top = logits.amax(dim=-1, keepdim=True)
+        total = logits.sub_(top).exp_().sum(dim=-1).log_()
+        surprisal[start + 1 : stop + 1] = total + top[:, 0] - chosen
     return surprisal
 
 

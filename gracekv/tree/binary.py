@@ -33,6 +33,8 @@ def is_candidate(
     if k is None:
         return inner
     chosen = tokens == ((nodes.start + nodes.end) // 2)[:, None]
+    if kappa is not None and k >= inner.shape[1] - 1:
+        return inner
     if kappa is not None and k > 0:
         order = kappa.masked_fill(~inner, -torch.inf).argsort(dim=1, descending=True, stable=True)
         chosen = chosen.scatter(1, order[:, :k], True)
@@ -53,11 +55,8 @@ def binary_proposal(
     # A cut at the first token would leave an empty child; those columns are masked out below.
     cut = torch.maximum(tokens, nodes.start[:, None] + 1)
     item, start, end = nodes.item[:, None], nodes.start[:, None], nodes.end[:, None]
-    gain = (
-        table.at(nodes.item, nodes.start, nodes.end).double()[:, None]
-        - table.at(item, start, cut).double()
-    )
-    gain = gain - table.at(item, cut, end).double()
+    whole = table.at(nodes.item, nodes.start, nodes.end)[:, None]
+    gain = whole - table.at(item, start, cut) - table.at(item, cut, end)
     if kappa is not None and reward:
         gain = gain + reward * normalized_curvature(kappa, valid)
     best = gain.masked_fill(~chosen, -torch.inf).argmax(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""From slots to a `Forest`: layer by layer a table, and its trees grown from it level by level.
+"""From slots to a `Forest`: tables of a few layers each, and trees grown from them level by level.
 
 Every node down to the single tokens is grown, so the forest can always expand to FullKV.
 """
@@ -14,13 +14,16 @@ from torch import Tensor
 from gracekv.tree.base import Forest
 from gracekv.tree.context import TreeContext
 from gracekv.tree.distortion import Distortion, IntervalTable
-from gracekv.tree.refine import Nodes, Refiner
+from gracekv.tree.refine import Children, Nodes, Refiner
 from gracekv.tree.workspace import Workspace
+
+# Layers whose tables fit this together grow together: few large steps instead of many small ones.
+_TABLE_BYTES = 2**28
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Level:
-    """Nodes of one level of one layer's trees, by tree and start."""
+    """Nodes of one level of some layers' trees, by tree and start."""
 
     tree: Tensor
     start: Tensor
@@ -40,10 +43,10 @@ def build_forest(context: TreeContext, distortion: Distortion, refiner: Refiner)
     levels: dict[int, list[_Level]] = defaultdict(list)
     spaces: dict[torch.device, Workspace] = {}
     drop = torch.zeros(prefill.layers * prefill.kv_heads * slots, device=device)
-    for layer in range(prefill.layers):
-        where = prefill.keys[layer].device
-        table = distortion.table(context, layer, spaces.setdefault(where, Workspace(where)))
-        first = layer * prefill.kv_heads * slots
+    for layers in context.layer_groups(_TABLE_BYTES):
+        where = prefill.keys[layers[0]].device
+        table = distortion.table(context, layers, spaces.setdefault(where, Workspace(where)))
+        first = layers[0] * prefill.kv_heads * slots
         drop[first : first + len(table.drop)] = table.drop.to(device)
         for depth, level in enumerate(_grow(table, first, refiner)):
             levels[depth].append(level)
@@ -52,7 +55,7 @@ def build_forest(context: TreeContext, distortion: Distortion, refiner: Refiner)
 
 
 def _grow(table: IntervalTable, first_tree: int, refiner: Refiner) -> list[_Level]:
-    """All levels of one layer's trees."""
+    """All levels of a table's trees."""
     item = torch.arange(len(table.origin), device=table.origin.device)
     start, end = torch.zeros_like(item), table.length
     levels = []
@@ -60,23 +63,46 @@ def _grow(table: IntervalTable, first_tree: int, refiner: Refiner) -> list[_Leve
         count = torch.zeros_like(item)
         inner = end - start > 1
         nodes = Nodes(item[inner], start[inner], end[inner])
-        children = refiner(nodes, table) if len(nodes.item) else None
-        if children is not None:
-            count[inner] = children.count
+        children = _refine(nodes, table, refiner)
+        count[inner] = children.count
         origin = table.origin[item]
         levels.append(
             _Level(
                 first_tree + item, origin + start, origin + end, table.at(item, start, end), count
             )
         )
-        if children is None or not len(children.start):
+        if not len(children.start):
             return levels
         item = torch.repeat_interleave(nodes.item, children.count)
         start, end = children.start, children.end
 
 
+def _refine(nodes: Nodes, table: IntervalTable, refiner: Refiner) -> Children:
+    """The refiner's children, asked for nodes of similar length at a time.
+
+    Refiners work on grids as wide as the longest node; one long node must not widen all rows.
+    """
+    size = torch.ceil(torch.log2(nodes.length.float())).long()
+    order = size.argsort(stable=True)
+    counts, starts, ends = [], [], []
+    for group in order.split(torch.bincount(size).tolist()):
+        if len(group):
+            some = refiner(Nodes(nodes.item[group], nodes.start[group], nodes.end[group]), table)
+            counts.append(some.count)
+            starts.append(some.start)
+            ends.append(some.end)
+    if not counts:
+        none = torch.empty(0, dtype=torch.int64, device=nodes.item.device)
+        return Children(none, none, none)
+    count = torch.zeros_like(nodes.item)
+    count[order] = torch.cat(counts)
+    # Back to the order of the nodes: sort the children by their parent's place.
+    place = torch.repeat_interleave(order, torch.cat(counts)).argsort(stable=True)
+    return Children(count, torch.cat(starts)[place], torch.cat(ends)[place])
+
+
 def _merge(parts: list[_Level], device: torch.device) -> _Level:
-    """One level of all layers, which come in the order of their trees."""
+    """One level of all tables, which come in the order of their trees."""
     return _Level(
         *(
             torch.cat([getattr(part, name).to(device) for part in parts])

@@ -1,4 +1,4 @@
-"""What tree building knows, and how slots are laid out in padded batches."""
+"""What tree building knows, and how slots and layers are gathered into batches."""
 
 from __future__ import annotations
 
@@ -38,55 +38,48 @@ class TreeContext:
     forced: Tensor | None = None
     curvature: Tensor | None = None
 
-    def layer_of(self, field: Tensor | None, layer: int) -> Tensor | None:
-        """One layer's [G, N] slice of an [L, G, N] field, on that layer's device."""
-        return None if field is None else field[layer].to(self.prefill.keys[layer].device)
+    def layer_groups(self, limit: int) -> Iterator[list[int]]:
+        """Consecutive layers on one device whose tables take about `limit` bytes together."""
+        prefill, lengths = self.prefill, self.partition.lengths
+        tables = int((lengths * (lengths + 1) // 2 + lengths * lengths).sum()) * 8
+        gathered = self.partition.region.length * (3 * prefill.head_dim + 64) * 4
+        each = prefill.kv_heads * (tables + gathered)
+        group: list[int] = []
+        for layer, keys in enumerate(prefill.keys):
+            other = group and prefill.keys[group[0]].device != keys.device
+            if group and (other or (len(group) + 1) * each > limit):
+                yield group
+                group = []
+            group.append(layer)
+        yield group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotBatch:
-    """Slots of similar length, padded to n tokens each.
+    """Slots of one length.
 
     Attributes:
         slots: int64 [S] slot indices, ascending.
         starts: int64 [S] absolute.
-        lengths: int64 [S], all <= n.
-        n: padded length.
+        n: tokens of each.
     """
 
     slots: Tensor
     starts: Tensor
-    lengths: Tensor
     n: int
 
     def offsets(self, origin: int) -> Tensor:
-        """int64 [S, n]: position - origin of each token; padding repeats the slot's last token."""
-        step = torch.arange(self.n, device=self.starts.device)
-        return self.starts[:, None] - origin + torch.minimum(step, self.lengths[:, None] - 1)
-
-    def valid(self) -> Tensor:
-        """bool [S, n]: not padding."""
-        return torch.arange(self.n, device=self.starts.device) < self.lengths[:, None]
+        """int64 [S, n]: position - origin of each token."""
+        return self.starts[:, None] - origin + torch.arange(self.n, device=self.starts.device)
 
     def chunk(self, first: int, last: int) -> SlotBatch:
         """Slots [first, last) of the batch."""
-        at = slice(first, last)
-        return SlotBatch(self.slots[at], self.starts[at], self.lengths[at], self.n)
+        return SlotBatch(self.slots[first:last], self.starts[first:last], self.n)
 
 
-def slot_batches(
-    partition: Partition, device: torch.device, step: int = 8, per_batch: int | None = None
-) -> Iterator[SlotBatch]:
-    """The partition's slots by length rounded up to `step`, so that little is padding.
-
-    Single-token slots form a batch of their own. At most `per_batch` slots a batch.
-    """
-    lengths = partition.lengths.to(device)
-    starts = partition.starts.to(device)
-    padded = torch.where(lengths == 1, 1, (lengths + step - 1) // step * step)
-    for n in padded.unique().tolist():
-        slots = torch.nonzero(padded == n).flatten()
-        # The longest slot of the batch may be shorter than the rounded length.
-        width = int(lengths[slots].max())
-        for part in slots.split(per_batch or len(slots)):
-            yield SlotBatch(part, starts[part], lengths[part], width)
+def slot_batches(partition: Partition, device: torch.device) -> Iterator[SlotBatch]:
+    """The partition's slots, gathered by length, so that nothing is padded."""
+    lengths = partition.lengths
+    for n in torch.unique(lengths).tolist():
+        slots = torch.nonzero(lengths == n).flatten()
+        yield SlotBatch(slots.to(device), partition.starts[slots].to(device), n)

@@ -37,7 +37,9 @@ def interval_list(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TablePart:
-    """A batch of S slots of similar length in G heads; B = G*S items, head-major.
+    """A batch of S slots of one length in U heads (of one or more layers); B = U*S items.
+
+    Items are head-major.
 
     Attributes:
         batch: the slots.
@@ -56,17 +58,17 @@ class TablePart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IntervalTable:
-    """What refinement may ask about the B = G*J (KV head, slot) items of one layer.
+    """What refinement may ask about the B = U*J (head, slot) items of some consecutive layers.
 
-    Items are in tree order: head * J + slot. Attributes are flat, slots of any length side by
-    side; ask through the methods.
+    U heads are the G KV heads of each layer, and items are in tree order: head * J + slot.
+    Attributes are flat, slots of any length side by side; ask through the methods.
 
     Attributes:
         origin: int64 [B] absolute first position of each item's slot.
         length: int64 [B] tokens.
         drop: D^drop [B] float32.
         curvature: kappa [T], or None.
-        forced: floor score [G, N] float64 (-inf: no candidate), or None.
+        forced: floor score [U, N] float64 (-inf: no candidate), or None.
         start_of_region: first compressible position, where `forced` starts.
     """
 
@@ -84,11 +86,11 @@ class IntervalTable:
     _mass_width: Tensor
 
     @classmethod
-    def of_layer(
-        cls, context: TreeContext, layer: int, parts: Sequence[TablePart]
+    def of_parts(
+        cls, context: TreeContext, layers: Sequence[int], parts: Sequence[TablePart]
     ) -> IntervalTable:
-        """Join the parts that together hold every slot of `layer` once."""
-        heads, slots = context.prefill.kv_heads, context.partition.slots
+        """Join the parts that together hold every slot of every head of `layers` once."""
+        heads, slots = len(layers) * context.prefill.kv_heads, context.partition.slots
         columns: dict[str, list[Tensor]] = defaultdict(list)
         base = mass_base = 0
         for part in parts:
@@ -98,7 +100,7 @@ class IntervalTable:
             head = torch.arange(heads, device=part.drop.device)[:, None]
             columns["item"].append((head * slots + part.batch.slots).flatten())
             columns["origin"].append(part.batch.starts.repeat(heads))
-            columns["length"].append(part.batch.lengths.repeat(heads))
+            columns["length"].append(torch.full_like(step, part.batch.n))
             columns["distortion_base"].append(base + step * width)
             columns["mass_base"].append(mass_base + step * rows * n)
             columns["mass_rows"].append(torch.full_like(step, rows))
@@ -111,22 +113,27 @@ class IntervalTable:
             length=joined["length"][order],
             drop=torch.cat([part.drop for part in parts])[order],
             curvature=(None if context.curvature is None else context.curvature.to(order.device)),
-            forced=context.layer_of(context.forced, layer),
+            forced=(
+                None
+                if context.forced is None
+                else context.forced[list(layers)].flatten(0, 1).to(order.device)
+            ),
             start_of_region=context.partition.region.start,
-            _distortion=torch.cat([part.distortion.flatten() for part in parts]),
+            # Gains are compared in float64; converted here once, not at every look-up.
+            _distortion=torch.cat([part.distortion.flatten() for part in parts]).double(),
             _distortion_base=joined["distortion_base"][order],
-            _mass=torch.cat([part.mass.flatten() for part in parts]),
+            _mass=torch.cat([part.mass.flatten() for part in parts]).double(),
             _mass_base=joined["mass_base"][order],
             _mass_rows=joined["mass_rows"][order],
             _mass_width=joined["mass_width"][order],
         )
 
     def at(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """D of intervals [start, end) (relative to the slot) of items; shapes broadcast."""
+        """D of intervals [start, end) (relative to the slot) of items, float64; broadcasts."""
         return self._distortion[self._distortion_base[item] + interval_index(start, end)]
 
     def masses(self, item: Tensor, end: Tensor, token: Tensor) -> Tensor:
-        """Mass of tokens [V, w] by the probes that see all of [.., end); item and end are [V]."""
+        """Mass of tokens [V, w] by the probes that see all of [.., end), float64; item, end [V]."""
         row = torch.minimum(end, self._mass_rows[item]) - 1
         base = self._mass_base[item] + row * self._mass_width[item]
         return self._mass[base[:, None] + token]
@@ -156,18 +163,21 @@ class Distortion(Strategy, abc.ABC):
     """
 
     @abc.abstractmethod
-    def parts(self, context: TreeContext, layer: int, space: Workspace) -> Iterator[TablePart]:
-        """Parts that together hold every slot of `layer` once, made in bounded memory.
+    def parts(
+        self, context: TreeContext, layers: Sequence[int], space: Workspace
+    ) -> Iterator[TablePart]:
+        """Parts that together hold every slot of every head of `layers` once.
 
-        `space` lends scratch memory on the layer's device; no part may keep any of it.
+        The layers are consecutive and on one device. `space` lends scratch memory there; no part
+        may keep any of it.
         """
 
     def table(
-        self, context: TreeContext, layer: int, space: Workspace | None = None
+        self, context: TreeContext, layers: Sequence[int], space: Workspace | None = None
     ) -> IntervalTable:
-        """The whole layer; pass one `space` for all layers of a device."""
-        space = space or Workspace(context.prefill.keys[layer].device)
-        return IntervalTable.of_layer(context, layer, list(self.parts(context, layer, space)))
+        """All of `layers`; pass one `space` for all tables of a device."""
+        space = space or Workspace(context.prefill.keys[layers[0]].device)
+        return IntervalTable.of_parts(context, layers, list(self.parts(context, layers, space)))
 
     def needs(self) -> Needs:
         """What the prefill must have captured."""

@@ -25,8 +25,8 @@ def best_extraction(nodes: Nodes, table: IntervalTable) -> Proposal:
     right = table.at(
         item, torch.where(has_right, tokens + 1, tokens), torch.where(has_right, end, tokens + 1)
     )
-    whole = table.at(nodes.item, nodes.start, nodes.end).double()[:, None]
-    gain = whole - left.double() - right.double()
+    whole = table.at(nodes.item, nodes.start, nodes.end)[:, None]
+    gain = whole - left - right
     utility = gain / (has_left.long() + has_right.long())
     best = utility.masked_fill(~valid, -torch.inf).argmax(dim=1, keepdim=True)
     at = tokens.gather(1, best)[:, 0]

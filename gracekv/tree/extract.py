@@ -27,7 +27,7 @@ def salient_token(nodes: Nodes, table: IntervalTable) -> Tensor:
     largest mean normalised probe mass. Source: the paper, "Recursive refinement rule".
     """
     tokens, valid = token_grid(nodes)
-    mass = table.masses(nodes.item, nodes.end, tokens).double()
+    mass = table.masses(nodes.item, nodes.end, tokens)
     score = table.floor_scores(nodes.item, tokens)
     if score is not None:
         has_candidate = (score > -torch.inf).any(dim=1, keepdim=True)
@@ -50,7 +50,7 @@ def extract_proposal(nodes: Nodes, table: IntervalTable) -> Proposal:
     right = table.at(
         nodes.item, torch.where(has_right, at + 1, at), torch.where(has_right, nodes.end, at + 1)
     )
-    gain = table.at(nodes.item, nodes.start, nodes.end).double() - left.double() - right.double()
+    gain = table.at(nodes.item, nodes.start, nodes.end) - left - right
     cost = has_left.long() + has_right.long()
     return Proposal(low=at, high=at + 1, utility=gain / cost)
 

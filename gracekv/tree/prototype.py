@@ -17,7 +17,7 @@ is never formed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -39,18 +39,18 @@ _MAX_EXPONENT = 20.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ProbedLayer:
-    """One layer's compressible tokens as its probes see them; N tokens, P probes.
+class ProbedHeads:
+    """Compressible tokens of U heads (some layers' KV heads) as their probes see them; P probes.
 
     Attributes:
         positions: int64 [P] ascending probe positions.
-        queries: [G, P, d] float32, times the attention scale.
-        top: [G, P] largest visible logit.
-        exponentials: p [G, P, N]; 0 where the probe cannot see.
-        inverse_total: 1 / Z_C [G, P].
-        plain_keys: k^o [G, N, d].
-        values: [G, N, d].
-        worth: R^tok [G, N].
+        queries: [U, P, d] float32, times the attention scale.
+        top: [U, P] largest visible logit.
+        exponentials: p [U, P, N]; 0 where the probe cannot see.
+        inverse_total: 1 / Z_C [U, P].
+        plain_keys: k^o [U, N, d].
+        values: [U, N, d].
+        worth: R^tok [U, N].
     """
 
     positions: Tensor
@@ -63,29 +63,31 @@ class ProbedLayer:
     worth: Tensor
 
     @classmethod
-    def of(cls, context: TreeContext, layer: int, probes: Tensor) -> ProbedLayer:
-        """Gather one layer; probes that see none of the region are left out."""
+    def of(cls, context: TreeContext, layers: Sequence[int], probes: Tensor) -> ProbedHeads:
+        """Gather some layers; probes that see none of the region are left out."""
         prefill, region = context.prefill, context.partition.region
-        device = prefill.keys[layer].device
-        keys = prefill.keys[layer][:, region.start : region.end].float()
-        at = torch.arange(region.start, region.end, device=device)
+        device = prefill.keys[layers[0]].device
+        inside = slice(region.start, region.end)
+        keys = torch.cat([prefill.keys[layer][:, inside] for layer in layers]).float()
+        values = torch.cat([prefill.values[layer][:, inside] for layer in layers]).float()
         # Heads take turns over all probes; only then those that see no compressible token go.
-        queries = probe_queries(prefill, layer, probes) * prefill.scale
-        queries, probes = queries[:, probes >= region.start], probes[probes >= region.start]
-        logits = torch.einsum("g p d, g n d -> g p n", queries, keys)
-        unseen = at[None, :] > probes.to(device)[:, None]
-        logits.masked_fill_(unseen, -torch.inf)
+        queries = torch.cat([probe_queries(prefill, layer, probes) for layer in layers])
+        queries = queries[:, probes >= region.start] * prefill.scale
+        probes = probes[probes >= region.start].to(device)
+        at = torch.arange(region.start, region.end, device=device)
+        logits = torch.bmm(queries, keys.mT)
+        logits.masked_fill_(at > probes[:, None], -torch.inf)
         top = logits.amax(dim=-1)
-        exponentials = (logits - top[..., None]).exp_()
+        exponentials = logits.sub_(top[..., None]).exp_()
         return cls(
-            positions=probes.to(device),
+            positions=probes,
             queries=queries,
             top=top,
             exponentials=exponentials,
             inverse_total=1.0 / exponentials.sum(dim=-1),
             plain_keys=prefill.rope.unrotate(keys, at),
-            values=prefill.values[layer][:, region.start : region.end].float(),
-            worth=context.tokens[layer].to(device).float(),
+            values=values,
+            worth=context.tokens[list(layers)].to(device).float().flatten(0, 1),
         )
 
 
@@ -104,8 +106,8 @@ class Prototype(Distortion):
         tail_probes: probes from the sequence's end, the paper's 16.
         evidence_slots: slots of largest evidence that lend probes, the paper's 8.
         evidence_per_slot: probes of each, the paper's 2.
-        memory_limit: bytes of working tensors per batch; None: 48 MiB on a CPU (what its caches
-            like), 1 GiB on a GPU (ours).
+        memory_limit: bytes of working tensors per batch; None: 96 MiB on a CPU, 1 GiB on a GPU
+            (ours).
     """
 
     lambda_z: float = 0.25
@@ -134,7 +136,9 @@ class Prototype(Distortion):
     def needs(self) -> Needs:
         return Needs(context_queries=self.evidence_slots * self.evidence_per_slot > 0)
 
-    def parts(self, context: TreeContext, layer: int, space: Workspace) -> Iterator[TablePart]:
+    def parts(
+        self, context: TreeContext, layers: Sequence[int], space: Workspace
+    ) -> Iterator[TablePart]:
         probes = distortion_probes(
             context.prefill,
             context.partition,
@@ -144,22 +148,22 @@ class Prototype(Distortion):
             slots=self.evidence_slots,
             per_slot=self.evidence_per_slot,
         )
-        probed = ProbedLayer.of(context, layer, probes)
+        probed = ProbedHeads.of(context, layers, probes)
         device = probed.values.device
         for batch in slot_batches(context.partition, device):
             size = self._slots_per_chunk(batch.n, probed)
             for first in range(0, len(batch.slots), size):
                 yield self._part(context, batch.chunk(first, first + size), probed, space)
 
-    def _slots_per_chunk(self, n: int, probed: ProbedLayer) -> int:
+    def _slots_per_chunk(self, n: int, probed: ProbedHeads) -> int:
         heads, count, dim = probed.queries.shape
-        limit = self.memory_limit or (2**30 if probed.values.is_cuda else 48 * 2**20)
+        limit = self.memory_limit or (2**30 if probed.values.is_cuda else 96 * 2**20)
         intervals = n * (n + 1) // 2
         per_slot = 4 * heads * intervals * (4 * count + 2 * n + 4 * dim)
         return max(1, limit // per_slot)
 
     def _part(
-        self, context: TreeContext, batch: SlotBatch, probed: ProbedLayer, space: Workspace
+        self, context: TreeContext, batch: SlotBatch, probed: ProbedHeads, space: Workspace
     ) -> TablePart:
         origin, rule = context.partition.region.start, context.rule
         n, slots = batch.n, len(batch.slots)
@@ -171,7 +175,7 @@ class Prototype(Distortion):
         positions = probed.positions[at]
 
         p = rearrange(
-            probed.exponentials[:, at][:, :, offsets], "g p s n -> (g s) n p"
+            probed.exponentials[:, at][:, :, offsets], "u p s n -> (u s) n p"
         ).contiguous()
         keys = probed.plain_keys[:, offsets].flatten(0, 1)
         values = probed.values[:, offsets].flatten(0, 1)
@@ -203,7 +207,7 @@ class Prototype(Distortion):
         probe_features = torch.cat(
             [probed.queries, torch.ones_like(probed.top)[..., None], -probed.top[..., None]], -1
         )[:, at]
-        probe_features = repeat(probe_features, "g p f -> (g s) f p", s=slots)
+        probe_features = repeat(probe_features, "u p f -> (u s) f p", s=slots)
         z_tilde = space.take("z_tilde", items, intervals, probes)
         torch.bmm(features, probe_features, out=z_tilde).clamp_(max=_MAX_EXPONENT).exp_()
 
@@ -244,18 +248,16 @@ class Prototype(Distortion):
 
         # Mean over the probes that see token j, each mass normalised by its total.
         sees = (positions >= batch.starts[:, None, None] + token[:, None]).float()
-        sees = repeat(sees / sees.sum(dim=-1, keepdim=True), "s n p -> (g s) n p", g=heads)
-        share = sees * repeat(probed.inverse_total[:, at], "g p -> (g s) 1 p", s=slots)
+        sees = repeat(sees / sees.sum(dim=-1, keepdim=True), "s n p -> (u s) n p", u=heads)
+        share = sees * repeat(probed.inverse_total[:, at], "u p -> (u s) 1 p", s=slots)
         error.mul_(torch.index_select(share, 1, last, out=z))
         distortion = error.sum(dim=-1)
         distortion[:, first == last] = 0.0
         mass = torch.bmm(share, p.mT)
 
-        final = (batch.lengths - 1).repeat(heads)
-        whole = mass[torch.arange(items, device=device), final]
         return TablePart(
             batch=batch,
             distortion=distortion,
-            drop=(whole * batch.valid().repeat(heads, 1)).sum(dim=-1),
+            drop=mass[:, -1].sum(dim=-1),
             mass=mass,
         )

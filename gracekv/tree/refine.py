@@ -72,7 +72,7 @@ class Proposal:
 
 
 class Refiner(Strategy, abc.ABC):
-    """Choose the children of every node; called once a level, deterministic.
+    """Choose the children of every node; deterministic, and each node on its own.
 
     Attributes:
         exact_roots: roots are kept as their original tokens, an entry a token, not as a prototype.

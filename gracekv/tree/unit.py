@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -24,16 +24,17 @@ class Unit(Distortion):
     the probe mass that picks extraction positions.
     """
 
-    def parts(self, context: TreeContext, layer: int, space: Workspace) -> Iterator[TablePart]:
-        device = context.prefill.keys[layer].device
-        tokens = context.tokens[layer].to(device)
+    def parts(
+        self, context: TreeContext, layers: Sequence[int], space: Workspace
+    ) -> Iterator[TablePart]:
+        device = context.prefill.keys[layers[0]].device
+        tokens = context.tokens[list(layers)].to(device).flatten(0, 1)
         origin = context.partition.region.start
         for batch in slot_batches(context.partition, device):
-            items = context.prefill.kv_heads * len(batch.slots)
-            intervals = batch.n * (batch.n + 1) // 2
+            items, intervals = len(tokens) * len(batch.slots), batch.n * (batch.n + 1) // 2
             yield TablePart(
                 batch=batch,
                 distortion=torch.zeros(items, intervals, device=device),
                 drop=torch.ones(items, device=device),
-                mass=rearrange(tokens[:, batch.offsets(origin)], "g s n -> (g s) 1 n"),
+                mass=rearrange(tokens[:, batch.offsets(origin)], "u s n -> (u s) 1 n"),
             )

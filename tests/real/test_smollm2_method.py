@@ -55,7 +55,7 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
     )
     rng = torch.Generator().manual_seed(0)
     for layer in (0, prefill.layers // 2, prefill.layers - 1):
-        table = Prototype().table(context, layer)
+        table = Prototype().table(context, [layer])
         for head in range(prefill.kv_heads):
             judge = ReferenceDistortion(context, layer, head, Prototype())
             for _ in range(12):

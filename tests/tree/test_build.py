@@ -109,7 +109,7 @@ def test_growth_matches_the_reference(floor: bool, seed: int) -> None:
     forest = build_forest(context, Prototype(), BinaryExtract())
     bounds, heads = context.partition.bounds.tolist(), context.prefill.kv_heads
     for layer in range(context.prefill.layers):
-        table = Prototype().table(context, layer)
+        table = Prototype().table(context, [layer])
         for item in range(len(table.drop)):
             judge = TableJudge(context, table, layer, item)
             slot = item % context.partition.slots

@@ -18,7 +18,7 @@ from gracekv.tree.workspace import Workspace
 def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> None:
     bounds, slots = context.partition.bounds.tolist(), context.partition.slots
     for layer in range(context.prefill.layers):
-        table = distortion.table(context, layer)
+        table = distortion.table(context, [layer])
         for item in range(context.prefill.kv_heads * slots):
             judge = ReferenceDistortion(context, layer, item // slots, distortion)
             a, b = bounds[item % slots], bounds[item % slots + 1]
@@ -59,10 +59,12 @@ def test_chunks_do_not_change_the_table() -> None:
     region = context.partition.region
     even = Partition(torch.arange(region.start, region.end + 1, region.length // 20))
     context = dataclasses.replace(context, partition=even)
-    whole = Prototype(memory_limit=2**30).table(context, 0)
-    split = Prototype(memory_limit=2**20).table(context, 0)
+    whole = Prototype(memory_limit=2**30).table(context, [0])
+    split = Prototype(memory_limit=2**20).table(context, [0])
     space = Workspace(torch.device("cpu"))
-    parts = [len(list(Prototype(memory_limit=m).parts(context, 0, space))) for m in (2**20, 2**30)]
+    parts = [
+        len(list(Prototype(memory_limit=m).parts(context, [0], space))) for m in (2**20, 2**30)
+    ]
     assert parts[0] > parts[1]
     for item, length in enumerate(whole.length.tolist()):
         start, end = torch.triu_indices(length, length)
@@ -93,7 +95,7 @@ def test_identical_tokens_merge_without_loss() -> None:
             torch.ones_like(prefill.rope.cos), torch.zeros_like(prefill.rope.sin)
         ),
     )
-    table = Prototype().table(dataclasses.replace(context, prefill=still), 0)
+    table = Prototype().table(dataclasses.replace(context, prefill=still), [0])
     for item, length in enumerate(table.length.tolist()):
         start, end = torch.triu_indices(length, length)
         distortion = table.at(torch.tensor(item), start, end + 1)
