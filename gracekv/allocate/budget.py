@@ -165,8 +165,12 @@ class Budget:
 def _rational(value: object, name: str) -> Fraction:
     """Exact value as written: 0.1 is 1/10, not the nearest double."""
     if isinstance(value, bool) or not isinstance(value, int | float | str | Fraction):
-        raise BudgetError(f"{name} must be a number; got {value!r} ({type(value).__name__}).")
+        raise BudgetError(
+            f"{name} must be a number such as 8 or 8.5; got {value!r} ({type(value).__name__})."
+        )
     try:
         return value if isinstance(value, Fraction) else Fraction(str(value))
     except (ValueError, ZeroDivisionError) as error:
-        raise BudgetError(f"{name} must be a finite number; got {value!r}.") from error
+        raise BudgetError(
+            f"{name} must be a finite number such as 8 or 8.5; got {value!r}."
+        ) from error

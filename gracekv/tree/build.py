@@ -18,7 +18,7 @@ from gracekv.tree.refine import Children, Nodes, Refiner
 from gracekv.tree.workspace import Workspace
 
 # Layers whose tables fit this together grow together: few large steps instead of many small ones.
-_TABLE_BYTES = 2**28
+_TABLE_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True, eq=False)

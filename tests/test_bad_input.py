@@ -1,0 +1,135 @@
+"""One row per way to misuse the library: the error's type, and that its text says how to go on."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+
+import gracekv
+from gracekv import Budget, Pipeline, Prompt
+from gracekv.errors import (
+    BudgetError,
+    ConfigError,
+    GracekvError,
+    NonFiniteError,
+    PromptError,
+    ShapeError,
+    UnknownStrategyError,
+    UnsupportedModelError,
+)
+from gracekv.testing import synthetic_prefill
+from gracekv.testing.models import tiny_llama
+
+IDS = torch.arange(90)
+
+
+def prompt() -> Prompt:
+    return Prompt.from_ids(IDS, context=(4, 80))
+
+
+def compress(model: object = None, **options: object) -> object:
+    return gracekv.compress(model or tiny_llama(), prompt(), **options)
+
+
+def run(ratio: object) -> object:
+    return Pipeline().run(synthetic_prefill(), Budget.ratio(ratio))
+
+
+def poisoned(name: str, value: float) -> object:
+    prefill = synthetic_prefill()
+    broken = [tensor.clone() for tensor in getattr(prefill, name)]
+    broken[1][0, 5, 3] = value
+    return dataclasses.replace(prefill, **{name: tuple(broken)})
+
+
+def reshaped(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    prefill = synthetic_prefill()
+    return dataclasses.replace(prefill, **{name: tuple(map(change, getattr(prefill, name)))})
+
+
+def other_model(config: type, **fields: object) -> object:
+    sizes = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+    }  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config(**sizes, **fields)).eval()
+
+
+def without_rope() -> object:
+    config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+TABLE = {
+    "empty context": (lambda: Prompt.from_ids(IDS, context=(7, 7)), PromptError, "non-empty"),
+    "one-token prompt": (lambda: Prompt.from_ids(IDS[:1], (0, 1)), PromptError, "at least 2"),
+    "span behind the end": (lambda: Prompt.from_ids(IDS, (4, 91)), PromptError, "<= 90"),
+    "span reversed": (lambda: Prompt.from_ids(IDS, (9, 4)), PromptError, "start < end"),
+    "span negative": (lambda: Prompt.from_ids(IDS, (-1, 4)), PromptError, "0 <= start"),
+    "question before the context's end": (
+        lambda: Prompt.from_ids(IDS, (4, 80), question_end=10),
+        PromptError,
+        "Leave it out",
+    ),
+    "batch of ids": (lambda: Prompt.from_ids(IDS.view(2, 45), (4, 30)), PromptError, "one by one"),
+    "ratio below 1": (lambda: compress(ratio=0.5), BudgetError, "1 keeps all"),
+    "ratio NaN": (lambda: run(float("nan")), BudgetError, "finite"),
+    "ratio infinite": (lambda: run(float("inf")), BudgetError, "finite"),
+    "ratio not a number": (lambda: run("eight"), BudgetError, "finite number"),
+    "ratio True": (lambda: run(True), BudgetError, "must be a number"),
+    "no budget": (compress, BudgetError, "ratio=8"),
+    "two budgets": (lambda: compress(ratio=2, kv_bytes="1MB"), BudgetError, "exactly one"),
+    "entries 0": (lambda: compress(entries_per_head=0), BudgetError, "positive whole"),
+    "bytes in cubits": (lambda: compress(kv_bytes="3 cubits"), BudgetError, "'64MiB'"),
+    "budget below the window": (lambda: run(30), BudgetError, "at most 24"),
+    "bytes below the window": (lambda: compress(kv_bytes=1), BudgetError, "at least"),
+    "recipe misspelt": (
+        lambda: compress(ratio=2, pipeline="gracekw"),
+        UnknownStrategyError,
+        "Did you mean 'gracekv'",
+    ),
+    "strategy misspelt": (
+        lambda: Pipeline.from_dict({"refine": "binary_extrat"}),
+        UnknownStrategyError,
+        "Did you mean 'binary_extract'",
+    ),
+    "stage misspelt": (
+        lambda: Pipeline.from_dict({"reffine": "binary"}),
+        ConfigError,
+        "Did you mean 'refine'",
+    ),
+    "keys NaN": (lambda: poisoned("keys", float("nan")), NonFiniteError, "bfloat16"),
+    "values infinite": (lambda: poisoned("values", float("inf")), NonFiniteError, "layer 1"),
+    "queries NaN": (lambda: poisoned("queries", float("nan")), NonFiniteError, "weights"),
+    "keys with a batch axis": (lambda: reshaped("keys", lambda k: k[None]), ShapeError, "one by"),
+    "values too short": (lambda: reshaped("values", lambda v: v[:, 1:]), ShapeError, "layer 0"),
+    "heads that do not divide": (lambda: reshaped("queries", lambda q: q[:3]), ShapeError, "multi"),
+    "no RoPE": (lambda: compress(without_rope(), ratio=2), UnsupportedModelError, "rotary"),
+    "sliding window": (
+        lambda: compress(other_model(transformers.MistralConfig, sliding_window=8), ratio=2),
+        UnsupportedModelError,
+        "sliding window of 8",
+    ),
+    "untested family": (
+        lambda: compress(other_model(transformers.Qwen2Config), ratio=2),
+        UnsupportedModelError,
+        "not tested",
+    ),
+    "training mode": (
+        lambda: compress(tiny_llama().train(), ratio=2),
+        UnsupportedModelError,
+        r"model\.eval\(\)",
+    ),
+    "not a model": (lambda: compress(object(), ratio=2), UnsupportedModelError, "got object"),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_misuse_is_named_and_explained(case: str) -> None:
+    call, error, message = TABLE[case]
+    with pytest.raises(error, match=message) as caught:
+        call()
+    assert isinstance(caught.value, GracekvError)
+    assert len(str(caught.value)) > 40
