@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from gracekv import recipes
 from gracekv.allocate import (
@@ -25,6 +26,7 @@ from gracekv.allocate import (
     Quota,
     RecentWindow,
     Singleton,
+    upper_bound,
 )
 from gracekv.backends import BACKENDS, Auto, Backend
 from gracekv.cache import (
@@ -130,6 +132,10 @@ class Pipeline(Configurable):
         backend: how decoding reads the cache.
         window: the recent window.
         keep_all: ignore the budget and keep everything (FullKV).
+        certify: also bound from above what any allocation over the same trees could reach, floor
+            or not: `accounting.bound` and `accounting.certified_ratio` (ours).
+        prune: do not grow what the greedy auction cannot reach (ours, exact: same entries, smaller
+            `run.forest`). Only where it holds: a greedy allocator without quota or certificate.
     """
 
     segment: Segmenter = field(default_factory=CurvatureDP)
@@ -145,6 +151,8 @@ class Pipeline(Configurable):
     backend: Backend = field(default_factory=Auto)
     window: RecentWindow = field(default_factory=RecentWindow)
     keep_all: bool = False
+    certify: bool = False
+    prune: bool = True
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -188,6 +196,7 @@ class Pipeline(Configurable):
             scores = self.value(prefill, region)
             relevance = Relevance(scores.tokens, scores.evidence, self.sensitivity(prefill))
         with clock("tree"):
+            quota = self.quota(relevance.tokens, plan)
             candidates = self.floor.candidates(relevance.tokens, plan)
             curvature = partition.curvature
             if curvature is None and self.refine.uses_curvature:
@@ -205,11 +214,16 @@ class Pipeline(Configurable):
                 ),
                 self.distortion,
                 self.refine,
+                plan.base if self._prunes(quota) else None,
             )
         with clock("allocate"):
-            quota = self.quota(relevance.tokens, plan)
             start = self.floor.realize(forest, candidates, plan, quota)
             frontier = self.allocate(start, quota)
+            if self.certify:
+                elastic = bool(getattr(self.allocate, "elastic", False))
+                empty = Frontier.empty(forest, plan.base)
+                bound = upper_bound(empty, quota, elastic=elastic)
+                frontier = replace(frontier, bound=max(bound, frontier.utility))
         with clock("pack"):
             cache = self.pack(prefill, frontier, relevance.tokens, self.prototype)
         entries = frontier.entries_per_head().cpu() + plan.recent
@@ -227,6 +241,9 @@ class Pipeline(Configurable):
         )
         timings = Timings(**prefill.seconds, **clock.seconds)
         return Run(plan, partition, relevance, forest, frontier, cache, accounting, timings)
+
+    def _prunes(self, quota: Tensor | None) -> bool:
+        return self.prune and self.allocate.prunable and quota is None and not self.certify
 
 
 def _full(prefill: Prefill, plan: BudgetPlan) -> Run:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv import Budget, Pipeline, recipes, strategies
+from gracekv.allocate import ALLOCATORS
 from gracekv.errors import BudgetError, ConfigError, MissingCaptureError, UnknownStrategyError
 from gracekv.pipeline import REGISTRIES, Run
 from gracekv.prefill import Prefill
@@ -100,7 +101,51 @@ def test_heap_and_parallel_greedy_choose_the_same_cache() -> None:
         assert same_entries(fast, slow)
 
 
-STAGE_OUTPUTS = ("partition", "relevance", "floor", "forest", "quota")
+@pytest.mark.parametrize("ratio", [1.1, 2, 8, 20])
+@pytest.mark.parametrize("elastic", [False, True])
+def test_pruning_does_not_change_the_cache(ratio: float, elastic: bool) -> None:
+    prefill = synthetic_prefill(context=260, layers=5, seed=3)
+    allocate = {"name": "greedy", "elastic": elastic}
+    pruned, whole = (
+        Pipeline.from_dict({"allocate": allocate, "prune": prune}).run(prefill, Budget.ratio(ratio))
+        for prune in (True, False)
+    )
+    assert same_entries(pruned, whole)
+    assert pruned.accounting.utility == pytest.approx(whole.accounting.utility, rel=1e-12)
+
+
+@pytest.mark.parametrize("recipe", ["gracekv", "gracekv-no-floor", "gracekv-no-global"])
+@pytest.mark.parametrize("ratio", [2, 8])
+def test_the_certificate_bounds_every_allocator(recipe: str, ratio: int) -> None:
+    prefill = synthetic_prefill(context=400, layers=2, seed=5)
+    base = dataclasses.replace(Pipeline.named(recipe), certify=True)
+    assert Pipeline().run(prefill, Budget.ratio(ratio)).accounting.certified_ratio is None
+    plain = base.run(prefill, Budget.ratio(ratio))
+    better = dataclasses.replace(base, allocate=ALLOCATORS.build("lagrangian")).run(
+        prefill, Budget.ratio(ratio)
+    )
+    for run in (plain, better):
+        assert run.accounting.bound is not None
+        assert 0 < run.accounting.utility <= run.accounting.bound * (1 + 1e-12)
+    assert plain.accounting.bound == pytest.approx(better.accounting.bound, rel=1e-6)
+    assert better.accounting.utility >= plain.accounting.utility
+    # A certificate changes what is known, not what is kept.
+    assert same_entries(plain, Pipeline.named(recipe).run(prefill, Budget.ratio(ratio)))
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10_000), ratio=st.floats(1.05, 3.0))
+def test_elastic_buys_no_operation_without_gain(seed: int, ratio: float) -> None:
+    prefill = synthetic_prefill(context=120, dim=8, seed=seed)
+    pipeline = Pipeline.from_dict(
+        {"floor": "none", "allocate": {"name": "greedy", "elastic": True}}
+    )
+    run = pipeline.run(prefill, Budget.ratio(ratio))
+    assert run.frontier is not None
+    forest = run.frontier.forest
+    assert bool((forest.add_gain[run.frontier.added] > 0).all())
+    assert bool((forest.split_gain[run.frontier.split] > 0).all())
+    assert run.accounting.spent <= run.accounting.budget
 
 
 def fingerprint(pipeline: Pipeline, prefill: Prefill, ratio: int = 6) -> dict[str, list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -115,7 +116,13 @@ class Allocator(Strategy, abc.ABC):
 
     Non-elastic (default): gains are clipped at 0 and zero-gain operations are still bought while
     budget is left. Elastic: stops before operations of gain <= 0.
+
+    Attributes:
+        prunable: the result is that of the greedy auction, so nodes that the auction cannot reach
+            need not be grown.
     """
+
+    prunable: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier: ...

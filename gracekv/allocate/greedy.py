@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ class Greedy(Allocator):
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
     """
+
+    prunable: ClassVar[bool] = True
 
     elastic: bool = False
 

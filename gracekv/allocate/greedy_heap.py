@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ class GreedyHeap(Allocator):
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
     """
+
+    prunable: ClassVar[bool] = True
 
     elastic: bool = False
 

@@ -10,25 +10,31 @@ from gracekv.tree import PrototypeRule, TreeContext
 
 
 def tree_context(
-    seed: int, *, group: int = 2, recent: int = 5, context: int = 40, prefix: int = 4
+    seed: int,
+    *,
+    layers: int = 2,
+    group: int = 2,
+    recent: int = 5,
+    context: int = 40,
+    prefix: int = 4,
 ) -> TreeContext:
-    """2 layers, 2 KV heads, up to 5 slots of uneven length (single tokens included), no floor."""
+    """2 KV heads, up to 5 slots of uneven length (single tokens included), no floor."""
     prefill = synthetic_prefill(
-        layers=2, kv_heads=2, group=group, dim=8, context=context, prefix=prefix, question=6,
+        layers=layers, kv_heads=2, group=group, dim=8, context=context, prefix=prefix, question=6,
         seed=seed,
     )  # fmt: skip
     region = prefill.spans.region(recent)
     rng = torch.Generator().manual_seed(seed)
     cuts = (torch.randperm(region.length - 1, generator=rng)[:4] + 1 + region.start).tolist()
     bounds = torch.tensor(sorted({region.start, region.end, *cuts}))
-    tokens = torch.rand(2, 2, region.length, generator=rng) ** 4
+    tokens = torch.rand(layers, 2, region.length, generator=rng) ** 4
     tokens = tokens / tokens.sum(-1, keepdim=True)
     return TreeContext(
         prefill=prefill,
         partition=Partition(bounds),
         tokens=tokens,
         evidence=tokens.mean((0, 1)),
-        sensitivity=torch.rand(2, 2, generator=rng) + 0.5,
+        sensitivity=torch.rand(layers, 2, generator=rng) + 0.5,
         rule=PrototypeRule(),
         curvature=torch.rand(prefill.spans.length, generator=rng),
     )

@@ -1,117 +1,63 @@
-"""From slots to a `Forest`: tables of a few layers each, and trees grown from them level by level.
-
-Every node down to the single tokens is grown, so the forest can always expand to FullKV.
-"""
+"""From slots to a `Forest`: tables of a few layers each, and the trees grown from them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gracekv.tree.base import Forest
 from gracekv.tree.context import TreeContext
-from gracekv.tree.distortion import Distortion, IntervalTable
-from gracekv.tree.refine import Children, Nodes, Refiner
+from gracekv.tree.distortion import Distortion
+from gracekv.tree.grow import Level, grow
+from gracekv.tree.prune import Pruner
+from gracekv.tree.refine import Refiner
 from gracekv.tree.workspace import Workspace
 
 # Layers whose tables fit this together grow together: few large steps instead of many small ones.
 _TABLE_BYTES = 2**26
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Level:
-    """Nodes of one level of some layers' trees, by tree and start."""
-
-    tree: Tensor
-    start: Tensor
-    end: Tensor
-    distortion: Tensor
-    child_count: Tensor
-
-
-def build_forest(context: TreeContext, distortion: Distortion, refiner: Refiner) -> Forest:
+def build_forest(
+    context: TreeContext, distortion: Distortion, refiner: Refiner, budget: int | None = None
+) -> Forest:
     """All candidate nodes of all (layer, KV head, slot) trees, priced.
 
-    Source: the paper, "Recursive refinement rule" and Eqs. app_value_conservation,
+    Without a budget every node down to the single tokens is there, so the forest can expand to
+    FullKV. With one, nodes that a greedy auction of `budget` entries cannot reach are left as
+    leaves (see `gracekv.tree.prune`): the auction's result is the same, other allocators may want
+    more. Refiners whose operations cost more than 2 entries are never pruned.
+
+    Source: the paper, "Recursive refinement rule" and Eqs. app_bottom_up_value,
     app_operation_gains.
     """
     prefill, slots = context.prefill, context.partition.slots
     device = prefill.keys[0].device
-    levels: dict[int, list[_Level]] = defaultdict(list)
+    levels: dict[int, list[Level]] = defaultdict(list)
     spaces: dict[torch.device, Workspace] = {}
+    pruner = Pruner(budget) if budget is not None and refiner.max_cost <= 2 else None
     drop = torch.zeros(prefill.layers * prefill.kv_heads * slots, device=device)
     for layers in context.layer_groups(_TABLE_BYTES):
         where = prefill.keys[layers[0]].device
         table = distortion.table(context, layers, spaces.setdefault(where, Workspace(where)))
         first = layers[0] * prefill.kv_heads * slots
         drop[first : first + len(table.drop)] = table.drop.to(device)
-        for depth, level in enumerate(_grow(table, first, refiner)):
+        for depth, level in enumerate(grow(table, first, refiner, pruner)):
             levels[depth].append(level)
+        if pruner is not None:
+            pruner.raise_cut()
     merged = [_merge(levels[depth], device) for depth in sorted(levels)]
     return _forest(context, merged, drop.double(), refiner.exact_roots)
 
 
-def _grow(table: IntervalTable, first_tree: int, refiner: Refiner) -> list[_Level]:
-    """All levels of a table's trees."""
-    item = torch.arange(len(table.origin), device=table.origin.device)
-    start, end = torch.zeros_like(item), table.length
-    levels = []
-    while True:
-        count = torch.zeros_like(item)
-        inner = end - start > 1
-        nodes = Nodes(item[inner], start[inner], end[inner])
-        children = _refine(nodes, table, refiner)
-        count[inner] = children.count
-        origin = table.origin[item]
-        levels.append(
-            _Level(
-                first_tree + item, origin + start, origin + end, table.at(item, start, end), count
-            )
-        )
-        if not len(children.start):
-            return levels
-        item = torch.repeat_interleave(nodes.item, children.count)
-        start, end = children.start, children.end
-
-
-def _refine(nodes: Nodes, table: IntervalTable, refiner: Refiner) -> Children:
-    """The refiner's children, asked for nodes of similar length at a time.
-
-    Refiners work on grids as wide as the longest node; one long node must not widen all rows.
-    """
-    size = torch.ceil(torch.log2(nodes.length.float())).long()
-    order = size.argsort(stable=True)
-    counts, starts, ends = [], [], []
-    for group in order.split(torch.bincount(size).tolist()):
-        if len(group):
-            some = refiner(Nodes(nodes.item[group], nodes.start[group], nodes.end[group]), table)
-            counts.append(some.count)
-            starts.append(some.start)
-            ends.append(some.end)
-    if not counts:
-        none = torch.empty(0, dtype=torch.int64, device=nodes.item.device)
-        return Children(none, none, none)
-    count = torch.zeros_like(nodes.item)
-    count[order] = torch.cat(counts)
-    # Back to the order of the nodes: sort the children by their parent's place.
-    place = torch.repeat_interleave(order, torch.cat(counts)).argsort(stable=True)
-    return Children(count, torch.cat(starts)[place], torch.cat(ends)[place])
-
-
-def _merge(parts: list[_Level], device: torch.device) -> _Level:
+def _merge(parts: list[Level], device: torch.device) -> Level:
     """One level of all tables, which come in the order of their trees."""
-    return _Level(
-        *(
-            torch.cat([getattr(part, name).to(device) for part in parts])
-            for name in ("tree", "start", "end", "distortion", "child_count")
-        )
-    )
+    names = ("tree", "start", "end", "distortion", "worth", "child_count", "split_gain")
+    return Level(*(torch.cat([getattr(part, name).to(device) for part in parts]) for name in names))
 
 
-def _forest(context: TreeContext, levels: list[_Level], drop: Tensor, exact_roots: bool) -> Forest:
+def _forest(context: TreeContext, levels: list[Level], drop: Tensor, exact_roots: bool) -> Forest:
     prefill, trees = context.prefill, len(drop)
     device = drop.device
     sizes = torch.tensor([len(level.tree) for level in levels])
@@ -124,63 +70,30 @@ def _forest(context: TreeContext, levels: list[_Level], drop: Tensor, exact_root
         firsts.append(torch.where(level.child_count > 0, first, -1))
         if depth + 1 < len(levels):
             parents.append(torch.repeat_interleave(index, level.child_count))
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(level, name) for level in levels])
-
-    tree, start, end = joined("tree"), joined("start"), joined("end")
-    parent, distortion = torch.cat(parents), joined("distortion").double()
-    worth = _bottom_up(context, tree, start, end, parent, joined("child_count"), offsets)
-    omega = context.sensitivity.to(device).double().flatten()[tree // context.partition.slots]
-    children_distortion = torch.zeros_like(distortion)
-    children_distortion.index_add_(0, parent[trees:], distortion[trees:])
-    price = omega * worth
-    is_inner = joined("child_count") > 0
-    entries = torch.ones_like(tree)
+    whole = _merge(levels, device)
+    distortion, entries = whole.distortion, torch.ones_like(whole.tree)
     if exact_roots:
-        entries[:trees] = (end - start)[:trees]
-        # Kept as it is: nothing is distorted.
+        # Kept token by token: an entry each, and nothing is distorted.
+        entries[:trees] = (whole.end - whole.start)[:trees]
         distortion[:trees] = 0.0
+    price = context.sensitivity.to(device).double().flatten().repeat_interleave(
+        context.partition.slots
+    ) * whole.worth[:trees]  # fmt: skip
     return Forest(
         layers=prefill.layers,
         heads=prefill.kv_heads,
         slots=context.partition.slots,
-        start=start,
-        end=end,
-        parent=parent,
+        start=whole.start,
+        end=whole.end,
+        parent=torch.cat(parents),
         first_child=torch.cat(firsts),
-        child_count=joined("child_count"),
-        tree=tree,
+        child_count=whole.child_count,
+        tree=whole.tree,
         level=torch.repeat_interleave(torch.arange(len(levels)), sizes).to(device),
-        worth=worth,
+        worth=whole.worth,
         distortion=distortion,
         drop=drop,
         entries=entries,
-        add_gain=price[:trees] * (drop - distortion[:trees]),
-        split_gain=torch.where(is_inner, price * (distortion - children_distortion), 0.0),
+        add_gain=price * (drop - distortion[:trees]),
+        split_gain=whole.split_gain,
     )
-
-
-def _bottom_up(
-    context: TreeContext,
-    tree: Tensor,
-    start: Tensor,
-    end: Tensor,
-    parent: Tensor,
-    child_count: Tensor,
-    offsets: list[int],
-) -> Tensor:
-    """R(v) float64 [V]: leaves sum their tokens, every other node its children."""
-    origin = context.partition.region.start
-    tokens = context.tokens.to(tree.device).double().flatten(0, 1)
-    head = tree // context.partition.slots
-    # Float64 running sums: R is at most 1 per head, so their differences are good to 1e-16.
-    running = torch.nn.functional.pad(tokens.cumsum(dim=1), (1, 0))
-    sums = running[head, end - origin] - running[head, start - origin]
-    single = end - start == 1
-    leaf = torch.where(single, tokens[head, start - origin], sums)
-    worth = torch.where(child_count == 0, leaf, 0.0)
-    for depth in range(len(offsets) - 2, 0, -1):
-        level = slice(offsets[depth], offsets[depth + 1])
-        worth.index_add_(0, parent[level], worth[level].clone())
-    return worth

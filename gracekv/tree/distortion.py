@@ -69,7 +69,9 @@ class IntervalTable:
         drop: D^drop [B] float32.
         curvature: kappa [T], or None.
         forced: floor score [U, N] float64 (-inf: no candidate), or None.
-        start_of_region: first compressible position, where `forced` starts.
+        tokens: R^tok [U, N] float64.
+        sensitivity: omega [U] float64.
+        start_of_region: first compressible position, where `forced` and `tokens` start.
     """
 
     origin: Tensor
@@ -77,6 +79,8 @@ class IntervalTable:
     drop: Tensor
     curvature: Tensor | None
     forced: Tensor | None
+    tokens: Tensor
+    sensitivity: Tensor
     start_of_region: int
     _distortion: Tensor
     _distortion_base: Tensor
@@ -118,6 +122,8 @@ class IntervalTable:
                 if context.forced is None
                 else context.forced[list(layers)].flatten(0, 1).to(order.device)
             ),
+            tokens=context.tokens[list(layers)].flatten(0, 1).to(order.device).double(),
+            sensitivity=context.sensitivity[list(layers)].flatten().to(order.device).double(),
             start_of_region=context.partition.region.start,
             # Gains are compared in float64; converted here once, not at every look-up.
             _distortion=torch.cat([part.distortion.flatten() for part in parts]).double(),
@@ -151,9 +157,25 @@ class IntervalTable:
         """Floor scores [V, w] float64 of tokens [V, w] of items [V]; None without a floor."""
         if self.forced is None:
             return None
-        head = item // (len(self.origin) // len(self.forced))
         position = self.origin[item][:, None] + token - self.start_of_region
-        return self.forced[head[:, None], position]
+        return self.forced[self.head(item)[:, None], position]
+
+    def head(self, item: Tensor) -> Tensor:
+        """int64, as `item`: its row in `forced`, `tokens` and `sensitivity`."""
+        return item // (len(self.origin) // len(self.tokens))
+
+    def worth(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
+        """R of intervals [start, end) of items, float64 [V]: their tokens' worth, added in order.
+
+        Not a difference of running sums, so that a small node beside a large token keeps its
+        digits. Source: the paper, Eq. app_bottom_up_value.
+        """
+        count = end - start
+        node = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+        step = torch.arange(len(node), device=count.device) - (count.cumsum(0) - count)[node]
+        position = (self.origin[item] + start - self.start_of_region)[node] + step
+        rows = self.tokens[self.head(item)[node], position]
+        return torch.segment_reduce(rows, "sum", lengths=count, unsafe=True)
 
 
 class Distortion(Strategy, abc.ABC):

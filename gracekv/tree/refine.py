@@ -76,10 +76,12 @@ class Refiner(Strategy, abc.ABC):
 
     Attributes:
         exact_roots: roots are kept as their original tokens, an entry a token, not as a prototype.
+        max_cost: most entries that one of its splits adds.
         uses_curvature: the table must hold kappa.
     """
 
     exact_roots: ClassVar[bool] = False
+    max_cost: ClassVar[float] = 2
 
     @property
     def uses_curvature(self) -> bool:

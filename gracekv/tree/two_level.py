@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from gracekv.tree.distortion import IntervalTable
 from gracekv.tree.refine import REFINERS, Children, Nodes, Refiner, token_grid
@@ -17,6 +18,8 @@ class TwoLevel(Refiner):
 
     What that ablation does is not defined in the paper: method-notes 5 (ours).
     """
+
+    max_cost: ClassVar[float] = math.inf
 
     def __call__(self, nodes: Nodes, table: IntervalTable) -> Children:
         tokens, valid = token_grid(nodes)

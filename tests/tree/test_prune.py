@@ -1,0 +1,92 @@
+"""Pruned growth gives the greedy auction the same frontier."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate import ALLOCATORS, BudgetPlan, Frontier, Singleton
+from gracekv.testing.trees import tree_context
+from gracekv.tree import REFINERS, Prototype, TreeContext, build_forest
+from gracekv.tree.prune import Pruner
+
+
+def bought(frontier: Frontier) -> set[tuple[int, int, int]]:
+    forest, kept = frontier.forest, frontier.kept
+    columns = (forest.tree[kept], forest.start[kept], forest.end[kept])
+    return set(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def problem(seed: int, groups: bool, monkeypatch: pytest.MonkeyPatch) -> TreeContext:
+    context = tree_context(seed, layers=5, context=50)
+    # One layer at a time, so that later layers are pruned by what earlier ones showed.
+    monkeypatch.setattr("gracekv.tree.build._TABLE_BYTES", 1 if groups else 2**30)
+    return context
+
+
+@pytest.mark.parametrize("refiner", ["binary_extract", "binary", "extract", "midpoint"])
+@pytest.mark.parametrize("allocator", ["greedy", "greedy_heap"])
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 10_000),
+    budget=st.integers(1, 450),
+    floor=st.booleans(),
+    elastic=st.booleans(),
+    # At a small alpha most candidates, one per head at least, stay unrealised.
+    alpha=st.sampled_from([0.05, 0.2, 0.6, 1.0]),
+)
+def test_pruned_forests_give_the_same_frontier(
+    allocator: str, refiner: str, seed: int, budget: int, floor: bool, elastic: bool, alpha: float
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        context = problem(seed, True, monkeypatch)
+        region = context.partition.region
+        plan = BudgetPlan(layers=5, heads=2, context=region.length, total=budget, recent=0)
+        keeper = Singleton(gamma=0.5, alpha=alpha)
+        candidates = keeper.candidates(context.tokens, plan) if floor else None
+        context = dataclasses.replace(context, forced=candidates)
+        auction = ALLOCATORS.build(allocator, elastic=elastic)
+        forests = [
+            build_forest(context, Prototype(), REFINERS.build(refiner), limit)
+            for limit in (None, budget)
+        ]
+        results = [
+            auction(keeper.realize(forest, candidates, plan, None), None) for forest in forests
+        ]
+    assert forests[1].nodes <= forests[0].nodes
+    assert bought(results[0]) == bought(results[1])
+    assert results[0].spent == results[1].spent
+    assert results[0].floor_spent == results[1].floor_spent
+    assert results[0].utility == pytest.approx(results[1].utility, rel=1e-12)
+
+
+def test_pruning_saves_nodes_where_the_budget_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = problem(3, True, monkeypatch)
+    refiner = REFINERS.build("binary_extract")
+    whole = build_forest(context, Prototype(), refiner)
+    assert build_forest(context, Prototype(), refiner, 20).nodes < 0.8 * whole.nodes
+    assert build_forest(context, Prototype(), refiner, 10**6).nodes == whole.nodes
+
+
+def test_costly_refiners_are_not_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = problem(3, True, monkeypatch)
+    refiner = REFINERS.build("two_level")
+    whole = build_forest(context, Prototype(), refiner)
+    assert build_forest(context, Prototype(), refiner, 1).nodes == whole.nodes
+
+
+def test_the_cut_is_where_known_operations_exceed_the_budget() -> None:
+    pruner = Pruner(budget=4)
+    keys = torch.tensor([5.0, 4.0, 3.0, 3.0, 1.0], dtype=torch.float64)
+    pruner.see(keys[:2], torch.tensor([1, 2]))
+    pruner.raise_cut()
+    assert pruner.cut == 0.0
+    pruner.see(keys[2:], torch.tensor([1, 1, 1]))
+    pruner.raise_cut()
+    assert pruner.cut == 3.0
+    # Ties at the cut stay known, and a higher operation pushes it up.
+    pruner.see(torch.tensor([9.0], dtype=torch.float64), torch.tensor([2]))
+    pruner.raise_cut()
+    assert pruner.cut == 4.0
