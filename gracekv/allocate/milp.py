@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
@@ -54,6 +52,10 @@ class Milp(Allocator):
 
 def _solve(problem: SmallProblem, purse: Purse) -> np.ndarray:
     """bool [n]: an optimal choice."""
+    # Importing scipy's solvers changes the warning filters, so only who solves imports them.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
     count = len(problem.gain)
     # Gains may be tiny against the solver's absolute tolerances.
     largest = problem.gain.max(initial=0.0)

@@ -68,7 +68,7 @@ class PromptSpans:
     def direct_probes(self, question: int = 32, tail: int = 16) -> list[int]:
         """U: the last `question` question positions and the last `tail` positions, ascending.
 
-        Source: the paper, "Direct relevance"; union as a set: method-notes 3.
+        Source: the paper, "Direct relevance"; union as a set: departures 3.
         """
         last_question = range(
             max(self.context_end, self.question_end - question), self.question_end

@@ -16,7 +16,7 @@ from gracekv.tree.refine import REFINERS, Children, Nodes, Proposal, Refiner, to
 def normalized_curvature(kappa: Tensor, valid: Tensor) -> Tensor:
     """kappa-hat [V, w]: min-max normalised over each node's own tokens, 0 where constant.
 
-    Source: method-notes 5.
+    Source: departures 5.
     """
     low = kappa.masked_fill(~valid, torch.inf).amin(dim=1, keepdim=True)
     span = kappa.masked_fill(~valid, -torch.inf).amax(dim=1, keepdim=True) - low

@@ -1,7 +1,7 @@
 """The queries that judge how well a prototype stands in for its tokens.
 
 Source: the paper, "Prototype distortion" (up to 32 + 16 + 2*8 probes, heads in turn); how the
-evidence slots' representatives are chosen: method-notes 4 (ours).
+evidence slots' representatives are chosen: departures 4 (ours).
 """
 
 from __future__ import annotations

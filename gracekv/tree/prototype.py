@@ -8,7 +8,7 @@ For probe q and interval I of a slot, with p_t = exp(logit_t - max over the visi
 
 over the probes at positions >= the interval's last token; Z_C is the probe's mass over its visible
 part of the whole compressible context, so D is comparable everywhere. Source: the paper, Eqs.
-app_original_attention_stats to app_node_and_drop_distortion; the table: method-notes 7.
+app_original_attention_stats to app_node_and_drop_distortion; the table: departures 7.
 
 Nothing here is a difference of long sums: Z and |M|^2 grow token by token, and M.v~ and the cross
 terms of |M|^2 are matrix products with the Gram matrix of the slot's values, so M (d times larger)

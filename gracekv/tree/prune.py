@@ -4,7 +4,7 @@ Let key(a) be the least unit utility over an operation and its ancestors. The au
 descending key until the budget ends, at a cut. With only part of all trees known, the cut of the
 known operations is a lower bound of the final one: more operations can only push it up. A node
 whose own operation has a smaller key is therefore never split, and need not be refined. Source:
-method-notes 8.
+departures 8.
 
 Two things keep this exact. The floor buys paths to its candidates whatever their keys; such nodes
 count as free when it is asked what can be reached, and at their real key when the cut is bounded.

@@ -139,7 +139,7 @@ def refine_interval(
 ) -> list[tuple[int, int]]:
     """The children that `binary_extract` gives to [start, end), by exhaustive comparison.
 
-    Source: the paper, "Recursive refinement rule"; ties and forcing: method-notes 5.
+    Source: the paper, "Recursive refinement rule"; ties and forcing: departures 5.
     """
     context = judge.context
     whole = judge.node(start, end)

@@ -16,7 +16,7 @@ from gracekv.tree.refine import REFINERS, Children, Nodes, Refiner, token_grid
 class TwoLevel(Refiner):
     """A root splits into all its singletons at once (the paper's ablation w/o MR).
 
-    What that ablation does is not defined in the paper: method-notes 5 (ours).
+    What that ablation does is not defined in the paper: departures 5 (ours).
     """
 
     max_cost: ClassVar[float] = math.inf

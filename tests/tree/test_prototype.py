@@ -73,7 +73,7 @@ def test_chunks_do_not_change_the_table() -> None:
 
 
 def test_a_spike_beside_a_flat_interval_is_not_drowned() -> None:
-    """Differences of running sums would lose the flat interval's mass (method-notes 4)."""
+    """Differences of running sums would lose the flat interval's mass (departures 4)."""
     context = tree_context(1)
     region = context.partition.region
     keys = [k.clone() for k in context.prefill.keys]
