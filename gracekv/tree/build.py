@@ -45,8 +45,6 @@ def build_forest(
         drop[first : first + len(table.drop)] = table.drop.to(device)
         for depth, level in enumerate(grow(table, first, refiner, pruner)):
             levels[depth].append(level)
-        if pruner is not None:
-            pruner.raise_cut()
     merged = [_merge(levels[depth], device) for depth in sorted(levels)]
     return _forest(context, merged, drop.double(), refiner.exact_roots)
 

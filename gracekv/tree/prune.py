@@ -29,16 +29,24 @@ class Pruner:
         self._budget = budget
         self._keys: list[Tensor] = []
         self._costs: list[Tensor] = []
+        self._fresh = 0
         self.cut = 0.0
 
     def see(self, keys: Tensor, costs: Tensor) -> None:
-        """Operations become known: keys float64 [n] with all ancestors seen, costs int64 [n]."""
+        """Operations become known: keys float64 [n] with all ancestors seen, costs int64 [n].
+
+        The cut is raised once enough came that a sort pays.
+        """
         relevant = keys > self.cut
         self._keys.append(keys[relevant].cpu())
         self._costs.append(costs[relevant].cpu())
+        self._fresh += int(self._costs[-1].sum())
+        if 4 * self._fresh > self._budget:
+            self._raise_cut()
 
-    def raise_cut(self) -> None:
+    def _raise_cut(self) -> None:
         """Bound the cut by everything seen: the largest key down to which it exceeds the budget."""
+        self._fresh = 0
         keys, costs = torch.cat(self._keys), torch.cat(self._costs)
         keys, order = keys.sort(descending=True)
         spent = costs[order].cumsum(0)

@@ -1,5 +1,6 @@
 """The whole method on one real capture: fast stages against the float64 references."""
 
+import dataclasses
 import importlib.util
 
 import numpy as np
@@ -10,6 +11,7 @@ import gracekv.segment.reference as segment_reference
 import gracekv.value.reference as value_reference
 from gracekv import Budget, Pipeline
 from gracekv.cache import PrototypePacker
+from gracekv.pipeline import Run
 from gracekv.prefill import Prefill
 from gracekv.segment import CurvatureDP
 from gracekv.tree import Prototype, PrototypeRule, TreeContext
@@ -97,6 +99,26 @@ def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> 
         rtol=1e-4,
         atol=0,
     )
+
+
+def bought(run: Run) -> set[tuple[int, int, int]]:
+    """(tree, start, end) of the kept nodes: comparable between forests grown to different depth."""
+    assert run.frontier is not None
+    forest, kept = run.frontier.forest, run.frontier.kept
+    columns = (forest.tree[kept], forest.start[kept], forest.end[kept])
+    return set(zip(*(column.tolist() for column in columns), strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["gracekv", "gracekv-no-floor"])
+@pytest.mark.parametrize("ratio", [2, 8, 24])
+def test_pruning_keeps_the_same_nodes(prefill: Prefill, recipe: str, ratio: int) -> None:
+    pipeline = Pipeline.named(recipe)
+    pruned = pipeline.run(prefill, Budget.ratio(ratio))
+    whole = dataclasses.replace(pipeline, prune=False).run(prefill, Budget.ratio(ratio))
+    assert pruned.forest is not None
+    assert whole.forest is not None
+    assert pruned.forest.nodes < whole.forest.nodes or ratio == 2
+    assert bought(pruned) == bought(whole)
 
 
 @pytest.mark.parametrize("ratio", [2, 8, 24])

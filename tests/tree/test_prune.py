@@ -81,12 +81,20 @@ def test_the_cut_is_where_known_operations_exceed_the_budget() -> None:
     pruner = Pruner(budget=4)
     keys = torch.tensor([5.0, 4.0, 3.0, 3.0, 1.0], dtype=torch.float64)
     pruner.see(keys[:2], torch.tensor([1, 2]))
-    pruner.raise_cut()
     assert pruner.cut == 0.0
+    # Ties at the cut stay known.
     pruner.see(keys[2:], torch.tensor([1, 1, 1]))
-    pruner.raise_cut()
     assert pruner.cut == 3.0
-    # Ties at the cut stay known, and a higher operation pushes it up.
     pruner.see(torch.tensor([9.0], dtype=torch.float64), torch.tensor([2]))
-    pruner.raise_cut()
     assert pruner.cut == 4.0
+
+
+def test_the_cut_waits_for_enough_operations() -> None:
+    pruner = Pruner(budget=40)
+    pruner.see(torch.full((9,), 2.0, dtype=torch.float64), torch.full((9,), 1))
+    pruner.see(torch.full((33,), 5.0, dtype=torch.float64), torch.full((33,), 1))
+    assert pruner.cut == 2.0
+    pruner.see(torch.full((9,), 7.0, dtype=torch.float64), torch.full((9,), 1))
+    assert pruner.cut == 2.0
+    pruner.see(torch.full((2,), 7.0, dtype=torch.float64), torch.full((2,), 1))
+    assert pruner.cut == 5.0
