@@ -73,7 +73,7 @@ def _budget(
         return Budget.ratio(ratio)
     if entries_per_head is not None:
         return Budget.entries_per_head(entries_per_head)
-    assert kv_bytes is not None
+    assert kv_bytes is not None  # narrowed by the check above
     return Budget.kv_bytes(kv_bytes)
 
 
