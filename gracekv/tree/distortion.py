@@ -88,6 +88,7 @@ class IntervalTable:
     _mass_base: Tensor
     _mass_rows: Tensor
     _mass_width: Tensor
+    _candidates_before: Tensor | None
 
     @classmethod
     def of_parts(
@@ -112,16 +113,15 @@ class IntervalTable:
             base, mass_base = base + items * width, mass_base + items * rows * n
         joined = {name: torch.cat(column) for name, column in columns.items()}
         order = joined["item"].argsort()
+        forced = context.forced
+        if forced is not None:
+            forced = forced[list(layers)].flatten(0, 1).to(order.device)
         return cls(
             origin=joined["origin"][order],
             length=joined["length"][order],
             drop=torch.cat([part.drop for part in parts])[order],
             curvature=(None if context.curvature is None else context.curvature.to(order.device)),
-            forced=(
-                None
-                if context.forced is None
-                else context.forced[list(layers)].flatten(0, 1).to(order.device)
-            ),
+            forced=forced,
             tokens=context.tokens[list(layers)].flatten(0, 1).to(order.device).double(),
             sensitivity=context.sensitivity[list(layers)].flatten().to(order.device).double(),
             start_of_region=context.partition.region.start,
@@ -132,6 +132,7 @@ class IntervalTable:
             _mass_base=joined["mass_base"][order],
             _mass_rows=joined["mass_rows"][order],
             _mass_width=joined["mass_width"][order],
+            _candidates_before=None if forced is None else _counts_before(forced),
         )
 
     def at(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
@@ -160,6 +161,14 @@ class IntervalTable:
         position = self.origin[item][:, None] + token - self.start_of_region
         return self.forced[self.head(item)[:, None], position]
 
+    def holds_candidate(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
+        """bool [V]: intervals [start, end) of items with a floor candidate inside."""
+        before = self._candidates_before
+        if before is None:
+            return torch.zeros_like(item, dtype=torch.bool)
+        head, offset = self.head(item), self.origin[item] - self.start_of_region
+        return before[head, offset + end] > before[head, offset + start]
+
     def head(self, item: Tensor) -> Tensor:
         """int64, as `item`: its row in `forced`, `tokens` and `sensitivity`."""
         return item // (len(self.origin) // len(self.tokens))
@@ -176,6 +185,11 @@ class IntervalTable:
         position = (self.origin[item] + start - self.start_of_region)[node] + step
         rows = self.tokens[self.head(item)[node], position]
         return torch.segment_reduce(rows, "sum", lengths=count, unsafe=True)
+
+
+def _counts_before(forced: Tensor) -> Tensor:
+    """int64 [U, N+1]: floor candidates before each position, from scores [U, N]."""
+    return torch.nn.functional.pad((forced > -torch.inf).long().cumsum(dim=1), (1, 0))
 
 
 class Distortion(Strategy, abc.ABC):

@@ -14,10 +14,7 @@ from gracekv.tree.refine import REFINERS, Children, Nodes, Proposal, Refiner, to
 
 def forced_nodes(nodes: Nodes, table: IntervalTable) -> Tensor:
     """bool [V]: nodes that hold a floor candidate which no ancestor has isolated."""
-    score = table.floor_scores(nodes.item, token_grid(nodes)[0])
-    if score is None:
-        return torch.zeros_like(nodes.item, dtype=torch.bool)
-    return (score > -torch.inf).any(dim=1)
+    return table.holds_candidate(nodes.item, nodes.start, nodes.end)
 
 
 def salient_token(nodes: Nodes, table: IntervalTable) -> Tensor:

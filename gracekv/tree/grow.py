@@ -52,7 +52,7 @@ def grow(
     worth = table.worth(item, start, end)
     # Of the operation that made each node: its key, and its key if the floor's paths are free.
     key = _price(table, item, worth) * (table.drop.double() - distortion).clamp(min=0)
-    forced = _holds_candidate(table, item, start, end)
+    forced = table.holds_candidate(item, start, end)
     free_key = torch.where(forced, torch.inf, key)
     if pruner is not None:
         pruner.see(key, torch.ones_like(item))
@@ -93,22 +93,12 @@ def grow(
         item, start, end = item[parent], children.start, children.end
         distortion, worth = below, table.worth(item, start, end)
         key, free_key = key[parent], free_key[parent]
-        forced = _holds_candidate(table, item, start, end)
+        forced = table.holds_candidate(item, start, end)
 
 
 def _price(table: IntervalTable, item: Tensor, worth: Tensor) -> Tensor:
     """omega R of nodes, float64 [V]."""
     return table.sensitivity[table.head(item)] * worth
-
-
-def _holds_candidate(table: IntervalTable, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """bool [V]: nodes with a floor candidate inside, single tokens included."""
-    if table.forced is None:
-        return torch.zeros_like(item, dtype=torch.bool)
-    offset = table.origin[item] - table.start_of_region
-    before = torch.nn.functional.pad((table.forced > -torch.inf).long().cumsum(dim=1), (1, 0))
-    head = table.head(item)
-    return before[head, offset + end] > before[head, offset + start]
 
 
 def _refine(nodes: Nodes, table: IntervalTable, refiner: Refiner) -> Children:
