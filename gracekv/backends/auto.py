@@ -55,8 +55,10 @@ class Auto(Backend):
     def held_bytes(self, prepared: Chosen) -> int:
         return prepared.backend.held_bytes(prepared.prepared)
 
-    def packed(self, query: Tensor, prepared: Chosen, scale: float) -> Partial:
-        return prepared.backend.packed(query, prepared.prepared, scale)
+    def packed(
+        self, query: Tensor, prepared: Chosen, scale: float, rows: Tensor | None = None
+    ) -> Partial:
+        return prepared.backend.packed(query, prepared.prepared, scale, rows)
 
     def tail(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedLayer
+from gracekv.errors import ShapeError
 from gracekv.registry import Registry, Strategy
 
 
@@ -43,10 +44,30 @@ def combine(first: Partial, second: Partial) -> Tensor:
     return mixed.to(first.output.dtype)
 
 
+def sequence_of_row(
+    rows: Tensor | None, batch: int, sequences: int, device: torch.device
+) -> Tensor:
+    """int64 [B], the sequence that each of `batch` rows continues: `rows`, or in order if None.
+
+    Raises `ShapeError` if the batch does not fit.
+    """
+    if rows is None and batch % sequences == 0:
+        return torch.arange(sequences, device=device).repeat_interleave(batch // sequences)
+    if rows is None or rows.shape != (batch,):
+        raise ShapeError(
+            f"A cache of {sequences} sequences takes a multiple of as many rows, or `rows` of "
+            f"shape [B]; got a batch of {batch} and rows "
+            f"{None if rows is None else list(rows.shape)}."
+        )
+    return rows
+
+
 class Backend(Strategy, abc.ABC):
     """Attention of a few new tokens over one packed layer and the tail.
 
-    B continuations share the packed part. Softmax statistics are float32 or better. Results of
+    B rows, the continuations of the layer's S sequences, share the packed part. `rows` int64 [B],
+    on the query's device, says which sequence each of them continues; None: the sequences in
+    order, each by B // S consecutive rows. Softmax statistics are float32 or better. Results of
     all backends agree within the tolerances of `gracekv.testing.tolerance`.
     """
 
@@ -59,8 +80,13 @@ class Backend(Strategy, abc.ABC):
         """Bytes that `prepared` holds beside the packed tensors (padding, copies)."""
 
     @abc.abstractmethod
-    def packed(self, query: Tensor, prepared: Any, scale: float) -> Partial:
-        """Attention of query [B, H, Tq, d] to all packed entries, log multiplicities included."""
+    def packed(
+        self, query: Tensor, prepared: Any, scale: float, rows: Tensor | None = None
+    ) -> Partial:
+        """Attention of query [B, H, Tq, d] to all packed entries of each row's sequence.
+
+        Log multiplicities are added to the logits.
+        """
 
     @abc.abstractmethod
     def tail(
@@ -85,10 +111,11 @@ class Backend(Strategy, abc.ABC):
         values: Tensor,
         mask: Tensor | None,
         scale: float,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """[B, H, Tq, d]: attention to packed part and tail together."""
         return combine(
-            self.packed(query, prepared, scale), self.tail(query, keys, values, mask, scale)
+            self.packed(query, prepared, scale, rows), self.tail(query, keys, values, mask, scale)
         )
 
 

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import BACKENDS, Backend, Partial
+from gracekv.backends.base import BACKENDS, Backend, Partial, sequence_of_row
 from gracekv.cache.base import RaggedLayer
 
 
@@ -28,14 +28,22 @@ class Eager(Backend):
     def held_bytes(self, prepared: RaggedLayer) -> int:
         return 0
 
-    def packed(self, query: Tensor, prepared: RaggedLayer, scale: float) -> Partial:
-        group = query.shape[1] // prepared.heads
-        parts = []
-        for head in range(query.shape[1]):
-            keys, values, _, log_multiplicity = prepared.head(head // group)
-            logits = scale * query[:, head].float() @ keys.float().T + log_multiplicity
-            parts.append(_attend(logits, values.float()))
-        return _stack(parts, query)
+    def packed(
+        self, query: Tensor, prepared: RaggedLayer, scale: float, rows: Tensor | None = None
+    ) -> Partial:
+        batch, heads, tokens, _ = query.shape
+        group = heads // prepared.heads
+        of_row = sequence_of_row(rows, batch, prepared.sequences, query.device)
+        output = torch.zeros_like(query)
+        lse = query.new_full((batch, heads, tokens), -math.inf, dtype=torch.float32)
+        for sequence in range(prepared.sequences):
+            mine = of_row == sequence
+            for head in range(heads):
+                keys, values, _, log_multiplicity = prepared.head(head // group, sequence)
+                logits = scale * query[mine, head].float() @ keys.float().T + log_multiplicity
+                mixed, total = _attend(logits, values.float())
+                output[mine, head], lse[mine, head] = mixed.to(query.dtype), total
+        return Partial(output, lse)
 
     def tail(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float

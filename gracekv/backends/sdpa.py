@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.backends.base import BACKENDS, Backend, Partial
+from gracekv.backends.base import BACKENDS, Backend, Partial, sequence_of_row
 from gracekv.backends.eager import additive_mask
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError, ConfigError
@@ -28,10 +28,10 @@ class Padded:
     """One layer with its heads padded to the longest.
 
     Attributes:
-        keys: [1, G, E_max, d]; unused places hold 0.
-        values: [1, G, E_max, d].
-        bias: float32 [1, G, 1, E_max], log multiplicity, -inf in unused places; None if all are 0.
-        empty: bool [1, G, 1], heads without entries; None if there is none.
+        keys: [S, G, E_max, d]; unused places hold 0.
+        values: [S, G, E_max, d].
+        bias: float32 [S, G, 1, E_max], log multiplicity, -inf in unused places; None if all are 0.
+        empty: bool [S, G, 1], heads without entries; None if there is none.
         copied: whether keys and values are copies (False: views of the packed tensors).
     """
 
@@ -68,20 +68,21 @@ class Sdpa(Backend):
     def prepare(self, layer: RaggedLayer) -> Padded:
         self._fused(layer.keys.device)
         lengths, heads, device = layer.lengths, layer.heads, layer.keys.device
+        lengths = lengths.view(layer.sequences, heads)
         longest = int(lengths.max())
+        shape = (*lengths.shape, longest, layer.keys.shape[-1])
         even = bool((lengths == longest).all())
         if even:
-            keys = rearrange(layer.keys, "(g e) d -> 1 g e d", g=heads)
-            values = rearrange(layer.values, "(g e) d -> 1 g e d", g=heads)
-            bias = rearrange(layer.log_multiplicity, "(g e) -> 1 g 1 e", g=heads)
+            keys = layer.keys.view(shape)
+            values = layer.values.view(shape)
+            bias = layer.log_multiplicity.view(*lengths.shape, 1, longest)
         else:
-            used = (torch.arange(longest)[None] < lengths[:, None]).to(device)
-            shape = (1, heads, longest, layer.keys.shape[-1])
+            used = (torch.arange(longest) < lengths[..., None]).to(device)
             keys, values = layer.keys.new_zeros(shape), layer.values.new_zeros(shape)
-            keys[0, used], values[0, used] = layer.keys, layer.values
-            bias = torch.full((1, heads, 1, longest), -math.inf, device=device)
-            bias[0, :, 0][used] = layer.log_multiplicity
-        empty = (lengths == 0).to(device)[None, :, None] if bool((lengths == 0).any()) else None
+            keys[used], values[used] = layer.keys, layer.values
+            bias = torch.full((*lengths.shape, 1, longest), -math.inf, device=device)
+            bias[:, :, 0][used] = layer.log_multiplicity
+        empty = (lengths == 0).to(device)[..., None] if bool((lengths == 0).any()) else None
         return Padded(keys, values, bias if bool((bias != 0).any()) else None, empty, not even)
 
     def held_bytes(self, prepared: Padded) -> int:
@@ -90,17 +91,26 @@ class Sdpa(Backend):
             held += [prepared.keys, prepared.values, prepared.bias]
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
-    def packed(self, query: Tensor, prepared: Padded, scale: float) -> Partial:
+    def packed(
+        self, query: Tensor, prepared: Padded, scale: float, rows: Tensor | None = None
+    ) -> Partial:
         batch, heads, tokens, _ = query.shape
-        groups = prepared.keys.shape[1]
-        rows = rearrange(query, "b (g n) t d -> 1 g (b n t) d", g=groups)
-        output, lse = self._attend(rows, prepared.keys, prepared.values, prepared.bias, scale)
-        if prepared.empty is not None:
-            lse = lse.masked_fill(prepared.empty, -math.inf)
-        axes = {"b": batch, "n": heads // groups, "t": tokens}
+        sequences, groups = prepared.keys.shape[:2]
+        keys, values, bias, empty = prepared.keys, prepared.values, prepared.bias, prepared.empty
+        of_row = sequence_of_row(rows, batch, sequences, query.device)
+        if rows is not None and sequences > 1:
+            keys, values = keys[of_row], values[of_row]
+            bias = None if bias is None else bias[of_row]
+            empty = None if empty is None else empty[of_row]
+            sequences = batch
+        folded = rearrange(query, "(s b) (g n) t d -> s g (b n t) d", s=sequences, g=groups)
+        output, lse = self._attend(folded, keys, values, bias, scale)
+        if empty is not None:
+            lse = lse.masked_fill(empty, -math.inf)
+        axes = {"b": batch // sequences, "n": heads // groups, "t": tokens}
         return Partial(
-            rearrange(output, "1 g (b n t) d -> b (g n) t d", **axes),
-            rearrange(lse, "1 g (b n t) -> b (g n) t", **axes),
+            rearrange(output, "s g (b n t) d -> (s b) (g n) t d", **axes),
+            rearrange(lse, "s g (b n t) -> (s b) (g n) t", **axes),
         )
 
     def tail(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +21,16 @@ from gracekv.tree.merge import PrototypeRule
 class RaggedLayer:
     """The entries of one layer, its KV heads one after the other without padding.
 
+    Several sequences (a batch of prompts) lie in it one after the other: head g of sequence s is
+    row s * G + g.
+
     Attributes:
         keys: [E, d] post-RoPE, in the model's dtype.
         values: [E, d].
-        positions: int32 [E] absolute, ascending inside a head.
+        positions: int32 [E] absolute in their own sequence, ascending inside a head.
         log_multiplicity: float32 [E], added to the attention logit; 0 for original tokens.
-        offsets: int64 [G+1] on the CPU; head g holds entries [offsets[g], offsets[g+1]).
+        offsets: int64 [S*G+1] on the CPU; row r holds entries [offsets[r], offsets[r+1]).
+        sequences: S.
     """
 
     keys: Tensor
@@ -33,6 +38,7 @@ class RaggedLayer:
     positions: Tensor
     log_multiplicity: Tensor
     offsets: Tensor
+    sequences: int = 1
 
     def __post_init__(self) -> None:
         entries = int(self.offsets[-1])
@@ -46,26 +52,44 @@ class RaggedLayer:
                 f"RaggedLayer takes positions and log_multiplicity [{entries}]; got "
                 f"{list(self.positions.shape)} and {list(self.log_multiplicity.shape)}."
             )
+        if self.sequences < 1 or (len(self.offsets) - 1) % self.sequences:
+            raise ShapeError(
+                f"RaggedLayer takes offsets [S*G+1] of S sequences with G heads each; got "
+                f"{len(self.offsets) - 1} rows for {self.sequences} sequences."
+            )
 
     @property
     def heads(self) -> int:
         """G."""
-        return len(self.offsets) - 1
+        return (len(self.offsets) - 1) // self.sequences
 
     @property
     def entries(self) -> int:
-        """E, physical entries of all heads."""
+        """E, physical entries of all heads and sequences."""
         return len(self.keys)
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [G], entries per head."""
+        """int64 [S*G], entries per row."""
         return self.offsets.diff()
 
-    def head(self, g: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Views of head g: keys [E_g, d], values [E_g, d], positions [E_g], log m [E_g]."""
-        at = slice(int(self.offsets[g]), int(self.offsets[g + 1]))
+        row = sequence * self.heads + g
+        at = slice(int(self.offsets[row]), int(self.offsets[row + 1]))
         return self.keys[at], self.values[at], self.positions[at], self.log_multiplicity[at]
+
+    def sequence(self, s: int) -> RaggedLayer:
+        """Views of sequence s alone."""
+        offsets = self.offsets[s * self.heads : (s + 1) * self.heads + 1]
+        at = slice(int(offsets[0]), int(offsets[-1]))
+        return RaggedLayer(
+            self.keys[at],
+            self.values[at],
+            self.positions[at],
+            self.log_multiplicity[at],
+            offsets - offsets[0],
+        )
 
     @property
     def kv_bytes(self) -> int:
@@ -92,23 +116,80 @@ class RaggedLayer:
             offsets=torch.arange(heads + 1) * length,
         )
 
+    @classmethod
+    def stack(cls, layers: Sequence[RaggedLayer]) -> RaggedLayer:
+        """The sequences of all `layers` in one; they must agree in heads, dimension and dtype."""
+        kinds = {(x.heads, x.keys.shape[1], x.keys.dtype, x.keys.device) for x in layers}
+        if len(kinds) != 1:
+            raise ShapeError(
+                f"Only layers of the same heads, dimension, dtype and device can be stacked; got "
+                f"{sorted(map(str, kinds)) or 'none'}. Compress all prompts with one model."
+            )
+        starts = torch.tensor([0, *(x.entries for x in layers[:-1])]).cumsum(0)
+        offsets = [x.offsets[1:] + start for x, start in zip(layers, starts, strict=True)]
+        return cls(
+            torch.cat([x.keys for x in layers]),
+            torch.cat([x.values for x in layers]),
+            torch.cat([x.positions for x in layers]),
+            torch.cat([x.log_multiplicity for x in layers]),
+            torch.cat([torch.zeros(1, dtype=torch.int64), *offsets]),
+            sequences=sum(x.sequences for x in layers),
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RaggedCache:
-    """One sequence's packed cache: immutable, shared by all its continuations.
+    """The packed cache of a sequence, or of several: immutable, shared by all continuations.
 
     Attributes:
         layers: L ragged layers, each on its model layer's device.
-        length: logical tokens covered, positions [0, length); decoding goes on from there. It is
-            T - 1: the last prompt token is fed again, over the compressed cache (ours).
+        length: logical tokens covered, positions [0, length) of the longest sequence; decoding
+            goes on from there. It is T - 1: the last prompt token is fed again, over the
+            compressed cache (ours).
+        padding: S numbers, how many tokens fewer each sequence covers; its prompt is padded by as
+            many on the left.
     """
 
     layers: tuple[RaggedLayer, ...]
     length: int
+    padding: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if {layer.sequences for layer in self.layers} != {len(self.padding)}:
+            raise ShapeError(
+                f"RaggedCache takes layers of as many sequences as padding has numbers, "
+                f"{len(self.padding)}; got {sorted({x.sequences for x in self.layers})}."
+            )
+        if min(self.padding) != 0 or max(self.padding) >= self.length:
+            raise ShapeError(
+                f"RaggedCache.padding counts from the longest sequence, so its least is 0 and all "
+                f"are below length = {self.length}; got {self.padding}."
+            )
+
+    @property
+    def sequences(self) -> int:
+        """S."""
+        return len(self.padding)
 
     def entries(self) -> Tensor:
-        """int64 [L, G] physical entries, prefix and suffix included."""
+        """int64 [L, S*G] physical entries, prefix and suffix included."""
         return torch.stack([layer.lengths for layer in self.layers])
+
+    def sequence(self, s: int) -> RaggedCache:
+        """Views of sequence s alone."""
+        layers = tuple(layer.sequence(s) for layer in self.layers)
+        return RaggedCache(layers, self.length - self.padding[s])
+
+    @classmethod
+    def stack(cls, caches: Sequence[RaggedCache]) -> RaggedCache:
+        """The sequences of all `caches` in one cache."""
+        length = max(cache.length for cache in caches)
+        layers = zip(*(cache.layers for cache in caches), strict=True)
+        return cls(
+            tuple(RaggedLayer.stack(layer) for layer in layers),
+            length,
+            tuple(length - cache.length + pad for cache in caches for pad in cache.padding),
+        )
 
     @property
     def kv_bytes(self) -> int:

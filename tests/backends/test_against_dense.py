@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from gracekv.backends import BACKENDS, Auto, Eager, Sdpa
 from gracekv.cache.base import RaggedLayer
-from gracekv.errors import BackendUnavailableError, ConfigError
+from gracekv.errors import BackendUnavailableError, ConfigError, ShapeError
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 
 VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Auto()]
 
 
-def ragged(rng, lengths, dim, dtype, bias=True):
+def ragged(rng, lengths, dim, dtype, bias=True, sequences=1):
     entries = sum(lengths)
     return RaggedLayer(
         keys=torch.randn(entries, dim, generator=rng).to(dtype),
@@ -23,6 +23,7 @@ def ragged(rng, lengths, dim, dtype, bias=True):
         positions=torch.arange(entries, dtype=torch.int32),
         log_multiplicity=torch.rand(entries, generator=rng) * 4 * bias,
         offsets=torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]),
+        sequences=sequences,
     )
 
 
@@ -106,6 +107,42 @@ def test_packed_and_tail_together_equal_dense_attention(
         assert part.lse.dtype == torch.float32
         torch.testing.assert_close(part.lse.double(), expected, rtol=0, atol=bound.lse)
         assert bool((part.output[expected == -math.inf] == 0).all())
+
+
+@pytest.mark.parametrize("backend", VARIANTS, ids=repr)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(0, 40), min_size=6, max_size=6) | st.just([9] * 6),
+    sequences=st.sampled_from([1, 2, 3, 6]),
+    repeats=st.integers(1, 3),
+    shuffled=st.booleans(),
+)
+def test_each_row_reads_its_own_sequence(backend, seed, lengths, sequences, repeats, shuffled):
+    """Six rows of entries as 1x6, 2x3, 3x2 or 6x1 sequences and heads, each alone and together."""
+    rng = torch.Generator().manual_seed(seed)
+    layer = ragged(rng, lengths, 8, torch.float32, sequences=sequences)
+    batch = sequences * repeats
+    query = torch.randn(batch, 2 * layer.heads, 2, 8, generator=rng)
+    rows = torch.randint(0, sequences, (batch,), generator=rng) if shuffled else None
+
+    part = backend.packed(query, backend.prepare(layer), 0.3, rows)
+
+    for row in range(batch):
+        own = layer.sequence(row // repeats if rows is None else int(rows[row]))
+        alone = Eager().packed(query[row : row + 1], own, 0.3)
+        torch.testing.assert_close(part.output[row], alone.output[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(part.lse[row], alone.lse[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", VARIANTS, ids=repr)
+def test_a_batch_that_does_not_fit_the_sequences_is_refused(backend):
+    rng = torch.Generator().manual_seed(0)
+    prepared = backend.prepare(ragged(rng, [4, 6], 8, torch.float32, sequences=2))
+    query = torch.randn(3, 1, 1, 8, generator=rng)
+    with pytest.raises(ShapeError, match="2 sequences takes a multiple"):
+        backend.packed(query, prepared, 1.0)
+    with pytest.raises(ShapeError, match=r"got a batch of 3 and rows \[2\]"):
+        backend.packed(query, prepared, 1.0, torch.tensor([0, 1]))
 
 
 @pytest.mark.parametrize("backend", VARIANTS, ids=repr)
