@@ -88,10 +88,12 @@ class Prompt:
         question: str = "",
         instruction: str = "",
         answer_prefix: str = "",
+        separator: str = "\n\n",
+        template: bool = True,
     ) -> Prompt:
         """A prompt from texts, in the tokenizer's chat format if it has one.
 
-        The user's message is instruction, context and question, joined by blank lines; the
+        The user's message is instruction, context and question, joined by `separator`; the
         assistant's turn opens with `answer_prefix`. Without a chat template the same text is used
         as it is. A fast tokenizer sees the complete text at once, so the ids are those of the
         unsplit prompt; a slow one, which cannot say where its tokens lie, sees the four parts one
@@ -103,6 +105,8 @@ class Prompt:
             question: may be empty; the question then counts as absent.
             instruction: stands before the context and is never compressed.
             answer_prefix: what the model's answer starts with, already given.
+            separator: stands between the texts that are not empty; "" if they bring their own.
+            template: False leaves the chat format out, as benchmarks of base models ask.
 
         Raises `PromptError` if the context is empty or the chat template changes the texts.
         """
@@ -111,6 +115,7 @@ class Prompt:
             "question": question,
             "instruction": instruction,
             "answer_prefix": answer_prefix,
+            "separator": separator,
         }
         for name, text in texts.items():
             if not isinstance(text, str):
@@ -123,10 +128,11 @@ class Prompt:
                 "The context is empty: there is nothing to compress. Pass the long text as "
                 "context=, and what to do with it as instruction= or question=."
             )
-        before, after = _render(tokenizer, instruction, question)
+        chat = template and _chat_template(tokenizer)
+        before, after = _render(tokenizer, instruction, question, separator, chat)
         question_chars = _question_end(after, question)
         parts = (before, context, after[:question_chars], after[question_chars:] + answer_prefix)
-        special = not _chat_template(tokenizer)
+        special = not chat
         if getattr(tokenizer, "is_fast", False):
             ids, borders = _joint(tokenizer, parts, special)
         else:
@@ -153,7 +159,9 @@ def _chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def _render(tokenizer: Any, instruction: str, question: str) -> tuple[str, str]:
+def _render(
+    tokenizer: Any, instruction: str, question: str, separator: str, chat: bool
+) -> tuple[str, str]:
     """What stands before and after the context in the rendered prompt.
 
     The template runs once, around a mark in the context's place, so headers, default system
@@ -162,8 +170,8 @@ def _render(tokenizer: Any, instruction: str, question: str) -> tuple[str, str]:
     number = 0
     while (mark := f"[[context {number}]]") in instruction + question:
         number += 1
-    content = "\n\n".join(text for text in (instruction, mark, question) if text)
-    if _chat_template(tokenizer):
+    content = separator.join(text for text in (instruction, mark, question) if text)
+    if chat:
         content = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )

@@ -244,3 +244,17 @@ def test_piecewise_ids_keep_words_with_their_blanks():
     slow = Prompt.from_chat(Slow(tokenizer), **texts)
     assert torch.equal(slow.ids, Prompt.from_chat(tokenizer, **texts).ids)
     assert tokenizer.decode(slow.ids[: slow.spans.context_start]) == "Read this:"
+
+
+def test_texts_may_bring_their_own_separators():
+    parts = {"instruction": "Read: ", "context": "a b c", "question": "\nWhat is a?"}
+    prompt = Prompt.from_chat(FAST[True], **parts, separator="")
+    assert "".join(prompt.parts).startswith("<s><|user|>\nRead: a b c\nWhat is a?<|end|>")
+    assert prompt.parts[2] == "\nWhat is a?"
+
+
+def test_the_chat_format_can_be_left_out():
+    plain = Prompt.from_chat(FAST[True], context="a b c", question="What?", template=False)
+    assert "".join(plain.parts) == "a b c\n\nWhat?"
+    same = Prompt.from_chat(FAST[False], context="a b c", question="What?")
+    assert plain.ids.tolist() == same.ids.tolist()
