@@ -63,6 +63,7 @@ from gracekv.value import (
     Scorer,
     Sensitivity,
 )
+from gracekv.value.attention import all_column_sums
 
 REGISTRIES: dict[str, Registry[Any]] = {
     "segment": SEGMENTERS,
@@ -170,7 +171,14 @@ class Pipeline(Configurable):
             return Needs()
         needs = self.segment.needs() | self.value.needs() | self.sensitivity.needs()
         needs |= self.distortion.needs()
+        if self.uses_columns:
+            needs |= Needs(context_queries=True)
         return needs | Curvature().needs() if self.refine.uses_curvature else needs
+
+    @property
+    def uses_columns(self) -> bool:
+        """Some stage reads the attention that each prompt position received in all."""
+        return self.quota.uses_columns or self.pack.uses_columns
 
     def run(self, prefill: Prefill, budget: Budget) -> Run:
         """Compress one prefill: segment, value, tree, allocate, pack.
@@ -195,8 +203,11 @@ class Pipeline(Configurable):
         with clock("value"):
             scores = self.value(prefill, region)
             relevance = Relevance(scores.tokens, scores.evidence, self.sensitivity(prefill))
+            columns = scores.columns
+            if columns is None and self.uses_columns:
+                columns = all_column_sums(prefill)
         with clock("tree"):
-            quota = self.quota(relevance.tokens, plan)
+            quota = self.quota(relevance.tokens, plan, columns)
             candidates = self.floor.candidates(relevance.tokens, plan)
             curvature = partition.curvature
             if curvature is None and self.refine.uses_curvature:
@@ -225,7 +236,7 @@ class Pipeline(Configurable):
                 bound = upper_bound(empty, quota, elastic=elastic)
                 frontier = replace(frontier, bound=max(bound, frontier.utility))
         with clock("pack"):
-            cache = self.pack(prefill, frontier, relevance.tokens, self.prototype)
+            cache = self.pack(prefill, frontier, relevance.tokens, self.prototype, columns)
         entries = frontier.entries_per_head().cpu() + plan.recent
         accounting = Accounting(
             budget=plan.total,

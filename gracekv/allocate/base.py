@@ -100,11 +100,26 @@ class Floor(Strategy, abc.ABC):
 
 
 class Quota(Strategy, abc.ABC):
-    """Most entries that each (layer, KV head) may hold beside its recent window."""
+    """Most entries that each (layer, KV head) may hold beside its recent window.
+
+    Attributes:
+        uses_columns: it reads `columns`, which the pipeline then provides.
+    """
+
+    uses_columns: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def __call__(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
-        """int64 [L, G] caps from R^tok [L, G, N] and the plan; None: no cap but the budget."""
+    def __call__(
+        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+    ) -> Tensor | None:
+        """int64 [L, G] caps; None: no cap but the budget.
+
+        Args:
+            tokens: R^tok [L, G, N].
+            plan: the budget in entries.
+            columns: [L, H, T] float32 attention that each prompt position received in all, per
+                query head; None unless some stage uses it.
+        """
 
 
 class Allocator(Strategy, abc.ABC):

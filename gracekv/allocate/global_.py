@@ -21,5 +21,7 @@ class Global(Quota):
     Source: the paper's appendix on global allocation.
     """
 
-    def __call__(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+    def __call__(
+        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+    ) -> Tensor | None:
         return None

@@ -21,6 +21,8 @@ class PerHead(Quota):
     Source: the paper's ablation without global allocation; the rounding is ours.
     """
 
-    def __call__(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+    def __call__(
+        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+    ) -> Tensor | None:
         share = plan.base // (plan.layers * plan.heads)
         return torch.full((plan.layers, plan.heads), share, device=tokens.device)

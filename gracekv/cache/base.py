@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from einops import rearrange
@@ -206,15 +207,35 @@ class Packer(Strategy, abc.ABC):
     """Turn the chosen nodes into physical entries.
 
     Each head holds, in this order: the prefix, the kept nodes by start, the recent window, the
-    suffix without the last prompt token. Prefix, recent window, suffix and singletons are the
-    prefill's own keys and values, bit for bit.
+    suffix without the last prompt token. Prefix and suffix are the prefill's own keys and values,
+    bit for bit; so are recent window and singletons, unless the packer says that it merges what is
+    dropped into them.
+
+    Attributes:
+        uses_columns: it reads `columns`, which the pipeline then provides.
     """
+
+    uses_columns: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(
-        self, prefill: Prefill, frontier: Frontier, tokens: Tensor, rule: PrototypeRule
+        self,
+        prefill: Prefill,
+        frontier: Frontier,
+        tokens: Tensor,
+        rule: PrototypeRule,
+        columns: Tensor | None = None,
     ) -> RaggedCache:
-        """Pack `frontier`; `tokens` is R^tok [L, G, N], which weighs merged values."""
+        """Pack `frontier`.
+
+        Args:
+            prefill: one sequence.
+            frontier: what stays.
+            tokens: R^tok [L, G, N], which weighs merged values.
+            rule: how the tokens of one node merge.
+            columns: [L, H, T] float32 attention that each prompt position received in all, per
+                query head; None unless some stage uses it.
+        """
 
 
 PACKERS: Registry[Packer] = Registry("pack", "how a chosen node becomes an entry")

@@ -25,7 +25,12 @@ class PrototypePacker(Packer):
     """
 
     def __call__(
-        self, prefill: Prefill, frontier: Frontier, tokens: Tensor, rule: PrototypeRule
+        self,
+        prefill: Prefill,
+        frontier: Frontier,
+        tokens: Tensor,
+        rule: PrototypeRule,
+        columns: Tensor | None = None,
     ) -> RaggedCache:
         layers = tuple(
             self._layer(prefill, layer_layout(prefill, frontier, layer), layer, tokens, rule)

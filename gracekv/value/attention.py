@@ -87,6 +87,15 @@ def received(
     return total
 
 
+def all_column_sums(prefill: Prefill) -> Tensor:
+    """`column_sums` of all layers for all prompt positions, float32 [L, H, T]; on layer 0's device.
+
+    Raises `MissingCaptureError` unless the queries of every position were captured.
+    """
+    device, prompt = prefill.keys[0].device, Region(0, prefill.spans.length)
+    return torch.stack([column_sums(prefill, i, prompt).to(device) for i in range(prefill.layers)])
+
+
 def column_sums(
     prefill: Prefill, layer: int, region: Region, *, block: int | None = None
 ) -> Tensor:

@@ -19,10 +19,13 @@ class TokenScores:
     Attributes:
         tokens: R^tok [L, G, N] float32, non-negative (the paper's R sums to 1 per head).
         evidence: S-hat [N] float32, the head-averaged direct score that picks evidence probes.
+        columns: [L, H, T] float32, all the attention that each prompt position received, per query
+            head, for the stages that read it; None if the scorer did not compute it on its way.
     """
 
     tokens: Tensor
     evidence: Tensor
+    columns: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 3 or self.evidence.shape != self.tokens.shape[-1:]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from einops import reduce
 
 from gracekv.prefill import Needs, Prefill, Region
-from gracekv.value.attention import column_sums
+from gracekv.value.attention import all_column_sums
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.evidence import mean_evidence
 
@@ -32,10 +31,7 @@ class ColumnSums(Scorer):
 
         Raises `MissingCaptureError` unless the queries of every position were captured.
         """
-        device = prefill.keys[0].device
-        scores = []
-        for layer in range(prefill.layers):
-            per_head = column_sums(prefill, layer, region)
-            scores.append(reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads).to(device))
-        tokens = torch.stack(scores)
-        return TokenScores(tokens, mean_evidence(tokens))
+        columns = all_column_sums(prefill)
+        inside = columns[..., region.start : region.end]
+        tokens = reduce(inside, "l (g n) t -> l g t", "mean", g=prefill.kv_heads)
+        return TokenScores(tokens, mean_evidence(tokens), columns)
