@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gracekv"
 
 # Every folder may use what stands for everyone, and itself.
-COMMON = {"gracekv.errors", "gracekv.registry", "gracekv.rope"}
+COMMON = {"gracekv.errors", "gracekv.gemm", "gracekv.registry", "gracekv.rope"}
 KNOWS = {
     "prefill": set(),
     "segment": {"gracekv.prefill"},

@@ -16,9 +16,11 @@ from torch import Tensor
 from gracekv.errors import PromptError, UnsupportedModelError
 from gracekv.prefill.base import Needs, Prefill, depth_layers
 from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.lengths import check_prompt_length
 from gracekv.prefill.projection import projected_norms, projection_norms
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import BASE_ATTENTION, check_model
+from gracekv.prefill.surprisal import surprisal
 from gracekv.rope import Rope
 
 EVERYTHING = Needs(
@@ -31,8 +33,6 @@ EVERYTHING = Needs(
 
 # Queries kept beside the direct probes: the observation windows of window-based scorers.
 _WINDOW = 32
-# Logits (positions x vocabulary) that surprisal holds at once, in float32: 64 MiB.
-_LOGITS = 1 << 24
 
 _numbers = itertools.count()
 
@@ -55,9 +55,13 @@ def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
             direct probes and of the last 32 positions of prompt and context stay.
 
     Raises:
-        UnsupportedModelError: the model breaks an assumption, or is in training mode.
-        PromptError: `prompt` is not a `Prompt`, or has ids outside the vocabulary.
+        UnsupportedModelError: the model breaks an assumption, has a sliding window that does not
+            cover the prompt, or is in training mode.
+        PromptError: `prompt` is not a `Prompt`, has ids outside the vocabulary, or a length at
+            which transformers drops the cache.
         NonFiniteError: keys, values or queries hold NaN or infinity.
+
+    Warns (`LengthWarning`) about a prompt longer than what the model was made for.
     """
     check_model(model)
     if not isinstance(prompt, Prompt):
@@ -71,19 +75,20 @@ def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
             f"The prompt holds token id {int(prompt.ids.max())}, the model knows "
             f"{embeddings.num_embeddings}. Use the tokenizer that belongs to the model."
         )
+    check_prompt_length(model, prompt.spans.length)
     needs = EVERYTHING if needs is None else needs
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     layers = list(decoder.layers)
     record = _Record(_query_positions(prompt, needs), prompt.spans.question_probes(), needs)
-    ids = prompt.ids[None].to(embeddings.weight.device)
+    ids = prompt.ids[None].to(input_device(model))
 
     seconds: dict[str, float] = {}
     with _clock(seconds, "prefill", ids.device), _listening(model, layers, record):
         output = model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    surprisal = None
+    found = None
     if needs.surprisal:
         with _clock(seconds, "surprisal", ids.device):
-            surprisal = _surprisal(record.final, head, prompt.ids, model.config.vocab_size)
+            found = surprisal(record.final, head, prompt.ids, model.config.vocab_size)
     outputs = projected = weights = None
     if needs.head_outputs:
         with _clock(seconds, "projections", ids.device):
@@ -100,7 +105,10 @@ def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
                 ]
             )
             weights = torch.stack(
-                [projection_norms(module, outputs.shape[1]).to(first) for module in modules]
+                [
+                    projection_norms(module, x).to(first)
+                    for module, x in zip(modules, by_layer, strict=True)
+                ]
             )
     return Prefill(
         spans=prompt.spans,
@@ -111,7 +119,7 @@ def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
         rope=record.rope(),
         scale=record.scale,
         hidden=record.hidden,
-        surprisal=surprisal,
+        surprisal=found,
         head_outputs=outputs,
         projected_norms=projected,
         projection_norms=weights,
@@ -162,12 +170,20 @@ class _Record:
         return Rope(cos, sin)
 
 
+def input_device(model: Any) -> torch.device:
+    """Where the model wants its token ids."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    # Weights that accelerate offloads lie on "meta" between calls; its hooks move the ids.
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 def _query_positions(prompt: Prompt, needs: Needs) -> Tensor:
     spans = prompt.spans
     if needs.context_queries:
         return torch.arange(spans.length)
     ends = (spans.length, spans.context_end)
-    windows = (range(max(0, end - _WINDOW), end) for end in ends)
+    width = max(_WINDOW, needs.last_queries)
+    windows = (range(max(0, end - width), end) for end in ends)
     return torch.tensor(sorted({*spans.direct_probes(), *itertools.chain(*windows)}))
 
 
@@ -254,26 +270,6 @@ def attention_function(model: Any, base: str) -> Any:
     # "eager" is not in transformers' table: each modeling file has its own.
     module = sys.modules[type(model.get_decoder().layers[0].self_attn).__module__]
     return AttentionInterface().get_interface(base, module.__dict__.get("eager_attention_forward"))
-
-
-def _surprisal(final: Tensor, head: Any, ids: Tensor, vocabulary: int) -> Tensor:
-    """[T] float32: -log p(x_i | x_<i), position 0 gets 0 (Eq. app_surprisal).
-
-    Logits are made for a block of positions at a time, never for all T.
-    """
-    surprisal = torch.zeros(len(ids), device=final.device)
-    rows = max(1, _LOGITS // vocabulary)
-    ids = ids.to(final.device)
-    for start in range(0, len(ids) - 1, rows):
-        stop = min(start + rows, len(ids) - 1)
-        logits = head(final[start:stop]).float()
-        following = ids[start + 1 : stop + 1].to(logits.device)
-        chosen = logits.gather(-1, following[:, None])[:, 0]
-        # log-sum-exp in the logits' own memory: a copy of the block costs more than its sums.
-        top = logits.amax(dim=-1, keepdim=True)
-        total = logits.sub_(top).exp_().sum(dim=-1).log_()
-        surprisal[start + 1 : stop + 1] = total + top[:, 0] - chosen
-    return surprisal
 
 
 @contextmanager

@@ -1,0 +1,25 @@
+"""Float32 matrix products at the speed of the machine.
+
+Torch multiplies float32 matrices on CPUs with MKL, which leaves half of a recent AMD core unused;
+oneDNN, which torch ships too, does not, and rounds the same way (float32, no lower precision).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T: [M, K] and [N, K] to [M, N], in the dtype of both.
+
+    Float32 on a CPU goes through oneDNN where this torch offers it; all else is torch's own
+    product. Source: ours.
+    """
+    plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
+    if plain and len(x) > 1 and torch.backends.mkldnn.is_available():
+        fused = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+        if fused is not None:
+            product: Tensor = fused(x, weight, None, "none", [], "")
+            return product
+    return torch.nn.functional.linear(x, weight)

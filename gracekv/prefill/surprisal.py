@@ -1,0 +1,84 @@
+"""Surprisal of every prompt token, without ever holding the logits of the prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.gemm import linear
+
+# Logits (positions x vocabulary entries) held at once, in float32: 8 MiB, which stays in a CPU's
+# cache between the product that makes them and the sums that read them.
+_BLOCK = 1 << 21
+_ROWS = 1024
+# A GPU wants large products more than small ones: 256 MiB.
+_GPU_BLOCK = 1 << 26
+
+
+@torch.no_grad()
+def surprisal(final: Tensor, head: Any, ids: Tensor, vocabulary: int) -> Tensor:
+    """-log p(x_i | x_<i) of every position, float32 [T]; position 0 gets 0.
+
+    Args:
+        final: [T, D] the decoder's output, after its last norm.
+        head: the module that makes logits of it.
+        ids: int64 [T].
+        vocabulary: number of logits.
+
+    Source: the paper, Eq. app_surprisal; the blocks: ours.
+    """
+    following = ids[1:].to(final.device)
+    values = _by_blocks if _is_plain(head) else _by_rows
+    found = values(final[:-1], head, following, vocabulary).to(final.device)
+    # Rounding must not make a certain token's surprisal negative.
+    return torch.nn.functional.pad(found.clamp_(min=0), (1, 0))
+
+
+def _is_plain(head: Any) -> bool:
+    """Whether calling `head` is nothing but a product with its weight."""
+    return (
+        type(head) is torch.nn.Linear
+        and head.bias is None
+        and head.weight.is_floating_point()
+        and head.weight.device.type != "meta"
+        and not (head._forward_hooks or head._forward_pre_hooks)
+        # A dispatcher that moves weights between devices replaces the instance's forward.
+        and "forward" not in vars(head)
+    )
+
+
+def _by_blocks(final: Tensor, head: Any, following: Tensor, vocabulary: int) -> Tensor:
+    """Running log-sum-exp over blocks of the vocabulary."""
+    weight = head.weight[:vocabulary]
+    device = weight.device
+    final, following = final.to(device), following.to(device)
+    block = _GPU_BLOCK if device.type == "cuda" else _BLOCK
+    parts = []
+    for rows, targets in zip(final.split(_ROWS), following.split(_ROWS), strict=True):
+        top = torch.full(targets.shape, -torch.inf, device=device)
+        total = torch.zeros_like(top)
+        for columns in weight.split(max(1, block // len(rows))):
+            logits = linear(rows, columns).float()
+            peak = torch.maximum(top, logits.amax(dim=-1))
+            total.mul_((top - peak).exp_())
+            # In the logits' own memory: a copy of the block costs more than its sums.
+            total.add_(logits.sub_(peak[:, None]).exp_().sum(dim=-1))
+            top = peak
+        chosen = (rows.float() * weight[targets].float()).sum(dim=-1)
+        parts.append(total.log_().add_(top).sub_(chosen))
+    return torch.cat(parts)
+
+
+def _by_rows(final: Tensor, head: Any, following: Tensor, vocabulary: int) -> Tensor:
+    """Whole rows of logits, for heads that do more than multiply (quantised, offloaded ...)."""
+    parts = []
+    size = max(1, 8 * _BLOCK // vocabulary)
+    for rows, targets in zip(final.split(size), following.split(size), strict=True):
+        logits = head(rows).float()
+        chosen = logits.gather(-1, targets.to(logits.device)[:, None])[:, 0]
+        top = logits.amax(dim=-1, keepdim=True)
+        total = logits.sub_(top).exp_().sum(dim=-1).log_()
+        parts.append(total + top[:, 0] - chosen)
+    return torch.cat(parts)

@@ -1,0 +1,55 @@
+"""Surprisal by blocks of the vocabulary equals the log-softmax of the whole."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.prefill.surprisal import surprisal
+
+
+def case(seed, length, dim, vocabulary, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    head = torch.nn.Linear(dim, vocabulary, bias=False, dtype=dtype).requires_grad_(False)
+    head.weight.copy_(3.0 * torch.randn(vocabulary, dim, generator=generator))
+    final = torch.randn(length, dim, generator=generator).to(dtype)
+    return final, head, torch.randint(vocabulary, (length,), generator=generator)
+
+
+def expected(final, head, ids):
+    logits = final.double() @ head.weight.double().T
+    return -logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+
+
+@given(st.integers(0, 2**31), st.integers(2, 40), st.integers(1, 30), st.integers(2, 90))
+def test_any_blocks_give_the_log_softmax(seed, length, dim, vocabulary):
+    final, head, ids = case(seed, length, dim, vocabulary)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gracekv.prefill.surprisal._BLOCK", 1 + seed % 300)
+        patch.setattr("gracekv.prefill.surprisal._ROWS", 1 + seed % 17)
+        found = surprisal(final, head, ids, vocabulary)
+    assert found[0] == 0
+    torch.testing.assert_close(found[1:].double(), expected(final, head, ids), rtol=1e-5, atol=1e-4)
+
+
+class Doubled(torch.nn.Linear):
+    """A head whose output is not its weight's product."""
+
+    def forward(self, x):
+        return 2.0 * super().forward(x)
+
+
+def test_a_head_that_does_more_than_multiply_is_called():
+    final, head, ids = case(0, 30, 16, 50)
+    doubled = Doubled(16, 50, bias=False).requires_grad_(False)
+    doubled.weight.copy_(head.weight / 2)
+    torch.testing.assert_close(surprisal(final, doubled, ids, 50), surprisal(final, head, ids, 50))
+    hooked = torch.nn.Linear(16, 50, bias=False).requires_grad_(False)
+    hooked.weight.copy_(head.weight / 2)
+    hooked.register_forward_hook(lambda module, args, output: 2.0 * output)
+    torch.testing.assert_close(surprisal(final, hooked, ids, 50), surprisal(final, head, ids, 50))
+
+
+def test_never_negative_in_half_precision():
+    final, head, ids = case(1, 200, 64, 3, torch.bfloat16)
+    assert bool((surprisal(final, head, ids, 3) >= 0).all())
