@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gracekv.allocate import Budget
-    from gracekv.hf.compress import compress
+    from gracekv.hf.compress import compress, compress_prefill
     from gracekv.hf.result import CompressionResult
     from gracekv.pipeline import Pipeline, Run, strategies
     from gracekv.prefill import Prefill, PromptSpans
@@ -28,6 +28,7 @@ _HOMES = {
     "Run": "gracekv.pipeline",
     "capture": "gracekv.prefill.capture",
     "compress": "gracekv.hf.compress",
+    "compress_prefill": "gracekv.hf.compress",
     "strategies": "gracekv.pipeline",
 }
 
@@ -42,6 +43,7 @@ __all__ = [
     "__version__",
     "capture",
     "compress",
+    "compress_prefill",
     "strategies",
 ]
 

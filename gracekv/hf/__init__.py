@@ -1,7 +1,7 @@
 """transformers: the cache class, the attention function, compression of a model's prompt.
 
 Names load on first use, so importing this package needs no transformers and changes nothing.
-`compress` is at the top, `gracekv.compress`.
+`compress` is at the top, `gracekv.compress`, and so is `compress_prefill`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from gracekv.errors import MissingDependencyError
 if TYPE_CHECKING:
     from gracekv.hf.attention import attach, detach
     from gracekv.hf.cache import GraceCache
+    from gracekv.hf.compress import compress_prefill
     from gracekv.hf.result import CompressionResult
 
-__all__ = ["CompressionResult", "GraceCache", "attach", "detach"]
+__all__ = ["CompressionResult", "GraceCache", "attach", "compress_prefill", "detach"]
 
 _HOMES = {
     "CompressionResult": "result",
     "GraceCache": "cache",
     "attach": "attention",
+    "compress_prefill": "compress",
     "detach": "attention",
 }
 

@@ -1,4 +1,4 @@
-"""`compress`: from a model and a prompt to a compressed cache."""
+"""`compress`: from a model and prompts to compressed caches."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import dataclasses
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from gracekv.allocate import Budget
 from gracekv.backends import BACKENDS, Backend
-from gracekv.errors import BudgetError, ConfigError
+from gracekv.errors import BudgetError, CacheError, ConfigError
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.result import CompressionResult
+from gracekv.prefill import Prefill
 from gracekv.prefill.capture import capture
+from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 
 if TYPE_CHECKING:
-    from gracekv.pipeline import Pipeline
+    from gracekv.pipeline import Pipeline, Run
 
 
 def compress(
@@ -49,8 +53,63 @@ def compress(
     budget = _budget(ratio, entries_per_head, kv_bytes)
     pipe = _pipeline(pipeline)
     reader = pipe.backend if backend is None else BACKENDS.parse(backend)
-    prefill = capture(model, prompt, pipe.needs())
-    run = pipe.run(prefill, budget)
+    return _single(model, prompt, _run(model, prompt, pipe, budget), reader)
+
+
+def compress_prefill(
+    model: Any,
+    prompt: Prompt,
+    prefill: Prefill,
+    *,
+    ratio: int | float | str | Fraction | None = None,
+    entries_per_head: int | None = None,
+    kv_bytes: int | str | None = None,
+    pipeline: str | Pipeline = "gracekv",
+    backend: str | Backend | None = None,
+) -> CompressionResult:
+    """`compress` for a prompt that was prefilled before: one prefill, many budgets and pipelines.
+
+        prefill = gracekv.capture(model, prompt)
+        results = [compress_prefill(model, prompt, prefill, ratio=x) for x in (4, 8, 16)]
+
+    `prefill` is only read. It must hold what the pipelines need: `capture` keeps everything unless
+    told less. The arguments and errors are those of `compress`; beyond them
+
+    Raises:
+        MissingCaptureError: the prefill was captured for another pipeline.
+        CacheError: the prefill is not this model's, or not this prompt's.
+    """
+    check_prefill(model, prompt, prefill)
+    budget = _budget(ratio, entries_per_head, kv_bytes)
+    pipe = _pipeline(pipeline)
+    reader = pipe.backend if backend is None else BACKENDS.parse(backend)
+    return _single(model, prompt, pipe.run(prefill, budget), reader)
+
+
+def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
+    """Raise `CacheError` unless `prefill` is what `capture(model, prompt)` made."""
+    if prefill.spans != prompt.spans or (
+        prefill.token_ids is not None and not torch.equal(prefill.token_ids, prompt.ids)
+    ):
+        raise CacheError(
+            f"The prefill is of another prompt: it has {prefill.spans}, the prompt "
+            f"{prompt.spans}, or other ids. Use gracekv.capture(model, prompt)."
+        )
+    now = fingerprint(model)
+    other = [name for name, mark in now.items() if prefill.fingerprint.get(name, mark) != mark]
+    if other:
+        raise CacheError(
+            f"The prefill is of another model: {', '.join(other)} differ. Use "
+            f"gracekv.capture(model, prompt) with the model that generates."
+        )
+
+
+def _run(model: Any, prompt: Prompt, pipe: Pipeline, budget: Budget) -> Run:
+    """One prefill and one run; the prefill is gone when this returns."""
+    return pipe.run(capture(model, prompt, pipe.needs()), budget)
+
+
+def _single(model: Any, prompt: Prompt, run: Run, reader: Backend) -> CompressionResult:
     attach(model)
     cache = GraceCache(run.cache, reader)
     accounting = dataclasses.replace(run.accounting, backend_bytes=cache.held_bytes)

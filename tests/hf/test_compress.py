@@ -13,6 +13,7 @@ import gracekv
 from gracekv.backends import Eager
 from gracekv.errors import (
     BudgetError,
+    CacheError,
     ConfigError,
     PromptError,
     UnknownStrategyError,
@@ -127,6 +128,31 @@ def test_the_prefill_is_let_go(model, prompt, monkeypatch):
     assert len(made[0]) == 9
     assert all(ref() is None for ref in made[0])
     assert result.generate_ids(2).shape == (1, 2)
+
+
+def test_one_prefill_serves_many_pipelines_and_budgets(model, prompt, result):
+    prefill = gracekv.capture(model, prompt)
+    before = [k.clone() for k in prefill.keys]
+    for options in ({"ratio": 3}, {"ratio": 8}, {"entries_per_head": 20, "pipeline": "fullkv"}):
+        alone = gracekv.compress(model, prompt, **options)
+        shared = gracekv.compress_prefill(model, prompt, prefill, **options)
+        assert torch.equal(shared.accounting.entries, alone.accounting.entries)
+        for ours, theirs in zip(shared.run.cache.layers, alone.run.cache.layers, strict=True):
+            torch.testing.assert_close(ours.keys, theirs.keys)
+        assert torch.equal(shared.generate_ids(6), alone.generate_ids(6))
+        assert shared.accounting.backend_bytes == alone.accounting.backend_bytes
+    assert all(torch.equal(x, y) for x, y in zip(before, prefill.keys, strict=True))
+
+
+def test_a_prefill_of_something_else_is_refused(model, prompt):
+    prefill = gracekv.capture(model, prompt)
+    with pytest.raises(CacheError, match="of another model: config differ"):
+        gracekv.compress_prefill(tiny_llama(layers=3, heads=8), prompt, prefill, ratio=2)
+    moved = gracekv.Prompt.from_ids(IDS, (4, 137), question_end=146)
+    changed = gracekv.Prompt.from_ids(IDS.flip(0), (4, 138), question_end=146)
+    for other in (moved, changed):
+        with pytest.raises(CacheError, match="of another prompt"):
+            gracekv.compress_prefill(model, other, prefill, ratio=2)
 
 
 def test_the_backend_may_be_named(model, prompt, result):
