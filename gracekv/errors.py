@@ -51,3 +51,7 @@ class BackendUnavailableError(GracekvError):
 
 class MissingDependencyError(GracekvError, ImportError):
     """An optional package that this feature needs is not installed."""
+
+
+class LengthWarning(UserWarning):
+    """The prompt is longer than what the model was made for, or close to where its cache ends."""

@@ -113,7 +113,7 @@ TABLE = {
         "sliding window of 8",
     ),
     "untested family": (
-        lambda: compress(other_model(transformers.Qwen2Config), ratio=2),
+        lambda: compress(other_model(transformers.Olmo2Config), ratio=2),
         UnsupportedModelError,
         "not tested",
     ),

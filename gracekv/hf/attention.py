@@ -75,6 +75,7 @@ def attention(
             "output_attentions=True without past_key_values."
         )
     layer, tokens = key.layer, query.shape[2]
+    _check_window(kwargs.get("sliding_window"), layer.logical_length)
     positions = kwargs.get("position_ids")
     if attention_mask is None:
         if tokens > 1 and positions is not None:
@@ -106,6 +107,16 @@ def tail_mask(
         kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **kwargs
     )
     return mask
+
+
+def _check_window(window: int | None, seen: int) -> None:
+    """A sliding layer's cache was compressed as if the layer saw everything."""
+    if window and seen > window and not torch.compiler.is_compiling():
+        raise CacheError(
+            f"The sequence has grown to {seen} tokens, past the model's sliding window of "
+            f"{window}, so the compressed cache no longer fits. Generate fewer tokens, or use a "
+            f"model with full attention in every layer."
+        )
 
 
 def _check_positions(told: int, known: int) -> None:

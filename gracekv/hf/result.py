@@ -11,6 +11,8 @@ from torch import Tensor
 from gracekv.errors import ConfigError, PromptError
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
+from gracekv.prefill.capture import input_device
+from gracekv.prefill.lengths import check_continuation
 from gracekv.prefill.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -78,11 +80,12 @@ class CompressionResult:
         """int64 [rows, new tokens]: ids after the prompt, as `model.generate` returns them.
 
         One row unless `num_return_sequences` asks for more. Greedy unless `kwargs`, which go to
-        `model.generate`, say otherwise.
+        `model.generate`, say otherwise. Raises `CacheError` if so many tokens would outgrow what
+        the model's RoPE or sliding window lets a cache cover.
         """
+        check_continuation(self.model, self.prompt.spans.length, max_new_tokens)
         attach(self.model)
-        device = self.model.get_input_embeddings().weight.device
-        ids = self.prompt.ids[None].to(device)
+        ids = self.prompt.ids[None].to(input_device(self.model))
         if "do_sample" not in kwargs:
             # The model's own sampling settings would only raise warnings here.
             kwargs = {

@@ -11,6 +11,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+_PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Unit vectors that go through a projection at once.
+_ROWS = 1024
+
 
 def projected_norms(projection: Any, outputs: Tensor, groups: int) -> Tensor:
     """[G, P] float32: ||sum_{h in H(g)} W_O^h o_u^h||_2 at each of P positions.
@@ -33,22 +37,46 @@ def projected_norms(projection: Any, outputs: Tensor, groups: int) -> Tensor:
     return norms
 
 
-def projection_norms(projection: Any, heads: int) -> Tensor:
-    """[H] float32: ||W_O^h||_F, from the weight, or by columns if the weight is quantised.
+def projection_norms(projection: Any, outputs: Tensor) -> Tensor:
+    """[H] float32: ||W_O^h||_F, from the weight if it is plain, else by calling the projection.
+
+    Args:
+        projection: the layer's output projection, [.., H d] to [.., D]; a bias is taken off.
+        outputs: [H, P, d] as for `projected_norms`; only its shape, dtype and device are used.
 
     Source: the paper, Eq. app_head_sensitivity_raw (static strength, before its sum).
     """
-    width = projection.in_features
-    weight = getattr(projection, "weight", None)
-    if weight is not None and weight.is_floating_point() and weight.shape[-1:] == (width,):
-        columns = weight.detach().float().square().sum(dim=0)
+    heads, _, dim = outputs.shape
+    if _is_plain(projection):
+        columns = projection.weight.detach().float().square().sum(dim=0)
     else:
-        dtype = getattr(projection, "compute_dtype", None) or torch.get_default_dtype()
-        device = next(projection.parameters()).device
-        unit = torch.eye(width, dtype=dtype, device=device)
-        columns = _without_bias(projection, unit).float().square().sum(dim=-1)
+        unit = torch.eye(heads * dim, dtype=outputs.dtype, device=outputs.device)
+        # Row i of the result is column i of the weight, whatever form that is stored in.
+        columns = torch.cat(
+            [
+                _without_bias(projection, rows).float().square().sum(dim=-1)
+                for rows in unit.split(_ROWS)
+            ]
+        )
     norms: Tensor = rearrange(columns, "(h d) -> h d", h=heads).sum(dim=-1).sqrt()
     return norms
+
+
+def _is_plain(projection: Any) -> bool:
+    """Whether `weight` is all that the projection multiplies by, and can be read as numbers.
+
+    Not so where the weight is packed or scaled (quantised), elsewhere (offloaded: "meta"), or
+    added to (adapters such as LoRA, whose modules are no plain Linear).
+    """
+    weight = getattr(projection, "weight", None)
+    return (
+        type(projection) is torch.nn.Linear
+        and isinstance(weight, Tensor)
+        # Quantised weights are subclasses that say one dtype and store another.
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and weight.dtype in _PLAIN_DTYPES
+        and not weight.is_meta
+    )
 
 
 def _without_bias(projection: Any, inputs: Tensor) -> Tensor:

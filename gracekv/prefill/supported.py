@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from gracekv.errors import UnsupportedModelError
 
-TESTED_MODEL_TYPES = frozenset({"llama"})
+TESTED_MODEL_TYPES = frozenset({"gemma", "llama", "mistral", "phi3", "qwen2", "qwen3"})
 """`config.model_type`s whose capture and decoding are tested against the stock forward pass."""
 
-TESTED_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
-"""Rotations that depend on a token's position alone. "dynamic" and "longrope" change with the
-sequence's length, so cached keys and later ones would not fit together."""
+TESTED_ROPE_TYPES = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "yarn"})
+"""Rotations that rotate_half of one table of cosines and sines describes. "dynamic" and "longrope"
+also depend on the sequence's length: see `gracekv.prefill.lengths`."""
 
 BASE_ATTENTION = ("sdpa", "eager")
 """Attention implementations of transformers that ours can stand in for."""
@@ -20,33 +21,47 @@ BASE_ATTENTION = ("sdpa", "eager")
 def check_model(model: Any) -> None:
     """Raise `UnsupportedModelError` if compressing this model's cache would break an assumption.
 
-    Looks for sliding windows, missing or length-dependent RoPE, an untested family and training
-    mode, in this order: the first two are what breaks, the third what nobody has tried.
+    Looks for layers of several kinds, capped attention logits, missing or unknown RoPE, an
+    untested family and training mode, in this order: the first three are what breaks, the fourth
+    what nobody has tried. What depends on the prompt's length is for `check_prompt_length`.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
         raise UnsupportedModelError(
             f"gracekv takes a transformers causal language model; got {type(model).__name__}."
         )
-    family = getattr(config, "model_type", "unknown")
-    sliding = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if kinds or (sliding and getattr(config, "use_sliding_window", True)):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has layers that do not attend to the whole sequence "
-            f"({', '.join(sorted(kinds)) or f'sliding window of {sliding}'}); their caches are "
-            f"bounded already. Use a model with full attention in every layer."
-        )
+    family, name = getattr(config, "model_type", "unknown"), type(model).__name__
     rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, dict) and rope and all(isinstance(x, dict) for x in rope.values()):
+        raise UnsupportedModelError(
+            f"{name} ({family}) rotates its layers of kind {_listed(rope)} differently, and most "
+            f"of them see a sliding window only, so their caches are bounded already. Use a model "
+            f"with full attention in every layer; tested families: {_listed(TESTED_MODEL_TYPES)}."
+        )
+    odd = set(getattr(config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if odd:
+        raise UnsupportedModelError(
+            f"{name} ({family}) has layers of kind {_listed(odd)}, which keep no key and value of "
+            f"every token. Use a model with full attention in every layer."
+        )
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UnsupportedModelError(
+            f"{name} ({family}) caps its attention logits at {config.attn_logit_softcapping}, "
+            f"which attention over merged entries does not reproduce. Tested families: "
+            f"{_listed(TESTED_MODEL_TYPES)}."
+        )
     if not isinstance(rope, dict) or "rope_type" not in rope:
         raise UnsupportedModelError(
-            f"{type(model).__name__} ({family}) has no rotary position embedding (RoPE), which "
-            f"merging keys relies on. Supported families: {_listed(TESTED_MODEL_TYPES)}."
+            f"{name} ({family}) has no rotary position embedding (RoPE), which merging keys "
+            f"relies on. Tested families: {_listed(TESTED_MODEL_TYPES)}."
         )
     if rope["rope_type"] not in TESTED_ROPE_TYPES or "mrope_section" in rope:
         raise UnsupportedModelError(
-            f"The RoPE variant {rope['rope_type']!r} of {type(model).__name__} is not supported; "
-            f"supported: {_listed(TESTED_ROPE_TYPES)}."
+            f"The RoPE variant {rope['rope_type']!r} of {name} is not supported; supported: "
+            f"{_listed(TESTED_ROPE_TYPES)}."
         )
     if family not in TESTED_MODEL_TYPES:
         raise UnsupportedModelError(
@@ -60,5 +75,5 @@ def check_model(model: Any) -> None:
         )
 
 
-def _listed(names: frozenset[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))

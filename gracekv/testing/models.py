@@ -6,21 +6,22 @@ from typing import Any
 
 import torch
 
-_LLAMA3_SCALING: dict[str, Any] = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
+_CONFIGS = {
+    "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "phi3": "Phi3Config",
+    "gemma": "GemmaConfig",
+    "gemma2": "Gemma2Config",
+    "gemma3_text": "Gemma3TextConfig",
 }
-_YARN_SCALING: dict[str, Any] = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+FAMILIES = tuple(_CONFIGS)
+"""`config.model_type`s that `tiny_model` can make."""
 
 
-def tiny_llama(
+def tiny_model(
+    family: str = "llama",
     *,
     layers: int = 2,
     heads: int = 4,
@@ -28,33 +29,55 @@ def tiny_llama(
     dim: int = 16,
     vocabulary: int = 97,
     rope: str = "default",
+    partial: float = 1.0,
+    positions: int = 4096,
+    original: int = 64,
+    window: int | None = None,
     bias: bool = False,
     attention: str = "sdpa",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Any:
-    """A `LlamaForCausalLM` in evaluation mode whose weights depend only on `seed`.
+    """A causal language model in evaluation mode whose weights depend only on the arguments.
 
     Args:
+        family: one of `FAMILIES`.
         layers: L.
         heads: H.
         kv_heads: G.
         dim: d.
         vocabulary: number of token ids; none of them ends a sequence.
-        rope: "default", "llama3" (scaled frequencies) or "yarn" (scaled, with an attention factor).
-        bias: whether the attention projections have biases.
+        rope: "default", "linear", "dynamic", "llama3" (scaled frequencies), "yarn" (scaled, with
+            an attention factor) or "longrope" (two sets of frequencies, with an attention factor).
+        partial: the share of a head's features that rotate ("phi3" only).
+        positions: `max_position_embeddings`.
+        original: tokens that the model was trained on before its RoPE was stretched ("llama3",
+            "yarn", "longrope"; 32 for "llama3").
+        window: sliding window of the layers that slide in this family; None: none does, but in
+            "gemma2" and "gemma3_text", whose alternating layers then have a window of 4096.
+        bias: whether the attention projections have biases ("qwen2" always has them).
         attention: transformers' attention implementation.
         dtype: of the weights.
         seed: of the weights; torch's own generator is left as it was.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    scaling: dict[str, dict[str, Any]] = {
-        "default": {"rope_type": "default"},
-        "llama3": _LLAMA3_SCALING,
-        "yarn": _YARN_SCALING,
-    }
-    config = LlamaConfig(
+    extra: dict[str, Any] = {}
+    parameters: dict[str, Any] = {**_scaling(rope, original, int(dim * partial)), "rope_theta": 1e4}
+    if family == "phi3":
+        plain = rope == "default"
+        extra = {"original_max_position_embeddings": positions if plain else original}
+        parameters["partial_rotary_factor"] = partial
+    elif family in ("qwen2", "qwen3"):
+        # The first layer attends to everything, the others slide.
+        extra = {"use_sliding_window": window is not None, "max_window_layers": 1}
+    elif family == "gemma3_text":
+        local = {"rope_type": "default", "rope_theta": 1e3}
+        parameters = {"sliding_attention": local, "full_attention": parameters}
+    if family in ("mistral", "phi3") or window is not None:
+        # Mistral has a window of 4096 unless told that it has none.
+        extra["sliding_window"] = window
+    config = getattr(transformers, _CONFIGS[family])(
         vocab_size=vocabulary,
         hidden_size=heads * dim,
         intermediate_size=2 * heads * dim,
@@ -62,25 +85,61 @@ def tiny_llama(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=dim,
-        max_position_embeddings=4096,
+        max_position_embeddings=positions,
         attention_bias=bias,
-        rope_parameters={**scaling[rope], "rope_theta": 10_000.0},
+        rope_parameters=parameters,
+        tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
         attn_implementation=attention,
+        **extra,
     )
+    # Gemma multiplies its embeddings by sqrt(D).
+    embedding = (heads * dim) ** -0.5 if family.startswith("gemma") else 1.0
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
         # transformers' small initial weights make attention uniform and biases zero, and would
         # hide most mistakes; unit-scale projections make it choose.
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                if name.endswith(("q_proj.weight", "k_proj.weight")):
+                if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")):
                     weight.normal_(std=2.0 * weight.shape[1] ** -0.5)
                 elif name.endswith(("proj.weight", "lm_head.weight")):
                     weight.normal_(std=weight.shape[1] ** -0.5)
-                elif name.endswith(("bias", "embed_tokens.weight")):
+                elif name.endswith("embed_tokens.weight"):
+                    weight.normal_(std=embedding)
+                elif name.endswith("bias"):
                     weight.normal_()
+                elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                    weight.uniform_(0.5, 2.0)
     return model.to(dtype).eval()
+
+
+def tiny_llama(**options: Any) -> Any:
+    """`tiny_model("llama", ...)`."""
+    return tiny_model("llama", **options)
+
+
+def _scaling(rope: str, original: int, rotary: int) -> dict[str, Any]:
+    """`rope_parameters` of a RoPE kind, without its base."""
+    fields: dict[str, dict[str, Any]] = {
+        "default": {},
+        "linear": {"factor": 4.0},
+        "dynamic": {"factor": 2.0},
+        "llama3": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": original},
+        "longrope": {
+            "short_factor": [1.0 + 0.05 * i for i in range(rotary // 2)],
+            "long_factor": [1.5 + 0.5 * i for i in range(rotary // 2)],
+            "factor": 8.0,
+            "original_max_position_embeddings": original,
+        },
+    }
+    return {"rope_type": rope, **fields[rope]}

@@ -1,0 +1,117 @@
+"""How long a prompt and its continuation may be before what was cached no longer fits the model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedModelError
+
+# A prompt that leaves less than this to a bounded sequence is warned about. Source: ours.
+_ROOM = 1024
+
+
+def sliding_window(model: Any) -> int | None:
+    """Tokens that the model's sliding layers see, or None if it has none."""
+    config = model.config
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    return int(window) if window else None
+
+
+def switch_point(model: Any) -> int | None:
+    """The sequence length up to which RoPE is one thing and beyond which it is another, or None.
+
+    "longrope" has two sets of frequencies; the Phi-3 classes of transformers throw any cache away
+    when `generate` passes that point, whatever their RoPE is.
+    """
+    config = model.config
+    if config.model_type == "phi3":
+        return int(config.original_max_position_embeddings)
+    if config.rope_parameters["rope_type"] == "longrope":
+        return int(config.rope_parameters["original_max_position_embeddings"])
+    return None
+
+
+def trained_length(model: Any) -> int | None:
+    """Positions that the model was trained or stretched for, or None if its config does not say."""
+    known = getattr(model.config, "max_position_embeddings", None)
+    rope = model.config.rope_parameters
+    original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+    if not known:
+        return None
+    # Configs that turn these on often leave max_position_embeddings at what it was before.
+    if rope["rope_type"] in ("linear", "yarn") and factor:
+        return max(int(known), int((original or known) * factor))
+    return int(known)
+
+
+def longest_sequence(model: Any, prompt_length: int) -> tuple[int, str] | None:
+    """The length up to which a cache of this prompt fits the model, and what happens beyond it.
+
+    None if there is no such length. Prompt and continuation count, but for the last new token,
+    which is never fed.
+    """
+    bounds = []
+    window = sliding_window(model)
+    if window is not None:
+        bounds.append((window, "its layers stop seeing the first tokens (sliding window)"))
+    switch = switch_point(model)
+    if switch is not None and prompt_length <= switch + 1:
+        bounds.append((switch, "it changes its RoPE and transformers drops the cache"))
+    return min(bounds, default=None)
+
+
+def check_prompt_length(model: Any, length: int) -> None:
+    """Refuse or warn about a prompt of `length` tokens that the model cannot treat as usual.
+
+    Raises `UnsupportedModelError` if a sliding window does not cover the prompt, and `PromptError`
+    at the one length at which transformers drops the cache of a Phi-3 at the first step. Warns
+    (`LengthWarning`) beyond the trained length, as `generate` does; where dynamic RoPE rotates
+    keys by the length of the day; and where little room is left before either bound.
+    """
+    name = type(model).__name__
+    window, switch, trained = sliding_window(model), switch_point(model), trained_length(model)
+    if window is not None and length > window:
+        raise UnsupportedModelError(
+            f"{name} has layers with a sliding window of {window} tokens, the prompt has {length}: "
+            f"their caches are bounded already. Use a prompt that the window covers, or a model "
+            f"with full attention in every layer."
+        )
+    if switch is not None and length == switch + 1:
+        raise PromptError(
+            f"{name} changes its RoPE after {switch} tokens and transformers then drops the cache; "
+            f"a prompt of {length} tokens lies on that edge. Make it one token longer or shorter."
+        )
+    if trained is not None and length > trained:
+        what = (
+            "Its dynamic RoPE then rotates by the longest sequence seen so far, so answers depend "
+            "on what the model was run on before."
+            if model.config.rope_parameters["rope_type"] == "dynamic"
+            else "Answers may be poor, with and without compression."
+        )
+        _warn(f"The prompt has {length} tokens, {name} was made for {trained}. {what}")
+    bound = longest_sequence(model, length)
+    if bound is not None and bound[0] - length < _ROOM:
+        _warn(
+            f"{name} can continue this prompt for {bound[0] - length + 1} tokens: beyond a length "
+            f"of {bound[0]}, {bound[1]}. Keep max_new_tokens below that."
+        )
+
+
+def check_continuation(model: Any, length: int, new_tokens: int) -> None:
+    """Raise `CacheError` if `new_tokens` after `length` cached ones pass `longest_sequence`."""
+    bound = longest_sequence(model, length)
+    if bound is not None and length + new_tokens - 1 > bound[0]:
+        raise CacheError(
+            f"{new_tokens} new tokens after a prompt of {length} pass a length of {bound[0]}, "
+            f"where {type(model).__name__} no longer fits its cache: {bound[1]}. Generate at most "
+            f"{max(0, bound[0] - length + 1)} tokens, or use a longer or shorter prompt."
+        )
+
+
+def _warn(message: str) -> None:
+    # check_prompt_length, capture and its decorator lie between here and the caller.
+    warnings.warn(message, LengthWarning, stacklevel=5)
