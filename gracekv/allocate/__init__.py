@@ -1,5 +1,6 @@
 """Stage 4: who gets the budget."""
 
+from gracekv.allocate.adaptive_heads import AdaptiveHeads
 from gracekv.allocate.base import ALLOCATORS, FLOORS, QUOTAS, Allocator, Floor, Frontier, Quota
 from gracekv.allocate.budget import Budget, BudgetPlan, RecentWindow
 from gracekv.allocate.exact_dp import ExactDP
@@ -10,12 +11,14 @@ from gracekv.allocate.lagrangian import Lagrangian, upper_bound
 from gracekv.allocate.milp import Milp
 from gracekv.allocate.none import NoFloor
 from gracekv.allocate.per_head import PerHead
+from gracekv.allocate.pyramid import Pyramid
 from gracekv.allocate.singleton import Singleton
 
 __all__ = [
     "ALLOCATORS",
     "FLOORS",
     "QUOTAS",
+    "AdaptiveHeads",
     "Allocator",
     "Budget",
     "BudgetPlan",
@@ -29,6 +32,7 @@ __all__ = [
     "Milp",
     "NoFloor",
     "PerHead",
+    "Pyramid",
     "Quota",
     "RecentWindow",
     "Singleton",

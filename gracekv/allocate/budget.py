@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from gracekv.errors import BudgetError, ConfigError
 from gracekv.registry import Configurable
@@ -24,13 +25,21 @@ class RecentWindow(Configurable):
         size: r, the paper's 32.
         minimum: r never shrinks below this, the paper's 4.
         share: r takes at most this share of the budget (ours; 1.0 is the paper).
+        rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1,
+            whatever the other fields say (H2O's published split).
     """
 
     size: int = 32
     minimum: int = 4
     share: float = 1.0
+    rule: Literal["fixed", "half"] = "fixed"
 
     def __post_init__(self) -> None:
+        if self.rule not in ("fixed", "half"):
+            raise ConfigError(
+                f"RecentWindow.rule takes 'fixed' (size tokens) or 'half' (of each head's equal "
+                f"share); got {self.rule!r}."
+            )
         if not 0 <= self.minimum <= self.size or not 0 < self.share <= 1:
             raise ConfigError(
                 f"RecentWindow takes 0 <= minimum <= size and 0 < share <= 1; got {self!r}."
@@ -158,8 +167,10 @@ class Budget:
                 f"kv_bytes of at least {least * entry_bytes}."
             )
         share = math.floor(Fraction(str(window.share)) * total / units)
-        recent = min(max(window.minimum, min(window.size, share)), context)
-        return BudgetPlan(layers, heads, context, total, recent)
+        recent = max(window.minimum, min(window.size, share))
+        if window.rule == "half":
+            recent = max(1, total // units // 2)
+        return BudgetPlan(layers, heads, context, total, min(recent, context))
 
 
 def _rational(value: object, name: str) -> Fraction:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.shares import equal_shares
 
 
 @final
@@ -18,11 +19,20 @@ from gracekv.allocate.budget import BudgetPlan
 class PerHead(Quota):
     """Each (layer, KV head) holds at most its equal share, B_base // (L G), floor included.
 
-    Source: the paper's ablation without global allocation; the rounding is ours.
+    Source: the paper's ablation without global allocation; dropping the remainder there is ours.
+
+    Attributes:
+        remainder: hand out what the division leaves too, an entry each to the first heads, so
+            that the shares add up to B_base (ours: how the published rivals spend exactly the
+            same budget).
     """
+
+    remainder: bool = False
 
     def __call__(
         self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
     ) -> Tensor | None:
+        if self.remainder:
+            return equal_shares(plan).to(tokens.device)
         share = plan.base // (plan.layers * plan.heads)
         return torch.full((plan.layers, plan.heads), share, device=tokens.device)

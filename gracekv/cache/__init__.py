@@ -2,11 +2,15 @@
 
 from gracekv.cache.accounting import Accounting, Timings
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
+from gracekv.cache.cam import CamPacker
+from gracekv.cache.evict import EvictPacker
 from gracekv.cache.prototype import PrototypePacker
 
 __all__ = [
     "PACKERS",
     "Accounting",
+    "CamPacker",
+    "EvictPacker",
     "Packer",
     "PrototypePacker",
     "RaggedCache",

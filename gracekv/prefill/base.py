@@ -25,12 +25,15 @@ class Needs:
         surprisal: -log p(x_i | x_<i) of every position.
         head_outputs: attention outputs per query head at the question probes, and their
             projected norms.
+        last_queries: queries of this many last positions of the prompt, and as many of the
+            context, at every layer (observation windows). Much less memory than `context_queries`.
     """
 
     context_queries: bool = False
     hidden_depths: frozenset[float] = frozenset()
     surprisal: bool = False
     head_outputs: bool = False
+    last_queries: int = 0
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -38,6 +41,7 @@ class Needs:
             hidden_depths=self.hidden_depths | other.hidden_depths,
             surprisal=self.surprisal or other.surprisal,
             head_outputs=self.head_outputs or other.head_outputs,
+            last_queries=max(self.last_queries, other.last_queries),
         )
 
 

@@ -12,6 +12,21 @@ from typing import Any
 
 from gracekv.errors import UnknownStrategyError
 
+# What all selections of single tokens share: each token is a slot that stays or goes.
+_TOKENS: Mapping[str, Any] = {
+    "segment": "tokens",
+    "distortion": "unit",
+    "refine": "leaf_only",
+    "floor": "none",
+    "pack": "evict",
+}
+# A published rival: nothing weighs its heads, and all shares together are the budget exactly.
+_RIVAL: Mapping[str, Any] = {
+    **_TOKENS,
+    "sensitivity": "none",
+    "quota": {"name": "per_head", "remainder": True},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -58,6 +73,48 @@ RECIPES: dict[str, Recipe] = {
         "Every head gets the same share of the budget",
         "paper, ablation w/o GA",
         {"quota": "per_head"},
+    ),
+    "global-eviction": Recipe(
+        "GraceKV's worth and sensitivity, one top-k of tokens over all heads, nothing merged",
+        "ours: what trees add is the difference to it",
+        _TOKENS,
+    ),
+    # StreamingLLM's own rule for recent tokens takes the place of the shared window, of which one
+    # token stays: the last one, which the rule always keeps.
+    "streaming-llm": Recipe(
+        "The prompt's first 4 tokens and the most recent ones",
+        "Xiao et al. 2023, arXiv:2309.17453",
+        {**_RIVAL, "value": "recency", "window": {"size": 1, "minimum": 1}},
+    ),
+    "h2o": Recipe(
+        "Tokens by all the attention they received in the prompt",
+        "Zhang et al. 2023, arXiv:2306.14048; once after prefill, shared recent window",
+        {**_RIVAL, "value": "column_sums"},
+    ),
+    "h2o-half": Recipe(
+        "H2O with half of every head's share for recent tokens",
+        "Zhang et al. 2023, arXiv:2306.14048; the published split",
+        {**_RIVAL, "value": "column_sums", "window": {"rule": "half"}},
+    ),
+    "snapkv": Recipe(
+        "Tokens by max-pooled attention from the prompt's last 32",
+        "Li et al. 2024, arXiv:2404.14469; benchmark setting",
+        {**_RIVAL, "value": "window_attention"},
+    ),
+    "ada-snapkv": Recipe(
+        "SnapKV whose heads compete for their layer's share, a fifth of it in equal parts",
+        "Feng et al. 2024, arXiv:2407.11550; rule of the official code",
+        {**_RIVAL, "value": "window_attention", "quota": "adaptive_heads"},
+    ),
+    "pyramidkv": Recipe(
+        "SnapKV with shares that fall linearly with depth",
+        "Cai et al. 2024, arXiv:2406.02069; beta 20, shared window",
+        {**_RIVAL, "value": "window_attention", "quota": "pyramid"},
+    ),
+    "chunkkv": Recipe(
+        "Whole chunks of 10 tokens by attention from the prompt's last 32, a layer's heads alike",
+        "Liu et al. 2025, arXiv:2502.00299; the budget spent to the last entry",
+        {**_RIVAL, "value": "chunk_order"},
     ),
 }
 

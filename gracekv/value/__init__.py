@@ -1,6 +1,7 @@
 """Stage 2: token worth and head sensitivity."""
 
 from gracekv.value.base import SCORERS, SENSITIVITIES, Relevance, Scorer, Sensitivity, TokenScores
+from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.column_sums import ColumnSums
 from gracekv.value.multi_hop import MultiHop
 from gracekv.value.none import NoSensitivity
@@ -11,6 +12,7 @@ from gracekv.value.window_attention import WindowAttention
 __all__ = [
     "SCORERS",
     "SENSITIVITIES",
+    "ChunkOrder",
     "ColumnSums",
     "MultiHop",
     "NoSensitivity",

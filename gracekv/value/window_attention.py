@@ -62,8 +62,8 @@ class WindowAttention(Scorer):
             )
 
     def needs(self) -> Needs:
-        """Queries of the context: a window may reach back into it past the direct probes."""
-        return Needs(context_queries=True)
+        """The window's queries, wherever it ends; no others."""
+        return Needs(last_queries=self.window)
 
     def observers(self, spans: PromptSpans) -> range:
         """Absolute positions of the observation queries; fewer than `window` if all there is."""

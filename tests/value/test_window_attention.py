@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError, MissingCaptureError
-from gracekv.prefill import Region
+from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import WindowAttention, reference
 from gracekv.value.attention import probabilities
@@ -100,6 +100,7 @@ def test_refuses_a_bad_configuration(fields, message):
 
 
 def test_needs_the_observers_queries(without_context_queries):
-    assert WindowAttention().needs().context_queries
+    assert WindowAttention().needs() == Needs(last_queries=32)
+    assert WindowAttention(64, "context_tail").needs() == Needs(last_queries=64)
     with pytest.raises(MissingCaptureError, match="not captured"):
         WindowAttention()(without_context_queries(small(context=60)), Region(3, 40))

@@ -1,0 +1,97 @@
+"""`adaptive_heads`: heads of a layer compete for the layer's equal share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, final, get_args
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.base import QUOTAS, Quota
+from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.shares import equal_shares, largest_remainder
+from gracekv.errors import ConfigError
+
+Rule = Literal["mix", "safeguard"]
+
+
+@final
+@QUOTAS.register("adaptive_heads")
+@dataclass(frozen=True, slots=False)
+class AdaptiveHeads(Quota):
+    """A layer's heads get what they win in its common top-k, mixed with equal parts (Ada-KV).
+
+    M is a layer's equal share beside the recent windows, f_g the number of head g's tokens among
+    the layer's M best (ties: the lower head, then the earlier token).
+
+    Source: Feng et al. (2024), arXiv:2407.11550, in the form of its code, whose floor weighs the
+    equal part. Ours: largest-remainder rounding to exactly M, ties to the lower head.
+
+    Attributes:
+        floor: weight of the equal part (0.2, the setting recommended for grouped queries).
+        rule: "mix", the official one: (1 - floor) f_g + floor M / G. "safeguard", as in other
+            implementations: each head is sure of the share `floor` of its equal part, recent
+            window included; the layer's best fill the rest.
+    """
+
+    floor: float = 0.2
+    rule: Rule = "mix"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1:
+            raise ConfigError(
+                f"AdaptiveHeads.floor is the weight of the equal part, from 0 (all adaptive) to 1 "
+                f"(all equal); got {self.floor!r}. Ada-KV's is 0.2."
+            )
+        if self.rule not in get_args(Rule):
+            raise ConfigError(
+                f"AdaptiveHeads.rule takes 'mix' or 'safeguard'; got {self.rule!r}. Ada-KV's is "
+                f"'mix'."
+            )
+
+    def __call__(
+        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+    ) -> Tensor | None:
+        pools = equal_shares(plan).sum(dim=1).tolist()
+        rows = zip(tokens, pools, strict=True)
+        return torch.stack([self._layer(scores, pool, plan) for scores, pool in rows])
+
+    def _layer(self, scores: Tensor, pool: int, plan: BudgetPlan) -> Tensor:
+        """int64 [G]: shares of one layer's `pool` entries from its scores [G, N]."""
+        if self.rule == "safeguard":
+            return winners(self._guarded(scores, pool, plan), pool)
+        share = Fraction(str(self.floor))
+        equal = share * Fraction(pool, plan.heads)
+        wanted = [(1 - share) * won + equal for won in winners(scores, pool).tolist()]
+        return torch.tensor(
+            largest_remainder(wanted, pool, plan.compressible), device=scores.device
+        )
+
+    def _guarded(self, scores: Tensor, pool: int, plan: BudgetPlan) -> Tensor:
+        """Scores [G, N] whose guaranteed tokens outrank everything."""
+        held = pool // plan.heads + plan.recent
+        sure = math.floor(Fraction(str(self.floor)) * held)
+        if self.floor > 0:
+            sure = max(1, sure)
+        # The recent window is held anyway, and is the first part of what a head is sure of.
+        sure = max(0, sure - plan.recent)
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :sure]
+        return scores.scatter(-1, best, torch.inf)
+
+
+def winners(scores: Tensor, count: int) -> Tensor:
+    """int64 [G]: how many of the `count` largest of all `scores` [G, N] lie in each row.
+
+    Ties go to the earlier row, then to the earlier column. `count` is at most G N.
+    """
+    if count == 0:
+        return torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+    # Selecting the smallest winner is linear in time; sorting everyone is not.
+    cut = scores.flatten().topk(count, sorted=False).values.min()
+    above, tied = scores > cut, scores == cut
+    place = tied.flatten().cumsum(0).view_as(tied)
+    tied &= place <= count - above.sum()
+    return (above | tied).sum(dim=1)

@@ -1,0 +1,65 @@
+"""`pyramid`: shares that fall linearly from the first layer to the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.base import QUOTAS, Quota
+from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.shares import largest_remainder
+from gracekv.errors import ConfigError
+
+
+@final
+@QUOTAS.register("pyramid")
+@dataclass(frozen=True, slots=False)
+class Pyramid(Quota):
+    """Shares fall linearly with depth; the last layer's is 1/20 of the mean (PyramidKV).
+
+    Per head and beside the recent window, with m the mean share: the last layer gets m / beta, the
+    first one 2m - m / beta, cut at N_c (the last then gets more), and the layers between lie on a
+    line. Heads of a layer share equally.
+
+    Source: Cai et al. (2024), arXiv:2406.02069. Ours: exact whole numbers by largest remainder
+    (the published integer schedule overspends small budgets), ties to the lower layer and head,
+    and the same recent window as everyone's.
+
+    Attributes:
+        beta: mean share over the last layer's (PyramidKV's 20).
+    """
+
+    beta: float = 20.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.beta < float("inf"):
+            raise ConfigError(
+                f"Pyramid.beta says how many times smaller than the mean the last layer's share "
+                f"is, so it is finite and at least 1 (1 gives equal shares); got {self.beta!r}. "
+                f"PyramidKV's is 20."
+            )
+
+    def layer_shares(self, plan: BudgetPlan) -> list[Fraction]:
+        """k_l, real entries per head of each layer beside the recent window; their mean is m."""
+        mean = Fraction(plan.base, plan.layers * plan.heads)
+        if plan.layers == 1:
+            return [mean]
+        first = min(2 * mean - mean / Fraction(str(self.beta)), Fraction(plan.compressible))
+        last = 2 * mean - first
+        return [
+            first - (first - last) * Fraction(layer, plan.layers - 1)
+            for layer in range(plan.layers)
+        ]
+
+    def __call__(
+        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+    ) -> Tensor | None:
+        wanted = [plan.heads * share for share in self.layer_shares(plan)]
+        layers = largest_remainder(wanted, plan.base, plan.heads * plan.compressible)
+        total = torch.tensor(layers)[:, None]
+        extra = torch.arange(plan.heads) < total % plan.heads
+        return (total // plan.heads + extra).to(tokens.device)

@@ -1,0 +1,79 @@
+"""`evict`: original tokens only; what is not kept is gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.base import Frontier
+from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
+from gracekv.cache.layout import LayerLayout, layer_layout
+from gracekv.prefill import Prefill
+from gracekv.tree.merge import PrototypeRule
+
+
+@final
+@PACKERS.register("evict")
+@dataclass(frozen=True)
+class EvictPacker(Packer):
+    """Tokens stay as they are or go; of a coarse node its most valuable token stays (eviction).
+
+    Nothing is merged, so every multiplicity is 1. Source: the common ground of the published
+    eviction methods, whose slots are single tokens or chunks kept token by token. For trees with
+    nodes of several tokens the choice of the token of the largest worth (ties: the earlier one)
+    is ours.
+    """
+
+    def __call__(
+        self,
+        prefill: Prefill,
+        frontier: Frontier,
+        tokens: Tensor,
+        rule: PrototypeRule,
+        columns: Tensor | None = None,
+    ) -> RaggedCache:
+        layers = []
+        for layer in range(prefill.layers):
+            layout = layer_layout(prefill, frontier, layer)
+            layers.append(gather_tokens(prefill, layer, layout, best_tokens(layout, tokens[layer])))
+        return RaggedCache(tuple(layers), length=prefill.spans.length - 1)
+
+
+def best_tokens(layout: LayerLayout, worth: Tensor) -> Tensor:
+    """int64 [E]: each entry's token of the largest worth, the earliest of equals.
+
+    `worth` is [G, N], R^tok of the layer. Entries of one token stand for themselves.
+    """
+    positions = layout.start.clone()
+    coarse = torch.nonzero(layout.end - layout.start > 1).flatten()
+    if not len(coarse):
+        return positions
+    head, start = layout.head[coarse], layout.start[coarse]
+    count = layout.end[coarse] - start
+    node = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+    before = count.cumsum(0) - count
+    token = start[node] + torch.arange(len(node), device=count.device) - before[node]
+    scores = worth.to(count.device)[head[node], token - layout.origin]
+    # By node, and inside a node by falling worth: two stable sorts keep the earlier token first.
+    order = scores.sort(descending=True, stable=True).indices
+    order = order[node[order].sort(stable=True).indices]
+    positions[coarse] = token[order[before]]
+    return positions
+
+
+def gather_tokens(
+    prefill: Prefill, layer: int, layout: LayerLayout, positions: Tensor
+) -> RaggedLayer:
+    """The layer's own keys and values at `positions` (int64 [E]) of `layout`'s entries."""
+    length, dim = prefill.spans.length, prefill.head_dim
+    source = layout.head * length + positions
+    return RaggedLayer(
+        keys=prefill.keys[layer].reshape(-1, dim)[source],
+        values=prefill.values[layer].reshape(-1, dim)[source],
+        positions=positions.to(torch.int32),
+        log_multiplicity=torch.zeros(len(source), device=source.device),
+        offsets=layout.offsets,
+    )
