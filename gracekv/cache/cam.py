@@ -1,0 +1,212 @@
+"""`cam`: what is dropped leaves part of its value, by chance, with the tokens that follow it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final, get_args
+
+import numpy as np
+import torch
+from einops import reduce
+from torch import Tensor
+from torch.nn import functional
+
+from gracekv.allocate.base import Frontier
+from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
+from gracekv.cache.evict import best_tokens, gather_tokens
+from gracekv.cache.layout import layer_layout
+from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.prefill import Prefill
+from gracekv.tree.merge import PrototypeRule
+
+Denominator = Literal["mean_next", "max_next", "max_with_sinks"]
+
+# Attention sinks of "max_with_sinks", as everywhere: the first tokens of the prompt.
+_SINKS = 4
+# Tokens that `replayed` solves for at once: few steps, and triangles that are still small.
+_BLOCK = 128
+
+
+@final
+@PACKERS.register("cam")
+@dataclass(frozen=True)
+class CamPacker(Packer):
+    r"""Dropped values flow, by chance, into the 32 context tokens after them; keys stay (CaM).
+
+    Dropped tokens are visited from first to last, as the per-step policy would have met them. Each
+    draws M_t ~ Bernoulli(p_t) and adds M_t v_t / m_t to the values of the m_t context tokens that
+    follow it, kept or not; v_t is its current value, with what it received itself. Then the kept
+    tokens are gathered. With A_t the attention that token t received in all (column sums, mean over
+    a KV head's group) and m_t = min(merge, N - 1 - t),
+
+        p_t = clamp(A_t / mean(A_{t+1}, ..., A_{t+m_t}), 0, 1)      ("mean_next").
+
+    A token into which nothing flows keeps its bits. Which tokens stay is the frontier's business;
+    of a node of several tokens the best one stays, as with `evict`. Recent tokens may receive.
+
+    Source: Zhang et al. (2024), CaM, ICML, Eq. 14 and Algorithm 1. Ours: one event after prefill
+    (adding each dropped value to the next *survivors* instead would multiply their norms), and the
+    cascade over dropped tokens.
+
+    Attributes:
+        merge: m, tokens that share a dropped value (CaM's 32).
+        denominator: what A_t is compared with: "mean_next" (the paper), "max_next" (the largest of
+            the following m_t), or "max_with_sinks" (of those and of the prompt's first 4 tokens;
+            the released question-answering code).
+        seed: of the draws. Each layer draws one block of uniforms [G, N] from (seed, layer), so
+            they depend neither on the budget nor on the order of layers.
+    """
+
+    uses_columns: ClassVar[bool] = True
+
+    merge: int = 32
+    denominator: Denominator = "mean_next"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.merge < 1:
+            raise ConfigError(
+                f"CamPacker.merge takes a number of tokens >= 1; got {self.merge!r}. CaM's is 32; "
+                f"for no merging use the packer 'evict'."
+            )
+        if self.denominator not in get_args(Denominator):
+            raise ConfigError(
+                f"CamPacker.denominator takes one of "
+                f"{', '.join(map(repr, get_args(Denominator)))}; got {self.denominator!r}."
+            )
+        if self.seed < 0:
+            raise ConfigError(f"CamPacker.seed takes a number >= 0; got {self.seed!r}.")
+
+    def __call__(
+        self,
+        prefill: Prefill,
+        frontier: Frontier,
+        tokens: Tensor,
+        rule: PrototypeRule,
+        columns: Tensor | None = None,
+    ) -> RaggedCache:
+        """Pack `frontier`; `columns` is required. Raises `MissingCaptureError` without it."""
+        if columns is None:
+            raise MissingCaptureError(
+                "The packer 'cam' weighs tokens by the attention that they received; pass "
+                "columns=gracekv.value.attention.all_column_sums(prefill). A Pipeline does so."
+            )
+        layers = tuple(
+            self._layer(prefill, frontier, tokens[layer], columns[layer], layer)
+            for layer in range(prefill.layers)
+        )
+        return RaggedCache(layers, length=prefill.spans.length - 1)
+
+    def _layer(
+        self, prefill: Prefill, frontier: Frontier, worth: Tensor, columns: Tensor, layer: int
+    ) -> RaggedLayer:
+        spans, device = prefill.spans, prefill.keys[layer].device
+        layout = layer_layout(prefill, frontier, layer)
+        positions = best_tokens(layout, worth)
+        packed = gather_tokens(prefill, layer, layout, positions)
+
+        inside = (positions >= spans.context_start) & (positions < spans.context_end)
+        head, at = layout.head[inside], positions[inside] - spans.context_start
+        dropped = torch.ones(
+            prefill.kv_heads, spans.context_length, dtype=torch.bool, device=device
+        )
+        dropped[head, at] = False
+        received = reduce(columns.to(device), "(g n) t -> g t", "mean", g=prefill.kv_heads)
+        share = self.shares(
+            received[:, spans.context_start : spans.context_end],
+            received[:, :_SINKS].amax(dim=1),
+            dropped,
+            self.uniforms(prefill.kv_heads, spans.context_length, layer).to(device),
+        )
+        before = prefill.values[layer][:, spans.context_start : spans.context_end]
+        after = replayed(before.float(), share, self.merge)
+        values = packed.values.clone()
+        values[inside] = torch.where(
+            reached(share, self.merge)[head, at][:, None],
+            after[head, at].to(values.dtype),
+            values[inside],
+        )
+        return dataclasses.replace(packed, values=values)
+
+    def uniforms(self, heads: int, length: int, layer: int) -> Tensor:
+        """[G, N] float64 in [0, 1) on the CPU, the same for every budget and device."""
+        drawn = np.random.default_rng([self.seed, layer]).random((heads, length))
+        return torch.from_numpy(drawn)
+
+    def shares(self, received: Tensor, sinks: Tensor, dropped: Tensor, uniforms: Tensor) -> Tensor:
+        """c_t = M_t / m_t of the dropped tokens, 0 for the kept: float32 [G, N].
+
+        Args:
+            received: A [G, N].
+            sinks: [G], the most that one of the prompt's first tokens received.
+            dropped: bool [G, N].
+            uniforms: [G, N] in [0, 1); M_t = 1 where it is below p_t.
+        """
+        count = self._following(received)
+        merges = dropped & (uniforms < self.probabilities(received, sinks)) & (count > 0)
+        return torch.where(merges, 1.0 / count.clamp(min=1), 0.0).float()
+
+    def probabilities(self, received: Tensor, sinks: Tensor) -> Tensor:
+        """p [G, N] float64; arguments as in `shares`. The last token, which nobody follows: 0 or 1.
+
+        Where nothing follows that received anything, every token that did is certain.
+        """
+        attention = received.double()
+        if self.denominator == "mean_next":
+            total = functional.pad(attention.cumsum(dim=1), (1, 0))
+            count = self._following(received)
+            first = torch.arange(1, attention.shape[1] + 1, device=attention.device)
+            window = total[:, first + count] - total[:, first]
+            # A difference of running sums can miss 0 by a rounding.
+            other = window.clamp(min=0) / count.clamp(min=1)
+        else:
+            after = functional.pad(attention, (0, self.merge), value=-torch.inf)[:, 1:]
+            other = functional.max_pool1d(after, self.merge, stride=1).clamp(min=0)
+            if self.denominator == "max_with_sinks":
+                other = torch.maximum(other, sinks.double()[:, None])
+        certain = torch.where(attention > 0, 1.0, 0.0).double()
+        return torch.where(other > 0, (attention / other).clamp(0, 1), certain)
+
+    def _following(self, received: Tensor) -> Tensor:
+        """int64 [N]: m_t."""
+        left = torch.arange(received.shape[1] - 1, -1, -1, device=received.device)
+        return left.clamp(max=self.merge)
+
+
+def replayed(values: Tensor, share: Tensor, reach: int, *, block: int = _BLOCK) -> Tensor:
+    """Every token's value after all that came before it has flowed: float32 [G, N, d].
+
+        out_s = values_s + sum_{s - reach <= t < s} share_t out_t
+
+    A unit lower triangular system with a band of `reach`, solved block after block of tokens: a
+    block needs what flows in from the `reach` tokens before it, and one small triangle.
+
+    Args:
+        values: float32 [G, N, d].
+        share: float32 [G, N].
+        reach: m.
+        block: tokens a step. Changes speed only.
+    """
+    out = values.clone()
+    place = torch.arange(values.shape[1], device=values.device)
+
+    def band(rows: slice, sources: slice) -> Tensor:
+        """[G, rows, sources]: what flows from each source into each row."""
+        distance = place[rows, None] - place[sources]
+        return share[:, None, sources] * ((distance > 0) & (distance <= reach))
+
+    for first in range(0, values.shape[1], block):
+        rows, before = slice(first, first + block), slice(max(0, first - reach), first)
+        inflow = out[:, rows] + band(rows, before) @ out[:, before]
+        out[:, rows] = torch.linalg.solve_triangular(
+            -band(rows, rows), inflow, upper=False, unitriangular=True
+        )
+    return out
+
+
+def reached(share: Tensor, reach: int) -> Tensor:
+    """bool [G, N]: tokens into which at least one of the `reach` before them flows."""
+    total = functional.pad((share > 0).cumsum(dim=1), (1, 0))
+    here = torch.arange(share.shape[1], device=share.device)
+    return (total[:, here] - total[:, (here - reach).clamp(min=0)]) > 0

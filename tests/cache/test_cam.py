@@ -1,0 +1,220 @@
+"""CaM's replay: against plain loops, by hand, and reduced to plain eviction."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv import Budget, Pipeline
+from gracekv.cache import PACKERS, CamPacker, EvictPacker
+from gracekv.cache.cam import reached, replayed
+from gracekv.cache.reference import cam_probability, cam_replay
+from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.testing import synthetic_prefill
+from gracekv.value.attention import all_column_sums
+
+SELECTION = {
+    "segment": "tokens",
+    "value": "column_sums",
+    "sensitivity": "none",
+    "distortion": "unit",
+    "refine": "leaf_only",
+    "floor": "none",
+    "quota": "per_head",
+}
+
+
+def pipeline(pack, **changes):
+    return Pipeline.from_dict({**SELECTION, "pack": pack, **changes})
+
+
+def kept_tokens(run, prefill, layer, head):
+    spans, positions = prefill.spans, run.cache.layers[layer].head(head)[2].tolist()
+    return {t - spans.context_start for t in positions if t in range(*context(spans))}
+
+
+def context(spans):
+    return spans.context_start, spans.context_end
+
+
+DENOMINATORS = ["mean_next", "max_next", "max_with_sinks"]
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    length=st.integers(4, 80),
+    merge=st.integers(1, 40),
+    denominator=st.sampled_from(DENOMINATORS),
+    prefix=st.integers(0, 5),
+    question=st.integers(1, 4),
+    ratio=st.floats(1.1, 3.0),
+)
+def test_equals_the_plain_loop(seed, length, merge, denominator, prefix, question, ratio):
+    prefill = synthetic_prefill(
+        dim=8, context=length, prefix=prefix, question=question, tail=0, seed=seed
+    )
+    pack = CamPacker(merge=merge, denominator=denominator, seed=seed)
+    whole = pipeline(pack.to_dict(), window={"size": 2, "minimum": 1})
+    run = whole.run(prefill, Budget.ratio(ratio))
+    spans, n = prefill.spans, prefill.spans.context_length
+    columns = all_column_sums(prefill).double()
+    for layer in range(prefill.layers):
+        uniforms = pack.uniforms(prefill.kv_heads, n, layer)
+        for head in range(prefill.kv_heads):
+            group = columns[layer, head * prefill.group : (head + 1) * prefill.group].mean(0)
+            attention, sinks = group[slice(*context(spans))].tolist(), float(group[:4].max())
+            kept = kept_tokens(run, prefill, layer, head)
+            merges = [
+                t not in kept
+                and float(uniforms[head, t])
+                < cam_probability(attention, t, merge, denominator, sinks)
+                for t in range(n)
+            ]
+            keys, values, positions, log_m = run.cache.layers[layer].head(head)
+            want = prefill.values[layer][head].double().clone()
+            want[slice(*context(spans))] = cam_replay(want[slice(*context(spans))], merges, merge)
+            torch.testing.assert_close(
+                values.double(), want[positions.long()], rtol=2e-5, atol=2e-6
+            )
+            assert torch.equal(keys, prefill.keys[layer][head, positions.long()])
+            assert not log_m.any()
+
+
+def test_six_tokens_by_hand():
+    """A = 4 1 1 2 8 1, m = 2, tokens 0, 2 and 3 dropped, values 10 20 30 40 50 60.
+
+    p_0 = 4 / ((1 + 1) / 2) -> 1, p_2 = 1 / 5, p_3 = 2 / 4.5 = 0.44.
+    All uniforms 0.3: tokens 0 and 3 flow, 2 does not.
+    0 flows: v_1 = 20 + 5, v_2 = 30 + 5; 3 flows: v_4 = 50 + 20, v_5 = 60 + 20.
+    All uniforms 0.1: token 2, by then 35, flows too: v_3 = 40 + 17.5, v_4 = 50 + 17.5; then 3, by
+    then 57.5: v_4 = 67.5 + 28.75, v_5 = 60 + 28.75.
+    """
+    attention = torch.tensor([[4.0, 1.0, 1.0, 2.0, 8.0, 1.0]])
+    values = torch.tensor([[[10.0], [20.0], [30.0], [40.0], [50.0], [60.0]]])
+    dropped = torch.tensor([[True, False, True, True, False, False]])
+    pack = CamPacker(merge=2)
+    want_p = torch.tensor([[1.0, 1 / 1.5, 1 / 5, 2 / 4.5, 1.0, 1.0]], dtype=torch.float64)
+    torch.testing.assert_close(pack.probabilities(attention, torch.zeros(1)), want_p)
+    for uniform, want in (
+        (0.3, [10, 25, 35, 40, 70, 80]),
+        (0.1, [10, 25, 35, 57.5, 96.25, 88.75]),
+    ):
+        share = pack.shares(attention, torch.zeros(1), dropped, torch.full((1, 6), uniform))
+        got = replayed(values, share, 2)
+        torch.testing.assert_close(got[0, :, 0], torch.tensor(want, dtype=torch.float32))
+    assert reached(share, 2).tolist() == [[False, True, True, True, True, True]]
+
+
+def test_denominators_by_hand():
+    attention, sinks = torch.tensor([[2.0, 1.0, 4.0, 1.0]]), torch.tensor([16.0])
+    got = {
+        name: CamPacker(merge=2, denominator=name).probabilities(attention, sinks)[0].tolist()
+        for name in DENOMINATORS
+    }
+    assert got == {
+        "mean_next": [0.8, 0.4, 1.0, 1.0],
+        "max_next": [0.5, 0.25, 1.0, 1.0],
+        "max_with_sinks": [0.125, 0.0625, 0.25, 0.0625],
+    }
+
+
+@pytest.mark.parametrize("block", [1, 3, 16, 1000])
+def test_blocks_change_nothing(block):
+    rng = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 75, 4, generator=rng)
+    share = torch.rand(2, 75, generator=rng) * (torch.rand(2, 75, generator=rng) < 0.7) / 9
+    torch.testing.assert_close(
+        replayed(values, share, 9, block=block), replayed(values, share, 9), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_merges_it_is_the_base_bit_for_bit(dtype, monkeypatch):
+    prefill = synthetic_prefill(context=150, seed=3, dtype=dtype)
+    # No uniform is below any probability.
+    monkeypatch.setattr(
+        CamPacker, "uniforms", lambda self, heads, length, layer: torch.ones(heads, length)
+    )
+    base, cam = (pipeline(name).run(prefill, Budget.ratio(4)) for name in ("evict", "cam"))
+    for a, b in zip(base.cache.layers, cam.cache.layers, strict=True):
+        for name in ("keys", "values", "positions", "log_multiplicity", "offsets"):
+            assert torch.equal(getattr(a, name), getattr(b, name))
+            assert getattr(a, name).dtype == getattr(b, name).dtype
+
+
+def test_only_values_that_something_flows_into_change():
+    prefill = synthetic_prefill(context=150, seed=3, dtype=torch.bfloat16)
+    base, cam = (pipeline(name).run(prefill, Budget.ratio(4)) for name in ("evict", "cam"))
+    changed = 0
+    for a, b in zip(base.cache.layers, cam.cache.layers, strict=True):
+        assert torch.equal(a.keys, b.keys)
+        assert torch.equal(a.positions, b.positions)
+        outside = (a.positions < 4) | (a.positions >= 154)
+        assert torch.equal(a.values[outside], b.values[outside])
+        changed += int((a.values != b.values).any(dim=1).sum())
+    assert changed > 50
+
+
+def test_draws_depend_on_seed_and_layer_alone():
+    prefill = synthetic_prefill(context=200, layers=3, seed=1)
+    budget = Budget.ratio(2)
+    first, again, other = (
+        pipeline({"name": "cam", "seed": seed}).run(prefill, budget) for seed in (0, 0, 1)
+    )
+    pairs = list(zip(first.cache.layers, again.cache.layers, other.cache.layers, strict=True))
+    assert all(torch.equal(a.values, b.values) for a, b, _ in pairs)
+    assert any(not torch.equal(a.values, c.values) for a, _, c in pairs)
+    pack = CamPacker()
+    assert torch.equal(pack.uniforms(2, 30, 1), pack.uniforms(2, 30, 1))
+    assert not torch.equal(pack.uniforms(2, 30, 1), pack.uniforms(2, 30, 2))
+    # One layer alone draws what it draws among others.
+    alone = dataclasses.replace(
+        prefill, keys=prefill.keys[:1], values=prefill.values[:1], queries=prefill.queries[:1]
+    )
+    run = pipeline("cam").run(alone, budget)
+    assert torch.equal(run.cache.layers[0].values, first.cache.layers[0].values)
+
+
+def test_a_streaming_base_gets_its_column_sums_from_the_pipeline():
+    prefill = synthetic_prefill(context=120, seed=1)
+    whole = pipeline("cam", value="recency")
+    assert whole.needs().context_queries
+    run = whole.run(prefill, Budget.ratio(4))
+    base = pipeline("evict", value="recency").run(prefill, Budget.ratio(4))
+    assert torch.equal(run.cache.layers[0].positions, base.cache.layers[0].positions)
+    assert not torch.equal(run.cache.layers[0].values, base.cache.layers[0].values)
+
+
+def test_coarse_nodes_keep_the_token_that_evict_keeps():
+    prefill = synthetic_prefill(context=120, seed=1)
+    cam, evict = (
+        Pipeline.from_dict({"pack": name}).run(prefill, Budget.ratio(6))
+        for name in ("cam", "evict")
+    )
+    for a, b in zip(cam.cache.layers, evict.cache.layers, strict=True):
+        assert torch.equal(a.positions, b.positions)
+        assert torch.equal(a.keys, b.keys)
+
+
+def test_column_sums_must_be_given():
+    prefill = synthetic_prefill(context=60)
+    run = pipeline("evict").run(prefill, Budget.ratio(4))
+    with pytest.raises(MissingCaptureError, match="all_column_sums"):
+        CamPacker()(prefill, run.frontier, run.relevance.tokens, pipeline("cam").prototype)
+    assert EvictPacker.uses_columns is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"merge": 0}, "use the packer 'evict'"),
+        ({"denominator": "mean"}, "'mean_next', 'max_next', 'max_with_sinks'"),
+        ({"seed": -1}, ">= 0"),
+    ],
+)
+def test_bad_fields(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        PACKERS.build("cam", **fields)
