@@ -5,14 +5,15 @@ from gracekv.tree.binary import Binary
 from gracekv.tree.binary_extract import BinaryExtract
 from gracekv.tree.build import build_forest
 from gracekv.tree.context import TreeContext
-from gracekv.tree.distortion import DISTORTIONS, Distortion, IntervalTable
+from gracekv.tree.distortion import DISTORTIONS, Distortion, Judge, NodeEnds, Nodes, NodeTable
 from gracekv.tree.exhaustive import Exhaustive
 from gracekv.tree.extract import Extract
+from gracekv.tree.items import Items
 from gracekv.tree.leaf_only import LeafOnly
 from gracekv.tree.merge import PrototypeRule, Prototypes, merge
 from gracekv.tree.midpoint import Midpoint
 from gracekv.tree.prototype import Prototype
-from gracekv.tree.refine import REFINERS, Children, Nodes, Refiner
+from gracekv.tree.refine import REFINERS, Children, Refiner
 from gracekv.tree.two_level import TwoLevel
 from gracekv.tree.unit import Unit
 
@@ -26,9 +27,12 @@ __all__ = [
     "Exhaustive",
     "Extract",
     "Forest",
-    "IntervalTable",
+    "Items",
+    "Judge",
     "LeafOnly",
     "Midpoint",
+    "NodeEnds",
+    "NodeTable",
     "Nodes",
     "Prototype",
     "PrototypeRule",

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError
-from gracekv.tree.distortion import IntervalTable
-from gracekv.tree.refine import REFINERS, Children, Nodes, Proposal, Refiner, token_grid
+from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.refine import REFINERS, Children, Proposal, Refiner
 
 
 def normalized_curvature(kappa: Tensor, valid: Tensor) -> Tensor:
@@ -23,18 +23,15 @@ def normalized_curvature(kappa: Tensor, valid: Tensor) -> Tensor:
     return torch.where(span > 0, (kappa - low) / span.clamp(min=torch.finfo(span.dtype).tiny), 0.0)
 
 
-def is_candidate(
-    nodes: Nodes, tokens: Tensor, inner: Tensor, kappa: Tensor | None, k: int | None
-) -> Tensor:
+def is_candidate(nodes: Nodes, inner: Tensor, kappa: Tensor | None, k: int | None) -> Tensor:
     """bool [V, w]: the midpoint and the `k` inner tokens of highest kappa (ties: the earlier).
 
     All inner tokens if `k` is None. Source: the paper, Eq. app_tree_split_candidates.
     """
-    if k is None:
+    if k is None or (kappa is not None and k >= inner.shape[1] - 1):
         return inner
-    chosen = tokens == ((nodes.start + nodes.end) // 2)[:, None]
-    if kappa is not None and k >= inner.shape[1] - 1:
-        return inner
+    middle = (nodes.start + nodes.end) // 2 - nodes.start
+    chosen = torch.arange(inner.shape[1], device=inner.device) == middle[:, None]
     if kappa is not None and k > 0:
         order = kappa.masked_fill(~inner, -torch.inf).argsort(dim=1, descending=True, stable=True)
         chosen = chosen.scatter(1, order[:, :k], True)
@@ -42,26 +39,22 @@ def is_candidate(
 
 
 def binary_proposal(
-    nodes: Nodes, table: IntervalTable, candidates: int | None, reward: float
+    nodes: Nodes, table: NodeTable, candidates: int | None, reward: float
 ) -> Proposal:
     """The best cut of each node: argmax of D(I) - D(left) - D(right) + reward * kappa-hat.
 
     Source: the paper, Eqs. app_binary_split and app_split_choice; ties go to the smaller position.
     """
-    tokens, valid = token_grid(nodes)
-    inner = valid & (tokens > nodes.start[:, None])
-    kappa = table.curvatures(nodes.item, tokens) if candidates or reward else None
-    chosen = is_candidate(nodes, tokens, inner, kappa, candidates)
-    # A cut at the first token would leave an empty child; those columns are masked out below.
-    cut = torch.maximum(tokens, nodes.start[:, None] + 1)
-    item, start, end = nodes.item[:, None], nodes.start[:, None], nodes.end[:, None]
-    whole = table.at(nodes.item, nodes.start, nodes.end)[:, None]
-    gain = whole - table.at(item, start, cut) - table.at(item, cut, end)
+    inner = table.valid.clone()
+    inner[:, 0] = False
+    kappa = table.curvatures() if candidates or reward else None
+    chosen = is_candidate(nodes, inner, kappa, candidates)
+    gain = table.whole - table.before - table.onward
     if kappa is not None and reward:
-        gain = gain + reward * normalized_curvature(kappa, valid)
-    best = gain.masked_fill(~chosen, -torch.inf).argmax(dim=1, keepdim=True)
-    at = tokens.gather(1, best)[:, 0]
-    return Proposal(low=at, high=at, utility=gain.gather(1, best)[:, 0])
+        gain += reward * normalized_curvature(kappa, table.valid)
+    best = gain.masked_fill_(~chosen, -torch.inf).max(dim=1)
+    at = nodes.start + best.indices
+    return Proposal(low=at, high=at, utility=best.values)
 
 
 @final
@@ -85,7 +78,7 @@ class Binary(Refiner):
     def uses_curvature(self) -> bool:
         return self.candidates > 0 or self.reward > 0
 
-    def __call__(self, nodes: Nodes, table: IntervalTable) -> Children:
+    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
         best = binary_proposal(nodes, table, self.candidates, self.reward)
         return Children.of_cuts(nodes, best.low, best.high)
 

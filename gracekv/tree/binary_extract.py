@@ -8,9 +8,9 @@ from typing import final
 import torch
 
 from gracekv.tree.binary import binary_proposal, check_cut_fields
-from gracekv.tree.distortion import IntervalTable
-from gracekv.tree.extract import extract_proposal, forced_nodes
-from gracekv.tree.refine import REFINERS, Children, Nodes, Refiner
+from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.extract import extract_proposal
+from gracekv.tree.refine import REFINERS, Children, Refiner
 
 
 @final
@@ -37,10 +37,10 @@ class BinaryExtract(Refiner):
     def uses_curvature(self) -> bool:
         return self.candidates > 0 or self.reward > 0
 
-    def __call__(self, nodes: Nodes, table: IntervalTable) -> Children:
+    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
         cut = binary_proposal(nodes, table, self.candidates, self.reward)
         lift = extract_proposal(nodes, table)
-        extracts = forced_nodes(nodes, table) | (lift.utility > cut.utility)
+        extracts = table.hold_candidates() | (lift.utility > cut.utility)
         return Children.of_cuts(
             nodes,
             torch.where(extracts, lift.low, cut.low),

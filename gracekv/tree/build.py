@@ -1,8 +1,9 @@
-"""From slots to a `Forest`: tables of a few layers each, and the trees grown from them."""
+"""From slots to a `Forest`: the trees of a few layers at a time."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -11,12 +12,13 @@ from gracekv.tree.base import Forest
 from gracekv.tree.context import TreeContext
 from gracekv.tree.distortion import Distortion
 from gracekv.tree.grow import Level, grow
+from gracekv.tree.items import Items
 from gracekv.tree.prune import Pruner
 from gracekv.tree.refine import Refiner
 from gracekv.tree.workspace import Workspace
 
-# Layers whose tables fit this together grow together: few large steps instead of many small ones.
-_TABLE_BYTES = 2**26
+# Layers whose gathered tokens fit this grow together: few large steps instead of many small ones.
+_GROUP_BYTES = 2**26
 
 
 def build_forest(
@@ -32,27 +34,49 @@ def build_forest(
     Source: the paper, "Recursive refinement rule" and Eqs. app_bottom_up_value,
     app_operation_gains.
     """
+    if budget is None or refiner.max_cost > 2:
+        levels, drop = _grow(context, distortion, refiner, Pruner())
+    else:
+        pruner = Pruner(budget)
+        levels, drop = _grow(context, distortion, refiner, pruner)
+        if not pruner.holds():
+            # The first layers were richer than the rest, and hid too much of it.
+            levels, drop = _grow(context, distortion, refiner, Pruner(budget, samples=False))
+    return _forest(context, levels, drop, refiner.exact_roots)
+
+
+def _grow(
+    context: TreeContext, distortion: Distortion, refiner: Refiner, pruner: Pruner
+) -> tuple[list[Level], Tensor]:
+    """All levels of all trees, and D^drop float64 [R]."""
     prefill, slots = context.prefill, context.partition.slots
     device = prefill.keys[0].device
     levels: dict[int, list[Level]] = defaultdict(list)
     spaces: dict[torch.device, Workspace] = {}
-    pruner = Pruner(budget) if budget is not None and refiner.max_cost <= 2 else None
-    drop = torch.zeros(prefill.layers * prefill.kv_heads * slots, device=device)
-    for layers in context.layer_groups(_TABLE_BYTES):
+    trees = prefill.layers * prefill.kv_heads * slots
+    drop = torch.zeros(trees, dtype=torch.float64, device=device)
+    for layers in context.layer_groups(_GROUP_BYTES):
         where = prefill.keys[layers[0]].device
-        table = distortion.table(context, layers, spaces.setdefault(where, Workspace(where)))
-        first = layers[0] * prefill.kv_heads * slots
-        drop[first : first + len(table.drop)] = table.drop.to(device)
-        for depth, level in enumerate(grow(table, first, refiner, pruner)):
+        items = Items.of(context, layers)
+        space = spaces.setdefault(where, Workspace(where))
+        judge = distortion.judge(context, layers, items, space)
+        with pruner.part(len(layers) / prefill.layers):
+            grown, dropped = grow(items, judge, refiner, pruner)
+        drop[items.tree.to(device)] = dropped.to(device)
+        for depth, level in enumerate(grown):
             levels[depth].append(level)
-    merged = [_merge(levels[depth], device) for depth in sorted(levels)]
-    return _forest(context, merged, drop.double(), refiner.exact_roots)
+    return [_merge(levels[depth], device) for depth in sorted(levels)], drop
 
 
 def _merge(parts: list[Level], device: torch.device) -> Level:
-    """One level of all tables, which come in the order of their trees."""
+    """One level of all layers, in the order of the trees."""
+    tree = torch.cat([part.tree.to(device) for part in parts])
+    # Nodes of one tree are in order already, and come from one part.
+    order = tree.argsort(stable=True) if len(parts) > 1 else slice(None)
     names = ("tree", "start", "end", "distortion", "worth", "child_count", "split_gain")
-    return Level(*(torch.cat([getattr(part, name).to(device) for part in parts]) for name in names))
+    return Level(
+        *(torch.cat([getattr(part, name).to(device) for part in parts])[order] for name in names)
+    )
 
 
 def _forest(context: TreeContext, levels: list[Level], drop: Tensor, exact_roots: bool) -> Forest:
@@ -68,7 +92,7 @@ def _forest(context: TreeContext, levels: list[Level], drop: Tensor, exact_roots
         firsts.append(torch.where(level.child_count > 0, first, -1))
         if depth + 1 < len(levels):
             parents.append(torch.repeat_interleave(index, level.child_count))
-    whole = _merge(levels, device)
+    whole = Level(*(torch.cat([getattr(level, x.name) for level in levels]) for x in fields(Level)))
     distortion, entries = whole.distortion, torch.ones_like(whole.tree)
     if exact_roots:
         # Kept token by token: an entry each, and nothing is distorted.

@@ -1,8 +1,9 @@
-"""What tree building knows, and how slots and layers are gathered into batches."""
+"""What tree building knows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -38,48 +39,19 @@ class TreeContext:
     forced: Tensor | None = None
     curvature: Tensor | None = None
 
-    def layer_groups(self, limit: int) -> Iterator[list[int]]:
-        """Consecutive layers on one device whose tables take about `limit` bytes together."""
-        prefill, lengths = self.prefill, self.partition.lengths
-        tables = int((lengths * (lengths + 1) // 2 + lengths * lengths).sum()) * 8
-        gathered = self.partition.region.length * (3 * prefill.head_dim + 64) * 4
-        each = prefill.kv_heads * (tables + gathered)
-        group: list[int] = []
+    def layer_groups(self, limit: int) -> list[list[int]]:
+        """Layers of one device whose gathered tokens take about `limit` bytes, a list a group.
+
+        A group takes every k-th layer of its device, so that all groups resemble one another.
+        """
+        prefill = self.prefill
+        # Per token of a head: key, value, about 64 probes' exponentials, and a few numbers.
+        each = prefill.kv_heads * self.partition.region.length * (2 * prefill.head_dim + 72) * 4
+        homes: dict[torch.device, list[int]] = defaultdict(list)
         for layer, keys in enumerate(prefill.keys):
-            other = group and prefill.keys[group[0]].device != keys.device
-            if group and (other or (len(group) + 1) * each > limit):
-                yield group
-                group = []
-            group.append(layer)
-        yield group
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SlotBatch:
-    """Slots of one length.
-
-    Attributes:
-        slots: int64 [S] slot indices, ascending.
-        starts: int64 [S] absolute.
-        n: tokens of each.
-    """
-
-    slots: Tensor
-    starts: Tensor
-    n: int
-
-    def offsets(self, origin: int) -> Tensor:
-        """int64 [S, n]: position - origin of each token."""
-        return self.starts[:, None] - origin + torch.arange(self.n, device=self.starts.device)
-
-    def chunk(self, first: int, last: int) -> SlotBatch:
-        """Slots [first, last) of the batch."""
-        return SlotBatch(self.slots[first:last], self.starts[first:last], self.n)
-
-
-def slot_batches(partition: Partition, device: torch.device) -> Iterator[SlotBatch]:
-    """The partition's slots, gathered by length, so that nothing is padded."""
-    lengths = partition.lengths
-    for n in torch.unique(lengths).tolist():
-        slots = torch.nonzero(lengths == n).flatten()
-        yield SlotBatch(slots.to(device), partition.starts[slots].to(device), n)
+            homes[keys.device].append(layer)
+        groups = []
+        for layers in homes.values():
+            count = math.ceil(len(layers) / max(1, limit // each))
+            groups += [layers[k::count] for k in range(count)]
+        return groups

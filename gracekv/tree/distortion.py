@@ -1,219 +1,105 @@
-"""`IntervalTable` (D of every sub-interval of every slot of a layer) and what fills it."""
+"""What merging or dropping the ends of a node costs, and the interface of what knows it.
+
+Refinement only ever asks for intervals that begin or end where their node does: the two sides of a
+cut, the two sides of an extracted token. So a node of n tokens has 2n intervals of interest, and
+all of them come from one running pass in each direction.
+"""
 
 from __future__ import annotations
 
 import abc
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gracekv.errors import ConfigError
 from gracekv.prefill import Needs
 from gracekv.registry import Registry, Strategy
-from gracekv.tree.context import SlotBatch, TreeContext
+from gracekv.tree.context import TreeContext
+from gracekv.tree.items import Items
 from gracekv.tree.workspace import Workspace
 
 
-def interval_index(start: Tensor, end: Tensor) -> Tensor:
-    """Column of interval [start, end) in an interval list: by last token, then by first token.
+@dataclass(frozen=True, slots=True, eq=False)
+class Nodes:
+    """Some nodes, ordered by item and start.
 
-    Intervals that end at token j are contiguous and hold every start <= j, so the list of a slot
-    of n tokens begins the list of any longer slot. int64 in, int64 out.
+    Attributes:
+        item: int64 [V], head * J + slot.
+        start: int64 [V] relative to the slot.
+        end: int64 [V] exclusive.
     """
-    last = end - 1
-    return last * (last + 1) // 2 + start
 
+    item: Tensor
+    start: Tensor
+    end: Tensor
 
-def interval_list(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """First and last token, int64 [E] each, of all E = n(n+1)/2 intervals of n tokens."""
-    steps = torch.arange(1, n + 1, device=device)
-    last = torch.repeat_interleave(steps - 1, steps)
-    first = torch.arange(len(last), device=device) - last * (last + 1) // 2
-    return first, last
+    @property
+    def length(self) -> Tensor:
+        """int64 [V], tokens."""
+        return self.end - self.start
+
+    def __getitem__(self, rows: Tensor) -> Nodes:
+        """The nodes at `rows` (indices or a mask), in that order."""
+        return Nodes(self.item[rows], self.start[rows], self.end[rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TablePart:
-    """A batch of S slots of one length in U heads (of one or more layers); B = U*S items.
+class NodeEnds:
+    """D of every interval that shares an end with its node, of V nodes of up to w tokens.
 
-    Items are head-major.
+    Columns beyond a node's length hold anything.
 
     Attributes:
-        batch: the slots.
-        distortion: D [B, E] float32 of every interval of n tokens, columns as in
-            `interval_index`; exactly 0 for single tokens. Intervals of padding hold anything.
-        drop: D^drop [B] float32 of the whole slot.
-        mass: [B, n or 1, n] float32: mean normalised probe mass of token t (last axis) over the
-            probes that see token j (middle axis; one row if that does not depend on j).
+        sides: float32 [2, V, w]: D of the node's tokens up to k and including it, then D of those
+            from k on.
+        mass: float32 [V, w]: mean normalised probe mass of the node's token k over the probes
+            that see the whole node.
+        drop: D^drop float32 [V] of the whole node.
     """
 
-    batch: SlotBatch
-    distortion: Tensor
-    drop: Tensor
+    sides: Tensor
     mass: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class IntervalTable:
-    """What refinement may ask about the B = U*J (head, slot) items of some consecutive layers.
-
-    U heads are the G KV heads of each layer, and items are in tree order: head * J + slot.
-    Attributes are flat, slots of any length side by side; ask through the methods.
-
-    Attributes:
-        origin: int64 [B] absolute first position of each item's slot.
-        length: int64 [B] tokens.
-        drop: D^drop [B] float32.
-        curvature: kappa [T], or None.
-        forced: floor score [U, N] float64 (-inf: no candidate), or None.
-        tokens: R^tok [U, N] float64.
-        sensitivity: omega [U] float64.
-        start_of_region: first compressible position, where `forced` and `tokens` start.
-    """
-
-    origin: Tensor
-    length: Tensor
     drop: Tensor
-    curvature: Tensor | None
-    forced: Tensor | None
-    tokens: Tensor
-    sensitivity: Tensor
-    start_of_region: int
-    _distortion: Tensor
-    _distortion_base: Tensor
-    _mass: Tensor
-    _mass_base: Tensor
-    _mass_rows: Tensor
-    _mass_width: Tensor
-    _candidates_before: Tensor | None
 
-    @classmethod
-    def of_parts(
-        cls, context: TreeContext, layers: Sequence[int], parts: Sequence[TablePart]
-    ) -> IntervalTable:
-        """Join the parts that together hold every slot of every head of `layers` once."""
-        heads, slots = len(layers) * context.prefill.kv_heads, context.partition.slots
-        columns: dict[str, list[Tensor]] = defaultdict(list)
-        base = mass_base = 0
-        for part in parts:
-            items, width = part.distortion.shape
-            rows, n = part.mass.shape[1:]
-            step = torch.arange(items, device=part.drop.device)
-            head = torch.arange(heads, device=part.drop.device)[:, None]
-            columns["item"].append((head * slots + part.batch.slots).flatten())
-            columns["origin"].append(part.batch.starts.repeat(heads))
-            columns["length"].append(torch.full_like(step, part.batch.n))
-            columns["distortion_base"].append(base + step * width)
-            columns["mass_base"].append(mass_base + step * rows * n)
-            columns["mass_rows"].append(torch.full_like(step, rows))
-            columns["mass_width"].append(torch.full_like(step, n))
-            base, mass_base = base + items * width, mass_base + items * rows * n
-        joined = {name: torch.cat(column) for name, column in columns.items()}
-        order = joined["item"].argsort()
-        forced = context.forced
-        if forced is not None:
-            forced = forced[list(layers)].flatten(0, 1).to(order.device)
-        return cls(
-            origin=joined["origin"][order],
-            length=joined["length"][order],
-            drop=torch.cat([part.drop for part in parts])[order],
-            curvature=(None if context.curvature is None else context.curvature.to(order.device)),
-            forced=forced,
-            tokens=context.tokens[list(layers)].flatten(0, 1).to(order.device).double(),
-            sensitivity=context.sensitivity[list(layers)].flatten().to(order.device).double(),
-            start_of_region=context.partition.region.start,
-            # Gains are compared in float64; converted here once, not at every look-up.
-            _distortion=torch.cat([part.distortion.flatten() for part in parts]).double(),
-            _distortion_base=joined["distortion_base"][order],
-            _mass=torch.cat([part.mass.flatten() for part in parts]).double(),
-            _mass_base=joined["mass_base"][order],
-            _mass_rows=joined["mass_rows"][order],
-            _mass_width=joined["mass_width"][order],
-            _candidates_before=None if forced is None else _counts_before(forced),
-        )
+    @property
+    def prefix(self) -> Tensor:
+        """[V, w]: D of the tokens up to and including k."""
+        return self.sides[0]
 
-    def at(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """D of intervals [start, end) (relative to the slot) of items, float64; broadcasts."""
-        return self._distortion[self._distortion_base[item] + interval_index(start, end)]
+    @property
+    def suffix(self) -> Tensor:
+        """[V, w]: D of the tokens from k on."""
+        return self.sides[1]
 
-    def masses(self, item: Tensor, end: Tensor, token: Tensor) -> Tensor:
-        """Mass of tokens [V, w] by the probes that see all of [.., end), float64; item, end [V]."""
-        row = torch.minimum(end, self._mass_rows[item]) - 1
-        base = self._mass_base[item] + row * self._mass_width[item]
-        return self._mass[base[:, None] + token]
-
-    def curvatures(self, item: Tensor, token: Tensor) -> Tensor:
-        """kappa [V, w] float64 of tokens [V, w] of items [V]."""
-        if self.curvature is None:
-            raise ConfigError(
-                "This refiner cuts at curvature peaks, but none was computed. Set candidates=0 and "
-                "reward=0, or give the trees a curvature."
-            )
-        return self.curvature[self.origin[item][:, None] + token].double()
-
-    def floor_scores(self, item: Tensor, token: Tensor) -> Tensor | None:
-        """Floor scores [V, w] float64 of tokens [V, w] of items [V]; None without a floor."""
-        if self.forced is None:
-            return None
-        position = self.origin[item][:, None] + token - self.start_of_region
-        return self.forced[self.head(item)[:, None], position]
-
-    def holds_candidate(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """bool [V]: intervals [start, end) of items with a floor candidate inside."""
-        before = self._candidates_before
-        if before is None:
-            return torch.zeros_like(item, dtype=torch.bool)
-        head, offset = self.head(item), self.origin[item] - self.start_of_region
-        return before[head, offset + end] > before[head, offset + start]
-
-    def head(self, item: Tensor) -> Tensor:
-        """int64, as `item`: its row in `forced`, `tokens` and `sensitivity`."""
-        return item // (len(self.origin) // len(self.tokens))
-
-    def worth(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """R of intervals [start, end) of items, float64 [V]: their tokens' worth, added in order.
-
-        Not a difference of running sums, so that a small node beside a large token keeps its
-        digits. Source: the paper, Eq. app_bottom_up_value.
-        """
-        count = end - start
-        node = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-        step = torch.arange(len(node), device=count.device) - (count.cumsum(0) - count)[node]
-        position = (self.origin[item] + start - self.start_of_region)[node] + step
-        rows = self.tokens[self.head(item)[node], position]
-        return torch.segment_reduce(rows, "sum", lengths=count, unsafe=True)
+    def __getitem__(self, rows: Tensor) -> NodeEnds:
+        """Those of the nodes at `rows`, in that order."""
+        return NodeEnds(self.sides[:, rows], self.mass[rows], self.drop[rows])
 
 
-def _counts_before(forced: Tensor) -> Tensor:
-    """int64 [U, N+1]: floor candidates before each position, from scores [U, N]."""
-    return torch.nn.functional.pad((forced > -torch.inf).long().cumsum(dim=1), (1, 0))
+class Judge(abc.ABC):
+    """Answers for the heads of some layers."""
+
+    @abc.abstractmethod
+    def __call__(self, nodes: Nodes) -> NodeEnds:
+        """The ends of V >= 1 nodes, best of similar length: the widest makes all rows wide."""
 
 
 class Distortion(Strategy, abc.ABC):
     """How much is lost when an interval is stored as one entry, or not at all.
 
-    Pure and deterministic, float32 or better. D of a single token is exactly 0.
+    Deterministic, float32 or better. D of a single token is exactly 0.
     """
 
     @abc.abstractmethod
-    def parts(
-        self, context: TreeContext, layers: Sequence[int], space: Workspace
-    ) -> Iterator[TablePart]:
-        """Parts that together hold every slot of every head of `layers` once.
+    def judge(
+        self, context: TreeContext, layers: Sequence[int], items: Items, space: Workspace
+    ) -> Judge:
+        """Who answers for the items of `layers`, which are on one device.
 
-        The layers are consecutive and on one device. `space` lends scratch memory there; no part
-        may keep any of it.
+        `space` lends scratch memory there, to one call of the judge at a time.
         """
-
-    def table(
-        self, context: TreeContext, layers: Sequence[int], space: Workspace | None = None
-    ) -> IntervalTable:
-        """All of `layers`; pass one `space` for all tables of a device."""
-        space = space or Workspace(context.prefill.keys[layers[0]].device)
-        return IntervalTable.of_parts(context, layers, list(self.parts(context, layers, space)))
 
     def needs(self) -> Needs:
         """What the prefill must have captured."""
@@ -222,3 +108,65 @@ class Distortion(Strategy, abc.ABC):
 
 DISTORTIONS: Registry[Distortion] = Registry("distortion", "what merging or dropping tokens costs")
 Distortion.registry = DISTORTIONS
+
+
+class NodeTable:
+    """What a refiner may ask about V nodes of up to w tokens, on a grid [V, w] of their tokens.
+
+    Args:
+        nodes: the nodes.
+        items: what is known of their heads and slots.
+        ends: D of their ends.
+
+    Attributes:
+        nodes: as given.
+        valid: bool [V, w], places that hold a token.
+        whole: D of each node, float64 [V, 1].
+        before: D of the tokens before k, float64 [V, w]; 0 at k = 0.
+        onward: D of the tokens from k on, float64 [V, w].
+        after: D of the tokens after k, float64 [V, w]; 0 at the last.
+        mass: mean normalised probe mass of token k, float32 [V, w].
+    """
+
+    def __init__(self, nodes: Nodes, items: Items, ends: NodeEnds) -> None:
+        self.nodes, self._items, self._ends = nodes, items, ends
+        step = torch.arange(ends.mass.shape[1], device=nodes.start.device)
+        self.valid = step < nodes.length[:, None]
+        prefix, suffix = ends.sides.double()
+        self.whole = suffix[:, :1]
+        self.before = torch.nn.functional.pad(prefix[:, :-1], (1, 0))
+        self.onward = suffix
+        self.after = torch.nn.functional.pad(suffix[:, 1:], (0, 1))
+        self.after[step + 1 >= nodes.length[:, None]] = 0.0
+        self.mass = ends.mass
+
+    @property
+    def _tokens(self) -> Tensor:
+        """int64 [V, w], relative to the slots; padding repeats the node's last token."""
+        nodes = self.nodes
+        step = torch.arange(self.valid.shape[1], device=nodes.start.device)
+        return nodes.start[:, None] + torch.minimum(step, nodes.length[:, None] - 1)
+
+    def curvatures(self) -> Tensor:
+        """kappa of token k, float64 [V, w]."""
+        return self._items.curvatures(self.nodes.item, self._tokens)
+
+    def floor_scores(self) -> Tensor | None:
+        """Floor score of token k (-inf: no candidate), float64 [V, w]; None without a floor."""
+        return self._items.floor_scores(self.nodes.item, self._tokens)
+
+    def hold_candidates(self) -> Tensor:
+        """bool [V]: nodes with a floor candidate inside."""
+        return self._items.holds_candidate(self.nodes.item, self.nodes.start, self.nodes.end)
+
+    def of_children(self, row: Tensor, start: Tensor, end: Tensor) -> Tensor:
+        """D float64 [C] of intervals [start, end) [C] of the nodes at `row` [C].
+
+        Each must be a single token, or begin or end where its node does.
+        """
+        flat, width = self._ends.sides.flatten(), self.mass.shape[1]
+        origin = self.nodes.start[row]
+        leads = start == origin
+        place = row * width + torch.where(leads, end - 1, start) - origin
+        found = flat[torch.where(leads, place, place + len(flat) // 2)]
+        return torch.where(end - start > 1, found, 0.0).double()

@@ -8,48 +8,34 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gracekv.tree.distortion import IntervalTable
-from gracekv.tree.refine import REFINERS, Children, Nodes, Proposal, Refiner, token_grid
+from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.refine import REFINERS, Children, Proposal, Refiner
 
 
-def forced_nodes(nodes: Nodes, table: IntervalTable) -> Tensor:
-    """bool [V]: nodes that hold a floor candidate which no ancestor has isolated."""
-    return table.holds_candidate(nodes.item, nodes.start, nodes.end)
-
-
-def salient_token(nodes: Nodes, table: IntervalTable) -> Tensor:
-    """int64 [V]: the token to extract, relative to the slot; ties go to the earlier one.
+def salient_token(table: NodeTable) -> Tensor:
+    """int64 [V]: the token to extract, counted from the node's start; ties go to the earlier one.
 
     The floor candidate of the highest floor score if the node holds one, else the token of the
     largest mean normalised probe mass. Source: the paper, "Recursive refinement rule".
     """
-    tokens, valid = token_grid(nodes)
-    mass = table.masses(nodes.item, nodes.end, tokens)
-    score = table.floor_scores(nodes.item, tokens)
+    mass, score = table.mass.double(), table.floor_scores()
     if score is not None:
         has_candidate = (score > -torch.inf).any(dim=1, keepdim=True)
         mass = torch.where(has_candidate, score, mass)
-    mass = mass.masked_fill(~valid, -torch.inf)
-    return tokens.gather(1, mass.argmax(dim=1, keepdim=True))[:, 0]
+    return mass.masked_fill(~table.valid, -torch.inf).argmax(dim=1)
 
 
-def extract_proposal(nodes: Nodes, table: IntervalTable) -> Proposal:
+def extract_proposal(nodes: Nodes, table: NodeTable) -> Proposal:
     """Extraction of each node's salient token: gain over 1 or 2 added entries.
 
     Source: the paper, Eqs. app_extract_split and app_split_choice; D of the singleton is 0.
     """
-    at = salient_token(nodes, table)
-    has_left, has_right = at > nodes.start, at + 1 < nodes.end
-    # Where a side is empty, look up the singleton itself, whose D is 0.
-    left = table.at(
-        nodes.item, torch.where(has_left, nodes.start, at), torch.where(has_left, at, at + 1)
-    )
-    right = table.at(
-        nodes.item, torch.where(has_right, at + 1, at), torch.where(has_right, nodes.end, at + 1)
-    )
-    gain = table.at(nodes.item, nodes.start, nodes.end) - left - right
-    cost = has_left.long() + has_right.long()
-    return Proposal(low=at, high=at + 1, utility=gain / cost)
+    at = salient_token(table)[:, None]
+    gain = (table.whole - table.before.gather(1, at) - table.after.gather(1, at))[:, 0]
+    at = at[:, 0]
+    sides = (at > 0).long() + (at + 1 < nodes.length)
+    low = nodes.start + at
+    return Proposal(low=low, high=low + 1, utility=gain / sides)
 
 
 @final
@@ -58,6 +44,6 @@ def extract_proposal(nodes: Nodes, table: IntervalTable) -> Proposal:
 class Extract(Refiner):
     """Salient-token extraction only, no curvature cuts."""
 
-    def __call__(self, nodes: Nodes, table: IntervalTable) -> Children:
+    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
         best = extract_proposal(nodes, table)
         return Children.of_cuts(nodes, best.low, best.high)

@@ -7,8 +7,8 @@ from typing import ClassVar, final
 
 import torch
 
-from gracekv.tree.distortion import IntervalTable
-from gracekv.tree.refine import REFINERS, Children, Nodes, Refiner
+from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.refine import REFINERS, Children, Refiner
 
 
 @final
@@ -19,6 +19,6 @@ class LeafOnly(Refiner):
 
     exact_roots: ClassVar[bool] = True
 
-    def __call__(self, nodes: Nodes, table: IntervalTable) -> Children:
+    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
         none = torch.empty(0, dtype=torch.int64, device=nodes.item.device)
         return Children(count=torch.zeros_like(nodes.item), start=none, end=none)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from gracekv.tree.distortion import IntervalTable
-from gracekv.tree.refine import REFINERS, Children, Nodes, Refiner
+from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.refine import REFINERS, Children, Refiner
 
 
 @final
@@ -15,6 +15,6 @@ from gracekv.tree.refine import REFINERS, Children, Nodes, Refiner
 class Midpoint(Refiner):
     """Balanced binary trees: cut at floor((a+b)/2), whatever the data say (ours, a baseline)."""
 
-    def __call__(self, nodes: Nodes, table: IntervalTable) -> Children:
+    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
         middle = (nodes.start + nodes.end) // 2
         return Children.of_cuts(nodes, middle, middle)

@@ -1,6 +1,6 @@
-r"""`prototype`: attention-mass-weighted distortion, for all intervals of a slot at once.
+r"""`prototype`: attention-mass-weighted distortion of the ends of nodes.
 
-For probe q and interval I of a slot, with p_t = exp(logit_t - max over the visible context):
+For probe q and interval I, with p_t = exp(logit_t - max over the visible context):
 
     Z = sum_I p_t,  M = sum_I p_t v_t,  Z~ = m exp(q.k~ - max),  M~ = Z~ v~
     D_q = lambda_Z (Z - Z~)^2 / (Z^2 + eps) + lambda_M |M - M~|^2 / (|M|^2 + eps)
@@ -8,87 +8,43 @@ For probe q and interval I of a slot, with p_t = exp(logit_t - max over the visi
 
 over the probes at positions >= the interval's last token; Z_C is the probe's mass over its visible
 part of the whole compressible context, so D is comparable everywhere. Source: the paper, Eqs.
-app_original_attention_stats to app_node_and_drop_distortion; the table: departures 7.
+app_original_attention_stats to app_node_and_drop_distortion; all ends of a node at once: departures
+7 (ours).
 
-Nothing here is a difference of long sums: Z and |M|^2 grow token by token, and M.v~ and the cross
-terms of |M|^2 are matrix products with the Gram matrix of the slot's values, so M (d times larger)
-is never formed.
+A node is read twice, forwards for its prefixes and backwards for its suffixes; a sequence below is
+one such reading. Nothing is a difference of long sums: Z, |M|^2 and the mean key grow token by
+token, and M.v~ and the cross terms of |M|^2 are products with the Gram matrix of the node's values,
+so M (d times larger) is never formed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final, get_args
 
 import torch
-from einops import rearrange, repeat
 from torch import Tensor
 
-from gracekv.errors import ConfigError
+from gracekv.errors import BackendUnavailableError, ConfigError
+from gracekv.gemm import linear
 from gracekv.prefill import Needs
-from gracekv.tree.context import SlotBatch, TreeContext, slot_batches
-from gracekv.tree.distortion import DISTORTIONS, Distortion, TablePart, interval_list
-from gracekv.tree.merge import representative_positions
-from gracekv.tree.probes import distortion_probes, probe_queries
+from gracekv.rope import Rope
+from gracekv.tree.compiled import CompiledJudge
+from gracekv.tree.context import TreeContext
+from gracekv.tree.distortion import DISTORTIONS, Distortion, Judge, NodeEnds, Nodes
+from gracekv.tree.items import Items
+from gracekv.tree.merge import PrototypeRule, representative_positions
+from gracekv.tree.probed import ProbedHeads
+from gracekv.tree.probes import distortion_probes
 from gracekv.tree.workspace import Workspace
 
 # A merged key can outscore every one of its tokens. Beyond e^20 times the probe's favourite the
 # distortion is astronomical anyway, and its square over epsilon must stay finite in float32.
 _MAX_EXPONENT = 20.0
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ProbedHeads:
-    """Compressible tokens of U heads (some layers' KV heads) as their probes see them; P probes.
-
-    Attributes:
-        positions: int64 [P] ascending probe positions.
-        queries: [U, P, d] float32, times the attention scale.
-        top: [U, P] largest visible logit.
-        exponentials: p [U, P, N]; 0 where the probe cannot see.
-        inverse_total: 1 / Z_C [U, P].
-        plain_keys: k^o [U, N, d].
-        values: [U, N, d].
-        worth: R^tok [U, N].
-    """
-
-    positions: Tensor
-    queries: Tensor
-    top: Tensor
-    exponentials: Tensor
-    inverse_total: Tensor
-    plain_keys: Tensor
-    values: Tensor
-    worth: Tensor
-
-    @classmethod
-    def of(cls, context: TreeContext, layers: Sequence[int], probes: Tensor) -> ProbedHeads:
-        """Gather some layers; probes that see none of the region are left out."""
-        prefill, region = context.prefill, context.partition.region
-        device = prefill.keys[layers[0]].device
-        inside = slice(region.start, region.end)
-        keys = torch.cat([prefill.keys[layer][:, inside] for layer in layers]).float()
-        values = torch.cat([prefill.values[layer][:, inside] for layer in layers]).float()
-        # Heads take turns over all probes; only then those that see no compressible token go.
-        queries = torch.cat([probe_queries(prefill, layer, probes) for layer in layers])
-        queries = queries[:, probes >= region.start] * prefill.scale
-        probes = probes[probes >= region.start].to(device)
-        at = torch.arange(region.start, region.end, device=device)
-        logits = torch.bmm(queries, keys.mT)
-        logits.masked_fill_(at > probes[:, None], -torch.inf)
-        top = logits.amax(dim=-1)
-        exponentials = logits.sub_(top[..., None]).exp_()
-        return cls(
-            positions=probes,
-            queries=queries,
-            top=top,
-            exponentials=exponentials,
-            inverse_total=1.0 / exponentials.sum(dim=-1),
-            plain_keys=prefill.rope.unrotate(keys, at),
-            values=values,
-            worth=context.tokens[list(layers)].to(device).float().flatten(0, 1),
-        )
+Engine = Literal["auto", "compiled", "torch"]
 
 
 @final
@@ -106,8 +62,10 @@ class Prototype(Distortion):
         tail_probes: probes from the sequence's end, the paper's 16.
         evidence_slots: slots of largest evidence that lend probes, the paper's 8.
         evidence_per_slot: probes of each, the paper's 2.
-        memory_limit: bytes of working tensors per batch; None: 32 MiB on a CPU, 1 GiB on a GPU
-            (ours).
+        memory_limit: bytes of working tensors per batch of "torch"; None: 32 MiB on a CPU, 1 GiB
+            on a GPU (ours).
+        engine: "compiled" (a CPU kernel, needs `gracekv[cpu]`), "torch" (any device), or "auto":
+            compiled where it can be had (ours). They agree to float32's rounding.
     """
 
     lambda_z: float = 0.25
@@ -118,6 +76,7 @@ class Prototype(Distortion):
     evidence_slots: int = 8
     evidence_per_slot: int = 2
     memory_limit: int | None = None
+    engine: Engine = "auto"
 
     def __post_init__(self) -> None:
         counts = (self.question_probes, self.evidence_slots, self.evidence_per_slot)
@@ -132,13 +91,17 @@ class Prototype(Distortion):
             raise ConfigError(
                 f"memory_limit is in bytes and at least 1 MiB = {2**20}; got {self.memory_limit}."
             )
+        if self.engine not in get_args(Engine):
+            raise ConfigError(
+                f"Prototype takes engine {', '.join(get_args(Engine))}; got {self.engine!r}."
+            )
 
     def needs(self) -> Needs:
         return Needs(context_queries=self.evidence_slots * self.evidence_per_slot > 0)
 
-    def parts(
-        self, context: TreeContext, layers: Sequence[int], space: Workspace
-    ) -> Iterator[TablePart]:
+    def judge(
+        self, context: TreeContext, layers: Sequence[int], items: Items, space: Workspace
+    ) -> Judge:
         probes = distortion_probes(
             context.prefill,
             context.partition,
@@ -149,115 +112,193 @@ class Prototype(Distortion):
             per_slot=self.evidence_per_slot,
         )
         probed = ProbedHeads.of(context, layers, probes)
-        device = probed.values.device
-        heads, _, dim = probed.queries.shape
-        limit = self.memory_limit or (2**30 if device.type == "cuda" else 32 * 2**20)
-        for batch in slot_batches(context.partition, device):
-            # Four fields over (interval, probe), two over (interval, token), two keys an interval.
-            intervals = batch.n * (batch.n + 1) // 2
-            per_slot = heads * intervals * (4 * len(probed.positions) + 2 * batch.n + 2 * dim + 2)
-            size = max(1, limit // (4 * per_slot))
-            for first in range(0, len(batch.slots), size):
-                chunk = batch.chunk(first, first + size)
-                space.reserve(per_slot * len(chunk.slots))
-                yield self._part(context, chunk, probed, space)
+        rope = context.prefill.rope
+        if self._compiles(probed.values.device):
+            return CompiledJudge(self, probed, items, rope, context.rule)
+        return PrototypeJudge(self, probed, items, rope, context.rule, space)
 
-    def _part(
-        self, context: TreeContext, batch: SlotBatch, probed: ProbedHeads, space: Workspace
-    ) -> TablePart:
-        origin, rule = context.partition.region.start, context.rule
-        n, slots = batch.n, len(batch.slots)
-        heads, _, dim = probed.values.shape
-        items, device = heads * slots, probed.values.device
-        offsets = batch.offsets(origin)
-        # Probes are ascending, and one before a slot's first token sees nothing of it.
-        at = slice(int((probed.positions < batch.starts.min()).sum()), None)
-        positions = probed.positions[at]
+    def _compiles(self, device: torch.device) -> bool:
+        found = device.type == "cpu" and importlib.util.find_spec("numba") is not None
+        if self.engine == "compiled" and not found:
+            raise BackendUnavailableError(
+                f"The compiled distortion needs a cache on a CPU, and numba; the cache lies on "
+                f'{device}. pip install "gracekv[cpu]", or choose engine="torch".'
+            )
+        return found and self.engine != "torch"
 
-        p = rearrange(
-            probed.exponentials[:, at][:, :, offsets], "u p s n -> (u s) n p"
-        ).contiguous()
-        keys = probed.plain_keys[:, offsets].flatten(0, 1)
-        values = probed.values[:, offsets].flatten(0, 1)
-        worth = probed.worth[:, offsets].flatten(0, 1)
 
-        first, last = interval_list(n, device)
-        intervals, probes = len(first), p.shape[-1]
-        token = torch.arange(n, device=device)
-        inside = ((token >= first[:, None]) & (token <= last[:, None])).float()
-        count = (last - first + 1).float()
-        average = inside / count[:, None]
+@dataclass(frozen=True, slots=True, eq=False)
+class PrototypeJudge(Judge):
+    """D of node ends in the heads of some layers.
 
-        # Z~ = exp(scale q.k~ + log m - max): the two last terms ride as extra features.
-        mean_key = space.take(items, intervals, dim)
-        torch.bmm(average.expand(items, -1, -1), keys, out=mean_key)
-        multiplicity = rule.multiplicities(
-            mean_key.norm(dim=-1), keys.norm(dim=-1) @ average.T, count
+    Attributes:
+        weights: lambdas and epsilon.
+        probed: the heads as the probes see them.
+        items: their slots.
+        rope: rotations of all positions.
+        rule: how tokens merge.
+        space: scratch memory.
+    """
+
+    weights: Prototype
+    probed: ProbedHeads
+    items: Items
+    rope: Rope
+    rule: PrototypeRule
+    space: Workspace
+
+    def __call__(self, nodes: Nodes) -> NodeEnds:
+        probes, dim = self.probed.queries.shape[1:]
+        width = int(nodes.length.max())
+        # Five fields over (token, probe), three of keys and values, five over (token, token).
+        per_node = 2 * width * (5 * probes + 3 * dim + 2 + 5 * width)
+        cuda = self.probed.values.device.type == "cuda"
+        limit = self.weights.memory_limit or (2**30 if cuda else 2**25)
+        size = max(1, limit // (4 * per_node))
+        parts = []
+        for first in range(0, len(nodes.item), size):
+            some = Nodes(*(x[first : first + size] for x in (nodes.item, nodes.start, nodes.end)))
+            self.space.reserve(per_node * len(some.item))
+            parts.append(self._ends(some, width))
+        return NodeEnds(
+            sides=torch.cat([part.sides for part in parts], dim=1),
+            mass=torch.cat([part.mass for part in parts]),
+            drop=torch.cat([part.drop for part in parts]),
         )
-        where = representative_positions(
-            batch.starts[:, None] + first, batch.starts[:, None] + last + 1
+
+    def _ends(self, nodes: Nodes, width: int) -> NodeEnds:
+        probed, items = self.probed, self.items
+        tokens = len(probed.seeing)
+        head, length = items.head(nodes.item), nodes.length[:, None]
+        first = items.offset(nodes.item, nodes.start)[:, None]
+        step = torch.arange(width, device=first.device)
+        # Columns beyond a node's end repeat its last token; nobody reads them.
+        inner = torch.minimum(step, length - 1)
+        # [V, 2, w] places in the region: forwards, backwards.
+        place = torch.stack([first + inner, first + length - 1 - inner], dim=1)
+        rows = (place + (head * tokens)[:, None, None]).flatten(0, 1)
+        last = torch.stack([place[:, 0], (first + length - 1).expand(-1, width)], dim=1)
+        middle = self._middles(place[:, :, :1].flatten(0, 1), place.flatten(0, 1))
+
+        p = self._gather(probed.exponentials, rows)
+        z = _running(p, self.space.take(*p.shape))
+        z_tilde = self._prototype_mass(rows, middle, head.repeat_interleave(2))
+        m_square, m_dot_v, v_square = self._aggregates(rows, p)
+        error = self._errors(z, z_tilde, m_square, m_dot_v, v_square)
+
+        # Probes inside a node do not see its later tokens; those before it have no mass in it.
+        crossed = probed.before[place[:, 0, 0]] < probed.before[(first + length - 1)[:, 0]]
+        crossed = torch.nonzero(crossed).flatten()
+        sees = probed.positions >= (last[crossed] + items.region_start)[..., None]
+        mass = probed.mass[rows[::2]]
+        error = error.unflatten(0, (-1, 2))
+        p = p.unflatten(0, (-1, 2))
+        if len(crossed):
+            error[crossed] *= sees
+            inverse = probed.inverse_total[head[crossed]][:, None]
+            mass[crossed] = (p[crossed, 0] * sees[:, 1] * inverse).sum(dim=-1)
+        inverse = probed.inverse_total[head].repeat_interleave(2, dim=0)
+        distortion = torch.bmm(error.flatten(0, 1), inverse[..., None])[..., 0].unflatten(
+            0, (-1, 2)
         )
-        features = space.take(items, intervals, dim + 2)
-        context.prefill.rope.rotate(
-            mean_key.unflatten(0, (heads, slots)),
-            where,
-            out=features[..., :dim].unflatten(0, (heads, slots)),
+        distortion /= probed.seeing[last]
+        distortion[..., 0] = 0.0
+        mass = mass / probed.seeing[(first + length - 1)]
+        # Suffixes were read from the end: the one from token k on has length - k tokens.
+        suffix = distortion[:, 1].gather(1, length - 1 - inner)
+        return NodeEnds(
+            sides=torch.stack([distortion[:, 0], suffix]),
+            mass=mass,
+            drop=torch.where(step < length, mass, 0.0).sum(dim=-1),
         )
+
+    def _middles(self, start: Tensor, end: Tensor) -> Tensor:
+        """int64 [R, w]: representative positions of what lies between two places, both included."""
+        low, high = torch.minimum(start, end), torch.maximum(start, end) + 1
+        return representative_positions(
+            low + self.items.region_start, high + self.items.region_start
+        )
+
+    def _gather(self, source: Tensor, rows: Tensor) -> Tensor:
+        """[R, w, ...]: rows [R, w] of `source`, in scratch memory."""
+        out = self.space.take(rows.numel(), source.shape[1])
+        torch.index_select(source, 0, rows.flatten(), out=out)
+        return out.unflatten(0, rows.shape)
+
+    def _prototype_mass(self, rows: Tensor, middle: Tensor, head: Tensor) -> Tensor:
+        """Z~ [R, w, P] = exp(scale q.k~ + log m - max); the last two ride as extra features."""
+        probed = self.probed
+        sequences, width = rows.shape
+        probes, dim = probed.queries.shape[1:]
+        count = torch.arange(1, width + 1, device=rows.device, dtype=torch.float32)
+        mean_key = self._gather(probed.plain_keys, rows)
+        _running(mean_key, mean_key).div_(count[:, None])
+        norm_mean = probed.key_norms[rows].cumsum(dim=1) / count
+        multiplicity = self.rule.multiplicities(mean_key.norm(dim=-1), norm_mean, count)
+        features = self.space.take(sequences, width, dim + 2)
+        self.rope.rotate(mean_key, middle, out=features[..., :dim])
         features[..., dim], features[..., dim + 1] = multiplicity.log(), 1.0
-        probe_features = torch.cat(
-            [probed.queries, torch.ones_like(probed.top)[..., None], -probed.top[..., None]], -1
-        )[:, at]
-        probe_features = repeat(probe_features, "u p f -> (u s) f p", s=slots)
-        z_tilde = space.take(items, intervals, probes)
-        torch.bmm(features, probe_features, out=z_tilde).clamp_(max=_MAX_EXPONENT).exp_()
+        ones = torch.ones_like(probed.top)[..., None]
+        readers = torch.cat([probed.queries, ones, -probed.top[..., None]], dim=-1)
+        if rows.device.type == "cuda":
+            z_tilde = torch.bmm(features, readers[head].mT)
+        else:
+            # One product per head: a CPU multiplies tall matrices faster than many small ones.
+            z_tilde = self.space.take(sequences, width, probes)
+            at = 0
+            for u, size in zip(*(x.tolist() for x in head.unique_consecutive(return_counts=True)),
+                               strict=True):  # fmt: skip
+                block = slice(at, at := at + size)
+                flat = linear(features[block].flatten(0, 1), readers[u])
+                z_tilde[block] = flat.unflatten(0, (size, width))
+        return z_tilde.clamp_(max=_MAX_EXPONENT).exp_()
+
+    def _aggregates(self, rows: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """|M|^2 [R, w, P], -2 M.v~ [R, w, P] and |v~|^2 [R, w]."""
+        sequences, width = rows.shape
+        values = self._gather(self.probed.values, rows)
+        gram = self.space.take(sequences, width, width)
+        torch.bmm(values, values.mT, out=gram)
+        seen = torch.ones(width, width, device=rows.device).tril()
+        count = torch.arange(1, width + 1, device=rows.device, dtype=torch.float32)
 
         # v~ = V^T w with normalised weights w; M.v~ = sum_t p_t (Gram w)_t.
-        gram = torch.bmm(values, values.mT)
-        base = rule.uniform_base * (worth @ average.T)
-        weight = space.take(items, intervals, n)
-        torch.add(worth[:, None, :], base[..., None], out=weight).mul_(inside)
+        worth = self.probed.worth[rows]
+        base = worth.cumsum(dim=1) * (self.rule.uniform_base / count)
+        weight = self.space.take(sequences, width, width)
+        torch.add(worth[:, None, :], base[..., None], out=weight).mul_(seen)
         total = weight.sum(dim=-1, keepdim=True)
-        weight.div_(total + rule.epsilon)
-        torch.where(total > 0, weight, average, out=weight)
-        projected = space.take(items, intervals, n)
+        weight.div_(total + self.rule.epsilon)
+        torch.where(total > 0, weight, seen / count[:, None], out=weight)
+        projected = self.space.take(sequences, width, width)
         torch.bmm(weight, gram, out=projected)
         v_square = weight.mul_(projected).sum(dim=-1)
-        m_dot_v = space.take(items, intervals, probes)
-        torch.bmm(projected.mul_(inside), p, out=m_dot_v)
+        m_dot_v = self.space.take(*p.shape)
+        torch.bmm(projected.mul_(-2.0 * seen), p, out=m_dot_v)
 
-        # |M|^2 and Z of [i, j] from [i, j-1], plus what token j adds.
-        before = weight
-        torch.index_select(gram, 1, last, out=before)
-        before.mul_(inside * (token < last[:, None]))
-        z = space.take(items, intervals, probes)
-        torch.index_select(p, 1, last, out=z)
-        m_square = space.take(items, intervals, probes)
-        torch.bmm(before, p, out=m_square).mul_(2.0)
-        m_square.addcmul_(z, gram.diagonal(dim1=1, dim2=2)[:, last, None]).mul_(z)
-        for j in range(1, n):
-            now, past = j * (j + 1) // 2, (j - 1) * j // 2
-            z[:, now : now + j].add_(z[:, past:now])
-            m_square[:, now : now + j].add_(m_square[:, past:now])
+        # Token j adds 2 p_j v_j.M + p_j^2 |v_j|^2, M of the tokens before it.
+        m_square = self.space.take(*p.shape)
+        torch.bmm(gram.mul_(2.0 * seen - torch.eye(width, device=rows.device)), p, out=m_square)
+        m_square.mul_(p)
+        return _running(m_square, m_square), m_dot_v, v_square
 
-        error = m_dot_v.mul_(-2.0).addcmul_(z_tilde, v_square[..., None]).mul_(z_tilde)
-        error.add_(m_square).clamp_(min=0.0).mul_(self.lambda_m)
-        error.div_(m_square.clamp_(min=0.0).add_(self.epsilon))
-        z_error = z_tilde.sub_(z).square_().mul_(self.lambda_z)
+    def _errors(
+        self, z: Tensor, z_tilde: Tensor, m_square: Tensor, m_dot_v: Tensor, v_square: Tensor
+    ) -> Tensor:
+        """Z D_q [R, w, P]; all arguments but the last are used up."""
+        weights = self.weights
+        error = m_dot_v.addcmul_(z_tilde, v_square[..., None]).mul_(z_tilde)
+        error.add_(m_square).clamp_(min=0.0).mul_(weights.lambda_m)
+        error.div_(m_square.clamp_(min=0.0).add_(weights.epsilon))
+        z_error = z_tilde.sub_(z).square_().mul_(weights.lambda_z)
         z_square = torch.mul(z, z, out=m_square)
-        error.add_(z_error.div_(z_square.add_(self.epsilon))).mul_(z)
+        return error.add_(z_error.div_(z_square.add_(weights.epsilon))).mul_(z)
 
-        # Mean over the probes that see token j, each mass normalised by its total.
-        sees = (positions >= batch.starts[:, None, None] + token[:, None]).float()
-        sees = repeat(sees / sees.sum(dim=-1, keepdim=True), "s n p -> (u s) n p", u=heads)
-        share = sees * repeat(probed.inverse_total[:, at], "u p -> (u s) 1 p", s=slots)
-        error.mul_(torch.index_select(share, 1, last, out=z))
-        distortion = error.sum(dim=-1)
-        distortion[:, first == last] = 0.0
-        mass = torch.bmm(share, p.mT)
 
-        return TablePart(
-            batch=batch,
-            distortion=distortion,
-            drop=mass[:, -1].sum(dim=-1),
-            mass=mass,
-        )
+def _running(x: Tensor, out: Tensor) -> Tensor:
+    """Running sums over axis 1 of x [R, w, ...], written to `out`, which may be x."""
+    if out is not x:
+        out[:, 0] = x[:, 0]
+    for k in range(1, x.shape[1]):
+        torch.add(out[:, k - 1], x[:, k], out=out[:, k])
+    return out

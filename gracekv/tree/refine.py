@@ -10,27 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.registry import Registry, Strategy
-from gracekv.tree.distortion import IntervalTable
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Nodes:
-    """Nodes of one layer that can be refined (two tokens or more), ordered by item and start.
-
-    Attributes:
-        item: int64 [V], head * J + slot.
-        start: int64 [V] relative to the slot.
-        end: int64 [V] exclusive.
-    """
-
-    item: Tensor
-    start: Tensor
-    end: Tensor
-
-    @property
-    def length(self) -> Tensor:
-        """int64 [V], tokens."""
-        return self.end - self.start
+from gracekv.tree.distortion import Nodes, NodeTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,10 +54,13 @@ class Proposal:
 class Refiner(Strategy, abc.ABC):
     """Choose the children of every node; deterministic, and each node on its own.
 
+    Every child is a single token, or begins or ends where its node does: of other intervals nobody
+    knows the distortion.
+
     Attributes:
         exact_roots: roots are kept as their original tokens, an entry a token, not as a prototype.
         max_cost: most entries that one of its splits adds.
-        uses_curvature: the table must hold kappa.
+        uses_curvature: `table` must hold kappa.
     """
 
     exact_roots: ClassVar[bool] = False
@@ -88,20 +71,9 @@ class Refiner(Strategy, abc.ABC):
         return False
 
     @abc.abstractmethod
-    def __call__(self, nodes: Nodes, table: IntervalTable) -> Children: ...
+    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
+        """The children of `nodes` (two tokens or more each); `table` answers about them."""
 
 
 REFINERS: Registry[Refiner] = Registry("refine", "into which children a node splits")
 Refiner.registry = REFINERS
-
-
-def token_grid(nodes: Nodes) -> tuple[Tensor, Tensor]:
-    """Slot offsets [V, w] of each node's tokens, w the longest node, and which are not padding.
-
-    Padding repeats the node's last token.
-    """
-    step = torch.arange(int(nodes.length.max()), device=nodes.start.device)
-    return (
-        nodes.start[:, None] + torch.minimum(step, nodes.length[:, None] - 1),
-        step < nodes.length[:, None],
-    )

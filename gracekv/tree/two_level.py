@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from gracekv.tree.distortion import IntervalTable
-from gracekv.tree.refine import REFINERS, Children, Nodes, Refiner, token_grid
+import torch
+
+from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.refine import REFINERS, Children, Refiner
 
 
 @final
@@ -21,7 +23,7 @@ class TwoLevel(Refiner):
 
     max_cost: ClassVar[float] = math.inf
 
-    def __call__(self, nodes: Nodes, table: IntervalTable) -> Children:
-        tokens, valid = token_grid(nodes)
-        start = tokens[valid]
+    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
+        step = torch.arange(table.valid.shape[1], device=nodes.start.device)
+        start = (nodes.start[:, None] + step)[table.valid]
         return Children(count=nodes.length, start=start, end=start + 1)

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 import torch
-from einops import rearrange
 
-from gracekv.tree.context import TreeContext, slot_batches
-from gracekv.tree.distortion import DISTORTIONS, Distortion, TablePart
+from gracekv.tree.context import TreeContext
+from gracekv.tree.distortion import DISTORTIONS, Distortion, Judge, NodeEnds, Nodes
+from gracekv.tree.items import Items
 from gracekv.tree.workspace import Workspace
+
+
+class UnitJudge(Judge):
+    """Nothing is distorted, everything dropped costs 1."""
+
+    def __init__(self, items: Items) -> None:
+        self._items = items
+
+    def __call__(self, nodes: Nodes) -> NodeEnds:
+        width = int(nodes.length.max())
+        step = torch.arange(width, device=nodes.item.device)
+        token = nodes.start[:, None] + torch.minimum(step, nodes.length[:, None] - 1)
+        items = self._items
+        rows = items.head(nodes.item)[:, None]
+        mass = items.tokens[rows, items.offset(nodes.item[:, None], token)].float()
+        sides = mass.new_zeros(2, *mass.shape)
+        return NodeEnds(sides=sides, mass=mass, drop=torch.ones_like(mass[:, 0]))
 
 
 @final
@@ -24,17 +41,7 @@ class Unit(Distortion):
     the probe mass that picks extraction positions.
     """
 
-    def parts(
-        self, context: TreeContext, layers: Sequence[int], space: Workspace
-    ) -> Iterator[TablePart]:
-        device = context.prefill.keys[layers[0]].device
-        tokens = context.tokens[list(layers)].to(device).flatten(0, 1)
-        origin = context.partition.region.start
-        for batch in slot_batches(context.partition, device):
-            items, intervals = len(tokens) * len(batch.slots), batch.n * (batch.n + 1) // 2
-            yield TablePart(
-                batch=batch,
-                distortion=torch.zeros(items, intervals, device=device),
-                drop=torch.ones(items, device=device),
-                mass=rearrange(tokens[:, batch.offsets(origin)], "u s n -> (u s) 1 n"),
-            )
+    def judge(
+        self, context: TreeContext, layers: Sequence[int], items: Items, space: Workspace
+    ) -> UnitJudge:
+        return UnitJudge(items)

@@ -14,8 +14,9 @@ from gracekv.cache import PrototypePacker
 from gracekv.pipeline import Run
 from gracekv.prefill import Prefill
 from gracekv.segment import CurvatureDP
-from gracekv.tree import Prototype, PrototypeRule, TreeContext
+from gracekv.tree import Items, Nodes, Prototype, PrototypeRule, TreeContext
 from gracekv.tree.reference import ReferenceDistortion, prototype_of
+from gracekv.tree.workspace import Workspace
 from gracekv.value import MultiHop, OutputProjection
 
 pytestmark = [
@@ -57,19 +58,25 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
     )
     rng = torch.Generator().manual_seed(0)
     for layer in (0, prefill.layers // 2, prefill.layers - 1):
-        table = Prototype().table(context, [layer])
+        items = Items.of(context, [layer])
+        judge = Prototype().judge(context, [layer], items, Workspace(torch.device("cpu")))
         for head in range(prefill.kv_heads):
-            judge = ReferenceDistortion(context, layer, head, Prototype())
+            want = ReferenceDistortion(context, layer, head, Prototype())
             for _ in range(12):
                 slot = int(torch.randint(partition.slots, (), generator=rng))
                 a, b = partition.bounds[slot : slot + 2].tolist()
                 i, j = sorted(torch.randint(a, b + 1, (2,), generator=rng).tolist())
                 if i == j:
                     continue
-                item = torch.tensor(head * partition.slots + slot)
-                got = float(table.at(item, torch.tensor(i - a), torch.tensor(j - a)))
-                want = judge.node(i, j)
-                assert got == pytest.approx(want, rel=1e-4, abs=1e-9 * judge.drop(a, b))
+                item = head * partition.slots + slot
+                node = Nodes(*(torch.tensor([x]) for x in (item, i - a, j - a)))
+                ends = judge(node)
+                error = {"rel": 1e-4, "abs": 1e-9 * want.drop(a, b)}
+                for k in range(j - i):
+                    assert float(ends.prefix[0, k]) == pytest.approx(
+                        want.node(i, i + k + 1), **error
+                    )
+                    assert float(ends.suffix[0, k]) == pytest.approx(want.node(i + k, j), **error)
 
 
 def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> None:

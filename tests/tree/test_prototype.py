@@ -1,4 +1,4 @@
-"""The interval table against the equations in float64."""
+"""D of node ends against the equations in float64."""
 
 import dataclasses
 
@@ -10,38 +10,54 @@ from hypothesis import strategies as st
 from gracekv.prefill import Prefill
 from gracekv.segment import Partition
 from gracekv.testing.trees import tree_context
-from gracekv.tree import Prototype, PrototypeRule, TreeContext
+from gracekv.tree import Items, Judge, Nodes, Prototype, PrototypeRule, TreeContext
 from gracekv.tree.reference import ReferenceDistortion
 from gracekv.tree.workspace import Workspace
+
+
+def judge_of(context: TreeContext, distortion: Prototype, layers: list[int]) -> tuple[Judge, Items]:
+    items = Items.of(context, layers)
+    return distortion.judge(context, layers, items, Workspace(torch.device("cpu"))), items
 
 
 def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> None:
     bounds, slots = context.partition.bounds.tolist(), context.partition.slots
     for layer in range(context.prefill.layers):
-        table = distortion.table(context, [layer])
+        judge, _ = judge_of(context, distortion, [layer])
         for item in range(context.prefill.kv_heads * slots):
-            judge = ReferenceDistortion(context, layer, item // slots, distortion)
+            want = ReferenceDistortion(context, layer, item // slots, distortion)
             a, b = bounds[item % slots], bounds[item % slots + 1]
-            assert float(table.drop[item]) == pytest.approx(judge.drop(a, b), rel=1e-4)
-            at = torch.tensor(item)
-            for i in range(a, b):
-                for j in range(i + 1, b + 1):
-                    got = float(table.at(at, torch.tensor(i - a), torch.tensor(j - a)))
-                    want = judge.node(i, j)
-                    assert got == pytest.approx(want, rel=tolerance, abs=1e-8), (i, j)
-            masses = table.masses(at[None], torch.tensor([b - a]), torch.arange(b - a)[None])[0]
-            want = torch.tensor(judge.masses(a, b))
-            torch.testing.assert_close(masses.double(), want.double(), rtol=1e-4, atol=1e-9)
+            # Nodes of every start and of every end, narrower ones padded; together their prefixes,
+            # and again their suffixes, are all intervals of the slot.
+            spans = [(i, b) for i in range(a, b)] + [(a, j) for j in range(a + 1, b)]
+            at = torch.tensor(spans) - a
+            ends = judge(Nodes(torch.full((len(spans),), item), at[:, 0], at[:, 1]))
+            for row, (i, j) in enumerate(spans):
+                assert float(ends.drop[row]) == pytest.approx(want.drop(i, j), rel=1e-4)
+                found = [(float(ends.prefix[row, k]), (i, i + k + 1)) for k in range(j - i)]
+                if i == a:
+                    found = [(float(ends.suffix[row, k]), (i + k, j)) for k in range(j - i)]
+                    mass = torch.tensor(want.masses(i, j)).double()
+                    torch.testing.assert_close(
+                        ends.mass[row, : j - i].double(), mass, rtol=1e-4, atol=1e-9
+                    )
+                for got, span in found:
+                    assert got == pytest.approx(want.node(*span), rel=tolerance, abs=1e-8), span
 
 
-@settings(max_examples=6)
+ENGINES = pytest.mark.parametrize("engine", ["torch", "compiled"])
+
+
+@ENGINES
+@settings(max_examples=4)
 @given(seed=st.integers(0, 10_000), group=st.integers(1, 3))
-def test_table_matches_the_definitions(seed: int, group: int) -> None:
+def test_ends_match_the_definitions(engine: str, seed: int, group: int) -> None:
     # fp32 products of exponentials against float64 definitions; the notes promise 5e-5.
-    compare(tree_context(seed, group=group), Prototype(), tolerance=2e-4)
+    compare(tree_context(seed, group=group), Prototype(engine=engine), tolerance=2e-4)
 
 
-def test_every_term_and_option_reaches_the_table() -> None:
+@ENGINES
+def test_every_term_and_option_reaches_the_ends(engine: str) -> None:
     context = tree_context(3)
     for distortion in (
         Prototype(lambda_z=1.0, lambda_m=0.0),
@@ -49,30 +65,30 @@ def test_every_term_and_option_reaches_the_table() -> None:
         Prototype(evidence_slots=0),
         Prototype(question_probes=2, tail_probes=1, evidence_slots=2, evidence_per_slot=1),
     ):
-        compare(context, distortion, tolerance=2e-4)
+        compare(context, dataclasses.replace(distortion, engine=engine), tolerance=2e-4)
     flat = dataclasses.replace(context, rule=PrototypeRule(uniform_base=1.0, multiplicity=False))
-    compare(flat, Prototype(), tolerance=2e-4)
+    compare(flat, Prototype(engine=engine), tolerance=2e-4)
 
 
-def test_chunks_do_not_change_the_table() -> None:
+def test_chunks_do_not_change_the_ends() -> None:
     context = tree_context(7, context=400)
     region = context.partition.region
     even = Partition(torch.arange(region.start, region.end + 1, region.length // 20))
     context = dataclasses.replace(context, partition=even)
-    whole = Prototype(memory_limit=2**30).table(context, [0])
-    split = Prototype(memory_limit=2**20).table(context, [0])
-    space = Workspace(torch.device("cpu"))
-    parts = [
-        len(list(Prototype(memory_limit=m).parts(context, [0], space))) for m in (2**20, 2**30)
-    ]
-    assert parts[0] > parts[1]
-    for item, length in enumerate(whole.length.tolist()):
-        start, end = torch.triu_indices(length, length)
-        pick = (torch.tensor(item), start, end + 1)
-        torch.testing.assert_close(whole.at(*pick), split.at(*pick))
+    ends = []
+    for limit in (2**20, 2**30):
+        judge, items = judge_of(context, Prototype(memory_limit=limit, engine="torch"), [0, 1])
+        item = torch.arange(len(items.origin))
+        ends.append(judge(Nodes(item, torch.zeros_like(item), items.length)))
+    whole = items.length.max() == items.length
+    for name in ("prefix", "suffix", "mass", "drop"):
+        torch.testing.assert_close(
+            getattr(ends[0], name)[whole], getattr(ends[1], name)[whole], msg=name
+        )
 
 
-def test_a_spike_beside_a_flat_interval_is_not_drowned() -> None:
+@ENGINES
+def test_a_spike_beside_a_flat_interval_is_not_drowned(engine: str) -> None:
     """Differences of running sums would lose the flat interval's mass (departures 4)."""
     context = tree_context(1)
     region = context.partition.region
@@ -80,7 +96,7 @@ def test_a_spike_beside_a_flat_interval_is_not_drowned() -> None:
     query = context.prefill.queries[0][0, -1]
     keys[0][0, region.start] = 40 * query / query.norm()
     spiked = dataclasses.replace(context.prefill, keys=tuple(keys))
-    compare(dataclasses.replace(context, prefill=spiked), Prototype(), tolerance=2e-4)
+    compare(dataclasses.replace(context, prefill=spiked), Prototype(engine=engine), tolerance=2e-4)
 
 
 def test_identical_tokens_merge_without_loss() -> None:
@@ -95,8 +111,9 @@ def test_identical_tokens_merge_without_loss() -> None:
             torch.ones_like(prefill.rope.cos), torch.zeros_like(prefill.rope.sin)
         ),
     )
-    table = Prototype().table(dataclasses.replace(context, prefill=still), [0])
-    for item, length in enumerate(table.length.tolist()):
-        start, end = torch.triu_indices(length, length)
-        distortion = table.at(torch.tensor(item), start, end + 1)
-        assert float(distortion.abs().max()) < 1e-6  # |M|^2 in fp32
+    judge, items = judge_of(dataclasses.replace(context, prefill=still), Prototype(), [0])
+    item = torch.arange(len(items.origin))
+    ends = judge(Nodes(item, torch.zeros_like(item), items.length))
+    real = torch.arange(ends.prefix.shape[1]) < items.length[:, None]
+    assert float(ends.prefix[real].abs().max()) < 1e-6  # |M|^2 in fp32
+    assert float(ends.suffix[real].abs().max()) < 1e-6

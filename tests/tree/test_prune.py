@@ -22,7 +22,7 @@ def bought(frontier: Frontier) -> set[tuple[int, int, int]]:
 def problem(seed: int, groups: bool, monkeypatch: pytest.MonkeyPatch) -> TreeContext:
     context = tree_context(seed, layers=5, context=50)
     # One layer at a time, so that later layers are pruned by what earlier ones showed.
-    monkeypatch.setattr("gracekv.tree.build._TABLE_BYTES", 1 if groups else 2**30)
+    monkeypatch.setattr("gracekv.tree.build._GROUP_BYTES", 1 if groups else 2**30)
     return context
 
 
@@ -59,7 +59,8 @@ def test_pruned_forests_give_the_same_frontier(
     assert bought(results[0]) == bought(results[1])
     assert results[0].spent == results[1].spent
     assert results[0].floor_spent == results[1].floor_spent
-    assert results[0].utility == pytest.approx(results[1].utility, rel=1e-12)
+    # Other batches round other ends of D.
+    assert results[0].utility == pytest.approx(results[1].utility, rel=1e-5)
 
 
 def test_pruning_saves_nodes_where_the_budget_is_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,117 @@
+"""`Items`: what is known of the (head, slot) pairs of some layers before anything is merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ConfigError
+from gracekv.tree.context import TreeContext
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items:
+    """The B = U*J (head, slot) items of some layers of one device, U heads, each with J slots.
+
+    Items are in tree order: head * J + slot, and U runs over the G KV heads of each layer. Nodes
+    are given as an item and bounds relative to its slot.
+
+    Attributes:
+        tree: int64 [B] forest-wide tree of each item.
+        origin: int64 [B] absolute first position of each item's slot.
+        length: int64 [B] tokens.
+        curvature: kappa [T], or None.
+        forced: floor score [U, N] float64 (-inf: no candidate), or None.
+        tokens: R^tok [U, N] float64.
+        sensitivity: omega [U] float64.
+        region_start: first compressible position, where `forced` and `tokens` start.
+        candidates_before: int64 [U, N+1] floor candidates before each token, or None.
+    """
+
+    tree: Tensor
+    origin: Tensor
+    length: Tensor
+    curvature: Tensor | None
+    forced: Tensor | None
+    tokens: Tensor
+    sensitivity: Tensor
+    region_start: int
+    candidates_before: Tensor | None
+
+    @classmethod
+    def of(cls, context: TreeContext, layers: Sequence[int]) -> Items:
+        """All items of `layers`, on their device."""
+        device = context.prefill.keys[layers[0]].device
+        partition, chosen = context.partition, list(layers)
+        heads = len(chosen) * context.prefill.kv_heads
+        forced = context.forced
+        if forced is not None:
+            forced = forced[chosen].flatten(0, 1).to(device)
+        before = None
+        if forced is not None:
+            before = torch.nn.functional.pad((forced > -torch.inf).long().cumsum(dim=1), (1, 0))
+        # Trees are numbered (layer * G + head) * J + slot.
+        per_layer = context.prefill.kv_heads * partition.slots
+        first = torch.tensor(chosen, device=device)[:, None] * per_layer
+        return cls(
+            tree=(first + torch.arange(per_layer, device=device)).flatten(),
+            origin=partition.starts.to(device).repeat(heads),
+            length=partition.lengths.to(device).repeat(heads),
+            curvature=None if context.curvature is None else context.curvature.to(device).double(),
+            forced=forced,
+            tokens=context.tokens[chosen].flatten(0, 1).to(device).double(),
+            sensitivity=context.sensitivity[chosen].flatten().to(device).double(),
+            region_start=partition.region.start,
+            candidates_before=before,
+        )
+
+    def head(self, item: Tensor) -> Tensor:
+        """int64, as `item`: its row in `forced`, `tokens` and `sensitivity`."""
+        return item // (len(self.origin) // len(self.tokens))
+
+    def offset(self, item: Tensor, token: Tensor) -> Tensor:
+        """int64: place in the region of a token (relative to the slot) of an item; broadcasts."""
+        return self.origin[item] - self.region_start + token
+
+    def curvatures(self, item: Tensor, token: Tensor) -> Tensor:
+        """kappa [V, w] float64 of tokens [V, w] of items [V]."""
+        if self.curvature is None:
+            raise ConfigError(
+                "This refiner cuts at curvature peaks, but none was computed. Set candidates=0 and "
+                "reward=0, or give the trees a curvature."
+            )
+        return self.curvature[self.origin[item][:, None] + token]
+
+    def floor_scores(self, item: Tensor, token: Tensor) -> Tensor | None:
+        """Floor scores [V, w] float64 of tokens [V, w] of items [V]; None without a floor."""
+        if self.forced is None:
+            return None
+        return self.forced[self.head(item)[:, None], self.offset(item[:, None], token)]
+
+    def holds_candidate(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
+        """bool [V]: intervals [start, end) of items with a floor candidate inside."""
+        before = self.candidates_before
+        if before is None:
+            return torch.zeros_like(item, dtype=torch.bool)
+        head, offset = self.head(item), self.offset(item, start)
+        return before[head, offset + end - start] > before[head, offset]
+
+    def worth(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
+        """R of intervals [start, end) of items, float64 [V]: their tokens' worth, added in order.
+
+        Not a difference of running sums, so that a small node beside a large token keeps its
+        digits. Source: the paper, Eq. app_bottom_up_value.
+        """
+        count = end - start
+        node = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
+        step = torch.arange(len(node), device=count.device) - (count.cumsum(0) - count)[node]
+        position = self.offset(item, start)[node] + step
+        rows = self.tokens[self.head(item)[node], position]
+        return torch.segment_reduce(rows, "sum", lengths=count, unsafe=True)
+
+    def price(self, item: Tensor, worth: Tensor) -> Tensor:
+        """omega R of nodes, float64 [V]."""
+        return self.sensitivity[self.head(item)] * worth

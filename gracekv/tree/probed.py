@@ -1,0 +1,84 @@
+"""`ProbedHeads`: the compressible tokens of some layers as the distortion's probes see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.tree.context import TreeContext
+from gracekv.tree.probes import probe_queries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProbedHeads:
+    """N compressible tokens of U heads (some layers' KV heads) and P probes.
+
+    Tokens of all heads follow one another, so that one row index finds a token of a head.
+
+    Attributes:
+        positions: int64 [P] ascending probe positions.
+        queries: [U, P, d] float32, times the attention scale.
+        top: [U, P] largest visible logit.
+        inverse_total: 1 / Z_C [U, P].
+        exponentials: p [U*N, P]; 0 where the probe cannot see.
+        mass: sum over the probes of p / Z_C [U*N].
+        plain_keys: k^o [U*N, d].
+        key_norms: |k^o| [U*N].
+        values: [U*N, d].
+        worth: R^tok [U*N] float32.
+        seeing: float32 [N], probes that see each token.
+        before: int64 [N+1], probes at positions before each token (and before the region's end).
+    """
+
+    positions: Tensor
+    queries: Tensor
+    top: Tensor
+    inverse_total: Tensor
+    exponentials: Tensor
+    mass: Tensor
+    plain_keys: Tensor
+    key_norms: Tensor
+    values: Tensor
+    worth: Tensor
+    seeing: Tensor
+    before: Tensor
+
+    @classmethod
+    def of(cls, context: TreeContext, layers: Sequence[int], probes: Tensor) -> ProbedHeads:
+        """Gather some layers; probes that see none of the region are left out."""
+        prefill, region = context.prefill, context.partition.region
+        device = prefill.keys[layers[0]].device
+        inside = slice(region.start, region.end)
+        keys = torch.cat([prefill.keys[layer][:, inside] for layer in layers]).float()
+        # Heads take turns over all probes; only then those that see no compressible token go.
+        queries = torch.cat([probe_queries(prefill, layer, probes) for layer in layers])
+        queries = queries[:, probes >= region.start] * prefill.scale
+        probes = probes[probes >= region.start].to(device)
+        at = torch.arange(region.start, region.end, device=device)
+        logits = torch.bmm(keys, queries.mT)
+        blind = int((probes < region.end - 1).sum())
+        logits[..., :blind].masked_fill_(at[:, None] > probes[:blind], -torch.inf)
+        top = logits.amax(dim=1)
+        exponentials = logits.sub_(top[:, None]).exp_()
+        inverse_total = 1.0 / exponentials.sum(dim=1)
+        plain = prefill.rope.unrotate(keys, at)
+        del keys
+        values = torch.cat([prefill.values[layer][:, inside] for layer in layers])
+        bounds = torch.arange(region.start, region.end + 1, device=device)
+        return cls(
+            positions=probes,
+            queries=queries,
+            top=top,
+            inverse_total=inverse_total,
+            exponentials=exponentials.flatten(0, 1),
+            mass=torch.bmm(exponentials, inverse_total[..., None]).flatten(),
+            plain_keys=plain.flatten(0, 1),
+            key_norms=plain.norm(dim=-1).flatten(),
+            values=values.float().flatten(0, 1),
+            worth=context.tokens[list(layers)].to(device).float().flatten(),
+            seeing=(len(probes) - torch.searchsorted(probes, at)).float(),
+            before=torch.searchsorted(probes, bounds),
+        )
