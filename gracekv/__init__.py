@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gracekv.allocate import Budget
+    from gracekv.hf.batch import BatchResult
     from gracekv.hf.compress import compress, compress_prefill
     from gracekv.hf.result import CompressionResult
     from gracekv.pipeline import Pipeline, Run, strategies
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BatchResult": "gracekv.hf.batch",
     "Budget": "gracekv.allocate",
     "CompressionResult": "gracekv.hf.result",
     "Pipeline": "gracekv.pipeline",
@@ -33,6 +35,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BatchResult",
     "Budget",
     "CompressionResult",
     "Pipeline",

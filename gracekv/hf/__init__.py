@@ -14,13 +14,15 @@ from gracekv.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from gracekv.hf.attention import attach, detach
+    from gracekv.hf.batch import BatchResult
     from gracekv.hf.cache import GraceCache
     from gracekv.hf.compress import compress_prefill
     from gracekv.hf.result import CompressionResult
 
-__all__ = ["CompressionResult", "GraceCache", "attach", "compress_prefill", "detach"]
+__all__ = ["BatchResult", "CompressionResult", "GraceCache", "attach", "compress_prefill", "detach"]
 
 _HOMES = {
+    "BatchResult": "batch",
     "CompressionResult": "result",
     "GraceCache": "cache",
     "attach": "attention",

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 import torch
 
 from gracekv.allocate import Budget
 from gracekv.backends import BACKENDS, Backend
-from gracekv.errors import BudgetError, CacheError, ConfigError
+from gracekv.errors import BudgetError, CacheError, ConfigError, PromptError
 from gracekv.hf.attention import attach
+from gracekv.hf.batch import BatchResult, batch_result
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Prefill
@@ -22,29 +24,57 @@ from gracekv.prefill.prompt import Prompt
 if TYPE_CHECKING:
     from gracekv.pipeline import Pipeline, Run
 
+Ratio: TypeAlias = int | float | str | Fraction
 
+
+@overload
 def compress(
     model: Any,
     prompt: Prompt,
     *,
-    ratio: int | float | str | Fraction | None = None,
+    ratio: Ratio | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
     pipeline: str | Pipeline = "gracekv",
     backend: str | Backend | None = None,
-) -> CompressionResult:
+) -> CompressionResult: ...
+@overload
+def compress(
+    model: Any,
+    prompt: Sequence[Prompt],
+    *,
+    ratio: Ratio | None = None,
+    entries_per_head: int | None = None,
+    kv_bytes: int | str | None = None,
+    pipeline: str | Pipeline = "gracekv",
+    backend: str | Backend | None = None,
+) -> BatchResult: ...
+def compress(
+    model: Any,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    ratio: Ratio | None = None,
+    entries_per_head: int | None = None,
+    kv_bytes: int | str | None = None,
+    pipeline: str | Pipeline = "gracekv",
+    backend: str | Backend | None = None,
+) -> CompressionResult | BatchResult:
     """Prefill once, compress the context's cache to a budget, and be ready to generate.
 
     The model is attached (see `gracekv.hf.attach`) and stays so, unless this raises.
 
     Args:
         model: a transformers causal language model of a tested family, in evaluation mode.
-        prompt: one sequence; only its context is compressed.
+        prompt: a prompt, of which only the context is compressed; or a list of prompts of any
+            lengths, which are prefilled one after the other, so that the peak memory is that of
+            the largest, and then generate together.
         ratio: how many times fewer entries the context keeps, at least 1.
         entries_per_head: entries per KV head and layer on average, instead of a ratio.
         kv_bytes: bytes of the context's keys and values, or text such as "64MiB", instead.
         pipeline: the name of a pipeline, or one of your own.
         backend: who attends while decoding; default: the pipeline's.
+
+    Each prompt of a list has this budget for itself.
 
     Raises:
         BudgetError: not exactly one budget is given, or it is too small for the prompt.
@@ -53,7 +83,12 @@ def compress(
     budget = _budget(ratio, entries_per_head, kv_bytes)
     pipe = _pipeline(pipeline)
     reader = pipe.backend if backend is None else BACKENDS.parse(backend)
-    return _single(model, prompt, _run(model, prompt, pipe, budget), reader)
+    if not isinstance(prompt, list | tuple):
+        run = _run(model, cast(Prompt, prompt), pipe, budget)
+        return _single(model, cast(Prompt, prompt), run, reader)
+    if not prompt:
+        raise PromptError("compress takes a prompt or a list of at least one; got an empty list.")
+    return batch_result(model, prompt, [_run(model, p, pipe, budget) for p in prompt], reader)
 
 
 def compress_prefill(
@@ -61,7 +96,7 @@ def compress_prefill(
     prompt: Prompt,
     prefill: Prefill,
     *,
-    ratio: int | float | str | Fraction | None = None,
+    ratio: Ratio | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
     pipeline: str | Pipeline = "gracekv",
@@ -117,7 +152,7 @@ def _single(model: Any, prompt: Prompt, run: Run, reader: Backend) -> Compressio
 
 
 def _budget(
-    ratio: int | float | str | Fraction | None,
+    ratio: Ratio | None,
     entries_per_head: int | None,
     kv_bytes: int | str | None,
 ) -> Budget:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from gracekv.errors import ConfigError, PromptError
-from gracekv.hf.attention import attach
+from gracekv.errors import ConfigError
 from gracekv.hf.cache import GraceCache
-from gracekv.prefill.capture import input_device
-from gracekv.prefill.lengths import check_continuation
+from gracekv.hf.continuing import continue_ids, decode_rows, padded_inputs
 from gracekv.prefill.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -45,6 +42,14 @@ class CompressionResult:
         return self.template.fresh()
 
     @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What `model.generate` takes beside the cache: the whole prompt's ids and their mask.
+
+        "input_ids" and "attention_mask", int64 [1, T], on the model's device.
+        """
+        return padded_inputs(self.model, [self.prompt])
+
+    @property
     def accounting(self) -> Accounting:
         """Entries and bytes: asked for, spent, and by part."""
         return self.run.accounting
@@ -61,20 +66,12 @@ class CompressionResult:
         can be repeated. Raises `PromptError` if the prompt has no tokenizer, `ConfigError` if more
         than one sequence comes back.
         """
-        tokenizer = self.prompt.tokenizer
-        if tokenizer is None:
-            raise PromptError(
-                "This prompt was made from ids without a tokenizer, so there is no text. Use "
-                "generate_ids, or Prompt.from_ids(..., tokenizer=tokenizer)."
-            )
         if kwargs.get("num_return_sequences", 1) != 1:
             raise ConfigError(
                 f"generate returns one text; got num_return_sequences="
                 f"{kwargs['num_return_sequences']}. Use generate_ids and decode its rows."
             )
-        ids = self.generate_ids(max_new_tokens, **kwargs)
-        text: str = tokenizer.decode(ids[0], skip_special_tokens=True)
-        return text
+        return decode_rows([self.prompt], self.generate_ids(max_new_tokens, **kwargs))[0]
 
     def generate_ids(self, max_new_tokens: int = 64, **kwargs: Any) -> Tensor:
         """int64 [rows, new tokens]: ids after the prompt, as `model.generate` returns them.
@@ -83,27 +80,4 @@ class CompressionResult:
         `model.generate`, say otherwise. Raises `CacheError` if so many tokens would outgrow what
         the model's RoPE or sliding window lets a cache cover.
         """
-        check_continuation(self.model, self.prompt.spans.length, max_new_tokens)
-        attach(self.model)
-        ids = self.prompt.ids[None].to(input_device(self.model))
-        if "do_sample" not in kwargs:
-            # The model's own sampling settings would only raise warnings here.
-            kwargs = {
-                "do_sample": False,
-                "temperature": None,
-                "top_p": None,
-                "top_k": None,
-            } | kwargs
-        config = self.model.generation_config
-        if config.pad_token_id is None and config.eos_token_id is not None:
-            eos = config.eos_token_id
-            kwargs.setdefault("pad_token_id", eos[0] if isinstance(eos, list) else eos)
-        output = self.model.generate(
-            ids,
-            past_key_values=self.cache,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            **kwargs,
-        )
-        sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
-        return sequences[:, ids.shape[1] :]
+        return continue_ids(self.model, [self.prompt], self.cache, max_new_tokens, kwargs)

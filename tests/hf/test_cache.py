@@ -232,7 +232,6 @@ def twice(model):
             generate(inputs=ones(1, PACKED), attention_mask=ones(1, PACKED)),
             "up to position 29, but with them the cache covers 60",
         ),
-        (generate(prompt_lookup_num_tokens=2), "Assisted decoding and prompt lookup"),
         (call(attention_mask=ones(1, 2)), "up to position 1, but with them the cache covers 32"),
         (call(attention_mask=hidden(3)), "hides tokens of the compressed prompt"),
         (call(attention_mask=torch.zeros(1, 1, 2, PACKED + 2)), "cover the 2 tokens"),
