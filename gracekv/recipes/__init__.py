@@ -116,6 +116,16 @@ RECIPES: dict[str, Recipe] = {
         "Liu et al. 2025, arXiv:2502.00299; the budget spent to the last entry",
         {**_RIVAL, "value": "chunk_order"},
     ),
+    "cam": Recipe(
+        "H2O whose dropped values flow, by chance, into the 32 tokens after them",
+        "Zhang et al. 2024, CaM, ICML; replayed once after prefill, the paper's denominator",
+        {**_RIVAL, "value": "column_sums", "pack": "cam"},
+    ),
+    "d2o": Recipe(
+        "H2O with layer shares by attention density; dropped tokens merge by key similarity",
+        "Wan et al. 2024, arXiv:2406.13035; once after prefill, no layer exempt",
+        {**_RIVAL, "value": "column_sums", "quota": "density", "pack": "d2o"},
+    ),
 }
 
 
