@@ -126,6 +126,11 @@ RECIPES: dict[str, Recipe] = {
         "Wan et al. 2024, arXiv:2406.13035; once after prefill, no layer exempt",
         {**_RIVAL, "value": "column_sums", "quota": "density", "pack": "d2o"},
     ),
+    "expected-attention": Recipe(
+        "Tokens by the attention that unknown future queries are expected to pay them",
+        "Devoto et al. 2025, arXiv:2510.00636; the question is not read",
+        {**_RIVAL, "value": "expected_attention"},
+    ),
 }
 
 

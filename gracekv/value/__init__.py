@@ -3,6 +3,7 @@
 from gracekv.value.base import SCORERS, SENSITIVITIES, Relevance, Scorer, Sensitivity, TokenScores
 from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.column_sums import ColumnSums
+from gracekv.value.expected_attention import ExpectedAttention
 from gracekv.value.multi_hop import MultiHop
 from gracekv.value.none import NoSensitivity
 from gracekv.value.output_projection import OutputProjection
@@ -14,6 +15,7 @@ __all__ = [
     "SENSITIVITIES",
     "ChunkOrder",
     "ColumnSums",
+    "ExpectedAttention",
     "MultiHop",
     "NoSensitivity",
     "OutputProjection",
