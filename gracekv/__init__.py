@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gracekv.hf.batch import BatchResult
     from gracekv.hf.compress import compress, compress_prefill
     from gracekv.hf.result import CompressionResult
+    from gracekv.hf.saving import load
     from gracekv.pipeline import Pipeline, Run, strategies
     from gracekv.prefill import Prefill, PromptSpans
     from gracekv.prefill.capture import capture
@@ -31,6 +32,7 @@ _HOMES = {
     "capture": "gracekv.prefill.capture",
     "compress": "gracekv.hf.compress",
     "compress_prefill": "gracekv.hf.compress",
+    "load": "gracekv.hf.saving",
     "strategies": "gracekv.pipeline",
 }
 
@@ -47,6 +49,7 @@ __all__ = [
     "capture",
     "compress",
     "compress_prefill",
+    "load",
     "strategies",
 ]
 

@@ -18,7 +18,8 @@ KNOWS = {
     "tree": {"gracekv.prefill", "gracekv.segment", "gracekv.value"},
     "allocate": {"gracekv.tree.base"},
     # The packer reads the nodes and merges their tokens by the trees' own rule.
-    "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"},
+    "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"}
+    | {"gracekv.files"},
     "backends": {"gracekv.cache.base"},
     "recipes": set(),
 }

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gracekv.backends import Backend
 from gracekv.cache import Accounting, RaggedCache
 from gracekv.errors import PromptError
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.continuing import continue_ids, decode_rows, padded_inputs
+from gracekv.hf.saving import save_result
 from gracekv.prefill.prompt import Prompt
 
 if TYPE_CHECKING:
-    from gracekv.pipeline import Run
+    from gracekv.pipeline import Pipeline, Run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,12 +31,14 @@ class BatchResult:
         prompts: what was compressed, in order.
         runs: one per prompt; their packed caches are views of the batch's.
         template: the cache that `cache` copies; its tail stays empty.
+        pipeline: what made it, with the backend that reads it.
     """
 
     model: Any
     prompts: tuple[Prompt, ...]
     runs: tuple[Run, ...]
     template: GraceCache
+    pipeline: Pipeline
 
     @property
     def cache(self) -> GraceCache:
@@ -60,6 +63,12 @@ class BatchResult:
         """Entries and bytes of all prompts together: [S*L, G] entries, prompt after prompt."""
         return Accounting.total(self.accountings, backend_bytes=self.template.held_bytes)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all compressed prompts to one safetensors file; see `CompressionResult.save`."""
+        layers = tuple(layer.packed.ragged for layer in self.template.layers)
+        packed = RaggedCache(layers, self.template.packed_length, self.template.padding)
+        save_result(path, self.model, self.prompts, self.runs, packed, self.pipeline, batch=True)
+
     def generate(self, max_new_tokens: int = 64, **kwargs: Any) -> list[str]:
         """The model's answer to each prompt as text, greedy unless `kwargs` say otherwise.
 
@@ -78,7 +87,7 @@ class BatchResult:
 
 
 def batch_result(
-    model: Any, prompts: Sequence[Prompt], runs: Sequence[Run], backend: Backend
+    model: Any, prompts: Sequence[Prompt], runs: Sequence[Run], pipeline: Pipeline
 ) -> BatchResult:
     """Put the caches of `runs` side by side in one; the model is attached.
 
@@ -94,4 +103,4 @@ def batch_result(
     views = tuple(
         dataclasses.replace(run, cache=packed.sequence(number)) for number, run in enumerate(runs)
     )
-    return BatchResult(model, tuple(prompts), views, GraceCache(packed, backend))
+    return BatchResult(model, tuple(prompts), views, GraceCache(packed, pipeline.backend), pipeline)

@@ -81,14 +81,13 @@ def compress(
         UnsupportedModelError, PromptError, NonFiniteError: see `capture`.
     """
     budget = _budget(ratio, entries_per_head, kv_bytes)
-    pipe = _pipeline(pipeline)
-    reader = pipe.backend if backend is None else BACKENDS.parse(backend)
+    pipe = _pipeline(pipeline, backend)
     if not isinstance(prompt, list | tuple):
-        run = _run(model, cast(Prompt, prompt), pipe, budget)
-        return _single(model, cast(Prompt, prompt), run, reader)
+        prompt = cast(Prompt, prompt)
+        return _single(model, prompt, _run(model, prompt, pipe, budget), pipe)
     if not prompt:
         raise PromptError("compress takes a prompt or a list of at least one; got an empty list.")
-    return batch_result(model, prompt, [_run(model, p, pipe, budget) for p in prompt], reader)
+    return batch_result(model, prompt, [_run(model, p, pipe, budget) for p in prompt], pipe)
 
 
 def compress_prefill(
@@ -116,9 +115,8 @@ def compress_prefill(
     """
     check_prefill(model, prompt, prefill)
     budget = _budget(ratio, entries_per_head, kv_bytes)
-    pipe = _pipeline(pipeline)
-    reader = pipe.backend if backend is None else BACKENDS.parse(backend)
-    return _single(model, prompt, pipe.run(prefill, budget), reader)
+    pipe = _pipeline(pipeline, backend)
+    return _single(model, prompt, pipe.run(prefill, budget), pipe)
 
 
 def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
@@ -144,11 +142,12 @@ def _run(model: Any, prompt: Prompt, pipe: Pipeline, budget: Budget) -> Run:
     return pipe.run(capture(model, prompt, pipe.needs()), budget)
 
 
-def _single(model: Any, prompt: Prompt, run: Run, reader: Backend) -> CompressionResult:
+def _single(model: Any, prompt: Prompt, run: Run, pipe: Pipeline) -> CompressionResult:
     attach(model)
-    cache = GraceCache(run.cache, reader)
+    cache = GraceCache(run.cache, pipe.backend)
     accounting = dataclasses.replace(run.accounting, backend_bytes=cache.held_bytes)
-    return CompressionResult(model, prompt, dataclasses.replace(run, accounting=accounting), cache)
+    run = dataclasses.replace(run, accounting=accounting)
+    return CompressionResult(model, prompt, run, cache, pipe)
 
 
 def _budget(
@@ -171,13 +170,15 @@ def _budget(
     return Budget.kv_bytes(kv_bytes)
 
 
-def _pipeline(pipeline: str | Pipeline) -> Pipeline:
+def _pipeline(pipeline: str | Pipeline, backend: str | Backend | None) -> Pipeline:
     from gracekv.pipeline import Pipeline
 
     if isinstance(pipeline, str):
-        return Pipeline.named(pipeline)
+        pipeline = Pipeline.named(pipeline)
     if not isinstance(pipeline, Pipeline):
         raise ConfigError(
             f"pipeline takes a name or a gracekv.pipeline.Pipeline; got {pipeline!r}."
         )
-    return pipeline
+    if backend is None:
+        return pipeline
+    return dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))

@@ -40,8 +40,7 @@ def continue_ids(
     Raises `CacheError` if so many tokens would outgrow what the model's RoPE or sliding window
     lets a cache cover.
     """
-    for prompt in prompts:
-        check_continuation(model, prompt.spans.length, max_new_tokens)
+    check_continuation(model, [prompt.spans.length for prompt in prompts], max_new_tokens)
     attach(model)
     inputs = padded_inputs(model, prompts)
     if "do_sample" not in options:

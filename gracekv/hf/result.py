@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,12 @@ from torch import Tensor
 from gracekv.errors import ConfigError
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.continuing import continue_ids, decode_rows, padded_inputs
+from gracekv.hf.saving import save_result
 from gracekv.prefill.prompt import Prompt
 
 if TYPE_CHECKING:
     from gracekv.cache import Accounting, Timings
-    from gracekv.pipeline import Run
+    from gracekv.pipeline import Pipeline, Run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,12 +28,14 @@ class CompressionResult:
         prompt: what was compressed.
         run: partition, relevance, forest, frontier and packed cache, for inspection.
         template: the cache that `cache` copies; its tail stays empty.
+        pipeline: what made it, with the backend that reads it.
     """
 
     model: Any
     prompt: Prompt
     run: Run
     template: GraceCache
+    pipeline: Pipeline
 
     @property
     def cache(self) -> GraceCache:
@@ -58,6 +62,17 @@ class CompressionResult:
     def timings(self) -> Timings:
         """Wall seconds of the capture and of each stage."""
         return self.run.timings
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the compressed prompt to one safetensors file, for `gracekv.load(path, model)`.
+
+        The file holds the entries, token ids and spans, the pipeline, the accounting, and what
+        identifies model and tokenizer; not the prompt's text, and not what the stages made on the
+        way. It is written completely or not at all.
+        """
+        save_result(
+            path, self.model, [self.prompt], [self.run], self.run.cache, self.pipeline, batch=False
+        )
 
     def generate(self, max_new_tokens: int = 64, **kwargs: Any) -> str:
         """The model's answer as text, greedy unless `kwargs` say otherwise.

@@ -226,6 +226,11 @@ def test_rows_can_be_selected_and_reordered_across_prompts(model, batch, singles
             own = model(ids[row : row + 1], past_key_values=singles[source].cache).logits
             torch.testing.assert_close(logits[row], own[0], rtol=0, atol=2e-4)
 
+        repeated = batch.cache
+        repeated.batch_select_indices(torch.tensor([2, 0]))
+        both = model(ids[[0, 0, 1, 1]], past_key_values=repeated).logits
+        torch.testing.assert_close(both, logits.repeat_interleave(2, dim=0), rtol=0, atol=2e-4)
+
         late = batch.cache
         model(ids, past_key_values=late)
         late.batch_repeat_interleave(2)
