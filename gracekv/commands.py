@@ -136,20 +136,22 @@ def list_(
         )
     console = Console()
 
-    def show(title: str, rows: dict[str, str]) -> None:
+    def show(title: str, rows: list[tuple[str, ...]]) -> None:
         table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for name, line in rows.items():
-            table.add_row(name, line)
+        for row in rows:
+            table.add_row(*row)
         console.print(table)
 
     if not recipes:
         for title, rows in stages.items():
             if stage in (None, title):
-                show(title, rows)
+                show(title, list(rows.items()))
     if recipes or stage is None:
-        show("recipes", {name: named.describe(name) for name in named.names()})
+        # Their sources in a column of their own.
+        lines = named.RECIPES.items()
+        show("recipes", [(name, recipe.summary, recipe.source) for name, recipe in lines])
 
 
 def _load_model(name: str, dtype: str) -> tuple[Any, Any]:

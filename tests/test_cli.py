@@ -119,6 +119,15 @@ def test_list_one_stage_or_the_recipes(run):
     assert "greedy_heap" not in out
 
 
+def test_list_says_what_each_recipe_is_and_where_it_comes_from(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    _, out, _ = run("list", "--recipes")
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    for name, recipe in recipes.RECIPES.items():
+        assert recipe.summary in lines[name]
+        assert recipe.source in lines[name]
+
+
 def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
     target = tmp_path / "new" / "out.json"
     status, out, err = run(
