@@ -74,13 +74,15 @@ class Accounting:
 class Timings:
     """Wall seconds per stage.
 
-    `prefill` is the standard forward pass; `surprisal` and `projections` are what the capture
-    computes after it; the rest are the pipeline's stages.
+    `prefill` is the standard forward pass; `surprisal`, `projections` and `reconstruction` (a
+    second pass over the context, for the scorer that needs one) are what the capture does after
+    it; the rest are the pipeline's stages.
     """
 
     prefill: float = 0.0
     surprisal: float = 0.0
     projections: float = 0.0
+    reconstruction: float = 0.0
     segment: float = 0.0
     value: float = 0.0
     tree: float = 0.0

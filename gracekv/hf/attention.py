@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 from gracekv.errors import CacheError
 from gracekv.hf.feeding import before_forward
 from gracekv.hf.layer import Handle
-from gracekv.prefill.capture import base_attention
+from gracekv.prefill.substitute import base_attention
 from gracekv.prefill.supported import check_model
 
 NAME = "gracekv"

@@ -131,6 +131,11 @@ RECIPES: dict[str, Recipe] = {
         "Devoto et al. 2025, arXiv:2510.00636; the question is not read",
         {**_RIVAL, "value": "expected_attention"},
     ),
+    "kvzip-two-pass": Recipe(
+        "One top-k over all heads by attention received while the model repeats the context",
+        "Kim et al. 2025, arXiv:2505.23416; runs the model a second time, the question is not read",
+        {**_RIVAL, "value": "kvzip_two_pass", "quota": "global"},
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from gracekv.value.base import SCORERS, SENSITIVITIES, Relevance, Scorer, Sensit
 from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.column_sums import ColumnSums
 from gracekv.value.expected_attention import ExpectedAttention
+from gracekv.value.kvzip_two_pass import KVzipTwoPass
 from gracekv.value.multi_hop import MultiHop
 from gracekv.value.none import NoSensitivity
 from gracekv.value.output_projection import OutputProjection
@@ -16,6 +17,7 @@ __all__ = [
     "ChunkOrder",
     "ColumnSums",
     "ExpectedAttention",
+    "KVzipTwoPass",
     "MultiHop",
     "NoSensitivity",
     "OutputProjection",

@@ -101,6 +101,7 @@ def test_the_order_of_the_layers_does_not_matter(name, seed):
         hidden={3 - layer: states for layer, states in prefill.hidden.items()},
         projection_norms=prefill.projection_norms.flip(0),
         projected_norms=prefill.projected_norms.flip(0),
+        reconstruction=prefill.reconstruction.flip(0),
     )
     # Depths that are their own mirror image, and shares without a remainder.
     pipeline = Pipeline.named(name)
