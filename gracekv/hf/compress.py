@@ -80,11 +80,11 @@ def compress(
         BudgetError: not exactly one budget is given, or it is too small for the prompt.
         UnsupportedModelError, PromptError, NonFiniteError: see `capture`.
     """
-    budget = _budget(ratio, entries_per_head, kv_bytes)
-    pipe = _pipeline(pipeline, backend)
+    budget = chosen_budget(ratio, entries_per_head, kv_bytes)
+    pipe = chosen_pipeline(pipeline, backend)
     if not isinstance(prompt, list | tuple):
         prompt = cast(Prompt, prompt)
-        return _single(model, prompt, _run(model, prompt, pipe, budget), pipe)
+        return result_of_run(model, prompt, _run(model, prompt, pipe, budget), pipe)
     if not prompt:
         raise PromptError("compress takes a prompt or a list of at least one; got an empty list.")
     return batch_result(model, prompt, [_run(model, p, pipe, budget) for p in prompt], pipe)
@@ -114,9 +114,9 @@ def compress_prefill(
         CacheError: the prefill is not this model's, or not this prompt's.
     """
     check_prefill(model, prompt, prefill)
-    budget = _budget(ratio, entries_per_head, kv_bytes)
-    pipe = _pipeline(pipeline, backend)
-    return _single(model, prompt, pipe.run(prefill, budget), pipe)
+    budget = chosen_budget(ratio, entries_per_head, kv_bytes)
+    pipe = chosen_pipeline(pipeline, backend)
+    return result_of_run(model, prompt, pipe.run(prefill, budget), pipe)
 
 
 def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
@@ -142,7 +142,8 @@ def _run(model: Any, prompt: Prompt, pipe: Pipeline, budget: Budget) -> Run:
     return pipe.run(capture(model, prompt, pipe.needs()), budget)
 
 
-def _single(model: Any, prompt: Prompt, run: Run, pipe: Pipeline) -> CompressionResult:
+def result_of_run(model: Any, prompt: Prompt, run: Run, pipe: Pipeline) -> CompressionResult:
+    """Make the run's cache ready to generate; the model is attached."""
     attach(model)
     cache = GraceCache(run.cache, pipe.backend)
     accounting = dataclasses.replace(run.accounting, backend_bytes=cache.held_bytes)
@@ -150,11 +151,12 @@ def _single(model: Any, prompt: Prompt, run: Run, pipe: Pipeline) -> Compression
     return CompressionResult(model, prompt, run, cache, pipe)
 
 
-def _budget(
+def chosen_budget(
     ratio: Ratio | None,
     entries_per_head: int | None,
     kv_bytes: int | str | None,
 ) -> Budget:
+    """The one budget that is not None; `BudgetError` if there is none, or several."""
     given = {"ratio": ratio, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
@@ -170,7 +172,8 @@ def _budget(
     return Budget.kv_bytes(kv_bytes)
 
 
-def _pipeline(pipeline: str | Pipeline, backend: str | Backend | None) -> Pipeline:
+def chosen_pipeline(pipeline: str | Pipeline, backend: str | Backend | None) -> Pipeline:
+    """The pipeline of that name, or itself, with the backend if one is given."""
     from gracekv.pipeline import Pipeline
 
     if isinstance(pipeline, str):

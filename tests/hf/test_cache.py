@@ -143,11 +143,12 @@ def test_a_tail_from_inference_mode_can_go_on_outside(model):
     assert cache.get_seq_length() == PACKED + 3
 
 
-def test_importing_changes_nothing():
+def test_importing_touches_no_attention():
     script = """
 import sys
-import gracekv, gracekv.hf
+import gracekv
 assert "transformers" not in sys.modules
+import gracekv.hf
 from gracekv.hf import GraceCache, attach
 from transformers import AttentionInterface, AttentionMaskInterface
 assert "gracekv" not in AttentionInterface._global_mapping
