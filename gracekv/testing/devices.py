@@ -39,7 +39,7 @@ class Elsewhere(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Elsewhere:
-        made: Elsewhere = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Elsewhere = Tensor._make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),
@@ -54,14 +54,16 @@ class Elsewhere(Tensor):
         return f"Elsewhere({self.held!r})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {})
 
 
 @contextmanager
 def two_devices() -> Iterator[torch.device]:
     """Inside, `ELSEWHERE`, which this yields, is a second device."""
-    with _Functions(), _Dispatch():
+    with _Functions(), _Dispatch():  # type: ignore[no-untyped-call]
         yield ELSEWHERE
 
 
