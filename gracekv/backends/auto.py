@@ -55,6 +55,9 @@ class Auto(Backend):
     def held_bytes(self, prepared: Chosen) -> int:
         return prepared.backend.held_bytes(prepared.prepared)
 
+    def warm(self, prepared: Chosen, query_heads: int) -> None:
+        prepared.backend.warm(prepared.prepared, query_heads)
+
     def packed(
         self, query: Tensor, prepared: Chosen, scale: float, rows: Tensor | None = None
     ) -> Partial:
@@ -64,3 +67,15 @@ class Auto(Backend):
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
     ) -> Partial:
         return self.pick(query.device).tail(query, keys, values, mask, scale)
+
+    def __call__(
+        self,
+        query: Tensor,
+        prepared: Chosen,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        return prepared.backend(query, prepared.prepared, keys, values, mask, scale, rows)

@@ -103,4 +103,6 @@ def batch_result(
     views = tuple(
         dataclasses.replace(run, cache=packed.sequence(number)) for number, run in enumerate(runs)
     )
-    return BatchResult(model, tuple(prompts), views, GraceCache(packed, pipeline.backend), pipeline)
+    cache = GraceCache(packed, pipeline.backend)
+    cache.warm(model)
+    return BatchResult(model, tuple(prompts), views, cache, pipeline)

@@ -73,6 +73,15 @@ class GraceCache(Cache):  # type: ignore[misc]
         padding = padding.repeat_interleave(rows // known)
         return torch.arange(self.packed_length, device=device) >= padding[:, None]
 
+    def warm(self, model: Any) -> None:
+        """Let the backend build now what `model`'s decoding steps hold, for `held_bytes` to count.
+
+        Otherwise the first step does.
+        """
+        heads = model.config.get_text_config().num_attention_heads
+        for layer in self.layers:
+            layer.packed.backend.warm(layer.packed.prepared, heads)
+
     @property
     def held_bytes(self) -> int:
         """Bytes that the backend holds beside the packed tensors (padding, copies)."""

@@ -146,6 +146,7 @@ def result_of_run(model: Any, prompt: Prompt, run: Run, pipe: Pipeline) -> Compr
     """Make the run's cache ready to generate; the model is attached."""
     attach(model)
     cache = GraceCache(run.cache, pipe.backend)
+    cache.warm(model)
     accounting = dataclasses.replace(run.accounting, backend_bytes=cache.held_bytes)
     run = dataclasses.replace(run, accounting=accounting)
     return CompressionResult(model, prompt, run, cache, pipe)

@@ -106,6 +106,7 @@ def load(
         pipeline = dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
     attach(model)
     cache = GraceCache(packed, pipeline.backend)
+    cache.warm(model)
     prompts = tuple(
         Prompt(tensors[f"prompts.{number}.ids"], PromptSpans(**facts["spans"]), None, tokenizer)
         for number, facts in enumerate(header["prompts"])
