@@ -21,7 +21,9 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Triton interprets or compiles, which it decides once a process; its kernels are tested both ways.
 unit: $(STAMP)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/triton
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 
 format: $(STAMP)
