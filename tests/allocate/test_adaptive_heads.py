@@ -61,6 +61,13 @@ def test_by_hand():
     assert AdaptiveHeads(0.8, "safeguard")(tokens, plan).tolist() == [[4, 2]]
 
 
+def test_the_safeguard_gives_every_head_one_entry_at_least():
+    tokens = torch.tensor([[[9.0, 8], [1.0, 0]]])
+    plan = BudgetPlan(layers=1, heads=2, context=2, total=2, recent=0)
+    assert AdaptiveHeads(0.0, "safeguard")(tokens, plan).tolist() == [[2, 0]]
+    assert AdaptiveHeads(0.2, "safeguard")(tokens, plan).tolist() == [[1, 1]]
+
+
 def test_ties_go_to_the_lower_head():
     assert winners(torch.ones(3, 4), 6).tolist() == [4, 2, 0]
     assert winners(torch.tensor([[1.0, 1], [2.0, 1], [1.0, 0]]), 3).tolist() == [2, 1, 0]

@@ -78,6 +78,33 @@ def test_each_head_keeps_its_best_tokens(name, prefill, ratio):
         assert run.accounting.recent == max(1, share // 2)
 
 
+EQUAL = ("streaming-llm", "h2o", "h2o-half", "snapkv", "chunkkv", "cam", "expected-attention")
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@settings(max_examples=8)
+@given(seed=st.integers(0, 10_000), total=st.integers(6 * 8, 6 * 50))
+def test_budget_shapes(name, seed, total):
+    prefill = synthetic_prefill(layers=3, kv_heads=2, context=70, dim=8, seed=seed)
+    run = Pipeline.named(name).run(prefill, Budget.kv_bytes(total * prefill.entry_bytes))
+    entries = run.accounting.entries
+    share, left = divmod(total, 6)
+    equal = torch.tensor([share + (unit < left) for unit in range(6)]).view(3, 2)
+    if name in EQUAL:
+        assert torch.equal(entries, equal)
+    elif name == "ada-snapkv":
+        assert torch.equal(entries.sum(1), equal.sum(1))
+    elif name == "pyramidkv":
+        assert bool((entries.sum(1).diff() <= 0).all())
+        assert bool(((entries[:, 0] - entries[:, 1]) <= 1).all())
+        if share > 40:
+            assert entries[0, 0] > entries[2, 0]
+    elif name == "d2o":
+        assert bool(((entries[:, 0] - entries[:, 1]) <= 1).all())
+    else:  # one budget for all heads
+        assert Pipeline.named(name).quota.name == "global"
+
+
 @pytest.mark.parametrize("name", RIVALS)
 def test_ratio_one_is_full_kv_and_runs_repeat(name):
     prefill = synthetic_prefill(context=90, layers=3, seed=7)
