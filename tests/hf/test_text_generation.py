@@ -119,18 +119,20 @@ def test_questions_share_one_segmentation(pipe, segmentations):
 
 
 def test_slots_do_not_see_the_question(pipe, monkeypatch):
-    """A far longer question moves no boundary, which it does without the cut."""
+    """Neither boundaries nor the curvature that trees are cut at change with the question."""
     partitions, original = [], gracekv.Pipeline.run
 
     def kept(self, prefill, budget, partition=None):
         run = original(self, prefill, budget, partition)
-        partitions.append(run.partition.bounds.tolist())
+        partitions.append(run.partition)
         return run
 
     monkeypatch.setattr(gracekv.Pipeline, "run", kept)
     for question in (QUESTIONS[0], text(9, 150)):
         pipe(context=CONTEXT, question=question, ratio=4, max_new_tokens=1)
-    assert partitions[0] == partitions[1]
+    assert torch.equal(partitions[0].bounds, partitions[1].bounds)
+    assert partitions[0].curvature.shape == (220,)
+    torch.testing.assert_close(partitions[0].curvature, partitions[1].curvature)
 
 
 def test_views_end_with_the_context():
