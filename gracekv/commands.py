@@ -79,6 +79,9 @@ def compress(
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Also write everything to this file.")
     ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Also write the compressed cache, for gracekv generate.")
+    ] = None,
 ) -> None:
     """Compress one prompt's cache and answer a question over what is left."""
     text = read_text(context)
@@ -99,6 +102,8 @@ def compress(
         kv_bytes=kv_bytes,
         pipeline=chosen,
     )
+    if save is not None:
+        result.save(save)
     answer = result.generate(max_new_tokens=max_new_tokens)
     facts = _facts(result)
     typer.echo(answer)
@@ -113,6 +118,27 @@ def compress(
     if json_out is not None:
         record = {"answer": answer, "model": model, "pipeline": chosen.to_dict(), **facts}
         write_atomically(json_out, (json.dumps(record, indent=2) + "\n").encode())
+
+
+@app.command()
+def generate(
+    cache: Annotated[Path, typer.Argument(help="What gracekv compress --save wrote.")],
+    model: Annotated[
+        str, typer.Option(help="The model it was made with: 'smollm2', or a name or folder.")
+    ],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Answer a saved prompt's question again, without reading its context."""
+    from gracekv.cache.store import read_header
+
+    # A file that is no cache is told apart before a model is loaded.
+    read_header(cache)
+    loaded, tokenizer = _load_model(model, dtype)
+    answer = gracekv.load(cache, loaded, tokenizer=tokenizer).generate(
+        max_new_tokens=max_new_tokens
+    )
+    typer.echo(answer if isinstance(answer, str) else "\n\n".join(answer))
 
 
 @app.command("list")
