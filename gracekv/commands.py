@@ -181,25 +181,9 @@ def list_(
 
 
 def _load_model(name: str, dtype: str) -> tuple[Any, Any]:
-    import torch
+    from gracekv.hf.loading import load_model
 
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in dtypes:
-        raise ConfigError(f"dtype takes one of {', '.join(dtypes)}; got {dtype!r}.")
-    if name == "smollm2":
-        from gracekv.hf.smollm2 import load_smollm2
-
-        return load_smollm2(dtypes[dtype])
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtypes[dtype])
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"Cannot load the model {name!r}: {error} For the embedded one use --model smollm2."
-        ) from error
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    return load_model(name, dtype)
 
 
 def _facts(result: CompressionResult) -> dict[str, Any]:

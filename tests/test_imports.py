@@ -22,6 +22,18 @@ KNOWS = {
     | {"gracekv.files"},
     "backends": {"gracekv.cache.base"},
     "recipes": set(),
+    # Benchmarks use gracekv as its users do; no stage's inside.
+    "evaluate": {
+        "gracekv.allocate",
+        "gracekv.cache",
+        "gracekv.compress_prefill",
+        "gracekv.config",
+        "gracekv.files",
+        "gracekv.hf",
+        "gracekv.pipeline",
+        "gracekv.prefill",
+        "gracekv.recipes",
+    },
 }
 HEAVY = {"transformers", "triton", "matplotlib", "accelerate"}
 
