@@ -205,6 +205,8 @@ def test_a_plan_serves_all_steps_of_one_shape_and_then_makes_room():
     assert not torch.equal(swapped.gather, first.gather)
     assert prepared.plan((2, 6, 1), torch.tensor([1, 0])) is swapped
     assert prepared.held_bytes == swapped.held_bytes
+    back = prepared.plan((2, 6, 1), torch.tensor([0, 1]))
+    assert torch.equal(back.gather, first.gather)
 
 
 def test_even_heads_without_multiplicities_hold_no_bias():
