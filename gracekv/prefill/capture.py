@@ -52,7 +52,8 @@ def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
         needs: what to keep beyond keys and values; default: `EVERYTHING`. The queries of every
             position (`context_queries`) are the large part: L*H*T*d numbers of the model's dtype,
             H/(2G) times the memory of keys and values together. Without them the queries of the
-            direct probes and of the last 32 positions of prompt and context stay.
+            direct probes and of the last 32 positions of prompt and context stay, or of as many
+            as `last_queries` asks for.
 
     Raises:
         UnsupportedModelError: the model breaks an assumption, has a sliding window that does not
