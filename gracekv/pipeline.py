@@ -260,7 +260,7 @@ class Pipeline(Configurable):
             utility=frontier.utility,
             bound=frontier.bound,
         )
-        timings = Timings(**prefill.seconds, **clock.seconds)
+        timings = Timings(**prefill.seconds_for(self.needs()), **clock.seconds)
         return Run(plan, partition, relevance, forest, frontier, cache, accounting, timings)
 
     def _prunes(self, quota: Tensor | None) -> bool:
@@ -291,7 +291,7 @@ def _full(prefill: Prefill, plan: BudgetPlan) -> Run:
         metadata_bytes=cache.metadata_bytes,
         full_bytes=_full_bytes(prefill),
     )
-    timings = Timings(**prefill.seconds, **clock.seconds)
+    timings = Timings(**prefill.seconds_for(Needs()), **clock.seconds)
     return Run(plan, None, None, None, None, cache, accounting, timings)
 
 

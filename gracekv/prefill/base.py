@@ -171,6 +171,18 @@ class Prefill:
         """Bytes of one K/V pair."""
         return 2 * self.head_dim * self.keys[0].element_size()
 
+    def seconds_for(self, needs: Needs) -> dict[str, float]:
+        """Seconds of the forward pass and of what was captured for `needs`.
+
+        A prefill that serves several pipelines holds more; none of them pays for another's.
+        """
+        asked = {
+            "surprisal": needs.surprisal,
+            "projections": needs.head_outputs,
+            "reconstruction": needs.reconstruction,
+        }
+        return {part: taken for part, taken in self.seconds.items() if asked.get(part, True)}
+
     def queries_at(self, layer: int, positions: Sequence[int] | Tensor) -> Tensor:
         """[H, P, d] queries of `layer` at absolute `positions`.
 

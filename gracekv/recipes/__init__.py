@@ -136,6 +136,11 @@ RECIPES: dict[str, Recipe] = {
         "Kim et al. 2025, arXiv:2505.23416; runs the model a second time, the question is not read",
         {**_RIVAL, "value": "kvzip_two_pass", "quota": "global"},
     ),
+    "scissorhands": Recipe(
+        "Tokens by how many of the last 400 queries pay them at least uniform attention",
+        "Liu et al. 2023, arXiv:2305.17118; once after prefill, equal shares",
+        {**_RIVAL, "value": "scissorhands"},
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from gracekv.value.multi_hop import MultiHop
 from gracekv.value.none import NoSensitivity
 from gracekv.value.output_projection import OutputProjection
 from gracekv.value.recency import Recency
+from gracekv.value.scissorhands import Scissorhands
 from gracekv.value.window_attention import WindowAttention
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "OutputProjection",
     "Recency",
     "Relevance",
+    "Scissorhands",
     "Scorer",
     "Sensitivity",
     "TokenScores",

@@ -78,7 +78,10 @@ def test_each_head_keeps_its_best_tokens(name, prefill, ratio):
         assert run.accounting.recent == max(1, share // 2)
 
 
-EQUAL = ("streaming-llm", "h2o", "h2o-half", "snapkv", "chunkkv", "cam", "expected-attention")
+EQUAL = (
+    "streaming-llm", "h2o", "h2o-half", "snapkv", "chunkkv", "cam", "expected-attention",
+    "scissorhands",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RIVALS)
