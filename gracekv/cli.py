@@ -17,7 +17,9 @@ def main() -> None:
             f"pip install 'gracekv[cli]'"
         )
     from gracekv.commands import app
+    from gracekv.evaluate.commands import register
 
+    register(app)
     try:
         app(prog_name="gracekv")
     except GracekvError as error:

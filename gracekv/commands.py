@@ -79,6 +79,9 @@ def compress(
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Also write everything to this file.")
     ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Also write the compressed cache, for gracekv generate.")
+    ] = None,
 ) -> None:
     """Compress one prompt's cache and answer a question over what is left."""
     text = read_text(context)
@@ -99,6 +102,8 @@ def compress(
         kv_bytes=kv_bytes,
         pipeline=chosen,
     )
+    if save is not None:
+        result.save(save)
     answer = result.generate(max_new_tokens=max_new_tokens)
     facts = _facts(result)
     typer.echo(answer)
@@ -113,6 +118,27 @@ def compress(
     if json_out is not None:
         record = {"answer": answer, "model": model, "pipeline": chosen.to_dict(), **facts}
         write_atomically(json_out, (json.dumps(record, indent=2) + "\n").encode())
+
+
+@app.command()
+def generate(
+    cache: Annotated[Path, typer.Argument(help="What gracekv compress --save wrote.")],
+    model: Annotated[
+        str, typer.Option(help="The model it was made with: 'smollm2', or a name or folder.")
+    ],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+) -> None:
+    """Answer a saved prompt's question again, without reading its context."""
+    from gracekv.cache.store import read_header
+
+    # A file that is no cache is told apart before a model is loaded.
+    read_header(cache)
+    loaded, tokenizer = _load_model(model, dtype)
+    answer = gracekv.load(cache, loaded, tokenizer=tokenizer).generate(
+        max_new_tokens=max_new_tokens
+    )
+    typer.echo(answer if isinstance(answer, str) else "\n\n".join(answer))
 
 
 @app.command("list")
@@ -136,42 +162,28 @@ def list_(
         )
     console = Console()
 
-    def show(title: str, rows: dict[str, str]) -> None:
+    def show(title: str, rows: list[tuple[str, ...]]) -> None:
         table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=False)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for name, line in rows.items():
-            table.add_row(name, line)
+        for row in rows:
+            table.add_row(*row)
         console.print(table)
 
     if not recipes:
         for title, rows in stages.items():
             if stage in (None, title):
-                show(title, rows)
+                show(title, list(rows.items()))
     if recipes or stage is None:
-        show("recipes", {name: named.describe(name) for name in named.names()})
+        # Their sources in a column of their own.
+        lines = named.RECIPES.items()
+        show("recipes", [(name, recipe.summary, recipe.source) for name, recipe in lines])
 
 
 def _load_model(name: str, dtype: str) -> tuple[Any, Any]:
-    import torch
+    from gracekv.hf.loading import load_model
 
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if dtype not in dtypes:
-        raise ConfigError(f"dtype takes one of {', '.join(dtypes)}; got {dtype!r}.")
-    if name == "smollm2":
-        from gracekv.hf.smollm2 import load_smollm2
-
-        return load_smollm2(dtypes[dtype])
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtypes[dtype])
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"Cannot load the model {name!r}: {error} For the embedded one use --model smollm2."
-        ) from error
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    return load_model(name, dtype)
 
 
 def _facts(result: CompressionResult) -> dict[str, Any]:

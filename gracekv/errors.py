@@ -45,6 +45,10 @@ class CacheError(GracekvError):
     """The compressed cache was used in a way that would give wrong answers."""
 
 
+class SavedCacheError(GracekvError, ValueError):
+    """A saved cache's file is damaged, of an unknown format, or of another model."""
+
+
 class BackendUnavailableError(GracekvError):
     """The attention backend asked for cannot run on this machine."""
 
@@ -55,3 +59,7 @@ class MissingDependencyError(GracekvError, ImportError):
 
 class LengthWarning(UserWarning):
     """The prompt is longer than what the model was made for, or close to where its cache ends."""
+
+
+class TaskError(GracekvError, ValueError):
+    """A benchmark task is unknown, does not fit the length asked for, or lacks its data."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gracekv.errors import ConfigError
@@ -19,11 +21,22 @@ def read_text(path: Path) -> str:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that is either complete or not there; makes its folder."""
+    with replacing(path) as scratch:
+        scratch.write_bytes(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """An empty file beside `path` to write to; it takes `path`'s place when the block ends well.
+
+    Makes the folder. If the block raises, `path` is as it was and the other file is gone.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(handle)
+    scratch = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        yield scratch
         # mkstemp makes files private; results are ordinary files.
         os.chmod(scratch, 0o644)
         os.replace(scratch, path)

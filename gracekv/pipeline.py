@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -38,10 +35,11 @@ from gracekv.cache import (
     RaggedLayer,
     Timings,
 )
-from gracekv.errors import UnknownStrategyError
+from gracekv.errors import ShapeError, UnknownStrategyError
 from gracekv.prefill import Needs, Prefill
 from gracekv.registry import Configurable, Registry, suggestion
 from gracekv.segment import SEGMENTERS, Curvature, CurvatureDP, Partition, Segmenter
+from gracekv.timing import StageClock
 from gracekv.tree import (
     DISTORTIONS,
     REFINERS,
@@ -180,26 +178,38 @@ class Pipeline(Configurable):
         """Some stage reads the attention that each prompt position received in all."""
         return self.quota.uses_columns or self.pack.uses_columns
 
-    def run(self, prefill: Prefill, budget: Budget) -> Run:
-        """Compress one prefill: segment, value, tree, allocate, pack.
-
-        The paper's two flows: worth rises from tokens to roots, budget falls from roots to leaves.
-        Raises `BudgetError` if the budget is too small, `MissingCaptureError` if the prefill was
-        captured for another pipeline.
-        """
-        plan = budget.plan(
+    def plan(self, prefill: Prefill, budget: Budget) -> BudgetPlan:
+        """What `budget` comes to for this prefill; raises `BudgetError` if it is too small."""
+        return budget.plan(
             layers=prefill.layers,
             heads=prefill.kv_heads,
             context=prefill.spans.context_length,
             entry_bytes=prefill.entry_bytes,
             window=self.window,
         )
+
+    def run(self, prefill: Prefill, budget: Budget, partition: Partition | None = None) -> Run:
+        """Compress one prefill: segment, value, tree, allocate, pack.
+
+        The paper's two flows: worth rises from tokens to roots, budget falls from roots to leaves.
+        With `partition`, slots that were found before for the same region, nothing is segmented.
+
+        Raises `BudgetError` if the budget is too small, `MissingCaptureError` if the prefill was
+        captured for another pipeline, `ShapeError` if `partition` covers another region.
+        """
+        plan = self.plan(prefill, budget)
         if self.keep_all or plan.keeps_all:
             return _full(prefill, plan)
-        clock = _Clock(prefill.keys[0].device)
+        clock = StageClock(prefill.keys[0].device)
         region = prefill.spans.region(plan.recent)
         with clock("segment"):
-            partition = self.segment(prefill, region)
+            if partition is None:
+                partition = self.segment(prefill, region)
+        if partition.region != region:
+            raise ShapeError(
+                f"The partition covers {partition.region}, this prompt and budget leave {region} "
+                f"to compress. Segment again, or keep context and budget the same."
+            )
         with clock("value"):
             scores = self.value(prefill, region)
             relevance = Relevance(scores.tokens, scores.evidence, self.sensitivity(prefill))
@@ -250,7 +260,7 @@ class Pipeline(Configurable):
             utility=frontier.utility,
             bound=frontier.bound,
         )
-        timings = Timings(**prefill.seconds, **clock.seconds)
+        timings = Timings(**prefill.seconds_for(self.needs()), **clock.seconds)
         return Run(plan, partition, relevance, forest, frontier, cache, accounting, timings)
 
     def _prunes(self, quota: Tensor | None) -> bool:
@@ -259,7 +269,7 @@ class Pipeline(Configurable):
 
 def _full(prefill: Prefill, plan: BudgetPlan) -> Run:
     """Every token as it is."""
-    clock = _Clock(prefill.keys[0].device)
+    clock = StageClock(prefill.keys[0].device)
     covered = prefill.spans.length - 1
     with clock("pack"):
         cache = RaggedCache(
@@ -281,27 +291,9 @@ def _full(prefill: Prefill, plan: BudgetPlan) -> Run:
         metadata_bytes=cache.metadata_bytes,
         full_bytes=_full_bytes(prefill),
     )
-    timings = Timings(**prefill.seconds, **clock.seconds)
+    timings = Timings(**prefill.seconds_for(Needs()), **clock.seconds)
     return Run(plan, None, None, None, None, cache, accounting, timings)
 
 
 def _full_bytes(prefill: Prefill) -> int:
     return prefill.layers * prefill.kv_heads * (prefill.spans.length - 1) * prefill.entry_bytes
-
-
-class _Clock:
-    """Wall seconds by stage; waits for the GPU, so that a stage pays for its own work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds: dict[str, float] = {}
-        self._wait: Callable[[], None] = (
-            (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else (lambda: None)
-        )
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        self._wait()
-        start = time.perf_counter()
-        yield
-        self._wait()
-        self.seconds[stage] = time.perf_counter() - start

@@ -28,7 +28,8 @@ class Rope:
         cos: [T, d_rot] float32, the two halves of d_rot alike (Hugging Face layout).
         sin: [T, d_rot] float32.
 
-    Only the first d_rot of a head's d features rotate (partial rotary if d_rot < d).
+    Only the first d_rot of a head's d features rotate (partial rotary if d_rot < d). The table may
+    lie on another device than what it rotates.
     """
 
     cos: Tensor
@@ -56,17 +57,21 @@ class Rope:
 
         The result is written to `out` [..., n, d] if given; it must not overlap x.
         """
-        cos, sin = self._at(positions, x.dtype)
+        cos, sin = self._at(positions, x)
         return _apply(x, cos, sin, torch.empty_like(x) if out is None else out)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """R(t)^-1 x, the key before rotation; shapes as in `rotate`."""
-        cos, sin = self._at(positions, x.dtype)
+        cos, sin = self._at(positions, x)
         norm = cos * cos + sin * sin
         return _apply(x, cos / norm, -sin / norm, torch.empty_like(x))
 
-    def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self.cos[positions].to(dtype), self.sin[positions].to(dtype)
+    def _at(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the table, on x's device and in its dtype."""
+        # A sharded model has one table and layers on several devices.
+        positions = positions.to(self.cos.device)
+        cos, sin = self.cos[positions], self.sin[positions]
+        return cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
 
 
 def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:

@@ -1,5 +1,11 @@
-"""Settings that hold for every test."""
+"""Settings that hold for every test, and the other library that some compare with."""
 
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # torch's first call exceeds hypothesis's deadline; ours are proofs, not stopwatches.
@@ -7,3 +13,25 @@ settings.register_profile(
     "gracekv", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("gracekv")
+
+
+@pytest.fixture(scope="session")
+def kvpress_module():
+    """A function: one module of the installed kvpress, such as "presses.snapkv_press".
+
+    kvpress as a whole patches transformers' attention when it is imported and asks for an older
+    transformers; single modules need neither, so its packages are stood in for by empty ones.
+    """
+    found = importlib.util.find_spec("kvpress")
+    if found is None:
+        pytest.skip("kvpress is not installed: pip install --no-deps kvpress==0.5.5")
+    before = {name for name in sys.modules if name.partition(".")[0] == "kvpress"}
+    for name in ("kvpress", "kvpress.presses"):
+        package = ModuleType(name)
+        inside = name.split(".")[1:]
+        package.__path__ = ["/".join([root, *inside]) for root in found.submodule_search_locations]
+        sys.modules.setdefault(name, package)
+    yield lambda name: importlib.import_module(f"kvpress.{name}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kvpress"]:
+        if name not in before:
+            del sys.modules[name]

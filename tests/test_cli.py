@@ -46,6 +46,9 @@ class FakeResult:
     def generate(self, max_new_tokens=64, **kwargs):
         return f"{max_new_tokens} tokens"
 
+    def save(self, path):
+        path.write_text("entries")
+
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -75,7 +78,14 @@ def story(tmp_path):
 
 def test_version_and_help(run):
     assert run("--version") == (0, f"gracekv {gracekv.__version__}\n", "")
-    for argv in (["-h"], ["--help"], ["compress", "-h"], ["demo", "-h"], ["list", "-h"]):
+    for argv in (
+        ["-h"],
+        ["--help"],
+        ["compress", "-h"],
+        ["demo", "-h"],
+        ["generate", "-h"],
+        ["list", "-h"],
+    ):
         status, out, _ = run(*argv)
         assert status == 0
         assert "Usage" in out
@@ -119,13 +129,24 @@ def test_list_one_stage_or_the_recipes(run):
     assert "greedy_heap" not in out
 
 
+def test_list_says_what_each_recipe_is_and_where_it_comes_from(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    _, out, _ = run("list", "--recipes")
+    lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    for name, recipe in recipes.RECIPES.items():
+        assert recipe.summary in lines[name]
+        assert recipe.source in lines[name]
+
+
 def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
     target = tmp_path / "new" / "out.json"
     status, out, err = run(
         "compress", "--model", "smollm2", "--context", story, "--question", "Why?",
         "--instruction", "Read.", "--max-new-tokens", 5, "--dtype", "bfloat16", "--json", target,
+        "--save", tmp_path / "saved",
     )  # fmt: skip
     assert (status, out) == (0, "5 tokens\n")
+    assert (tmp_path / "saved").read_text() == "entries"
     assert "kept 60 of 120 context entries (budget 15)" in err
     assert "compression 0.75 s" in err
     (call,) = calls
@@ -150,6 +171,43 @@ def test_other_budgets_replace_the_ratio(run, calls, story):
         (None, 64, None),
         (None, None, "64MiB"),
     ]
+
+
+def test_a_saved_cache_is_generated_from(run, tmp_path, monkeypatch):
+    """With a real model, tiny: what `generate` prints is what the result says."""
+    from gracekv.testing.models import tiny_llama
+
+    class Numbers:
+        def decode(self, ids, skip_special_tokens):
+            return " ".join(map(str, ids.tolist()))
+
+        def get_vocab(self):
+            return {str(i): i for i in range(97)}
+
+    model, tokenizer, path = tiny_llama(), Numbers(), tmp_path / "cache"
+    monkeypatch.setattr(commands, "_load_model", lambda name, dtype: (model, tokenizer))
+    prompts = [
+        gracekv.Prompt.from_ids(torch.arange(n) % 97, (2, n - 9), tokenizer=tokenizer)
+        for n in (80, 120)
+    ]
+    one = gracekv.compress(model, prompts[0], ratio=2)
+    one.save(path)
+    assert run("generate", path, "--model", "m", "--max-new-tokens", 5) == (
+        0,
+        one.generate(5) + "\n",
+        "",
+    )
+    both = gracekv.compress(model, prompts, ratio=2)
+    both.save(path)
+    _, out, _ = run("generate", path, "--model", "m", "--max-new-tokens", 5)
+    assert out == "\n\n".join(both.generate(5)) + "\n"
+
+
+def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(run, story, monkeypatch):
+    monkeypatch.setattr(commands, "_load_model", lambda name, dtype: pytest.fail("loaded"))
+    status, _, err = run("generate", story, "--model", "m")
+    assert status == 2
+    assert "SavedCacheError: Cannot read the saved cache" in err
 
 
 BAD = [

@@ -18,9 +18,22 @@ KNOWS = {
     "tree": {"gracekv.prefill", "gracekv.segment", "gracekv.value"},
     "allocate": {"gracekv.tree.base"},
     # The packer reads the nodes and merges their tokens by the trees' own rule.
-    "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"},
+    "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"}
+    | {"gracekv.files"},
     "backends": {"gracekv.cache.base"},
     "recipes": set(),
+    # Benchmarks use gracekv as its users do; no stage's inside.
+    "evaluate": {
+        "gracekv.allocate",
+        "gracekv.cache",
+        "gracekv.compress_prefill",
+        "gracekv.config",
+        "gracekv.files",
+        "gracekv.hf",
+        "gracekv.pipeline",
+        "gracekv.prefill",
+        "gracekv.recipes",
+    },
 }
 HEAVY = {"transformers", "triton", "matplotlib", "accelerate"}
 

@@ -268,3 +268,17 @@ def test_captures_that_no_stage_needs_may_be_missing() -> None:
         query_positions=probes,
     )
     assert same_entries(pipeline.run(full, Budget.ratio(4)), pipeline.run(lean, Budget.ratio(4)))
+
+
+def test_no_pipeline_pays_for_what_another_captured() -> None:
+    seconds = {"prefill": 1.0, "surprisal": 2.0, "projections": 4.0, "reconstruction": 8.0}
+    prefill = dataclasses.replace(synthetic_prefill(context=150), seconds=seconds)
+
+    def captured(recipe: str, ratio: int = 4) -> float:
+        timings = Pipeline.named(recipe).run(prefill, Budget.ratio(ratio)).timings.as_dict()
+        return sum(timings[part] for part in seconds)
+
+    assert captured("gracekv") == 7.0
+    assert captured("h2o") == 1.0
+    assert captured("kvzip-two-pass") == 9.0
+    assert captured("fullkv") == captured("kvzip-two-pass", ratio=1) == 1.0

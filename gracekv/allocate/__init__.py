@@ -3,6 +3,7 @@
 from gracekv.allocate.adaptive_heads import AdaptiveHeads
 from gracekv.allocate.base import ALLOCATORS, FLOORS, QUOTAS, Allocator, Floor, Frontier, Quota
 from gracekv.allocate.budget import Budget, BudgetPlan, RecentWindow
+from gracekv.allocate.density import Density
 from gracekv.allocate.exact_dp import ExactDP
 from gracekv.allocate.global_ import Global
 from gracekv.allocate.greedy import Greedy
@@ -22,6 +23,7 @@ __all__ = [
     "Allocator",
     "Budget",
     "BudgetPlan",
+    "Density",
     "ExactDP",
     "Floor",
     "Frontier",

@@ -1,4 +1,4 @@
-"""The floor straight from the equations: loops, float64, no tricks.
+"""Floor and quotas straight from the equations: loops, float64, exact fractions, no tricks.
 
 The auction's reference is a strategy of its own, `greedy_heap`.
 """
@@ -12,6 +12,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from gracekv.allocate.adaptive_heads import AdaptiveHeads
 from gracekv.allocate.base import Frontier
 from gracekv.allocate.budget import BudgetPlan
 from gracekv.allocate.singleton import Singleton
@@ -108,3 +109,36 @@ def _exact_node(forest: Forest, layer: int, head: int, position: int) -> int | N
         if same_head and inside and exact:
             return node
     return None
+
+
+def adaptive_heads(quota: AdaptiveHeads, tokens: Tensor, plan: BudgetPlan) -> list[list[int]]:
+    """What `AdaptiveHeads` returns, [L][G]."""
+    floor, units = Fraction(str(quota.floor)), plan.layers * plan.heads
+    result = []
+    for layer in range(plan.layers):
+        flat = range(layer * plan.heads, (layer + 1) * plan.heads)
+        pool = sum(plan.base // units + (unit < plan.base % units) for unit in flat)
+        rows = tokens[layer].double().tolist()
+        ranked = sorted((-score, g, t) for g, row in enumerate(rows) for t, score in enumerate(row))
+        if quota.rule == "safeguard":
+            held = pool // plan.heads + plan.recent
+            sure = max(math.floor(floor * held), 1 if floor > 0 else 0) - plan.recent
+            own = [
+                sorted((-score, g, t) for t, score in enumerate(rows[g])) for g in range(len(rows))
+            ]
+            safe = [token for row in own for token in row[: max(sure, 0)]]
+            ranked = safe + [token for token in ranked if token not in safe]
+            winners = [g for _, g, _ in ranked[:pool]]
+            result.append([winners.count(g) for g in range(plan.heads)])
+            continue
+        winners = [g for _, g, _ in ranked[:pool]]
+        wanted = [
+            (1 - floor) * winners.count(g) + floor * Fraction(pool, plan.heads)
+            for g in range(plan.heads)
+        ]
+        shares = [math.floor(share) for share in wanted]
+        rest = sorted(range(plan.heads), key=lambda g: (shares[g] - wanted[g], g))
+        for g in rest[: pool - sum(shares)]:
+            shares[g] += 1
+        result.append(shares)
+    return result

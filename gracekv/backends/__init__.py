@@ -4,5 +4,6 @@ from gracekv.backends.auto import Auto
 from gracekv.backends.base import BACKENDS, Backend, Partial, combine
 from gracekv.backends.eager import Eager
 from gracekv.backends.sdpa import Sdpa
+from gracekv.backends.triton import Triton
 
-__all__ = ["BACKENDS", "Auto", "Backend", "Eager", "Partial", "Sdpa", "combine"]
+__all__ = ["BACKENDS", "Auto", "Backend", "Eager", "Partial", "Sdpa", "Triton", "combine"]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, Backend, Partial
+from gracekv.backends.triton import Triton
 from gracekv.cache.base import RaggedLayer
 
-# Fastest first; a backend that is not registered (its package is missing) is passed over.
+# Fastest first; one that cannot run there is passed over.
 _PREFERRED = {"cuda": ("triton", "sdpa")}
 _ELSEWHERE = ("sdpa",)
 
@@ -38,22 +39,34 @@ class Auto(Backend):
     Source: ours.
     """
 
-    def pick(self, device: torch.device) -> Backend:
-        """The backend for caches on `device`."""
-        names = _PREFERRED.get(device.type, _ELSEWHERE)
-        return BACKENDS.build(next(name for name in names if name in BACKENDS))
+    def pick(
+        self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
+    ) -> Backend:
+        """The backend for caches on `device`, with heads of dimension `dim` in `dtype`."""
+        for name in _PREFERRED.get(device.type, _ELSEWHERE):
+            backend = BACKENDS.build(name)
+            if not isinstance(backend, Triton) or backend.obstacle(device, dtype, dim) is None:
+                break
+        return backend
 
     def describe(self, device: torch.device | str) -> str:
-        """What would be used on `device`, as one line."""
-        backend = self.pick(torch.device(device))
-        return f"auto -> {backend.name} on {device}: {backend.summary()}"
+        """What would be used on `device`, and why not something faster, as one line."""
+        device = torch.device(device)
+        backend = self.pick(device)
+        line = f"auto -> {backend.name} on {device}: {backend.summary()}"
+        if backend.name != "triton" and "triton" in _PREFERRED.get(device.type, ()):
+            line += f" Not triton: {Triton().obstacle(device)}"
+        return line
 
     def prepare(self, layer: RaggedLayer) -> Chosen:
-        backend = self.pick(layer.keys.device)
+        backend = self.pick(layer.keys.device, layer.keys.dtype, layer.keys.shape[-1])
         return Chosen(backend, backend.prepare(layer))
 
     def held_bytes(self, prepared: Chosen) -> int:
         return prepared.backend.held_bytes(prepared.prepared)
+
+    def warm(self, prepared: Chosen, query_heads: int) -> None:
+        prepared.backend.warm(prepared.prepared, query_heads)
 
     def packed(
         self, query: Tensor, prepared: Chosen, scale: float, rows: Tensor | None = None
@@ -63,4 +76,17 @@ class Auto(Backend):
     def tail(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
     ) -> Partial:
-        return self.pick(query.device).tail(query, keys, values, mask, scale)
+        backend = self.pick(query.device, query.dtype, query.shape[-1])
+        return backend.tail(query, keys, values, mask, scale)
+
+    def __call__(
+        self,
+        query: Tensor,
+        prepared: Chosen,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        return prepared.backend(query, prepared.prepared, keys, values, mask, scale, rows)

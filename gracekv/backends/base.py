@@ -79,6 +79,12 @@ class Backend(Strategy, abc.ABC):
     def held_bytes(self, prepared: Any) -> int:
         """Bytes that `prepared` holds beside the packed tensors (padding, copies)."""
 
+    def warm(self, prepared: Any, query_heads: int) -> None:
+        """Build ahead what a step of one token for each sequence will hold; nothing by default.
+
+        `held_bytes` then says what decoding holds. `query_heads` is H.
+        """
+
     @abc.abstractmethod
     def packed(
         self, query: Tensor, prepared: Any, scale: float, rows: Tensor | None = None

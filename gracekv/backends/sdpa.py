@@ -1,4 +1,4 @@
-"""Padded attention with torch's fused CPU kernel, or plain batched matrix products elsewhere.
+"""Attention with torch's fused CPU kernel, or plain batched matrix products elsewhere.
 
 Every new token sees every packed entry, so the query heads of a group, the new tokens and all
 continuations fold into the rows of one product per KV head: keys are read once, never repeated.
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, Backend, Partial, sequence_of_row
 from gracekv.backends.eager import additive_mask
+from gracekv.backends.windows import Plan, Windows
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError, ConfigError
 
@@ -23,38 +23,21 @@ from gracekv.errors import BackendUnavailableError, ConfigError
 _TAIL_LOGITS = 1 << 22
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Padded:
-    """One layer with its heads padded to the longest.
-
-    Attributes:
-        keys: [S, G, E_max, d]; unused places hold 0.
-        values: [S, G, E_max, d].
-        bias: float32 [S, G, 1, E_max], log multiplicity, -inf in unused places; None if all are 0.
-        empty: bool [S, G, 1], heads without entries; None if there is none.
-        copied: whether keys and values are copies (False: views of the packed tensors).
-    """
-
-    keys: Tensor
-    values: Tensor
-    bias: Tensor | None
-    empty: Tensor | None
-    copied: bool
-
-
 @final
 @BACKENDS.register("sdpa")
 @dataclass(frozen=True, slots=False)
 class Sdpa(Backend):
-    """Heads padded to the longest; fused attention on the CPU, matrix products elsewhere.
+    """Equal windows over the packed entries; fused attention on the CPU, matrix products elsewhere.
 
-    Source: ours.
+    Source: ours; splitting the keys and combining by log-sum-exp is flash decoding's idea.
 
     Attributes:
         kernel: "fused" is torch's CPU flash attention, which also returns the log-sum-exp; "plain"
             is two matrix products in float32, on any device; "auto" takes "fused" on the CPU.
 
-    The padded copy is built once per layer; heads of equal length are used in place, without one.
+    Keys and values are never copied or padded. A few queries per head read them through
+    `Windows`, whose index and bias are built at the first step and held; many (a long turn) go
+    head by head.
     """
 
     kernel: Literal["auto", "fused", "plain"] = "auto"
@@ -65,53 +48,100 @@ class Sdpa(Backend):
                 f"Sdpa.kernel takes one of 'auto', 'fused', 'plain'; got {self.kernel!r}."
             )
 
-    def prepare(self, layer: RaggedLayer) -> Padded:
+    def prepare(self, layer: RaggedLayer) -> Windows:
         self._fused(layer.keys.device)
-        lengths, heads, device = layer.lengths, layer.heads, layer.keys.device
-        lengths = lengths.view(layer.sequences, heads)
-        longest = int(lengths.max())
-        shape = (*lengths.shape, longest, layer.keys.shape[-1])
-        even = bool((lengths == longest).all())
-        if even:
-            keys = layer.keys.view(shape)
-            values = layer.values.view(shape)
-            bias = layer.log_multiplicity.view(*lengths.shape, 1, longest)
-        else:
-            used = (torch.arange(longest) < lengths[..., None]).to(device)
-            keys, values = layer.keys.new_zeros(shape), layer.values.new_zeros(shape)
-            keys[used], values[used] = layer.keys, layer.values
-            bias = torch.full((*lengths.shape, 1, longest), -math.inf, device=device)
-            bias[:, :, 0][used] = layer.log_multiplicity
-        empty = (lengths == 0).to(device)[..., None] if bool((lengths == 0).any()) else None
-        return Padded(keys, values, bias if bool((bias != 0).any()) else None, empty, not even)
+        return Windows(layer)
 
-    def held_bytes(self, prepared: Padded) -> int:
-        held = [prepared.empty]
-        if prepared.copied:
-            held += [prepared.keys, prepared.values, prepared.bias]
-        return sum(t.numel() * t.element_size() for t in held if t is not None)
+    def held_bytes(self, prepared: Windows) -> int:
+        return prepared.held_bytes
+
+    def warm(self, prepared: Windows, query_heads: int) -> None:
+        layer = prepared.layer
+        prepared.plan((layer.sequences, query_heads, 1), None)
+
+    def __call__(
+        self,
+        query: Tensor,
+        prepared: Windows,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        plan = prepared.plan(query.shape[:3], rows) if query.shape[2] == 1 else None
+        if plan is None:
+            return super().__call__(query, prepared, keys, values, mask, scale, rows)
+        # What `packed`, `tail` and `combine` do one after the other, in half as many calls: at a
+        # few hundred entries a head, calls are what a step costs.
+        batch, groups, length, dim = keys.shape
+        folded = query.reshape(batch, groups, -1, dim)
+        bias = None if mask is None else additive_mask(mask, 1, length, query.device)
+        tail_output, tail_lse = self._attend(folded, keys, values, bias, scale)
+        if bias is not None:
+            tail_lse = tail_lse.masked_fill((bias == -math.inf).all(dim=-1), -math.inf)
+        output, lse = self._window_parts(query, plan, scale)
+        # [B, n, G] is how the fused kernel lays its output out, so nothing is copied here.
+        lse = torch.cat([lse, plan.blank_lse, tail_lse.mT.reshape(-1)])
+        tail_output = tail_output.transpose(1, 2).reshape(-1, dim)
+        output = torch.cat([output, plan.blank_output, tail_output])
+        weights = torch.softmax(torch.take(lse, plan.slots), dim=-1)
+        if bias is not None and not plan.complete:
+            # A head without entries whose query sees nothing of the tail either.
+            weights = weights.nan_to_num(nan=0.0)
+        return _mixed(weights, output, plan.slots).view(query.shape)
 
     def packed(
-        self, query: Tensor, prepared: Padded, scale: float, rows: Tensor | None = None
+        self, query: Tensor, prepared: Windows, scale: float, rows: Tensor | None = None
     ) -> Partial:
-        batch, heads, tokens, _ = query.shape
-        sequences, groups = prepared.keys.shape[:2]
-        keys, values, bias, empty = prepared.keys, prepared.values, prepared.bias, prepared.empty
-        of_row = sequence_of_row(rows, batch, sequences, query.device)
-        if rows is not None and sequences > 1:
-            keys, values = keys[of_row], values[of_row]
-            bias = None if bias is None else bias[of_row]
-            empty = None if empty is None else empty[of_row]
-            sequences = batch
-        folded = rearrange(query, "(s b) (g n) t d -> s g (b n t) d", s=sequences, g=groups)
-        output, lse = self._attend(folded, keys, values, bias, scale)
-        if empty is not None:
-            lse = lse.masked_fill(empty, -math.inf)
-        axes = {"b": batch // sequences, "n": heads // groups, "t": tokens}
-        return Partial(
-            rearrange(output, "s g (b n t) d -> (s b) (g n) t d", **axes),
-            rearrange(lse, "s g (b n t) -> (s b) (g n) t", **axes),
-        )
+        plan = prepared.plan(query.shape[:3], rows)
+        if plan is None:
+            return self._head_by_head(query, prepared.layer, scale, rows)
+        output, lse = self._window_parts(query, plan, scale)
+        slots = plan.slots[:, 1:]
+        parts = torch.take(torch.cat([lse, plan.blank_lse]), slots)
+        total = torch.logsumexp(parts, dim=-1, keepdim=True)
+        weights = (parts - torch.where(total == -math.inf, 0.0, total)).exp()
+        output = _mixed(weights, torch.cat([output, plan.blank_output]), slots)
+        return Partial(output.view(query.shape), total.view(query.shape[:3]))
+
+    def _window_parts(self, query: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:
+        """Output [C * R, d] and lse [C * R] of every window row."""
+        dim = query.shape[-1]
+        # `embedding` is an index_select that keeps the index's shape.
+        folded = torch.embedding(query.reshape(-1, dim), plan.gather)
+        output, lse = self._attend(folded, plan.keys, plan.values, plan.bias, scale)
+        return output.view(-1, dim), lse.view(-1)
+
+    def _head_by_head(
+        self, query: Tensor, layer: RaggedLayer, scale: float, rows: Tensor | None
+    ) -> Partial:
+        """For so many queries a head that each call of the loop is long by itself."""
+        batch, heads, tokens, dim = query.shape
+        group = heads // layer.heads
+        of_row = sequence_of_row(rows, batch, layer.sequences, query.device)
+        threads = torch.get_num_threads() if self._fused(query.device) else 1
+        output = query.new_zeros(query.shape)
+        lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+        for sequence in range(layer.sequences):
+            mine = (of_row == sequence).nonzero()[:, 0]
+            folded = len(mine) * group * tokens
+            # The kernel gives each thread whole blocks of queries; few queries are one block.
+            split = max(m for m in range(1, threads + 1) if folded % m == 0)
+            for head in range(layer.heads if folded else 0):
+                keys, values, _, log_multiplicity = layer.head(head, sequence)
+                at = slice(head * group, (head + 1) * group)
+                part, total = self._attend(
+                    query[mine, at].reshape(1, split, folded // split, dim),
+                    keys.expand(1, split, -1, -1),
+                    values.expand(1, split, -1, -1),
+                    log_multiplicity.expand(1, split, 1, -1),
+                    scale,
+                )
+                if len(keys):
+                    output[mine, at] = part.reshape(-1, group, tokens, dim)
+                    lse[mine, at] = total.reshape(-1, group, tokens)
+        return Partial(output, lse)
 
     def tail(
         self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
@@ -143,19 +173,18 @@ class Sdpa(Backend):
     def _tail_block(
         self, query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
     ) -> Partial:
-        groups, tokens = keys.shape[1], query.shape[2]
-        group = query.shape[1] // groups
+        batch, heads, tokens, dim = query.shape
+        groups = keys.shape[1]
+        folded = query.reshape(batch, groups, -1, dim)
         blind = None
         if bias is not None:
             blind = (bias == -math.inf).all(dim=-1)  # [B, 1, Tq]: padding sees nothing
-            bias = rearrange(
-                bias[:, :, None].expand(-1, -1, group, -1, -1), "b g n t s -> b g (n t) s"
-            )
-        rows = rearrange(query, "b (g n) t d -> b g (n t) d", g=groups)
-        output, lse = self._attend(rows, keys, values, bias, scale)
-        output = rearrange(output, "b g (n t) d -> b (g n) t d", t=tokens)
-        lse = rearrange(lse, "b g (n t) -> b (g n) t", t=tokens)
-        return Partial(output, lse if blind is None else lse.masked_fill(blind, -math.inf))
+            bias = bias.expand(-1, heads // groups, -1, -1).flatten(1, 2)[:, None]
+        output, lse = self._attend(folded, keys, values, bias, scale)
+        lse = lse.reshape(batch, heads, tokens)
+        if blind is not None:
+            lse = lse.masked_fill(blind, -math.inf)
+        return Partial(output.reshape(query.shape), lse)
 
     def _attend(
         self, rows: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
@@ -183,7 +212,7 @@ def _fused(
 ) -> tuple[Tensor, Tensor]:
     if bias is not None:
         bias = bias.expand(-1, -1, rows.shape[2], -1)
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output, lse = torch._scaled_dot_product_flash_attention_for_cpu(
         rows, keys, values, attn_mask=bias, scale=scale
     )
     return output, lse
@@ -202,3 +231,9 @@ def _plain(
     total = weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     output = (weights / total) @ values.float()
     return output.to(rows.dtype), (top + total.log())[..., 0]
+
+
+def _mixed(weights: Tensor, output: Tensor, slots: Tensor) -> Tensor:
+    """[queries, 1, d]: weighted sums, in float32, of the outputs that lie in the slots."""
+    parts = torch.embedding(output, slots).float()
+    return torch.bmm(weights.unsqueeze(1), parts).to(output.dtype)

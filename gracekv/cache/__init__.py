@@ -3,6 +3,7 @@
 from gracekv.cache.accounting import Accounting, Timings
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.cam import CamPacker
+from gracekv.cache.d2o import D2OPacker
 from gracekv.cache.evict import EvictPacker
 from gracekv.cache.prototype import PrototypePacker
 
@@ -10,6 +11,7 @@ __all__ = [
     "PACKERS",
     "Accounting",
     "CamPacker",
+    "D2OPacker",
     "EvictPacker",
     "Packer",
     "PrototypePacker",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -39,6 +40,28 @@ class Accounting:
     bound: float | None = None
     backend_bytes: int = 0
 
+    @classmethod
+    def total(cls, parts: Sequence[Accounting], backend_bytes: int = 0) -> Accounting:
+        """The sums over several prompts of one model; `entries` are stacked to [S*L, G].
+
+        `recent` is the largest. The bound is the sum if every part has one. `backend_bytes` is
+        what the backend holds for all of them together.
+        """
+        bounds = [part.bound for part in parts if part.bound is not None]
+        return cls(
+            budget=sum(part.budget for part in parts),
+            spent=sum(part.spent for part in parts),
+            floor_spent=sum(part.floor_spent for part in parts),
+            recent=max(part.recent for part in parts),
+            entries=torch.cat([part.entries for part in parts]),
+            bytes=sum(part.bytes for part in parts),
+            metadata_bytes=sum(part.metadata_bytes for part in parts),
+            full_bytes=sum(part.full_bytes for part in parts),
+            utility=sum(part.utility for part in parts),
+            bound=sum(bounds) if len(bounds) == len(parts) else None,
+            backend_bytes=backend_bytes,
+        )
+
     @property
     def certified_ratio(self) -> float | None:
         """utility / bound: at least this share of the optimum was reached; None without a bound."""
@@ -51,13 +74,15 @@ class Accounting:
 class Timings:
     """Wall seconds per stage.
 
-    `prefill` is the standard forward pass; `surprisal` and `projections` are what the capture
-    computes after it; the rest are the pipeline's stages.
+    `prefill` is the standard forward pass; `surprisal`, `projections` and `reconstruction` (a
+    second pass over the context, for the scorer that needs one) are what the capture does after
+    it; the rest are the pipeline's stages.
     """
 
     prefill: float = 0.0
     surprisal: float = 0.0
     projections: float = 0.0
+    reconstruction: float = 0.0
     segment: float = 0.0
     value: float = 0.0
     tree: float = 0.0

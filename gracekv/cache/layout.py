@@ -48,14 +48,17 @@ def layer_layout(prefill: Prefill, frontier: Frontier, layer: int) -> LayerLayou
     step = torch.arange(len(node), device=device) - (pieces.cumsum(0) - pieces)[node]
     head, exact = head[node], exact[node]
     first = start[node] + step
-    last = torch.where(exact, first + 1, end[node])
+    # Without suffix and recent window the region reaches to the last token, which is left out.
+    covered = spans.length - 1
+    last = torch.where(exact, first + 1, end[node]).clamp(max=covered)
+    head, first, last = head[first < last], first[first < last], last[first < last]
 
     # What is never compressed: everything outside the region, the same in every head.
     origin, stop = _region(frontier)
     fixed = torch.cat(
         [
             torch.arange(0, origin, device=device),
-            torch.arange(stop, spans.length - 1, device=device),
+            torch.arange(min(stop, covered), covered, device=device),
         ]
     )
     head = torch.cat([head, torch.arange(heads, device=device).repeat_interleave(len(fixed))])

@@ -1,7 +1,8 @@
 """transformers: the cache class, the attention function, compression of a model's prompt.
 
-Names load on first use, so importing this package needs no transformers and changes nothing.
-`compress` is at the top, `gracekv.compress`, and so is `compress_prefill`.
+Importing this package makes the task "gracekv-text-generation" known to `transformers.pipeline`,
+if transformers is installed, and changes nothing else; `import gracekv` alone does not. `compress`
+is at the top, `gracekv.compress`, and so is `compress_prefill`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,27 @@ from gracekv.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from gracekv.hf.attention import attach, detach
+    from gracekv.hf.batch import BatchResult
     from gracekv.hf.cache import GraceCache
     from gracekv.hf.compress import compress_prefill
     from gracekv.hf.result import CompressionResult
+    from gracekv.hf.text_generation import GraceTextGeneration
 
-__all__ = ["CompressionResult", "GraceCache", "attach", "compress_prefill", "detach"]
+__all__ = [
+    "BatchResult",
+    "CompressionResult",
+    "GraceCache",
+    "GraceTextGeneration",
+    "attach",
+    "compress_prefill",
+    "detach",
+]
 
 _HOMES = {
+    "BatchResult": "batch",
     "CompressionResult": "result",
     "GraceCache": "cache",
+    "GraceTextGeneration": "text_generation",
     "attach": "attention",
     "compress_prefill": "compress",
     "detach": "attention",
@@ -38,3 +51,7 @@ def __getattr__(name: str) -> Any:
             f"pip install 'gracekv[hf]'"
         )
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+if importlib.util.find_spec("transformers") is not None:
+    importlib.import_module(f"{__name__}.text_generation").register()

@@ -12,21 +12,23 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from gracekv.errors import CacheError
+from gracekv.hf.feeding import before_forward
 from gracekv.hf.layer import Handle
-from gracekv.prefill.capture import base_attention
+from gracekv.prefill.substitute import base_attention
 from gracekv.prefill.supported import check_model
 
 NAME = "gracekv"
 
-# What attached models used before.
-_before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+# What attached models used before, and the hook that checks what they are fed.
+_before: WeakKeyDictionary[Any, tuple[str, Any]] = WeakKeyDictionary()
 
 
 def attach(model: Any) -> None:
     """Let the model read compressed caches; everything else it does stays with sdpa.
 
-    Registers gracekv's attention with transformers and makes it the model's implementation; a
-    second call changes nothing. Undo with `detach`.
+    Registers gracekv's attention with transformers, makes it the model's implementation, and hooks
+    the decoder's forward to check what comes with a compressed cache (see `hf.feeding`); a second
+    call changes nothing. Undo with `detach`.
 
     Raises `UnsupportedModelError` if the model's family is not tested, it is in training mode, or
     its attention is neither "sdpa" nor "eager".
@@ -39,13 +41,19 @@ def attach(model: Any) -> None:
     # An attention name without a mask of the same name would silently get no mask at all.
     AttentionMaskInterface.register(NAME, tail_mask)
     model.set_attn_implementation(NAME)
-    _before[model] = base
+    if model in _before:  # Someone else switched the attention back meanwhile.
+        _before[model][1].remove()
+    hook = model.get_decoder().register_forward_pre_hook(before_forward, with_kwargs=True)
+    _before[model] = base, hook
 
 
 def detach(model: Any) -> None:
     """Give the model back the attention that it had before `attach`; no effect if not attached."""
+    base, hook = _before.pop(model, ("sdpa", None))
+    if hook is not None:
+        hook.remove()
     if model.config._attn_implementation == NAME:
-        model.set_attn_implementation(_before.pop(model, "sdpa"))
+        model.set_attn_implementation(base)
 
 
 def attention(
@@ -88,7 +96,9 @@ def attention(
         )
     packed = layer.packed
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mixed = packed.backend(query, packed.prepared, key.keys, key.values, attention_mask, scale)
+    mixed = packed.backend(
+        query, packed.prepared, key.keys, key.values, attention_mask, scale, layer.rows
+    )
     return mixed.transpose(1, 2).contiguous(), None
 
 
@@ -98,11 +108,6 @@ def tail_mask(
     """Stock sdpa mask of the tail; raises `CacheError` if a 2D mask does not fit the cache."""
     if kv_offset and attention_mask is not None:
         _check_positions(attention_mask.shape[-1], int(kv_offset) + int(kv_length))
-        if not bool(attention_mask[:, :kv_offset].all()):
-            raise CacheError(
-                "The attention mask hides tokens of the compressed prompt; their entries are "
-                "merged and cannot be hidden. Compress a prompt without padding."
-            )
     mask: Tensor | None = sdpa_mask(
         kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **kwargs
     )
@@ -125,6 +130,5 @@ def _check_positions(told: int, known: int) -> None:
         raise CacheError(
             f"The model was given tokens up to position {told - 1}, but with them the cache covers "
             f"{known}. Feed the whole sequence, of which all but the new tokens are cached, and a "
-            f"fresh cache (result.cache) for each new start. Assisted decoding and prompt lookup "
-            f"feed cached tokens again and do not work with a compressed cache."
+            f"fresh cache (result.cache) for each new start."
         )

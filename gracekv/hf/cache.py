@@ -1,26 +1,32 @@
-"""`GraceCache`: a compressed prompt as a transformers `Cache`."""
+"""`GraceCache`: compressed prompts as a transformers `Cache`."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from gracekv.backends import Auto, Backend
 from gracekv.cache.base import RaggedCache
+from gracekv.errors import CacheError
 from gracekv.hf.layer import GraceLayer, PackedLayer
 
 
 class GraceCache(Cache):  # type: ignore[misc]
-    """A packed prompt and its continuation, for `model.generate(ids, past_key_values=cache)`.
+    """Packed prompts and their continuations, for `model.generate(ids, past_key_values=cache)`.
 
     The packed part covers all prompt tokens but the last; `generate` is given the whole prompt and
     feeds the last token again. It is immutable and shared: caches from `fresh` and `deepcopy`, and
     the rows of a batch, differ in their tails only.
 
+    Several prompts are padded on the left to the longest's length, as `generate` wants its ids;
+    the padding takes no entries.
+
     Args:
-        packed: one sequence's compressed cache.
+        packed: the compressed cache of one prompt, or of several.
         backend: who attends to it; default `Auto()`.
 
     The model must be attached (`gracekv.hf.attach`); without, the first step raises `CacheError`.
@@ -30,6 +36,7 @@ class GraceCache(Cache):  # type: ignore[misc]
 
     def __init__(self, packed: RaggedCache, backend: Backend | None = None) -> None:
         backend = backend or Auto()
+        self.padding = packed.padding
         super().__init__(
             layers=[
                 GraceLayer(PackedLayer(layer, backend.prepare(layer), backend, packed.length))
@@ -47,6 +54,33 @@ class GraceCache(Cache):  # type: ignore[misc]
     def packed_length(self) -> int:
         """Logical tokens that the packed part stands for."""
         return self.layers[0].packed.length
+
+    def packed_mask(self, rows: int, device: torch.device) -> Tensor:
+        """bool [rows, packed_length]: False where a row's prompt is padded.
+
+        Raises `CacheError` if so many rows cannot continue the packed prompts.
+        """
+        layer = self.layers[0]
+        known = len(self.padding) if layer.rows is None else len(layer.rows)
+        if rows % known:
+            raise CacheError(
+                f"The cache holds {known} prompts, the model was given {rows} rows. Use as many "
+                f"rows, a multiple of them, or cache.batch_select_indices first."
+            )
+        padding = torch.tensor(self.padding, device=device)
+        if layer.rows is not None:
+            padding = padding[layer.rows.to(device)]
+        padding = padding.repeat_interleave(rows // known)
+        return torch.arange(self.packed_length, device=device) >= padding[:, None]
+
+    def warm(self, model: Any) -> None:
+        """Let the backend build now what `model`'s decoding steps hold, for `held_bytes` to count.
+
+        Otherwise the first step does.
+        """
+        heads = model.config.get_text_config().num_attention_heads
+        for layer in self.layers:
+            layer.packed.backend.warm(layer.packed.prepared, heads)
 
     @property
     def held_bytes(self) -> int:

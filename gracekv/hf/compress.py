@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 import torch
 
 from gracekv.allocate import Budget
 from gracekv.backends import BACKENDS, Backend
-from gracekv.errors import BudgetError, CacheError, ConfigError
+from gracekv.errors import BudgetError, CacheError, ConfigError, PromptError
 from gracekv.hf.attention import attach
+from gracekv.hf.batch import BatchResult, batch_result
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Prefill
@@ -22,38 +24,70 @@ from gracekv.prefill.prompt import Prompt
 if TYPE_CHECKING:
     from gracekv.pipeline import Pipeline, Run
 
+Ratio: TypeAlias = int | float | str | Fraction
 
+
+@overload
 def compress(
     model: Any,
     prompt: Prompt,
     *,
-    ratio: int | float | str | Fraction | None = None,
+    ratio: Ratio | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
     pipeline: str | Pipeline = "gracekv",
     backend: str | Backend | None = None,
-) -> CompressionResult:
+) -> CompressionResult: ...
+@overload
+def compress(
+    model: Any,
+    prompt: Sequence[Prompt],
+    *,
+    ratio: Ratio | None = None,
+    entries_per_head: int | None = None,
+    kv_bytes: int | str | None = None,
+    pipeline: str | Pipeline = "gracekv",
+    backend: str | Backend | None = None,
+) -> BatchResult: ...
+def compress(
+    model: Any,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    ratio: Ratio | None = None,
+    entries_per_head: int | None = None,
+    kv_bytes: int | str | None = None,
+    pipeline: str | Pipeline = "gracekv",
+    backend: str | Backend | None = None,
+) -> CompressionResult | BatchResult:
     """Prefill once, compress the context's cache to a budget, and be ready to generate.
 
     The model is attached (see `gracekv.hf.attach`) and stays so, unless this raises.
 
     Args:
         model: a transformers causal language model of a tested family, in evaluation mode.
-        prompt: one sequence; only its context is compressed.
+        prompt: a prompt, of which only the context is compressed; or a list of prompts of any
+            lengths, which are prefilled one after the other, so that the peak memory is that of
+            the largest, and then generate together.
         ratio: how many times fewer entries the context keeps, at least 1.
         entries_per_head: entries per KV head and layer on average, instead of a ratio.
         kv_bytes: bytes of the context's keys and values, or text such as "64MiB", instead.
         pipeline: the name of a pipeline, or one of your own.
         backend: who attends while decoding; default: the pipeline's.
 
+    Each prompt of a list has this budget for itself.
+
     Raises:
         BudgetError: not exactly one budget is given, or it is too small for the prompt.
         UnsupportedModelError, PromptError, NonFiniteError: see `capture`.
     """
-    budget = _budget(ratio, entries_per_head, kv_bytes)
-    pipe = _pipeline(pipeline)
-    reader = pipe.backend if backend is None else BACKENDS.parse(backend)
-    return _single(model, prompt, _run(model, prompt, pipe, budget), reader)
+    budget = chosen_budget(ratio, entries_per_head, kv_bytes)
+    pipe = chosen_pipeline(pipeline, backend)
+    if not isinstance(prompt, list | tuple):
+        prompt = cast(Prompt, prompt)
+        return result_of_run(model, prompt, _run(model, prompt, pipe, budget), pipe)
+    if not prompt:
+        raise PromptError("compress takes a prompt or a list of at least one; got an empty list.")
+    return batch_result(model, prompt, [_run(model, p, pipe, budget) for p in prompt], pipe)
 
 
 def compress_prefill(
@@ -61,7 +95,7 @@ def compress_prefill(
     prompt: Prompt,
     prefill: Prefill,
     *,
-    ratio: int | float | str | Fraction | None = None,
+    ratio: Ratio | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
     pipeline: str | Pipeline = "gracekv",
@@ -80,10 +114,9 @@ def compress_prefill(
         CacheError: the prefill is not this model's, or not this prompt's.
     """
     check_prefill(model, prompt, prefill)
-    budget = _budget(ratio, entries_per_head, kv_bytes)
-    pipe = _pipeline(pipeline)
-    reader = pipe.backend if backend is None else BACKENDS.parse(backend)
-    return _single(model, prompt, pipe.run(prefill, budget), reader)
+    budget = chosen_budget(ratio, entries_per_head, kv_bytes)
+    pipe = chosen_pipeline(pipeline, backend)
+    return result_of_run(model, prompt, pipe.run(prefill, budget), pipe)
 
 
 def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
@@ -109,18 +142,22 @@ def _run(model: Any, prompt: Prompt, pipe: Pipeline, budget: Budget) -> Run:
     return pipe.run(capture(model, prompt, pipe.needs()), budget)
 
 
-def _single(model: Any, prompt: Prompt, run: Run, reader: Backend) -> CompressionResult:
+def result_of_run(model: Any, prompt: Prompt, run: Run, pipe: Pipeline) -> CompressionResult:
+    """Make the run's cache ready to generate; the model is attached."""
     attach(model)
-    cache = GraceCache(run.cache, reader)
+    cache = GraceCache(run.cache, pipe.backend)
+    cache.warm(model)
     accounting = dataclasses.replace(run.accounting, backend_bytes=cache.held_bytes)
-    return CompressionResult(model, prompt, dataclasses.replace(run, accounting=accounting), cache)
+    run = dataclasses.replace(run, accounting=accounting)
+    return CompressionResult(model, prompt, run, cache, pipe)
 
 
-def _budget(
-    ratio: int | float | str | Fraction | None,
+def chosen_budget(
+    ratio: Ratio | None,
     entries_per_head: int | None,
     kv_bytes: int | str | None,
 ) -> Budget:
+    """The one budget that is not None; `BudgetError` if there is none, or several."""
     given = {"ratio": ratio, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
     names = [name for name, value in given.items() if value is not None]
     if len(names) != 1:
@@ -136,13 +173,16 @@ def _budget(
     return Budget.kv_bytes(kv_bytes)
 
 
-def _pipeline(pipeline: str | Pipeline) -> Pipeline:
+def chosen_pipeline(pipeline: str | Pipeline, backend: str | Backend | None) -> Pipeline:
+    """The pipeline of that name, or itself, with the backend if one is given."""
     from gracekv.pipeline import Pipeline
 
     if isinstance(pipeline, str):
-        return Pipeline.named(pipeline)
+        pipeline = Pipeline.named(pipeline)
     if not isinstance(pipeline, Pipeline):
         raise ConfigError(
             f"pipeline takes a name or a gracekv.pipeline.Pipeline; got {pipeline!r}."
         )
-    return pipeline
+    if backend is None:
+        return pipeline
+    return dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from gracekv.backends import Backend
+from gracekv.backends.base import sequence_of_row
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import CacheError
 
@@ -76,6 +77,12 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
     The tail's storage doubles when it is full, so appending a token copies O(1) tokens on average.
     Rows of a batch (samples, beams, returned sequences) share the packed part and differ in the
     tail only.
+
+    Attributes:
+        packed: the compressed part.
+        tail_length: tokens since compression.
+        rows: int64 [B] on the packed part's device, the packed sequence that each row continues;
+            None: the sequences in order, each by as many consecutive rows.
     """
 
     is_sliding = False
@@ -86,6 +93,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.packed = packed
         self.tail_length = 0
+        self.rows: Tensor | None = None
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
@@ -154,12 +162,20 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         """New storage for `batch` rows and `capacity` places that holds the tail so far."""
         packed, used = self.packed.ragged, self.tail_length
         shape = (batch, packed.heads, capacity, packed.keys.shape[-1])
-        old_rows = batch if self._keys is None else self._keys.shape[0]
-        if used and batch % old_rows:
+        old_rows = self.batch if used else batch
+        if batch % old_rows:
             raise CacheError(
                 f"The cache holds {old_rows} continuations, the model was given {batch} rows. Use "
                 f"as many rows as before, a multiple of them, or cache.batch_select_indices first."
             )
+        known = packed.sequences if self.rows is None else len(self.rows)
+        if batch % known:
+            raise CacheError(
+                f"The cache holds {known} prompts, the model was given {batch} rows. Use as many "
+                f"rows, a multiple of them, or cache.batch_select_indices first."
+            )
+        if self.rows is not None:
+            self.rows = self.rows.repeat_interleave(batch // known)
         for name in ("_keys", "_values"):
             old = getattr(self, name)
             buffer = packed.keys.new_empty(shape)
@@ -169,6 +185,13 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
                 buffer[:, :, :used] = rows
             setattr(self, name, buffer)
         self.is_initialized = True
+
+    @property
+    def batch(self) -> int:
+        """B, rows of the tail; before there is one, as many as were selected or packed."""
+        if self._keys is not None:
+            return self._keys.shape[0]
+        return self.packed.ragged.sequences if self.rows is None else len(self.rows)
 
     def get_seq_length(self) -> int:
         return self.logical_length
@@ -187,6 +210,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget the tail; the packed part stays."""
         self.tail_length = 0
+        self.rows = None
         self._keys = self._values = None
         self.is_initialized = False
 
@@ -209,18 +233,32 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self._keys is not None:
-            self._select(torch.arange(self._keys.shape[0]).repeat_interleave(repeats))
+            self._select(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self._select(indices)
 
-    def _select(self, rows: Tensor) -> None:
+    def _select(self, index: Tensor) -> None:
+        if index.dtype == torch.bool:
+            index = index.nonzero()[:, 0]
+        if self.packed.ragged.sequences > 1:
+            self.rows = self._selected_rows(index)
         if self._keys is None or self._values is None:
             return
-        rows = rows.to(self._keys.device)
-        if rows.dtype == torch.bool:
-            rows = rows.nonzero()[:, 0]
+        index = index.to(self._keys.device)
         # All places, not only the used ones: beams are reordered at every token, and storage cut
         # to size would have to grow again each time.
-        self._keys = self._keys.index_select(0, rows)
-        self._values = self._values.index_select(0, rows)
+        self._keys = self._keys.index_select(0, index)
+        self._values = self._values.index_select(0, index)
+
+    def _selected_rows(self, index: Tensor) -> Tensor | None:
+        """`rows` after taking the continuations `index`; None where they are in order again."""
+        device = self.packed.ragged.keys.device
+        count, sequences = self.batch, self.packed.ragged.sequences
+        rows = sequence_of_row(self.rows, count, sequences, device)[index.to(device)]
+        # Beams stay inside their prompt, so this is the rule; backends are fastest with None.
+        if len(rows) % sequences == 0:
+            ordered = torch.arange(sequences, device=device)
+            if torch.equal(rows, ordered.repeat_interleave(len(rows) // sequences)):
+                return None
+        return rows

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from gracekv.errors import ConfigError, PromptError
-from gracekv.hf.attention import attach
+from gracekv.errors import ConfigError
 from gracekv.hf.cache import GraceCache
-from gracekv.prefill.capture import input_device
-from gracekv.prefill.lengths import check_continuation
+from gracekv.hf.continuing import continue_ids, decode_rows, padded_inputs
+from gracekv.hf.saving import save_result
 from gracekv.prefill.prompt import Prompt
 
 if TYPE_CHECKING:
     from gracekv.cache import Accounting, Timings
-    from gracekv.pipeline import Run
+    from gracekv.pipeline import Pipeline, Run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,12 +28,14 @@ class CompressionResult:
         prompt: what was compressed.
         run: partition, relevance, forest, frontier and packed cache, for inspection.
         template: the cache that `cache` copies; its tail stays empty.
+        pipeline: what made it, with the backend that reads it.
     """
 
     model: Any
     prompt: Prompt
     run: Run
     template: GraceCache
+    pipeline: Pipeline
 
     @property
     def cache(self) -> GraceCache:
@@ -43,6 +44,14 @@ class CompressionResult:
         Each access gives another cache: keep it in a variable to continue a conversation on it.
         """
         return self.template.fresh()
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What `model.generate` takes beside the cache: the whole prompt's ids and their mask.
+
+        "input_ids" and "attention_mask", int64 [1, T], on the model's device.
+        """
+        return padded_inputs(self.model, [self.prompt])
 
     @property
     def accounting(self) -> Accounting:
@@ -54,6 +63,17 @@ class CompressionResult:
         """Wall seconds of the capture and of each stage."""
         return self.run.timings
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the compressed prompt to one safetensors file, for `gracekv.load(path, model)`.
+
+        The file holds the entries, token ids and spans, the pipeline, the accounting, and what
+        identifies model and tokenizer; not the prompt's text, and not what the stages made on the
+        way. It is written completely or not at all.
+        """
+        save_result(
+            path, self.model, [self.prompt], [self.run], self.run.cache, self.pipeline, batch=False
+        )
+
     def generate(self, max_new_tokens: int = 64, **kwargs: Any) -> str:
         """The model's answer as text, greedy unless `kwargs` say otherwise.
 
@@ -61,20 +81,12 @@ class CompressionResult:
         can be repeated. Raises `PromptError` if the prompt has no tokenizer, `ConfigError` if more
         than one sequence comes back.
         """
-        tokenizer = self.prompt.tokenizer
-        if tokenizer is None:
-            raise PromptError(
-                "This prompt was made from ids without a tokenizer, so there is no text. Use "
-                "generate_ids, or Prompt.from_ids(..., tokenizer=tokenizer)."
-            )
         if kwargs.get("num_return_sequences", 1) != 1:
             raise ConfigError(
                 f"generate returns one text; got num_return_sequences="
                 f"{kwargs['num_return_sequences']}. Use generate_ids and decode its rows."
             )
-        ids = self.generate_ids(max_new_tokens, **kwargs)
-        text: str = tokenizer.decode(ids[0], skip_special_tokens=True)
-        return text
+        return decode_rows([self.prompt], self.generate_ids(max_new_tokens, **kwargs))[0]
 
     def generate_ids(self, max_new_tokens: int = 64, **kwargs: Any) -> Tensor:
         """int64 [rows, new tokens]: ids after the prompt, as `model.generate` returns them.
@@ -83,27 +95,4 @@ class CompressionResult:
         `model.generate`, say otherwise. Raises `CacheError` if so many tokens would outgrow what
         the model's RoPE or sliding window lets a cache cover.
         """
-        check_continuation(self.model, self.prompt.spans.length, max_new_tokens)
-        attach(self.model)
-        ids = self.prompt.ids[None].to(input_device(self.model))
-        if "do_sample" not in kwargs:
-            # The model's own sampling settings would only raise warnings here.
-            kwargs = {
-                "do_sample": False,
-                "temperature": None,
-                "top_p": None,
-                "top_k": None,
-            } | kwargs
-        config = self.model.generation_config
-        if config.pad_token_id is None and config.eos_token_id is not None:
-            eos = config.eos_token_id
-            kwargs.setdefault("pad_token_id", eos[0] if isinstance(eos, list) else eos)
-        output = self.model.generate(
-            ids,
-            past_key_values=self.cache,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            **kwargs,
-        )
-        sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
-        return sequences[:, ids.shape[1] :]
+        return continue_ids(self.model, [self.prompt], self.cache, max_new_tokens, kwargs)

@@ -27,6 +27,8 @@ class Needs:
             projected norms.
         last_queries: queries of this many last positions of the prompt, and as many of the
             context, at every layer (observation windows). Much less memory than `context_queries`.
+        reconstruction: the most attention that each context token gets while the model repeats the
+            context, which is a second pass and takes longer than the first.
     """
 
     context_queries: bool = False
@@ -34,6 +36,7 @@ class Needs:
     surprisal: bool = False
     head_outputs: bool = False
     last_queries: int = 0
+    reconstruction: bool = False
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -42,6 +45,7 @@ class Needs:
             surprisal=self.surprisal or other.surprisal,
             head_outputs=self.head_outputs or other.head_outputs,
             last_queries=max(self.last_queries, other.last_queries),
+            reconstruction=self.reconstruction or other.reconstruction,
         )
 
 
@@ -71,11 +75,14 @@ class Prefill:
             `spans.question_probes()`; None if not captured.
         projected_norms: [L, G, P_q] float32, ||sum_{h in H(g)} W_O^{l,h} o_u^{l,h}||_2.
         projection_norms: [L, H] float32, ||W_O^{l,h}||_F.
+        reconstruction: [L, G, N_ctx] float32, the most attention that each context token got in the
+            second pass; None if there was none.
         logits: [vocab] of the last position, or None for a prefill built from tensors.
         token_ids: int64 [T], or None for a prefill built from tensors.
         fingerprint: identifies model and tokenizer (names, config hash), for saved caches.
         seconds: wall seconds of the capture by part: "prefill" is the forward pass, the others
-            are what the capture added after it ("surprisal", "projections").
+            are what the capture added after it ("surprisal", "projections", and the second pass,
+            "reconstruction").
 
     Needs no model: build one from plain tensors to test an algorithm.
     """
@@ -92,6 +99,7 @@ class Prefill:
     head_outputs: Tensor | None = None
     projected_norms: Tensor | None = None
     projection_norms: Tensor | None = None
+    reconstruction: Tensor | None = None
     logits: Tensor | None = None
     token_ids: Tensor | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -162,6 +170,18 @@ class Prefill:
     def entry_bytes(self) -> int:
         """Bytes of one K/V pair."""
         return 2 * self.head_dim * self.keys[0].element_size()
+
+    def seconds_for(self, needs: Needs) -> dict[str, float]:
+        """Seconds of the forward pass and of what was captured for `needs`.
+
+        A prefill that serves several pipelines holds more; none of them pays for another's.
+        """
+        asked = {
+            "surprisal": needs.surprisal,
+            "projections": needs.head_outputs,
+            "reconstruction": needs.reconstruction,
+        }
+        return {part: taken for part, taken in self.seconds.items() if asked.get(part, True)}
 
     def queries_at(self, layer: int, positions: Sequence[int] | Tensor) -> Tensor:
         """[H, P, d] queries of `layer` at absolute `positions`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +18,9 @@ from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.lengths import check_prompt_length
 from gracekv.prefill.projection import projected_norms, projection_norms
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import BASE_ATTENTION, check_model
+from gracekv.prefill.reconstruction import reconstruction
+from gracekv.prefill.substitute import substituted
+from gracekv.prefill.supported import check_model
 from gracekv.prefill.surprisal import surprisal
 from gracekv.rope import Rope
 
@@ -29,12 +30,11 @@ EVERYTHING = Needs(
     surprisal=True,
     head_outputs=True,
 )
-"""What `capture` keeps unless told less: all that the strategies with default fields read."""
+"""What `capture` keeps unless told less: all that the strategies with default fields read of one
+pass. A second one (`reconstruction`) is made only when asked for."""
 
 # Queries kept beside the direct probes: the observation windows of window-based scorers.
 _WINDOW = 32
-
-_numbers = itertools.count()
 
 
 @torch.no_grad()
@@ -52,7 +52,8 @@ def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
         needs: what to keep beyond keys and values; default: `EVERYTHING`. The queries of every
             position (`context_queries`) are the large part: L*H*T*d numbers of the model's dtype,
             H/(2G) times the memory of keys and values together. Without them the queries of the
-            direct probes and of the last 32 positions of prompt and context stay.
+            direct probes and of the last 32 positions of prompt and context stay, or of as many
+            as `last_queries` asks for.
 
     Raises:
         UnsupportedModelError: the model breaks an assumption, has a sliding window that does not
@@ -89,6 +90,13 @@ def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
     if needs.surprisal:
         with _clock(seconds, "surprisal", ids.device):
             found = surprisal(record.final, head, prompt.ids, model.config.vocab_size)
+    repeated = None
+    if needs.reconstruction:
+        with _clock(seconds, "reconstruction", ids.device):
+            keys, values = (
+                [x[i] for i in range(len(layers))] for x in (record.keys, record.values)
+            )
+            repeated = reconstruction(model, prompt, keys, values, ids.device)
     outputs = projected = weights = None
     if needs.head_outputs:
         with _clock(seconds, "projections", ids.device):
@@ -123,6 +131,7 @@ def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
         head_outputs=outputs,
         projected_norms=projected,
         projection_norms=weights,
+        reconstruction=repeated,
         logits=output.logits[0, -1],
         token_ids=prompt.ids,
         fingerprint=fingerprint(model, prompt.tokenizer),
@@ -190,9 +199,19 @@ def _query_positions(prompt: Prompt, needs: Needs) -> Tensor:
 @contextmanager
 def _listening(model: Any, layers: list[Any], record: _Record) -> Iterator[None]:
     """Route the model's attention through a recorder, and hook what the recorder cannot see."""
+
+    def recording(own: Any) -> Any:
+        def attention(
+            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+        ) -> Any:
+            output = own(module, query, key, value, mask, **kwargs)
+            record.attention(module.layer_idx, query, key, value, output[0], kwargs["scaling"])
+            return output
+
+        return attention
+
     with ExitStack() as undo:
-        # Registered last, undone first: the model must not name a function that is gone.
-        undo.enter_context(_attention(model, record))
+        undo.enter_context(substituted(model, recording))
         if record.needs.hidden_depths:
             for layer in depth_layers(sorted(record.needs.hidden_depths), len(layers)):
 
@@ -215,61 +234,6 @@ def _listening(model: Any, layers: list[Any], record: _Record) -> Iterator[None]
 
             undo.callback(model.get_decoder().register_forward_hook(final).remove)
         yield
-
-
-@contextmanager
-def _attention(model: Any, record: _Record) -> Iterator[None]:
-    """The model's own attention function, with a recorder behind it, for the time being."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    before = model.config._attn_implementation
-    base = base_attention(model)
-    own = attention_function(model, base)
-
-    def recording(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-    ) -> Any:
-        output = own(module, query, key, value, mask, **kwargs)
-        record.attention(module.layer_idx, query, key, value, output[0], kwargs["scaling"])
-        return output
-
-    name = f"gracekv_capture_{next(_numbers)}"
-    masks = AttentionMaskInterface._global_mapping
-    AttentionInterface.register(name, recording)
-    # An attention name without a mask of the same name would silently get no mask at all.
-    AttentionMaskInterface.register(name, masks[base])
-    try:
-        model.set_attn_implementation(name)
-        yield
-    finally:
-        model.set_attn_implementation(before)
-        AttentionInterface._global_mapping.pop(name)
-        masks.pop(name)
-
-
-def base_attention(model: Any) -> str:
-    """The stock attention implementation under the model's current one, "sdpa" or "eager".
-
-    Raises `UnsupportedModelError` if it is another one.
-    """
-    name = model.config._attn_implementation
-    # Attached models answer plain tensors with sdpa.
-    name = "sdpa" if name == "gracekv" else name
-    if name not in BASE_ATTENTION:
-        raise UnsupportedModelError(
-            f"The model's attention implementation is {name!r}; gracekv works on top of "
-            f"{' or '.join(BASE_ATTENTION)}. Call model.set_attn_implementation('sdpa') first."
-        )
-    return str(name)
-
-
-def attention_function(model: Any, base: str) -> Any:
-    """The function that the model's attention modules call for `base`."""
-    from transformers import AttentionInterface
-
-    # "eager" is not in transformers' table: each modeling file has its own.
-    module = sys.modules[type(model.get_decoder().layers[0].self_attn).__module__]
-    return AttentionInterface().get_interface(base, module.__dict__.get("eager_attention_forward"))
 
 
 @contextmanager

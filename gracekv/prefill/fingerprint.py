@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,12 +11,13 @@ from typing import Any
 def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
     """What identifies a model and its tokenizer: class, name, dtype, hashes of config and vocab."""
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
-    # The version that wrote the config says nothing of the model.
-    config.pop("transformers_version", None)
+    # What saving a model adds to its config says nothing of what it computes.
+    for name in ("transformers_version", "architectures", "dtype", "name_or_path"):
+        config.pop(name, None)
     marks = {
         "model_class": type(model).__name__,
         "model_name": str(getattr(model.config, "name_or_path", "")),
-        "config": _digest(repr(sorted(config.items(), key=lambda item: item[0]))),
+        "config": _digest(json.dumps(config, sort_keys=True, default=repr)),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
     if hasattr(tokenizer, "get_vocab"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedModelError
@@ -101,14 +102,25 @@ def check_prompt_length(model: Any, length: int) -> None:
         )
 
 
-def check_continuation(model: Any, length: int, new_tokens: int) -> None:
-    """Raise `CacheError` if `new_tokens` after `length` cached ones pass `longest_sequence`."""
-    bound = longest_sequence(model, length)
-    if bound is not None and length + new_tokens - 1 > bound[0]:
+def check_continuation(model: Any, lengths: int | Sequence[int], new_tokens: int) -> None:
+    """Check that `new_tokens` may follow the cached prompts of these `lengths`, as one batch.
+
+    Raises `CacheError` if they pass `longest_sequence`, or if the prompts lie on both sides of the
+    `switch_point`: a batch rotates by its longest row, and counts padding.
+    """
+    lengths = [lengths] if isinstance(lengths, int) else lengths
+    name, longest, switch = type(model).__name__, max(lengths), switch_point(model)
+    if switch is not None and min(lengths) <= switch < longest:
         raise CacheError(
-            f"{new_tokens} new tokens after a prompt of {length} pass a length of {bound[0]}, "
-            f"where {type(model).__name__} no longer fits its cache: {bound[1]}. Generate at most "
-            f"{max(0, bound[0] - length + 1)} tokens, or use a longer or shorter prompt."
+            f"{name} changes its RoPE after {switch} tokens; prompts of {sorted(lengths)} lie on "
+            f"both sides. Generate for the shorter and the longer ones in batches of their own."
+        )
+    bound = longest_sequence(model, longest)
+    if bound is not None and longest + new_tokens - 1 > bound[0]:
+        raise CacheError(
+            f"{new_tokens} new tokens after a prompt of {longest} pass a length of {bound[0]}, "
+            f"where {name} no longer fits its cache: {bound[1]}. Generate at most "
+            f"{max(0, bound[0] - longest + 1)} tokens, or use a longer or shorter prompt."
         )
 
 

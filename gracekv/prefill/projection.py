@@ -11,7 +11,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-_PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from gracekv.prefill.plain import plain_weight
+
 # Unit vectors that go through a projection at once.
 _ROWS = 1024
 
@@ -47,8 +48,9 @@ def projection_norms(projection: Any, outputs: Tensor) -> Tensor:
     Source: the paper, Eq. app_head_sensitivity_raw (static strength, before its sum).
     """
     heads, _, dim = outputs.shape
-    if _is_plain(projection):
-        columns = projection.weight.detach().float().square().sum(dim=0)
+    weight = plain_weight(projection)
+    if weight is not None:
+        columns = weight.float().square().sum(dim=0)
     else:
         unit = torch.eye(heads * dim, dtype=outputs.dtype, device=outputs.device)
         # Row i of the result is column i of the weight, whatever form that is stored in.
@@ -60,23 +62,6 @@ def projection_norms(projection: Any, outputs: Tensor) -> Tensor:
         )
     norms: Tensor = rearrange(columns, "(h d) -> h d", h=heads).sum(dim=-1).sqrt()
     return norms
-
-
-def _is_plain(projection: Any) -> bool:
-    """Whether `weight` is all that the projection multiplies by, and can be read as numbers.
-
-    Not so where the weight is packed or scaled (quantised), elsewhere (offloaded: "meta"), or
-    added to (adapters such as LoRA, whose modules are no plain Linear).
-    """
-    weight = getattr(projection, "weight", None)
-    return (
-        type(projection) is torch.nn.Linear
-        and isinstance(weight, Tensor)
-        # Quantised weights are subclasses that say one dtype and store another.
-        and type(weight) in (Tensor, torch.nn.Parameter)
-        and weight.dtype in _PLAIN_DTYPES
-        and not weight.is_meta
-    )
 
 
 def _without_bias(projection: Any, inputs: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gracekv.gemm import linear
+from gracekv.prefill.plain import plain_weight
 
 # Logits (positions x vocabulary entries) held at once, in float32: 8 MiB, which stays in a CPU's
 # cache between the product that makes them and the sums that read them.
@@ -39,10 +40,8 @@ def surprisal(final: Tensor, head: Any, ids: Tensor, vocabulary: int) -> Tensor:
 def _is_plain(head: Any) -> bool:
     """Whether calling `head` is nothing but a product with its weight."""
     return (
-        type(head) is torch.nn.Linear
+        plain_weight(head) is not None
         and head.bias is None
-        and head.weight.is_floating_point()
-        and head.weight.device.type != "meta"
         and not (head._forward_hooks or head._forward_pre_hooks)
         # A dispatcher that moves weights between devices replaces the instance's forward.
         and "forward" not in vars(head)

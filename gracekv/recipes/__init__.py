@@ -116,6 +116,31 @@ RECIPES: dict[str, Recipe] = {
         "Liu et al. 2025, arXiv:2502.00299; the budget spent to the last entry",
         {**_RIVAL, "value": "chunk_order"},
     ),
+    "cam": Recipe(
+        "H2O whose dropped values flow, by chance, into the 32 tokens after them",
+        "Zhang et al. 2024, CaM, ICML; replayed once after prefill, the paper's denominator",
+        {**_RIVAL, "value": "column_sums", "pack": "cam"},
+    ),
+    "d2o": Recipe(
+        "H2O with layer shares by attention density; dropped tokens merge by key similarity",
+        "Wan et al. 2024, arXiv:2406.13035; once after prefill, no layer exempt",
+        {**_RIVAL, "value": "column_sums", "quota": "density", "pack": "d2o"},
+    ),
+    "expected-attention": Recipe(
+        "Tokens by the attention that unknown future queries are expected to pay them",
+        "Devoto et al. 2025, arXiv:2510.00636; the question is not read",
+        {**_RIVAL, "value": "expected_attention"},
+    ),
+    "kvzip-two-pass": Recipe(
+        "One top-k over all heads by attention received while the model repeats the context",
+        "Kim et al. 2025, arXiv:2505.23416; runs the model a second time, the question is not read",
+        {**_RIVAL, "value": "kvzip_two_pass", "quota": "global"},
+    ),
+    "scissorhands": Recipe(
+        "Tokens by how many of the last 400 queries pay them at least uniform attention",
+        "Liu et al. 2023, arXiv:2305.17118; once after prefill, equal shares",
+        {**_RIVAL, "value": "scissorhands"},
+    ),
 }
 
 

@@ -3,10 +3,13 @@
 from gracekv.value.base import SCORERS, SENSITIVITIES, Relevance, Scorer, Sensitivity, TokenScores
 from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.column_sums import ColumnSums
+from gracekv.value.expected_attention import ExpectedAttention
+from gracekv.value.kvzip_two_pass import KVzipTwoPass
 from gracekv.value.multi_hop import MultiHop
 from gracekv.value.none import NoSensitivity
 from gracekv.value.output_projection import OutputProjection
 from gracekv.value.recency import Recency
+from gracekv.value.scissorhands import Scissorhands
 from gracekv.value.window_attention import WindowAttention
 
 __all__ = [
@@ -14,11 +17,14 @@ __all__ = [
     "SENSITIVITIES",
     "ChunkOrder",
     "ColumnSums",
+    "ExpectedAttention",
+    "KVzipTwoPass",
     "MultiHop",
     "NoSensitivity",
     "OutputProjection",
     "Recency",
     "Relevance",
+    "Scissorhands",
     "Scorer",
     "Sensitivity",
     "TokenScores",

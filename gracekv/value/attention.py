@@ -15,9 +15,9 @@ from torch import Tensor
 
 from gracekv.prefill import Prefill, Region
 
-# Bytes of logits that `received` holds at once: near a CPU's cache; on a GPU, enough work for each
-# launch. Very long prompts exceed them rather than fall below a useful number of rows.
-_CPU_BLOCK, _GPU_BLOCK, _LEAST_ROWS = 16 * 2**20, 256 * 2**20, 16
+# Bytes of logits that are held at once: near a CPU's cache; on a GPU, enough work for each launch.
+# Very long prompts exceed them rather than fall below a useful number of rows.
+_CPU_BLOCK, _GPU_BLOCK, _LEAST_ROWS = 4 * 2**20, 256 * 2**20, 16
 
 
 def probabilities(prefill: Prefill, layer: int, probes: Sequence[int] | Tensor) -> Tensor:
@@ -77,14 +77,17 @@ def received(
     total = torch.zeros(prefill.query_heads, region.length, device=device)
     share = torch.ones(len(at)) if weights is None else weights
     share = share.to(device=device, dtype=torch.float32)
-    if block is None:
-        limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
-        block = max(_LEAST_ROWS, limit // (4 * prefill.query_heads * prefill.spans.length))
+    block = block or _block_rows(prefill, device)
     for first in range(0, len(at), block):
         rows = slice(first, first + block)
         seen = probabilities(prefill, layer, at[rows])[..., region.start : region.end]
         total[:, : seen.shape[-1]] += share[rows] @ seen
     return total
+
+
+def _block_rows(prefill: Prefill, device: torch.device) -> int:
+    limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
+    return max(_LEAST_ROWS, limit // (4 * prefill.query_heads * prefill.spans.length))
 
 
 def all_column_sums(prefill: Prefill) -> Tensor:
@@ -101,9 +104,34 @@ def column_sums(
 ) -> Tensor:
     """sum over all prompt queries of pi_{u,t}, float32 [H, N]; never T x T (baselines' S2).
 
-    Queries before the region see none of it and are skipped.
+    One causal attention pass without values: a block of queries meets the keys up to its last
+    query, so its softmax rows are complete, and all blocks share two buffers. Queries before the
+    region see none of it and are skipped.
 
     Raises `MissingCaptureError` unless the queries of every position were captured.
     """
-    everyone = torch.arange(region.start, prefill.spans.length)
-    return received(prefill, layer, everyone, region, block=block)
+    length, heads, group = prefill.spans.length, prefill.kv_heads, prefill.group
+    complete = len(prefill.query_positions) == length
+    # A complete capture is read where it lies; of any other, the error names what is missing.
+    queries = (
+        prefill.queries[layer] if complete else prefill.queries_at(layer, torch.arange(length))
+    )
+    keys = prefill.keys[layer].float().transpose(1, 2)
+    queries = rearrange(queries, "(g n) t d -> g n t d", g=heads)
+    device = keys.device
+    block = min(block or _block_rows(prefill, device), length)
+    logits, shares = torch.empty(2, heads * group * block * length, device=device)
+    later = torch.ones(block, block, dtype=torch.bool, device=device).triu(1)
+    total = torch.zeros(heads * group, length, device=device)
+    for first in range(region.start, length, block):
+        last = min(first + block, length)
+        rows = last - first
+        size = heads * group * rows * last
+        some = rearrange(queries[:, :, first:last].float() * prefill.scale, "g n p d -> g (n p) d")
+        torch.bmm(some, keys[..., :last], out=logits[:size].view(heads, -1, last))
+        square = logits[:size].view(-1, rows, last)
+        square[..., first:].masked_fill_(later[:rows, :rows], -torch.inf)
+        share = torch.softmax(square, dim=-1, out=shares[:size].view_as(square))
+        # A product with ones adds rows up several times faster than a sum over a middle axis.
+        total[:, :last] += torch.ones(rows, device=device) @ share
+    return total[:, region.start : region.end]

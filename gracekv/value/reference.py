@@ -12,7 +12,10 @@ from torch import Tensor
 
 from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Prefill, Region, depth_layers
+from gracekv.rope import Rope
 from gracekv.value.base import TokenScores
+from gracekv.value.chunk_order import ChunkOrder
+from gracekv.value.expected_attention import ExpectedAttention
 from gracekv.value.multi_hop import MultiHop
 from gracekv.value.output_projection import OutputProjection
 from gracekv.value.window_attention import WindowAttention
@@ -141,6 +144,61 @@ def column_sums(prefill: Prefill, region: Region) -> TokenScores:
     """H2O's score from the full T x T attention of every head; float64."""
     everyone = dict.fromkeys(range(prefill.spans.length), 1 / prefill.group)
     tokens = group_sums(prefill, everyone, region)
+    evidence = mean_over_heads(tokens, 1e-12)
+    return TokenScores(tokens, torch.tensor(evidence, dtype=torch.float64))
+
+
+def chunk_order(scorer: ChunkOrder, scores: Tensor) -> list[list[list[int]]]:
+    """ChunkKV's order of the tokens, [L][G][N], from the token scores [L, G, N] of `scorer.of`."""
+    layers, heads, length = scores.shape
+    chunks = [range(a, min(a + scorer.size, length)) for a in range(0, length, scorer.size)]
+    orders: list[list[list[int]]] = []
+    for layer in range(layers):
+        rows = scores[layer - layer % scorer.reuse].double().tolist()
+        if scorer.shared:
+            rows = [[sum(row[t] for row in rows) for t in range(length)]] * heads
+        orders.append([])
+        for row in rows:
+            means = [sum(row[t] for t in chunk) / len(chunk) for chunk in chunks]
+            best = sorted(range(len(chunks)), key=lambda c: (-means[c], c))
+            inside = [sorted(chunks[c], key=lambda t: (-row[t], t)) for c in best]
+            orders[-1].append([t for chunk in inside for t in chunk])
+    return orders
+
+
+def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Region) -> TokenScores:
+    """Score by score as the Gaussian says, rotations position by position; float64.
+
+    Needs a prompt as long as the future reaches: the table holds only what the model used.
+    """
+    end, heads, dim = prefill.spans.context_end, prefill.query_heads, prefill.head_dim
+    first, group = min(scorer.sinks, end - 1), prefill.group
+    eye = torch.eye(dim, dtype=torch.float64)
+    table = Rope(prefill.rope.cos.double(), prefill.rope.sin.double())
+    turns = [table.rotate(eye, torch.full((dim,), end + ahead)) for ahead in range(scorer.future)]
+    turn = sum(turns[1:], turns[0]) / len(turns)
+    tokens = torch.zeros(prefill.layers, prefill.kv_heads, end, dtype=torch.float64)
+    for layer in range(prefill.layers):
+        shares = torch.zeros(heads, end, dtype=torch.float64)
+        for head in range(heads):
+            queries = prefill.queries_at(layer, range(first, end))[head].double()
+            plain = table.unrotate(queries, torch.arange(first, end))
+            mean, covariance = plain.mean(0) @ turn, torch.cov(plain.T, correction=0)
+            covariance = turn.T @ covariance.reshape(dim, dim) @ turn
+            for t in range(first, end):
+                key = prefill.scale * prefill.keys[layer][head // group, t].double()
+                logit = float(key @ mean)
+                if scorer.covariance:
+                    logit += float(key @ covariance @ key) / 2
+                shares[head, t] = math.exp(logit)
+            shares[head] /= shares[head].sum()
+        for g in range(prefill.kv_heads):
+            score = shares[g * group : (g + 1) * group].mean(0) + scorer.epsilon
+            if scorer.value_norm:
+                score *= prefill.values[layer][g, :end].double().norm(dim=-1)
+            tokens[layer, g] = score
+        tokens[layer, :, :first] = tokens[layer, :, first:].max() + 1
+    tokens = tokens[..., region.start : region.end]
     evidence = mean_over_heads(tokens, 1e-12)
     return TokenScores(tokens, torch.tensor(evidence, dtype=torch.float64))
 

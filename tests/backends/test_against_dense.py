@@ -176,15 +176,22 @@ def test_a_long_turn_is_attended_in_blocks(monkeypatch, masked):
     torch.testing.assert_close(blocks.lse, whole.lse)
 
 
-def test_held_bytes_counts_the_padded_copy_and_nothing_else():
+def test_held_bytes_counts_what_a_step_holds_and_nothing_else():
     rng = torch.Generator().manual_seed(2)
     uneven, even = ragged(rng, [5, 9], 8, torch.float32), ragged(rng, [7, 7], 8, torch.float32)
     sdpa = Sdpa()
 
-    assert sdpa.held_bytes(sdpa.prepare(uneven)) == 2 * 9 * 4 * (2 * 8 + 1)
-    assert sdpa.held_bytes(sdpa.prepare(even)) == 0
-    assert sdpa.prepare(even).keys.data_ptr() == even.keys.data_ptr()
-    assert Auto().held_bytes(Auto().prepare(uneven)) == sdpa.held_bytes(sdpa.prepare(uneven))
+    for layer in (uneven, even):
+        prepared, chosen = sdpa.prepare(layer), Auto().prepare(layer)
+        assert sdpa.held_bytes(prepared) == 0
+        sdpa.warm(prepared, 4)
+        plan = prepared.plan((1, 4, 1), None)
+        held = [plan.bias, plan.gather, plan.slots, plan.blank_lse, plan.blank_output]
+        assert sdpa.held_bytes(prepared) == sum(x.numel() * x.element_size() for x in held)
+        assert plan.keys.untyped_storage().data_ptr() == layer.keys.untyped_storage().data_ptr()
+        assert plan.values.untyped_storage().data_ptr() == layer.values.untyped_storage().data_ptr()
+        Auto().warm(chosen, 4)
+        assert Auto().held_bytes(chosen) == sdpa.held_bytes(prepared)
     assert Eager().held_bytes(Eager().prepare(uneven)) == 0
 
 

@@ -1,8 +1,5 @@
 """Generation over compressed caches against stock generation and against dense attention."""
 
-import copy
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +8,6 @@ from hypothesis import strategies as st
 transformers = pytest.importorskip("transformers")
 
 from packaging.version import Version  # noqa: E402
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
 
 from gracekv.backends import Eager, Sdpa  # noqa: E402
 from gracekv.cache.base import RaggedCache, RaggedLayer  # noqa: E402
@@ -19,6 +15,7 @@ from gracekv.hf import GraceCache, attach, detach  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
+from gracekv.testing.dense import dense_logits  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
 
 LENGTH = 60
@@ -105,56 +102,6 @@ def test_a_full_cache_generates_what_the_stock_model_does(model, mode, backend):
     torch.testing.assert_close(logits, stock_logits, rtol=0, atol=2e-4)
 
 
-def dense_step(model, cache, tail, token, drop_bias=False):
-    """One decoding step in float64 with the packed entries as a dense masked bias.
-
-    `tail` holds per layer the keys and values of the steps so far, and grows by this one's.
-    """
-    position = cache.length + len(tail[0])
-    hidden = model.model.embed_tokens(token)[None]
-    rotary = model.model.rotary_emb(hidden[None].float(), torch.tensor([[position]]))
-    cos, sin = (x[0].double() for x in rotary)
-    for number, block in enumerate(model.model.layers):
-        normed = block.input_layernorm(hidden)
-        attention, layer = block.self_attn, cache.layers[number]
-        q, k, v = (
-            projection(normed).view(1, -1, 16).transpose(0, 1)
-            for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=0)
-        tail[number].append((k[:, 0], v[:, 0]))
-        outputs = []
-        for head in range(4):
-            g = head // 2
-            dense = torch.zeros(2, cache.length, 16, dtype=torch.float64)
-            bias = torch.full((cache.length,), -math.inf, dtype=torch.float64)
-            keys, values, positions, log_m = layer.head(g)
-            dense[0, positions.long()], dense[1, positions.long()] = keys.double(), values.double()
-            bias[positions.long()] = 0.0 if drop_bias else log_m.double()
-            all_keys = torch.cat([dense[0], torch.stack([k[g] for k, _ in tail[number]])])
-            all_values = torch.cat([dense[1], torch.stack([v[g] for _, v in tail[number]])])
-            logits = all_keys @ q[head, 0] / 4
-            logits[: cache.length] += bias
-            outputs.append(logits.softmax(0) @ all_values)
-        hidden = hidden + attention.o_proj(torch.cat(outputs)[None])
-        hidden = hidden + block.mlp(block.post_attention_layernorm(hidden))
-    return model.lm_head(model.model.norm(hidden))[0]
-
-
-def reference(model, cache, tokens, drop_bias=False):
-    """[steps, vocab] float64 logits after each of `tokens`, fed one by one."""
-    precise = copy.deepcopy(model).double()
-    # LlamaRMSNorm computes in float32; a reference must not.
-    for module in precise.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
-            module.forward = lambda x, m=module: (
-                m.weight * x * (x.square().mean(-1, keepdim=True) + m.variance_epsilon).rsqrt()
-            )
-    tail = [[] for _ in cache.layers]
-    with torch.no_grad():
-        return torch.stack([dense_step(precise, cache, tail, t, drop_bias) for t in tokens])
-
-
 @pytest.mark.parametrize("backend", [Eager(), Sdpa()], ids=repr)
 @settings(max_examples=4)
 @given(seed=st.integers(0, 2**32 - 1))
@@ -165,10 +112,10 @@ def test_an_evicted_cache_decodes_like_dense_masked_attention(model, backend, se
     new, logits = generated(model, ids, GraceCache(cache, backend))
 
     tokens = torch.cat([ids[-1:], new[0, :-1]])
-    want = reference(model, cache, tokens)
+    want = dense_logits(model, cache, tokens)
     torch.testing.assert_close(logits[:, 0].double(), want, rtol=0, atol=5e-4)
     # The comparison can see a bias that is left out.
-    without = reference(model, cache, tokens, drop_bias=True)
+    without = dense_logits(model, cache, tokens, drop_bias=True)
     assert (logits[:, 0] - without).abs().max() > 0.05
 
 
@@ -204,7 +151,7 @@ def test_a_second_turn_continues_the_first(model):
     new, logits = generated(model, turn, first, max_new_tokens=10)
 
     assert first.get_seq_length() == len(turn) + 9
-    want = reference(model, cache, torch.cat([turn[LENGTH - 1 :], new[0, :-1]]))
+    want = dense_logits(model, cache, torch.cat([turn[LENGTH - 1 :], new[0, :-1]]))
     torch.testing.assert_close(logits[:, 0].double(), want[-10:], rtol=0, atol=5e-4)
 
 

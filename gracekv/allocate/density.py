@@ -1,0 +1,93 @@
+"""`density`: layers share by how evenly their heads spread attention over the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.base import QUOTAS, Quota
+from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.shares import largest_remainder
+from gracekv.errors import ConfigError, MissingCaptureError
+
+
+@final
+@QUOTAS.register("density")
+@dataclass(frozen=True, slots=False)
+class Density(Quota):
+    """Layers whose heads spread attention evenly get more, by a softmax over layers (D2O).
+
+    With v_h the variance of head h's column sums over all prompt positions, min-max normalised over
+    the heads of its layer, F_l their mean and w = softmax(-F) over layers, layer l's share of the
+    whole budget is B w_l. Heads of a layer share equally.
+
+    Source: Wan et al. (2024), D2O, arXiv:2406.13035, in the form of its code (without the
+    normalisation over heads the softmax hands most of the budget to one layer). Ours: a layer gets
+    at least one entry a head beside its recent windows (where the budget is that large) and at
+    most all of its context, what that changes is redistributed in proportion, rounding is by
+    largest remainder to exactly B, and no layer is exempt.
+
+    Attributes:
+        epsilon: in the denominator of the normalisation (the code's 1e-6).
+    """
+
+    uses_columns: ClassVar[bool] = True
+
+    epsilon: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not self.epsilon > 0:
+            raise ConfigError(
+                f"Density.epsilon keeps a denominator from 0, so it is positive; got "
+                f"{self.epsilon!r}. D2O's is 1e-6."
+            )
+
+    def weights(self, columns: Tensor) -> Tensor:
+        """w [L] float64, which sums to 1, from column sums [L, H, T]."""
+        spread = columns.double().var(dim=-1)
+        low, high = spread.amin(dim=1, keepdim=True), spread.amax(dim=1, keepdim=True)
+        density = ((spread - low) / (high - low + self.epsilon)).mean(dim=1)
+        return torch.softmax(-density, dim=0)
+
+    def __call__(
+        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+    ) -> Tensor | None:
+        """Caps that add up to B_base. Raises `MissingCaptureError` without `columns`."""
+        if columns is None:
+            raise MissingCaptureError(
+                "The quota 'density' reads the column sums of every query head; pass "
+                "columns=gracekv.value.attention.all_column_sums(prefill). A Pipeline does so."
+            )
+        recent, most = plan.heads * plan.recent, plan.heads * plan.compressible
+        least = plan.heads if plan.base >= plan.layers * plan.heads else 0
+        weights = [Fraction(weight) for weight in self.weights(columns).tolist()]
+        whole = proportional(weights, plan.total, recent + least, recent + most)
+        layers = largest_remainder([share - recent for share in whole], plan.base, most)
+        total = torch.tensor(layers)[:, None]
+        extra = torch.arange(plan.heads) < total % plan.heads
+        return (total // plan.heads + extra).to(tokens.device)
+
+
+def proportional(weights: Sequence[Fraction], total: int, least: int, most: int) -> list[Fraction]:
+    """Real shares clamp(x w_i, least, most) with the one x for which they add up to `total`.
+
+    `weights` are positive, and `total` lies between what all `least` and all `most` come to.
+    """
+    shares: dict[int, Fraction] = {}
+    while len(shares) < len(weights):
+        free = [i for i in range(len(weights)) if i not in shares]
+        scale = (total - sum(shares.values())) / sum((weights[i] for i in free), Fraction())
+        wanted = {i: scale * weights[i] for i in free}
+        held = {i: min(max(want, Fraction(least)), Fraction(most)) for i, want in wanted.items()}
+        excess = sum(held[i] - wanted[i] for i in free)
+        # Only one side's clamps are sure to last: those of the side that moves more.
+        for i in free:
+            moved = held[i] - wanted[i]
+            if excess == 0 or moved * excess > 0:
+                shares[i] = held[i]
+    return [shares[i] for i in range(len(weights))]

@@ -1,0 +1,273 @@
+"""The `triton` backend; the kernels themselves are in `triton_split` and `triton_merge`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.backends.base import BACKENDS, Backend, Partial
+from gracekv.backends.triton_device import capability, obstacle, processors
+from gracekv.backends.triton_plan import Plan, plan
+from gracekv.backends.triton_tiles import tiles
+from gracekv.cache.base import RaggedLayer
+from gracekv.errors import BackendUnavailableError, ConfigError, ShapeError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """One layer with its work lists.
+
+    Attributes:
+        keys: [E, d], rows contiguous.
+        values: [E, d].
+        bias: float32 [E], log multiplicity.
+        heads: G.
+        sequences: S.
+        plan: which program reads what.
+        capability: of the GPU.
+        pieces: how many programs should be about right.
+        copied: bytes of keys and values that had to be copied to make their rows contiguous.
+    """
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+    heads: int
+    sequences: int
+    plan: Plan
+    capability: tuple[int, int]
+    pieces: int
+    copied: int
+
+
+@final
+@BACKENDS.register("triton")
+@dataclass(frozen=True, slots=False)
+class Triton(Backend):
+    """Ragged split-KV kernel for NVIDIA GPUs: no padding, work balanced over uneven heads.
+
+    Source: split-KV decoding with a merge by log-sum-exp is FlashDecoding (Dao et al., 2023); the
+    work list over ragged heads and the additive log multiplicity are ours.
+
+    Attributes:
+        pieces_per_processor: pieces of work per streaming multiprocessor; two fit on each.
+        processors: how many to plan for; None: those of the cache's GPU. A fixed number gives the
+            same bits on GPUs of different size.
+
+    Needs the extra `gracekv[triton]` and a GPU of compute capability 8.0 or newer. Reads float32,
+    float16 and bfloat16 with heads of dimension 256 or less. Nothing is copied or padded.
+    """
+
+    pieces_per_processor: int = 2
+    processors: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.pieces_per_processor < 1:
+            raise ConfigError(
+                f"Triton.pieces_per_processor is 1 or more; got {self.pieces_per_processor!r}."
+            )
+        if self.processors is not None and self.processors < 1:
+            raise ConfigError(
+                f"Triton.processors is 1 or more, or None for the GPU's own; got "
+                f"{self.processors!r}."
+            )
+
+    def obstacle(
+        self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
+    ) -> str | None:
+        """Why this backend cannot read such a cache, and what to do about it; None if it can."""
+        reason = obstacle(device)
+        if reason is None and dtype is not None and dim is not None:
+            try:
+                tiles(dim, dtype, (8, 0))
+            except BackendUnavailableError as error:
+                reason = str(error)
+        return reason
+
+    def prepare(self, layer: RaggedLayer) -> Planned:
+        device, dim = layer.keys.device, layer.keys.shape[-1]
+        _require(device)
+        found = capability(device)
+        pieces = self._pieces(device)
+        block = tiles(dim, layer.keys.dtype, found).keys
+        keys, values = (_rows_contiguous(x) for x in (layer.keys, layer.values))
+        copied = sum(
+            new.numel() * new.element_size()
+            for new, old in ((keys, layer.keys), (values, layer.values))
+            if new is not old
+        )
+        return Planned(
+            keys=keys,
+            values=values,
+            bias=layer.log_multiplicity.float().contiguous(),
+            heads=layer.heads,
+            sequences=layer.sequences,
+            plan=plan(layer.offsets, layer.sequences, pieces, block, device),
+            capability=found,
+            pieces=pieces,
+            copied=copied,
+        )
+
+    def held_bytes(self, prepared: Planned) -> int:
+        return prepared.plan.bytes + prepared.copied
+
+    def packed(
+        self, query: Tensor, prepared: Planned, scale: float, rows: Tensor | None = None
+    ) -> Partial:
+        return Partial(*self._run(query, prepared, None, None, None, None, scale, rows))
+
+    def tail(
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+    ) -> Partial:
+        _require(query.device)
+        return Partial(*self._run(query, None, keys, values, None, mask, scale, None))
+
+    def __call__(
+        self,
+        query: Tensor,
+        prepared: Planned,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """[B, H, Tq, d]: both parts in one launch, and one that merges all pieces."""
+        return self._run(query, prepared, keys, values, None, mask, scale, rows)[0]
+
+    def decode(
+        self,
+        query: Tensor,
+        prepared: Planned,
+        keys: Tensor,
+        values: Tensor,
+        length: Tensor,
+        scale: float,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """[B, H, Tq, d]: like calling, over tail buffers whose used length lies on the device.
+
+        Grid, workspace and launch arguments follow from shapes alone, so a CUDA graph recorded
+        once is valid while tokens are appended and `length` is updated in place.
+
+        Args:
+            query: [B, H, Tq, d].
+            prepared: from `prepare`.
+            keys: [B, G, C, d]; places from `length` on may hold anything.
+            values: [B, G, C, d].
+            length: int32 or int64 [B], tokens in each row's tail, the queries' own included.
+            scale: factor of q . k.
+            rows: int64 [B], or None.
+
+        Raises `ShapeError` if `length` does not fit the batch.
+        """
+        if length.shape != query.shape[:1] or length.device != query.device:
+            raise ShapeError(
+                f"Triton.decode takes `length` [B] on the query's device; got "
+                f"{list(length.shape)} on {length.device} for a batch of {query.shape[0]} on "
+                f"{query.device}."
+            )
+        length = length.contiguous()
+        return self._run(query, prepared, keys, values, length, None, scale, rows)[0]
+
+    def _run(
+        self,
+        query: Tensor,
+        prepared: Planned | None,
+        keys: Tensor | None,
+        values: Tensor | None,
+        length: Tensor | None,
+        mask: Tensor | None,
+        scale: float,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        # Here and not above, so that gracekv can be imported without triton.
+        from gracekv.backends.triton_op import ragged_attention
+
+        packed: tuple[Tensor | None, ...] = (None,) * 7
+        slots, pieces = 0, 0
+        if prepared is None:
+            pieces = self._pieces(query.device)
+        else:
+            _check_packed(query, prepared, rows)
+            count = query.shape[1] // prepared.heads * query.shape[2]
+            tile = tiles(query.shape[3], query.dtype, prepared.capability, count)
+            readers = query.shape[0] * -(-count // tile.queries) // prepared.sequences
+            work = prepared.plan.pick(readers)
+            slots, pieces = work.slots, prepared.pieces
+            packed = (
+                prepared.keys,
+                prepared.values,
+                prepared.bias,
+                work.items,
+                work.item_first,
+                work.row_first,
+                None if rows is None else rows.contiguous(),
+            )
+        if keys is not None and values is not None:
+            _check_tail(query, keys, values, mask)
+        result: tuple[Tensor, Tensor] = ragged_attention(
+            query, *packed, keys, values, length, mask, scale, slots, pieces
+        )
+        return result
+
+    def _pieces(self, device: torch.device) -> int:
+        return self.pieces_per_processor * (self.processors or processors(device))
+
+
+def _require(device: torch.device) -> None:
+    reason = obstacle(device)
+    if reason is not None:
+        raise BackendUnavailableError(f"Backend 'triton' cannot run. {reason}")
+
+
+def _check_packed(query: Tensor, prepared: Planned, rows: Tensor | None) -> None:
+    """A kernel reads wherever it is told to, so what does not fit is refused before."""
+    batch, heads, _, dim = query.shape
+    if dim != prepared.keys.shape[1] or query.dtype != prepared.keys.dtype:
+        raise ShapeError(
+            f"The packed keys are {prepared.keys.dtype} of dimension {prepared.keys.shape[1]}; got "
+            f"queries in {query.dtype} of dimension {dim}."
+        )
+    if heads % prepared.heads:
+        raise ShapeError(
+            f"Query heads come in equal groups for {prepared.heads} KV heads; got {heads}."
+        )
+    fits = batch % prepared.sequences == 0 if rows is None else rows.shape == (batch,)
+    if not fits:
+        raise ShapeError(
+            f"A cache of {prepared.sequences} sequences takes a multiple of as many rows, or "
+            f"`rows` of shape [B]; got a batch of {batch} and rows "
+            f"{None if rows is None else list(rows.shape)}."
+        )
+
+
+def _check_tail(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+    batch, heads, tokens, dim = query.shape
+    if (
+        (keys.shape[0], keys.shape[3]) != (batch, dim)
+        or keys.shape != values.shape
+        or heads % keys.shape[1]
+        or keys.dtype != query.dtype
+        or values.dtype != query.dtype
+    ):
+        raise ShapeError(
+            f"For queries {list(query.shape)} in {query.dtype} the tail is keys and values "
+            f"[{batch}, G, S, {dim}] of the same dtype, G a divisor of {heads}; got "
+            f"{list(keys.shape)} in {keys.dtype} and {list(values.shape)} in {values.dtype}."
+        )
+    if mask is not None and (
+        mask.ndim != 4
+        or mask.shape[0] not in (1, batch)
+        or mask.shape[1:] != (1, tokens, keys.shape[2])
+    ):
+        raise ShapeError(
+            f"The tail's mask is [{batch}, 1, {tokens}, {keys.shape[2]}]; got {list(mask.shape)}."
+        )
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()

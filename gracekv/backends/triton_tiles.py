@@ -1,0 +1,97 @@
+"""How large the kernel's tiles are: a static table, chosen by head dimension, dtype and GPU.
+
+Nothing is tuned at run time, so a model decodes the same way on every machine of a kind. Each
+entry is held by a test that compiles it for its GPUs: nothing spills, and shared memory fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gracekv.errors import BackendUnavailableError
+
+# Head dimensions are padded to a power of two; a matrix product takes 16 or more.
+_SMALLEST, _LARGEST = 16, 256
+
+# Compute capabilities whose blocks may use at least 163 KB of shared memory; others have 99 KB.
+_ROOMY = {(8, 0), (9, 0), (10, 0), (10, 3)}
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """One kernel configuration.
+
+    Attributes:
+        queries: rows of a query tile, query heads times new tokens.
+        keys: entries of a step.
+        warps: of a program.
+        stages: of the software pipeline that loads ahead.
+        precision: of float32 matrix products: "tf32x3", three tf32 products of split operands, or
+            "ieee", plain multiplications; either keeps float32's bits.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    precision: str
+
+
+# (padded head dimension, bytes of an element) -> (query rows, keys, warps) by growing query rows;
+# read off compiled code (ours): the sizes at which registers suffice.
+_TABLE = {
+    (16, 2): ((16, 128, 4), (32, 128, 4), (64, 64, 8)),
+    (32, 2): ((16, 128, 4), (32, 128, 4), (64, 64, 8)),
+    (64, 2): ((16, 64, 4), (32, 64, 4), (64, 64, 8)),
+    (128, 2): ((16, 64, 4), (32, 32, 4), (64, 64, 8)),
+    (256, 2): ((16, 32, 4), (32, 32, 4), (64, 32, 8)),
+    (16, 4): ((16, 32, 4), (32, 16, 4), (64, 16, 8)),
+    (32, 4): ((16, 32, 4), (32, 16, 4), (64, 16, 8)),
+    (64, 4): ((16, 32, 4), (32, 16, 4), (64, 16, 8)),
+    (128, 4): ((16, 32, 4), (32, 32, 8)),
+    (256, 4): ((16, 16, 4),),
+}
+
+# Loads in flight: two buffers where two such programs then share a processor's memory, else one.
+_STAGES = {True: 3, False: 2}
+
+# From this head dimension on, the split operands of tf32x3 do not fit the registers.
+_PLAIN_FROM = 256
+
+
+def padded_dim(dim: int) -> int:
+    """The power of two that a head of dimension `dim` is padded to.
+
+    Raises `BackendUnavailableError` above 256.
+    """
+    if dim > _LARGEST:
+        raise BackendUnavailableError(
+            f"The triton backend reads heads of dimension {_LARGEST} or less; got {dim}. Use "
+            f"backend 'sdpa'."
+        )
+    return max(_SMALLEST, 1 << (dim - 1).bit_length())
+
+
+def tiles(dim: int, dtype: torch.dtype, capability: tuple[int, int], queries: int = 1) -> Tiles:
+    """The configuration for heads of dimension `dim` on GPUs of a compute capability.
+
+    Args:
+        dim: d.
+        dtype: of queries, keys and values.
+        capability: (major, minor).
+        queries: rows that share a KV head; the tile is the smallest that holds them, or the
+            largest there is.
+
+    Raises `BackendUnavailableError` for a dtype or dimension that the kernel does not read.
+    """
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise BackendUnavailableError(
+            f"The triton backend reads float32, float16 and bfloat16; got {dtype}. Use backend "
+            f"'sdpa'."
+        )
+    choices = _TABLE[padded_dim(dim), dtype.itemsize]
+    chosen = next((choice for choice in choices if queries <= choice[0]), choices[-1])
+    plain = dtype != torch.float32 or padded_dim(dim) >= _PLAIN_FROM
+    return Tiles(*chosen, _STAGES[capability in _ROOMY], "ieee" if plain else "tf32x3")

@@ -1,0 +1,184 @@
+"""`d2o`: what is dropped merges into the kept entry whose key is most like its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal, final, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gracekv.allocate.base import Frontier
+from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
+from gracekv.cache.evict import best_tokens, gather_tokens
+from gracekv.cache.layout import layer_layout
+from gracekv.errors import ConfigError
+from gracekv.prefill import Prefill
+from gracekv.tree.merge import PrototypeRule
+
+Merge = Literal["keys_and_values", "values", "none"]
+Weights = Literal["convex", "code"]
+
+# Bytes of cosines that `best_matches` holds at once.
+_BLOCK = 64 * 2**20
+
+
+@final
+@PACKERS.register("d2o")
+@dataclass(frozen=True)
+class D2OPacker(Packer):
+    r"""Dropped tokens merge into the kept token of the most similar key, if similar enough (D2O).
+
+    In each KV head, u_i is the largest cosine between the post-RoPE keys of dropped token i and of
+    a kept context token, c(i) that token (ties: the earlier), and tau the mean of all u_i of the
+    layer. Tokens with u_i >= tau merge, the others go. With E_c the tokens that merge into c,
+
+        x_c <- (e x_c + sum_{i in E_c} exp(u_i) x_i) / (e + sum_{i in E_c} exp(u_i))     ("convex")
+        x_c <- (x_c + sum_{i in E_c} u_i x_i) / (1 + |E_c|)                              ("code")
+
+    for keys and values alike; e = exp(1) is the weight of c's similarity to itself. Recent tokens
+    may be targets; prefix and suffix never are. Targets of nothing keep their bits. Which tokens
+    stay is the frontier's business; of a node of several tokens the best one stays, as with
+    `evict`.
+
+    Source: Wan et al. (2024), D2O, arXiv:2406.13035, Eqs. 9-12. Ours: one event after prefill, so
+    the threshold's moving average never starts; each head accepts by its own u_i (the code mixes
+    heads by rank).
+
+    Attributes:
+        merge: "keys_and_values" (D2O), "values" alone, or "none" (plain eviction); the last two
+            are for diagnosis.
+        weights: "convex" (the paper) or "code" (the released code, which shrinks norms).
+    """
+
+    merge: Merge = "keys_and_values"
+    weights: Weights = "convex"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("merge", Merge), ("weights", Weights)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ConfigError(
+                    f"D2OPacker.{name} takes one of {', '.join(map(repr, get_args(allowed)))}; "
+                    f"got {getattr(self, name)!r}."
+                )
+
+    def __call__(
+        self,
+        prefill: Prefill,
+        frontier: Frontier,
+        tokens: Tensor,
+        rule: PrototypeRule,
+        columns: Tensor | None = None,
+    ) -> RaggedCache:
+        layers = tuple(
+            self._layer(prefill, frontier, tokens[layer], layer) for layer in range(prefill.layers)
+        )
+        return RaggedCache(layers, length=prefill.spans.length - 1)
+
+    def _layer(
+        self, prefill: Prefill, frontier: Frontier, worth: Tensor, layer: int
+    ) -> RaggedLayer:
+        spans, heads = prefill.spans, prefill.kv_heads
+        layout = layer_layout(prefill, frontier, layer)
+        positions = best_tokens(layout, worth)
+        packed = gather_tokens(prefill, layer, layout, positions)
+        if self.merge == "none":
+            return packed
+
+        # Entries of the context, in order of (head, position): the targets.
+        entry = torch.nonzero(
+            (positions >= spans.context_start) & (positions < spans.context_end)
+        ).flatten()
+        kept = torch.zeros(heads, spans.context_length, dtype=torch.bool, device=entry.device)
+        kept[layout.head[entry], positions[entry] - spans.context_start] = True
+        context = slice(spans.context_start, spans.context_end)
+        keys = prefill.keys[layer][:, context]
+        source, target, similarity = best_matches(keys, kept)
+        accepted = similarity.double() >= similarity.double().mean()
+        source, target, similarity = (x[accepted] for x in (source, target, similarity))
+        if not len(source):
+            return packed
+
+        def merged(packed_rows: Tensor, rows: Tensor) -> Tensor:
+            changed = packed_rows.clone()
+            result, touched = self._merged(
+                packed_rows[entry], rows.flatten(0, 1)[source], target, similarity
+            )
+            changed[entry[touched]] = result.to(changed.dtype)
+            return changed
+
+        values = merged(packed.values, prefill.values[layer][:, context])
+        if self.merge == "values":
+            return dataclasses.replace(packed, values=values)
+        return dataclasses.replace(packed, keys=merged(packed.keys, keys), values=values)
+
+    def _merged(
+        self, targets: Tensor, sources: Tensor, target: Tensor, similarity: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """New rows [C, d] float32 of the targets that something merges into, and which those are.
+
+        Args:
+            targets: [K, d] kept rows.
+            sources: [M, d] accepted rows.
+            target: int64 [M] into `targets`.
+            similarity: u float32 [M].
+        """
+        weight = similarity.exp() if self.weights == "convex" else similarity
+        counted = weight if self.weights == "convex" else torch.ones_like(weight)
+        own = math.e if self.weights == "convex" else 1.0
+        # Segments of sorted targets: the same sums in the same order on every run and device.
+        order = target.sort(stable=True).indices
+        touched, count = torch.unique_consecutive(target[order], return_counts=True)
+        rows = weight[order, None] * sources[order].float()
+        total = torch.segment_reduce(rows, "sum", lengths=count, axis=0, unsafe=True)
+        size = torch.segment_reduce(counted[order], "sum", lengths=count, axis=0, unsafe=True)
+        return (own * targets[touched].float() + total) / (own + size)[:, None], touched
+
+
+def best_matches(
+    keys: Tensor, kept: Tensor, *, block: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each dropped token's most similar kept token of its head, by cosine.
+
+    Args:
+        keys: [G, N, d] of one layer's context.
+        kept: bool [G, N].
+        block: dropped tokens of each head at once; None: what `_BLOCK` bytes hold. Memory is never
+            dropped x kept.
+
+    Returns M rows: the dropped token (int64, g * N + t), its target (int64, which of all kept
+    tokens in the order of (head, position); ties: the earlier), and the cosine (float32). Heads
+    that keep nothing have no rows.
+    """
+    heads, length = kept.shape
+    unit = functional.normalize(keys.float(), dim=-1)
+    counts = kept.sum(dim=1)
+    stays, goes = int(counts.max()), int((length - counts).max())
+    if stays == 0 or goes == 0:
+        none = torch.empty(0, dtype=torch.int64, device=keys.device)
+        return none, none, torch.empty(0, device=keys.device)
+    # Kept tokens of each head, then dropped ones, both by position; short heads are padded by the
+    # start of the other part, which is masked below.
+    order = (~kept).byte().sort(dim=1, stable=True).indices
+    place = torch.arange(length, device=keys.device)
+    pool = unit.gather(1, order[:, :stays, None].expand(-1, -1, unit.shape[-1]))
+    padding = (place[:stays] >= counts[:, None])[:, None]
+    left = order.roll(goes, dims=1)[:, :goes]
+    real = ~kept.gather(1, left) & (counts > 0)[:, None]
+
+    rows = block or max(1, _BLOCK // (4 * heads * stays))
+    best, match = [], []
+    for first in range(0, goes, rows):
+        part = left[:, first : first + rows]
+        some = unit.gather(1, part[..., None].expand(-1, -1, unit.shape[-1]))
+        cosine = (some @ pool.transpose(1, 2)).masked_fill_(padding, -torch.inf)
+        top = cosine.max(dim=-1)
+        best.append(top.values)
+        match.append(top.indices)
+    similarity, chosen = torch.cat(best, dim=1), torch.cat(match, dim=1)
+    before = (counts.cumsum(0) - counts)[:, None]
+    row = torch.arange(heads, device=keys.device)[:, None] * length
+    return (row + left)[real], (before + chosen)[real], similarity[real]

@@ -1,0 +1,35 @@
+"""Benchmarks, ablations and the tables that come of them.
+
+    from gracekv.evaluate import Experiment, run
+    run(Experiment.load(Path("suite.yaml")), "runs/")
+
+Names load on first use: this package's parts need transformers and the `evaluate` extra.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gracekv.evaluate.experiment import Experiment, Panel
+    from gracekv.evaluate.runner import Summary, run
+    from gracekv.evaluate.store import read_rows
+    from gracekv.evaluate.tables import blocks
+
+_HOMES = {
+    "Experiment": "experiment",
+    "Panel": "experiment",
+    "Summary": "runner",
+    "blocks": "tables",
+    "read_rows": "store",
+    "run": "runner",
+}
+
+__all__ = ["Experiment", "Panel", "Summary", "blocks", "read_rows", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

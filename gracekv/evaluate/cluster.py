@@ -1,0 +1,70 @@
+"""Samples over a Ray cluster: each worker loads the model once and takes sample after sample.
+
+Rows come back to the caller, which alone writes them; the workers need no common disk, only the
+model and the data under the same names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gracekv.errors import MissingDependencyError
+from gracekv.evaluate.experiment import Experiment
+from gracekv.evaluate.plan import Unit
+from gracekv.evaluate.store import Row
+
+
+class RemoteWorker:
+    """The actor: a `Worker` made from plain data on its own machine."""
+
+    def __init__(self, experiment: dict[str, Any]) -> None:
+        from gracekv.evaluate.sources import Sources
+        from gracekv.evaluate.worker import Worker
+        from gracekv.hf.loading import load_model
+
+        self.experiment = Experiment.from_dict(experiment)
+        name, dtype, data = self.experiment.model, self.experiment.dtype, self.experiment.data
+        sources = Sources(None if data is None else Path(data))
+        self.worker = Worker(name, dtype, *load_model(name, dtype), sources)
+
+    def rows(self, unit: Unit) -> list[Row]:
+        """All rows of one sample."""
+        done = self.worker.rows(unit.panel, unit.task, unit.index, unit.cells, unit.before)
+        return list(done)
+
+
+def spread(experiment: Experiment, units: Sequence[Unit], workers: int) -> Iterator[Row]:
+    """Rows of all units as samples are finished, in any order.
+
+    Joins the cluster that RAY_ADDRESS names, or starts one on this machine. A worker that dies is
+    started again and its sample run once more. Raises `MissingDependencyError` without Ray.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise MissingDependencyError(
+            "Spreading samples over a cluster needs the package 'ray'. Install it with: "
+            "pip install 'gracekv[ray]'"
+        )
+    # Ray is loosely typed and optional: to the type checker it is anything.
+    ray: Any = importlib.import_module("ray")
+    pools: Any = importlib.import_module("ray.util")
+
+    mine = not ray.is_initialized()
+    if mine:
+        ray.init(log_to_driver=False, include_dashboard=False)
+    try:
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=1)(
+            RemoteWorker
+        )
+        count = min(workers, len(units))
+        actors = [remote.remote(experiment.to_dict()) for _ in range(count)]
+        pool = pools.ActorPool(actors)
+        for rows in pool.map_unordered(lambda actor, unit: actor.rows.remote(unit), units):
+            yield from rows
+    finally:
+        if mine:
+            ray.shutdown()

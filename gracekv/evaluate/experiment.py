@@ -1,0 +1,179 @@
+"""`Experiment`: everything that decides what is run, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from gracekv.allocate import Budget
+from gracekv.errors import ConfigError
+from gracekv.evaluate.methods import Method, parse_method
+from gracekv.evaluate.rendering import Truncate
+from gracekv.evaluate.tasks import Task, expand
+from gracekv.files import read_text
+from gracekv.registry import Configurable
+
+# Tasks whose name starts so have texts of a given length; RULER makes its own.
+_GIVEN = "longbench:"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One method at one budget; no budget for a method that keeps everything."""
+
+    method: Method
+    budget: Budget | None
+
+    @property
+    def column(self) -> str:
+        """The table's column: "8x", "512 entries", or "full"."""
+        if self.budget is None:
+            return "full"
+        amount = float(self.budget.amount)
+        return f"{amount:g}x" if self.budget.kind == "ratio" else f"{amount:g} entries"
+
+    def options(self) -> dict[str, Any]:
+        """The budget as `compress_prefill` takes it."""
+        return {"ratio": 1} if self.budget is None else {self.budget.kind: self._amount()}
+
+    def _amount(self) -> Any:
+        assert self.budget is not None  # options() has looked
+        amount = self.budget.amount
+        return amount if self.budget.kind == "ratio" else int(amount)
+
+
+@dataclass(frozen=True, slots=True)
+class Panel(Configurable):
+    """Tasks and methods that are run against each other.
+
+    Attributes:
+        tasks: names of tasks and suites.
+        methods: see `parse_method`.
+        ratios: budgets as ratios; 8 keeps an eighth of the context's entries.
+        entries: budgets as entries per head.
+        lengths: total tokens of RULER's samples.
+        samples: of each task and length.
+        seed: of RULER's samples.
+        protocol: "query_aware" prefills the whole prompt before compressing, as the paper does;
+            "query_agnostic" compresses before the question is seen, except for the one token
+            after the context. They rank methods differently and never share a table.
+        recent_share: most of the budget that the recent window may take, in every method; None
+            leaves each method's own.
+        generate: whether answers are generated and scored.
+        max_new_tokens: a lower cap than the tasks' own, or None. The cap is part of set recall,
+            which has no other brake.
+        fidelity: whether the reference answer is fed over every cache, to compare with FullKV.
+        answer_words: most words of the reference answer that are fed.
+        max_prompt: most prompt tokens; None: what the model's positions allow.
+        truncate: what happens to longer prompts: "middle", "start", "error" or "skip".
+    """
+
+    tasks: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ("fullkv", "gracekv")
+    ratios: tuple[float, ...] = ()
+    entries: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = (4096,)
+    samples: int = 50
+    seed: int = 42
+    protocol: Literal["query_aware", "query_agnostic"] = "query_aware"
+    recent_share: float | None = None
+    generate: bool = True
+    max_new_tokens: int | None = None
+    fidelity: bool = True
+    answer_words: int = 48
+    max_prompt: int | None = None
+    truncate: Truncate = "middle"
+
+    def __post_init__(self) -> None:
+        expand(self.tasks)
+        counts = {
+            "samples": self.samples,
+            "answer_words": self.answer_words,
+            "max_new_tokens": self.max_new_tokens,
+            "max_prompt": self.max_prompt,
+        }
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1; got {value}.")
+        for name in ("tasks", "methods"):
+            if not getattr(self, name):
+                raise ConfigError(f"An experiment needs at least one of {name}; got none.")
+        if not self.generate and not self.fidelity:
+            raise ConfigError("generate and fidelity are both off: there is nothing to measure.")
+        cells = self.cells()
+        if not cells:
+            raise ConfigError(
+                f"The methods {', '.join(self.methods)} need a budget. Give ratios such as 4,8,16 "
+                f"or entries such as 512."
+            )
+        labels = [cell.method.label for cell in cells if cell.column == cells[-1].column]
+        if len(set(labels)) != len(labels):
+            raise ConfigError(f"A method is named twice: {', '.join(self.methods)}.")
+
+    def cells(self) -> list[Cell]:
+        """Every method at every budget; a method that keeps everything once."""
+        budgets = [Budget.ratio(ratio) for ratio in self.ratios]
+        budgets += [Budget.entries_per_head(entries) for entries in self.entries]
+        cells = []
+        for spec in self.methods:
+            method = parse_method(spec, self.recent_share)
+            full = method.pipeline.keep_all
+            cells += [Cell(method, None)] if full else [Cell(method, b) for b in budgets]
+        return cells
+
+    def all_tasks(self) -> Iterator[Task]:
+        """Every task at every length."""
+        for name in expand(self.tasks):
+            given = name.startswith(_GIVEN)
+            for length in (None,) if given else self.lengths:
+                yield Task(name, length, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment(Configurable):
+    """A model and the panels to run on it.
+
+    Attributes:
+        model: "smollm2", a transformers name, or a folder.
+        panels: what to run.
+        dtype: of the weights: "float32", "bfloat16" or "float16".
+        data: folder of essays, questions and LongBench files; see `Sources`.
+    """
+
+    model: str
+    panels: tuple[Panel, ...]
+    dtype: str = "float32"
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.panels:
+            raise ConfigError("An experiment needs at least one panel; got none.")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`. Without `panels`, a panel's fields stand beside the model's."""
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"An experiment is a mapping of its fields; got {data!r}.")
+        own = {field.name for field in dataclasses.fields(cls)}
+        if "panels" not in data:
+            rest = {key: value for key, value in data.items() if key not in own}
+            data = {k: v for k, v in data.items() if k in own} | {"panels": [rest]}
+        if "model" not in data:
+            raise ConfigError("An experiment needs a model: 'smollm2', a name, or a folder.")
+        # Not super(): dataclass(slots=True) makes a second class, and super() knows the first.
+        build = Configurable.from_dict.__func__  # type: ignore[attr-defined]
+        experiment: Self = build(cls, data)
+        return experiment
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """An experiment from a YAML file; `ConfigError` if it cannot be read."""
+        import yaml
+
+        try:
+            return cls.from_dict(yaml.safe_load(read_text(path)))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from error

@@ -1,0 +1,84 @@
+"""How far a compressed cache leads the model from FullKV, with the reference answer fed in.
+
+One forward pass over the answer's tokens, all at once, so it costs about as much as one token and
+needs no model that could answer: it separates methods where scores lie on the floor.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forced:
+    """What the model made of the answer's tokens over one cache.
+
+    Attributes:
+        log_probs: float32 [A, vocabulary], of what follows; row a predicts answer token a.
+        outputs: attention block outputs [A, D] of each layer, at the positions that predict.
+    """
+
+    log_probs: Tensor
+    outputs: tuple[Tensor, ...]
+
+
+@torch.no_grad()
+def force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Forced:
+    """Feed the answer behind a compressed prompt.
+
+    Args:
+        model: attached, see `gracekv.hf.attach`.
+        ids: int64 [T], the whole prompt; what `cache` does not cover is fed first.
+        answer: int64 [A].
+        cache: a fresh `GraceCache` of the prompt; it is used up.
+    """
+    fed = torch.cat([ids[cache.packed_length :], answer[:-1]])
+    device = model.get_input_embeddings().weight.device
+    kept: list[Tensor] = []
+    with ExitStack() as undo:
+        for layer in model.get_decoder().layers:
+
+            def listen(module: Any, args: Any, output: Any) -> None:
+                mixed = output[0] if isinstance(output, tuple) else output
+                kept.append(mixed[0, -len(answer) :])
+
+            undo.callback(layer.self_attn.register_forward_hook(listen).remove)
+        output = model(
+            input_ids=fed[None].to(device), past_key_values=cache, logits_to_keep=len(answer)
+        )
+    return Forced(output.logits[0].float().log_softmax(-1), tuple(kept))
+
+
+def compare(method: Forced, full: Forced, answer: Tensor) -> dict[str, float]:
+    """Distances of a method from FullKV, over the same answer int64 [A].
+
+    Returns `kl` (mean over tokens of KL(FullKV || method), nats), `nll` and `full_nll` (mean
+    negative log-likelihood of the answer, nats), `dnll` (their difference; negative where
+    compression happens to help), `top1` (share of positions with the same favourite), `aoe` (mean
+    over layers of |o - o_full| / |o_full| of the attention blocks, errors of lower layers
+    included), and `tokens`, A. All are 0, and `top1` 1, for FullKV itself.
+    """
+    ours, theirs = method.log_probs.double(), full.log_probs.double()
+    at = answer.to(ours.device)[:, None]
+    nll = -ours.gather(-1, at).mean()
+    full_nll = -theirs.gather(-1, at).mean()
+    kl = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    errors = [
+        float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+        for a, b in zip(method.outputs, full.outputs, strict=True)
+    ]
+    return {
+        # Rounding can leave a divergence of equal distributions below zero.
+        "kl": max(0.0, float(kl)),
+        "nll": float(nll),
+        "full_nll": float(full_nll),
+        "dnll": float(nll - full_nll),
+        "top1": float((ours.argmax(-1) == theirs.argmax(-1)).double().mean()),
+        "aoe": sum(errors) / len(errors),
+        "tokens": len(answer),
+    }

@@ -1,0 +1,206 @@
+"""Blocks as markdown, LaTeX or CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from gracekv.evaluate.measures import Measure
+from gracekv.evaluate.statistics import Interval
+from gracekv.evaluate.store import Row, latest
+from gracekv.evaluate.tables import FULL, Block
+
+_CSV = (
+    "model", "protocol", "group", "metric", "length", "measure", "method", "column", "mean", "low",
+    "high", "samples", "against", "delta", "delta_low", "delta_high", "wins", "ties", "losses",
+    "p_holm",
+)  # fmt: skip
+
+Format = Callable[[Sequence[Block], Measure], str]
+
+
+def markdown(found: Sequence[Block], measure: Measure) -> str:
+    """A table a block; best bold, second underlined, 95 % intervals in brackets."""
+    parts = []
+    for block in found:
+        lines = [f"### {block.title}: {measure.title}", "", _about(block), ""]
+        header = ["method", *(block.columns or (FULL,))]
+        lines += [_line(header), _line(["---", *["---:"] * (len(header) - 1)])]
+        body = _body(block, measure, _markdown_cell)
+        # FullKV has one cell, whatever the budget; a table wants as many as its header.
+        lines += [_line([*cells, *[""] * (len(header) - len(cells))]) for cells in body]
+        parts.append("\n".join(lines))
+        if block.against:
+            parts.append(_comparisons(block, measure))
+    return "\n\n".join(parts) + "\n"
+
+
+def latex(found: Sequence[Block], measure: Measure) -> str:
+    """A booktabs tabular a block, in the paper's layout."""
+    parts = []
+    for block in found:
+        columns = block.columns or (FULL,)
+        width = len(columns) + 1
+        # The reader's document needs \\usepackage{booktabs}.
+        heading = _escape(f"{block.title}: {measure.title}")
+        lines = [
+            rf"\begin{{tabular}}{{l{'c' * len(columns)}}}",
+            r"\toprule",
+            rf"\multicolumn{{{width}}}{{c}}{{\textbf{{{heading}}}}} \\",
+            rf"\cmidrule(lr){{1-{width}}}",
+            " & ".join([r"\textbf{Method}", *map(_latex_column, columns)]) + r" \\",
+            r"\midrule",
+        ]
+        for cells in _body(block, measure, _latex_cell, _escape):
+            if len(cells) == 2 and len(columns) > 1:
+                lines.append(rf"{cells[0]} & \multicolumn{{{len(columns)}}}{{c}}{{{cells[1]}}} \\")
+                lines.append(r"\midrule")
+            else:
+                lines.append(" & ".join(cells) + r" \\")
+        parts.append("\n".join([*lines, r"\bottomrule", r"\end{tabular}"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def as_csv(found: Sequence[Block], measure: Measure) -> str:
+    """One line a cell, with everything that the other formats round or leave out."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_CSV)
+    for block in found:
+        title = block.title
+        for (method, column), cell in block.cells.items():
+            line: list[object] = [
+                title.model, title.protocol, title.group, title.metric, title.length or "",
+                measure.name, method, column, cell.mean, cell.low, cell.high, cell.samples,
+            ]  # fmt: skip
+            versus = block.against.get((method, column))
+            if versus is not None:
+                delta = versus.delta
+                line += [
+                    block.reference, delta.mean, delta.low, delta.high,
+                    versus.wins, versus.ties, versus.losses, versus.p,
+                ]  # fmt: skip
+            writer.writerow(line)
+    return out.getvalue()
+
+
+FORMATS: dict[str, Format] = {"markdown": markdown, "latex": latex, "csv": as_csv}
+
+
+def difference(delta: Interval, digits: int) -> str:
+    """A signed mean with its interval."""
+    return f"{delta.mean:+.{digits}f} {_bounds(delta, digits)}".rstrip()
+
+
+def footer(rows: Sequence[Row]) -> str:
+    """What the rows were made with, and which cells failed, as markdown."""
+    chosen = list(latest(list(rows)).values())
+    made = sorted({", ".join(f"{k} {v}" for k, v in row["versions"].items()) for row in chosen})
+    sources = sorted({row["source"] for row in chosen if "source" in row})
+    lines = [f"{len(chosen):,} cells; versions: {'; '.join(made)}; data: {'; '.join(sources)}."]
+    if len(made) > 1:
+        lines.append("The rows were made with different versions: look before comparing them.")
+    failed = Counter(
+        (row["task"], row["method"], row["column"], row["error"]["type"])
+        for row in chosen
+        if row.get("error") is not None
+    )
+    lines += [
+        f"Failed: {task}, {method} at {column}: {count} x {error}."
+        for (task, method, column, error), count in failed.items()
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def _body(
+    block: Block,
+    measure: Measure,
+    cell: Callable[[Interval, int, int], str],
+    name: Callable[[str], str] = str,
+) -> list[list[str]]:
+    ranks = {column: block.ranks(column, measure.higher) for column in block.columns}
+    body = []
+    for method in block.methods:
+        if (method, FULL) in block.cells:
+            body.append([name(method), cell(block.cells[method, FULL], measure.digits, 0)])
+            continue
+        line = [name(method)]
+        for column in block.columns:
+            found = block.cells.get((method, column))
+            rank = ranks[column].get(method, 0)
+            line.append("–" if found is None else cell(found, measure.digits, rank))
+        body.append(line)
+    return body
+
+
+def _markdown_cell(cell: Interval, digits: int, rank: int) -> str:
+    mean = f"{cell.mean:.{digits}f}"
+    mean = {1: f"**{mean}**", 2: f"<u>{mean}</u>"}.get(rank, mean)
+    return f"{mean} {_bounds(cell, digits)}".rstrip()
+
+
+def _latex_cell(cell: Interval, digits: int, rank: int) -> str:
+    mean = f"{cell.mean:.{digits}f}"
+    mean = {1: rf"\textbf{{{mean}}}", 2: rf"\underline{{{mean}}}"}.get(rank, mean)
+    bounds = _bounds(cell, digits)
+    return rf"{mean} {{\scriptsize {bounds}}}" if bounds else mean
+
+
+def _bounds(cell: Interval, digits: int) -> str:
+    if math.isnan(cell.low):
+        return ""
+    return f"[{cell.low:.{digits}f}, {cell.high:.{digits}f}]"
+
+
+def _comparisons(block: Block, measure: Measure) -> str:
+    sense = "higher" if measure.higher else "lower"
+    lines = [
+        f"Against {block.reference} on the same samples ({sense} is better; p: sign-flip "
+        f"permutation, Holm over the methods of a budget):",
+        "",
+        _line(["method", "budget", "difference", "wins / ties / losses", "p"]),
+        _line(["---", "---:", "---:", "---:", "---:"]),
+    ]
+    for (method, column), versus in block.against.items():
+        delta = versus.delta
+        lines.append(
+            _line(
+                [
+                    method,
+                    column,
+                    difference(delta, measure.digits),
+                    f"{versus.wins} / {versus.ties} / {versus.losses}",
+                    f"{versus.p:.3f}",
+                ]
+            )
+        )
+    return "\n".join(lines)
+
+
+def _about(block: Block) -> str:
+    counts = sorted({cell.samples for cell in block.cells.values()})
+    several = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    text = (
+        f"{block.title.model}, {block.title.protocol.replace('_', '-')}; mean of "
+        f"{', '.join(block.tasks)}; {several} samples in all."
+    )
+    if block.unpaired:
+        text += f" {block.unpaired} values left out: another method lacks their sample."
+    return text
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _latex_column(column: str) -> str:
+    return rf"${column[:-1]}\times$" if column.endswith("x") else _escape(column)
+
+
+def _escape(text: str) -> str:
+    for mark in "&%$#_{}":
+        text = text.replace(mark, "\\" + mark)
+    return text

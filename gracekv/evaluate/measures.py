@@ -1,0 +1,103 @@
+"""What a table can show of a row: the score, fidelity to FullKV, memory and time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gracekv.errors import ConfigError
+from gracekv.evaluate.store import Row
+from gracekv.registry import suggestion
+
+# A method that equals FullKV has KL 0; its logarithm is cut here (ours; float32 rounding alone
+# makes about 1e-6).
+_LEAST_KL = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One number of a row.
+
+    Attributes:
+        name: on the command line.
+        title: in tables.
+        read: the number, or None if the row has none.
+        higher: whether more is better.
+        digits: after the point, in tables.
+    """
+
+    name: str
+    title: str
+    read: Callable[[Row], float | None]
+    higher: bool
+    digits: int
+
+
+def _fidelity(name: str, scale: float = 1.0) -> Callable[[Row], float | None]:
+    def read(row: Row) -> float | None:
+        found = row.get("fidelity")
+        return None if found is None else _number(found[name], scale)
+
+    return read
+
+
+def _plain(name: str, scale: float = 1.0) -> Callable[[Row], float | None]:
+    return lambda row: _number(row.get(name), scale)
+
+
+def _extra(name: str) -> Callable[[Row], float | None]:
+    return lambda row: _number(row.get("scores", {}).get(name), 100.0)
+
+
+def _share(part: str, of: str, whole: str) -> Callable[[Row], float | None]:
+    def read(row: Row) -> float | None:
+        found = row.get(part)
+        return None if found is None else 100.0 * float(found[of]) / float(found[whole])
+
+    return read
+
+
+def _number(value: object, scale: float) -> float | None:
+    # Rows spell NaN and infinity as text: an average must not swallow them.
+    return scale * float(value) if isinstance(value, int | float) else None
+
+
+def _log_kl(row: Row) -> float | None:
+    kl = _fidelity("kl")(row)
+    return None if kl is None else math.log(max(kl, _LEAST_KL))
+
+
+MEASURES = {
+    measure.name: measure
+    for measure in (
+        Measure("score", "score x 100", _plain("score", 100.0), True, 1),
+        Measure(
+            "rouge_l_longbench", "LongBench's Rouge-L x 100", _extra("rouge_l_longbench"), True, 1
+        ),
+        Measure("strict_recall", "strict recall x 100", _extra("strict_recall"), True, 1),
+        Measure("kl", "KL to FullKV, nats", _fidelity("kl"), False, 3),
+        Measure("log_kl", "log KL to FullKV", _log_kl, False, 2),
+        Measure("dnll", "NLL minus FullKV's, nats", _fidelity("dnll"), False, 3),
+        Measure("top1", "top-1 agreement with FullKV, %", _fidelity("top1", 100.0), True, 1),
+        Measure("aoe", "attention output error, %", _fidelity("aoe", 100.0), False, 1),
+        Measure(
+            "kv_share", "K and V bytes, % of FullKV", _share("bytes", "kv", "full_kv"), False, 1
+        ),
+        Measure(
+            "entry_share", "context entries kept, %", _share("entries", "spent", "full"), False, 1
+        ),
+        Measure("construction", "construction, s", _plain("construction_seconds"), False, 2),
+        Measure("ms_per_token", "ms per token", _plain("ms_per_token"), False, 1),
+    )
+}
+
+
+def measure(name: str) -> Measure:
+    """The measure of that name; `ConfigError` with the nearest name if there is none."""
+    if name not in MEASURES:
+        raise ConfigError(
+            f"Unknown measure {name!r}.{suggestion(name, list(MEASURES))} Measures: "
+            f"{', '.join(MEASURES)}."
+        )
+    return MEASURES[name]

@@ -1,0 +1,109 @@
+"""Methods by name: a recipe, a file, or either with some fields changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gracekv.config import load_pipeline
+from gracekv.errors import ConfigError
+from gracekv.pipeline import Pipeline
+
+_SPEC = re.compile(r"(?P<base>[^\[\]]+?)(?:\[(?P<changes>[^\[\]]*)\])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A pipeline and what the tables call it."""
+
+    label: str
+    pipeline: Pipeline
+
+
+def parse_method(spec: str, recent_share: float | None = None) -> Method:
+    """A method from ``recipe``, ``file.yaml``, or ``recipe[stage.field=value;stage=name]``.
+
+    The label is the text as given. `recent_share` replaces the share of the budget that the recent
+    window may take, in every method alike. Raises `ConfigError` if it cannot be read,
+    `UnknownStrategyError` for an unknown recipe or strategy.
+    """
+    match = _SPEC.fullmatch(spec.strip())
+    if match is None:
+        raise ConfigError(
+            f"A method is a recipe or a file, with changes in brackets such as "
+            f"gracekv[value.lambda_graph=0.1;floor=none]; got {spec!r}."
+        )
+    pipeline = load_pipeline(match["base"])
+    for change in filter(None, (match["changes"] or "").split(";")):
+        pipeline = changed(pipeline, change)
+    if recent_share is not None:
+        pipeline = replace(pipeline, window=replace(pipeline.window, share=recent_share))
+    return Method(spec.strip(), pipeline)
+
+
+def changed(pipeline: Pipeline, change: str) -> Pipeline:
+    """`pipeline` with one ``stage.field=value`` or ``stage=name`` applied.
+
+    Values are read as YAML: numbers, true, null, lists. Raises `ConfigError`.
+    """
+    import yaml
+
+    path, equals, text = change.partition("=")
+    names = [name.strip() for name in path.split(".")]
+    if not equals or len(names) > 2 or not all(names):
+        raise ConfigError(
+            f"A change is written stage.field=value or stage=name, such as floor.alpha=0.4; got "
+            f"{change!r}."
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{text!r} in {change!r} is not a value: {error}") from error
+    data: dict[str, Any] = pipeline.to_dict()
+    if len(names) == 1:
+        return Pipeline.from_dict({**data, names[0]: value})
+    stage, field = names
+    if not isinstance(data.get(stage), dict):
+        raise ConfigError(
+            f"{change!r} changes a field of {stage!r}, which is no stage. Stages: "
+            f"{', '.join(name for name, part in data.items() if isinstance(part, dict))}."
+        )
+    return Pipeline.from_dict({**data, stage: {**data[stage], field: value}})
+
+
+def split_methods(text: str) -> list[str]:
+    """Method names from a comma-separated list; commas inside brackets belong to a name."""
+    return [part.strip() for part in re.split(r",(?![^\[]*\])", text) if part.strip()]
+
+
+def sweep(base: str, settings: Sequence[str]) -> list[str]:
+    """One method for each value of each ``stage.field=v1,v2``: one change at a time.
+
+    Several fields that change together are joined by ``;``, their values by ``:``, as in
+    ``distortion.lambda_z;distortion.lambda_m=0.25:0.75,0.5:0.5``. Raises `ConfigError`.
+    """
+    match = _SPEC.fullmatch(base)
+    if match is None:
+        raise ConfigError(f"Cannot vary the method {base!r}.")
+    kept = [match["changes"]] if match["changes"] else []
+    found = []
+    for setting in settings:
+        paths, equals, values = setting.partition("=")
+        names = paths.split(";")
+        if not equals or not values:
+            raise ConfigError(
+                f"--set takes stage.field=v1,v2, such as value.lambda_graph=0.1,0.3; got "
+                f"{setting!r}."
+            )
+        for value in re.split(r",(?![^\[]*\])", values):
+            parts = value.split(":")
+            if len(parts) != len(names):
+                raise ConfigError(
+                    f"{setting!r} names {len(names)} fields, {value!r} holds {len(parts)} values. "
+                    f"Join the values of fields that change together by ':'."
+                )
+            changes = [f"{name}={part}" for name, part in zip(names, parts, strict=True)]
+            found.append(f"{match['base']}[{';'.join([*kept, *changes])}]")
+    return found

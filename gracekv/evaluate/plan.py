@@ -1,0 +1,101 @@
+"""What is still to be run: samples with their missing cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from gracekv.evaluate.experiment import Cell, Experiment, Panel
+from gracekv.evaluate.rows import row_key, sample_key
+from gracekv.evaluate.sources import Sources
+from gracekv.evaluate.store import Row, latest
+from gracekv.evaluate.tasks import Task
+from gracekv.evaluate.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One sample and the cells that it still needs.
+
+    Attributes:
+        panel: the settings.
+        task: where the sample comes from.
+        index: its number.
+        cells: what is missing, in the panel's order.
+        before: the prompt hash in earlier rows of this sample, or None.
+    """
+
+    panel: Panel
+    task: Task
+    index: int
+    cells: tuple[Cell, ...]
+    before: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Attributes: units to run; cells that were there before; those of them that had failed."""
+
+    units: tuple[Unit, ...]
+    done: int
+    failed: int
+
+    @property
+    def cells(self) -> int:
+        """Cells to run."""
+        return sum(len(unit.cells) for unit in self.units)
+
+
+def make_plan(
+    experiment: Experiment,
+    rows: Sequence[Row],
+    sources: Sources,
+    worker: Callable[[], Worker],
+    owns: Callable[[int], bool] = lambda number: True,
+    retry_failed: bool = False,
+) -> Plan:
+    """Everything that the experiment asks for and `rows` do not hold.
+
+    Args:
+        experiment: what is asked for.
+        rows: what exists, of all shards.
+        sources: where texts come from.
+        worker: gives the loaded model; only called if the plan needs a tokenizer ("skip").
+        owns: whether the n-th sample is this process's.
+        retry_failed: whether failed cells are run again.
+
+    Raises `TaskError` if data are missing.
+    """
+    known = latest(list(rows))
+    hashes = {row["sample"]: row["prompt_hash"] for row in rows if "prompt_hash" in row}
+    name, dtype = experiment.model, experiment.dtype
+    units, seen, done, failed, number = [], set(), 0, 0, 0
+    for panel in experiment.panels:
+        cells = panel.cells()
+        for task in panel.all_tasks():
+            task.source(sources)
+            indices: Iterable[int] = task.available(panel.samples, sources)
+            if panel.truncate == "skip" and task.length is None:
+                loaded = worker()
+                room = loaded.room(panel, task)
+                indices = task.fitting(panel.samples, sources, loaded.tokenizer, room)
+            for index in indices:
+                number += 1
+                if not owns(number - 1):
+                    continue
+                missing = []
+                for cell in cells:
+                    key = row_key(name, dtype, panel, task, index, cell)
+                    if key in seen:
+                        continue
+                    seen.add(key)
+                    before = known.get(key)
+                    if before is None or (before.get("error") is not None and retry_failed):
+                        missing.append(cell)
+                        continue
+                    done += 1
+                    failed += before.get("error") is not None
+                if missing:
+                    before_hash = hashes.get(sample_key(name, dtype, panel, task, index))
+                    units.append(Unit(panel, task, index, tuple(missing), before_hash))
+    return Plan(tuple(units), done, failed)

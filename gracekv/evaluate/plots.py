@@ -1,0 +1,76 @@
+"""Score against ratio, with bands."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from gracekv.errors import ConfigError
+from gracekv.evaluate.measures import Measure
+from gracekv.evaluate.tables import FULL, Block
+
+SUFFIXES = (".png", ".svg", ".pdf")
+_MARKERS = "osD^v<>PX*hd"
+
+
+def plot(found: Sequence[Block], measure: Measure, suffix: str = ".png") -> bytes:
+    """One panel a block, a line a method over the ratios, 95 % bands, FullKV dashed.
+
+    Raises `ConfigError` if no block has a ratio, or for another suffix than .png, .svg, .pdf.
+    """
+    if suffix not in SUFFIXES:
+        raise ConfigError(f"A plot ends in one of {', '.join(SUFFIXES)}; got {suffix!r}.")
+    shown = [block for block in found if any(c.endswith("x") for c in block.columns)]
+    if not shown:
+        raise ConfigError("There is nothing to plot: no rows with ratios. Run with --ratios.")
+    from matplotlib.figure import Figure
+
+    across = min(3, len(shown))
+    down = math.ceil(len(shown) / across)
+    figure = Figure(figsize=(4.6 * across, 3.6 * down + 1.2), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False)
+    methods = list(dict.fromkeys(m for block in shown for m in block.methods))
+    for at, block in enumerate(shown):
+        place = axes[at // across][at % across]
+        ratios = [column for column in block.columns if column.endswith("x")]
+        for method in block.methods:
+            number = methods.index(method)
+            style = {"color": f"C{number % 10}"}
+            if (method, FULL) in block.cells:
+                place.axhline(
+                    block.cells[method, FULL].mean, linestyle="--", color="0.4", label=method
+                )
+                continue
+            points = [
+                (float(c[:-1]), block.cells[method, c])
+                for c in ratios
+                if (method, c) in block.cells
+            ]
+            if not points:
+                continue
+            x = [ratio for ratio, _ in points]
+            marker = _MARKERS[number % len(_MARKERS)]
+            line = "-" if number < 10 else ":"
+            means = [cell.mean for _, cell in points]
+            place.plot(x, means, line, marker=marker, ms=4, lw=1.3, label=method, **style)
+            bounds = [[cell.low for _, cell in points], [cell.high for _, cell in points]]
+            place.fill_between(x, *bounds, alpha=0.12, lw=0, **style)
+        place.set_xscale("log", base=2)
+        ticks = [float(c[:-1]) for c in ratios]
+        place.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+        place.minorticks_off()
+        place.set_title(str(block.title), fontsize=9)
+        place.set_ylabel(measure.title, fontsize=8)
+        place.grid(alpha=0.3)
+    for at in range(len(shown), across * down):
+        axes[at // across][at % across].set_visible(False)
+    entries: dict[str, Any] = {}
+    for row in axes:
+        for place in row:
+            entries |= dict(zip(*reversed(place.get_legend_handles_labels()), strict=True))
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, fontsize=8)
+    out = io.BytesIO()
+    figure.savefig(out, format=suffix[1:], dpi=150)
+    return out.getvalue()

@@ -1,0 +1,109 @@
+"""From a sample to the token ids that every method sees."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import TaskError
+from gracekv.evaluate.sample import Sample
+from gracekv.prefill.prompt import Prompt
+
+Truncate = Literal["middle", "start", "error", "skip"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rendered:
+    """A sample's prompt and the reference answer's tokens.
+
+    Attributes:
+        prompt: ids and spans; the same for all methods.
+        answer_ids: int64 [A], the reference as it would follow the prompt.
+        removed: context tokens that truncation took away.
+    """
+
+    prompt: Prompt
+    answer_ids: Tensor
+    removed: int
+
+    @property
+    def digest(self) -> str:
+        """Identifies ids, spans and reference answer."""
+        spans = self.prompt.spans
+        borders = torch.tensor([spans.context_start, spans.context_end, spans.question_end])
+        mark = hashlib.sha256()
+        for tensor in (self.prompt.ids, borders, self.answer_ids):
+            mark.update(tensor.numpy().tobytes())
+            mark.update(b"|")
+        return mark.hexdigest()[:16]
+
+
+def chat_prompt(sample: Sample, tokenizer: Any) -> Prompt:
+    """The sample's full prompt, not truncated."""
+    return Prompt.from_chat(
+        tokenizer,
+        instruction=sample.instruction,
+        context=sample.context,
+        question=sample.question,
+        answer_prefix=sample.answer_prefix,
+        separator="",
+        template=sample.chat,
+    )
+
+
+def render(
+    sample: Sample, tokenizer: Any, limit: int, truncate: Truncate, answer_words: int
+) -> Rendered:
+    """Prompt and reference answer.
+
+    Args:
+        sample: what to ask.
+        tokenizer: a Hugging Face tokenizer.
+        limit: most tokens of the prompt.
+        truncate: what happens to a longer one. "middle" keeps the context's first and last halves
+            of the room, "start" its first tokens, in token space; instruction and question stay
+            whole. "error" refuses, as the paper's protocol does, and so does "skip": what is
+            too long was to be left out before.
+        answer_words: most words of the reference.
+
+    Raises `TaskError` if the prompt is too long and may not be cut, or cannot be cut enough.
+    """
+    full = chat_prompt(sample, tokenizer)
+    answer = _answer_ids(full, sample, tokenizer, answer_words)
+    excess = len(full.ids) - limit
+    if excess <= 0:
+        return Rendered(full, answer, 0)
+    spans = full.spans
+    room = spans.context_length - excess
+    if truncate in ("error", "skip") or room < 2:
+        raise TaskError(
+            f"Sample {sample.index} of {sample.task} has {len(full.ids)} tokens, more than the "
+            f"{limit} allowed. Allow more, or use truncate='middle' or 'skip'."
+        )
+    head = room if truncate == "start" else (room + 1) // 2
+    start, end = spans.context_start, spans.context_end
+    tail = full.ids[end - (room - head) : end]
+    ids = torch.cat([full.ids[: start + head], tail, full.ids[end:]])
+    cut = Prompt.from_ids(ids, (start, start + room), spans.question_end - excess, tokenizer)
+    return Rendered(cut, answer, excess)
+
+
+def _answer_ids(prompt: Prompt, sample: Sample, tokenizer: Any, words: int) -> Tensor:
+    """The reference's ids behind the prompt, as if both were one text where that is possible."""
+    assert prompt.parts is not None  # from_chat always keeps them
+    text = "".join(prompt.parts)
+    answer = sample.reference(words)
+    if not text[-1].isspace():
+        answer = " " + answer
+    # A word's token may differ at the start of a text; ids of the joint text show it in place.
+    joint = tokenizer(text + answer, add_special_tokens=False, truncation=False)["input_ids"]
+    alone = tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"]
+    if list(joint[: len(alone)]) == list(alone):
+        ids = joint[len(alone) :]
+    else:
+        ids = tokenizer(answer, add_special_tokens=False, truncation=False)["input_ids"]
+    return torch.tensor(list(ids), dtype=torch.int64)

@@ -1,0 +1,134 @@
+"""What a row says: who was run on what, under which settings, and at what cost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import traceback
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import gracekv
+from gracekv.cache import Accounting, Timings
+from gracekv.evaluate.experiment import Cell, Panel
+from gracekv.evaluate.store import Row
+from gracekv.evaluate.tasks import Task
+from gracekv.pipeline import Pipeline
+from gracekv.prefill import PromptSpans
+
+_PACKAGES = ("torch", "transformers", "numpy")
+# Settings of a panel that change what a row measures.
+_SETTINGS = (
+    "protocol", "generate", "max_new_tokens", "fidelity", "answer_words", "max_prompt", "truncate",
+)  # fmt: skip
+
+
+def sample_key(model: str, dtype: str, panel: Panel, task: Task, index: int) -> str:
+    """Identifies a sample under a panel's settings, without loading the model."""
+    return _digest(_identity(model, dtype, panel, task, index))
+
+
+def row_key(model: str, dtype: str, panel: Panel, task: Task, index: int, cell: Cell) -> str:
+    """Identifies one cell of one sample: rows of the same key measure the same thing."""
+    return _digest(
+        {
+            **_identity(model, dtype, panel, task, index),
+            "method": cell.method.label,
+            "pipeline": cell.method.pipeline.to_dict(),
+            "column": cell.column,
+        }
+    )
+
+
+def who(model: str, dtype: str, panel: Panel, task: Task, index: int, cell: Cell) -> Row:
+    """The part of a row that is known before anything is run."""
+    return {
+        "key": row_key(model, dtype, panel, task, index, cell),
+        "sample": sample_key(model, dtype, panel, task, index),
+        **_identity(model, dtype, panel, task, index),
+        "group": task.group,
+        "method": cell.method.label,
+        "column": cell.column,
+        "budget": None if cell.budget is None else cell.budget.kind,
+        "pipeline": cell.method.pipeline.to_dict(),
+        "versions": versions(),
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "error": None,
+    }
+
+
+def costs(
+    pipeline: Pipeline, kept: Accounting, timings: Timings, spans: PromptSpans
+) -> dict[str, Any]:
+    """Entries, bytes and seconds of one compression.
+
+    `construction_seconds` holds the pipeline's stages and those parts of the shared capture that
+    this pipeline needs, not those that others asked for.
+    """
+    seconds = dict(timings.as_dict())
+    needs = pipeline.needs()
+    shared = {"prefill": False, "surprisal": needs.surprisal, "projections": needs.head_outputs}
+    own = sum(spent for stage, spent in seconds.items() if shared.get(stage, True))
+    full = kept.entries.numel() * spans.context_length
+    return {
+        "entries": {
+            "budget": kept.budget,
+            "spent": kept.spent,
+            "full": full,
+            "floor": kept.floor_spent,
+            "recent_per_head": kept.recent,
+        },
+        "bytes": {
+            "kv": kept.bytes,
+            "metadata": kept.metadata_bytes,
+            "backend": kept.backend_bytes,
+            "full_kv": kept.full_bytes,
+        },
+        "prefill_seconds": seconds["prefill"],
+        "construction_seconds": own,
+        "stage_seconds": seconds,
+        "certified_ratio": kept.certified_ratio,
+    }
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """An error as data, with the place in the code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    return {
+        "error": {
+            "type": type(error).__name__,
+            "message": str(error)[:2000],
+            "where": f"{last.name}:{last.lineno}" if last else "",
+        }
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what can change a result."""
+    found = {"gracekv": gracekv.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+def _identity(model: str, dtype: str, panel: Panel, task: Task, index: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "dtype": dtype,
+        "task": task.name,
+        "length": task.length,
+        "seed": task.seed,
+        "index": index,
+        "settings": {name: getattr(panel, name) for name in _SETTINGS},
+    }
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,0 +1,103 @@
+"""niah_*: sentences with a key and a value, hidden in essays, in noise, or among their like."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Any
+
+from gracekv.evaluate import templates
+from gracekv.evaluate.ruler.texts import Family, Texts
+from gracekv.evaluate.ruler.vocabulary import distinct
+
+# RULER draws depths from 40 evenly spaced percentages of the text.
+_DEPTHS = tuple(i / 39 for i in range(40))
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
+
+
+def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
+    """A niah task; sizes count words of essay, sentences of noise, or distractor needles.
+
+    `essay` is the haystack as words; it is repeated where it ends. Sentences are cut at blanks
+    after '.', '!' or '?' (RULER: nltk's punkt, whose data would have to be downloaded; only the
+    places of the needles differ).
+    """
+    args = task["args"]
+    kind = args["type_haystack"]
+    queried = args["num_needle_q"]
+    keys, per_key = max(args["num_needle_k"], queried), args["num_needle_v"]
+    single = queried * per_key == 1
+
+    def draw(size: int, rng: Random) -> Texts:
+        taken: set[str] = set()
+        names = distinct(args["type_needle_k"], keys, rng, taken)
+        values = {k: distinct(args["type_needle_v"], per_key, rng, taken) for k in names}
+        hidden = [_needle(args, k, v) for k in names for v in values[k]]
+        rng.shuffle(hidden)
+        if kind == "essay":
+            repeated = itertools.islice(itertools.cycle(essay), size)
+            context = " ".join(_at_depths(_SENTENCE.split(" ".join(repeated)), hidden, rng))
+        elif kind == "noise":
+            context = "\n".join(_among(noise_lines(size), hidden, rng))
+        else:
+            others = zip(
+                distinct(args["type_needle_k"], size, rng, taken),
+                distinct(args["type_needle_v"], size, rng, taken),
+                strict=True,
+            )
+            context = "\n".join(_among([_needle(args, k, v) for k, v in others], hidden, rng))
+        asked = rng.sample(names, queried)
+        query = asked[0] if queried == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
+        fields = {"type_needle_v": args["type_needle_v"], "query": query}
+        if single:
+            fields["type_needle_v"] = fields["type_needle_v"].removesuffix("s")
+        texts = (task["prefix"], task["question"], task["answer_prefix"])
+        instruction, question, answer_prefix = (
+            (_singular(text) if single else text).format(**fields) for text in texts
+        )
+        answers = tuple(v for k in asked for v in values[k])
+        return Texts(instruction, context, question, answer_prefix, answers)
+
+    return Family(draw, least=1)
+
+
+def noise_lines(sentences: int) -> list[str]:
+    """RULER's noise in lines of five sentences; the last may be shorter, to fill the length."""
+    line = _SENTENCE.split(templates.ruler()["noise"])
+    full, rest = divmod(sentences, len(line))
+    return [" ".join(line)] * full + ([" ".join(line[:rest])] if rest else [])
+
+
+def _needle(args: Mapping[str, Any], key: str, value: str) -> str:
+    text: str = templates.ruler()["needle"].format(
+        type_needle_v=args["type_needle_v"], key=key, value=value
+    )
+    return text
+
+
+def _singular(text: str) -> str:
+    """RULER's rewriting where one value is asked for, of the task's text only."""
+    return text.replace("Some", "A").replace("are all", "is").replace("are", "is")
+
+
+def _at_depths(sentences: list[str], hidden: Sequence[str], rng: Random) -> list[str]:
+    depths = sorted(rng.sample(_DEPTHS, len(hidden)))
+    return _insert(sentences, [round(depth * len(sentences)) for depth in depths], hidden)
+
+
+def _among(lines: list[str], hidden: Sequence[str], rng: Random) -> list[str]:
+    # Short texts have fewer lines than needles; then several stand at one place.
+    places = [rng.randint(0, len(lines)) for _ in hidden]
+    if len(lines) >= len(hidden):
+        places = rng.sample(range(len(lines) + 1), len(hidden))
+    return _insert(lines, sorted(places), hidden)
+
+
+def _insert(pieces: list[str], places: Sequence[int], hidden: Sequence[str]) -> list[str]:
+    result = list(pieces)
+    # From the back, so that the places in front stay valid.
+    for place, text in sorted(zip(places, hidden, strict=True), key=lambda x: x[0], reverse=True):
+        result.insert(place, text)
+    return result

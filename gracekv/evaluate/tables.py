@@ -1,0 +1,176 @@
+"""From rows to blocks: methods x budgets for each group, on paired samples only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gracekv.errors import ConfigError
+from gracekv.evaluate.measures import Measure
+from gracekv.evaluate.statistics import Comparison, Interval, Values, compare, holm, interval
+from gracekv.evaluate.store import Row, latest
+
+FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Title:
+    """What all rows of a block have in common; scores on different scales never meet."""
+
+    model: str
+    protocol: str
+    group: str
+    metric: str
+    length: int | None
+
+    def __str__(self) -> str:
+        place = "" if self.length is None else f", {self.length:,} tokens"
+        return f"{self.group} ({self.metric}{place})"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One group's table.
+
+    Attributes:
+        title: what it is about.
+        tasks: that are averaged, unweighted.
+        methods: in order of their first row.
+        columns: budgets, generous ones first.
+        cells: (method, column) to mean and interval; nothing where a method has no values.
+        against: (method, column) to its comparison with the reference method, Holm-adjusted over
+            the methods of a column.
+        reference: the method compared with, or None.
+        unpaired: values left out because another method lacks that sample.
+    """
+
+    title: Title
+    tasks: tuple[str, ...]
+    methods: tuple[str, ...]
+    columns: tuple[str, ...]
+    cells: dict[tuple[str, str], Interval]
+    against: dict[tuple[str, str], Comparison]
+    reference: str | None
+    unpaired: int
+
+    def ranks(self, column: str, higher: bool) -> dict[str, int]:
+        """1 for the best compressed methods of a column, 2 for the second; equal means share.
+
+        Nobody is ranked where all are equal.
+        """
+        means = {m: self.cells[m, column].mean for m in self.methods if (m, column) in self.cells}
+        if len(set(means.values())) < 2:
+            return {}
+        order = sorted(set(means.values()), reverse=higher)[:2]
+        return {m: order.index(mean) + 1 for m, mean in means.items() if mean in order}
+
+
+def blocks(rows: Sequence[Row], measure: Measure, against: str | None = None) -> list[Block]:
+    """All blocks that `rows` hold values for.
+
+    Raises `ConfigError` if rows of one sample and method were made under different settings, or
+    `against` names no method.
+    """
+    found: dict[Title, dict[tuple[str, str], dict[tuple[str, int, int], float]]] = {}
+    for row in _trusted(rows):
+        value = measure.read(row)
+        if row.get("error") is not None or value is None:
+            continue
+        title = Title(
+            row["model"], row["settings"]["protocol"], row["group"], row["metric"], row["length"]
+        )
+        sample = (row["task"], row["seed"], row["index"])
+        found.setdefault(title, {}).setdefault((row["method"], row["column"]), {})[sample] = value
+    known = {method for values in found.values() for method, _ in values}
+    if against is not None and found and against not in known:
+        raise ConfigError(
+            f"No rows of the method {against!r}. Methods: {', '.join(sorted(known))}."
+        )
+    return [_block(title, values, measure, against) for title, values in found.items()]
+
+
+def _trusted(rows: Sequence[Row]) -> list[Row]:
+    """One row a cell of a table, or an error where two sets of settings would be mixed."""
+    chosen = list(latest(list(rows)).values())
+    seen: dict[tuple[object, ...], Row] = {}
+    for row in chosen:
+        place = tuple(
+            row[name] for name in ("model", "task", "length", "seed", "index", "method", "column")
+        )
+        place += (row["settings"]["protocol"],)
+        other = seen.setdefault(place, row)
+        if other is not row:
+            changed = [n for n, v in row["settings"].items() if other["settings"].get(n) != v]
+            raise ConfigError(
+                f"The folder holds rows of {row['method']} on {row['task']} made under different "
+                f"settings ({', '.join(changed) or 'dtype or pipeline'}); one table cannot show "
+                f"both. Keep each in a folder of its own."
+            )
+    hashes: dict[str, str] = {}
+    for row in chosen:
+        if (
+            "prompt_hash" in row
+            and hashes.setdefault(row["sample"], row["prompt_hash"]) != (row["prompt_hash"])
+        ):
+            raise ConfigError(
+                f"Methods saw different prompts in sample {row['index']} of {row['task']}: the "
+                f"data or the tokenizer changed between runs. Run it again in a new folder."
+            )
+    return chosen
+
+
+def _block(
+    title: Title,
+    values: dict[tuple[str, str], dict[tuple[str, int, int], float]],
+    measure: Measure,
+    against: str | None,
+) -> Block:
+    methods = tuple(dict.fromkeys(method for method, _ in values))
+    columns = tuple(sorted({c for _, c in values if c != FULL}, key=_generosity))
+    cells: dict[tuple[str, str], Interval] = {}
+    compared: dict[tuple[str, str], Comparison] = {}
+    used: set[tuple[str, int, int]] = set()
+    unpaired = 0
+    full = [method for method in methods if (method, FULL) in values]
+    for column in columns:
+        present = [m for m in methods if (m, column) in values]
+        common = set.intersection(*(set(values[m, column]) for m in present))
+        common = common.intersection(*(set(values[m, FULL]) for m in full))
+        unpaired += sum(len(values[m, column]) - len(common) for m in present)
+        if not common:
+            continue
+        used |= common
+        arrays = {m: _by_task(values[m, column], common) for m in present}
+        cells |= {(m, column): interval(arrays[m]) for m in present}
+        if against in arrays:
+            others = [m for m in present if m != against]
+            results = [compare(arrays[m], arrays[against], measure.higher) for m in others]
+            for m, result, p in zip(others, results, holm([r.p for r in results]), strict=True):
+                compared[m, column] = Comparison(
+                    result.delta, result.wins, result.ties, result.losses, p
+                )
+    for m in full:
+        samples = used or set(values[m, FULL])
+        cells[m, FULL] = interval(_by_task(values[m, FULL], samples))
+    tasks = tuple(dict.fromkeys(task for found in values.values() for task, _, _ in found))
+    return Block(title, tasks, methods, columns, cells, compared, against, unpaired)
+
+
+def _by_task(
+    values: dict[tuple[str, int, int], float], samples: set[tuple[str, int, int]]
+) -> list[Values]:
+    """One array a task, samples in order, so that methods can be paired."""
+    tasks = sorted({task for task, _, _ in samples})
+    return [
+        np.array([values[sample] for sample in sorted(samples) if sample[0] == task])
+        for task in tasks
+    ]
+
+
+def _generosity(column: str) -> tuple[int, float]:
+    """Sorts ratios upwards, then entries downwards."""
+    amount = float(re.findall(r"[\d.]+", column)[0])
+    return (0, amount) if column.endswith("x") else (1, -amount)

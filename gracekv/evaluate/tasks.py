@@ -1,0 +1,138 @@
+"""Task names, the paper's six groups as suites, and `Task`: where samples come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gracekv.errors import TaskError
+from gracekv.evaluate import longbench, ruler, templates
+from gracekv.evaluate.rendering import chat_prompt
+from gracekv.evaluate.sample import Sample
+from gracekv.evaluate.sources import Sources
+from gracekv.registry import suggestion
+
+NAMES = tuple(
+    [f"ruler:{name}" for name in ruler.TASKS] + [f"longbench:{n}" for n in longbench.DATASETS]
+)
+
+SUITES: dict[str, tuple[str, ...]] = {
+    # The paper's six groups. Its few-shot score is Rouge-L, which only samsum has.
+    "single_doc_qa": ("longbench:narrativeqa", "longbench:qasper", "longbench:multifieldqa_en"),
+    "multi_doc_qa": ("longbench:hotpotqa", "longbench:2wikimqa", "longbench:musique"),
+    "summarization": ("longbench:gov_report", "longbench:qmsum", "longbench:multi_news"),
+    "few_shot": ("longbench:samsum",),
+    "aggregation": ("ruler:cwe", "ruler:fwe"),
+    "retrieval": (
+        "ruler:niah_multikey_1",
+        "ruler:niah_multikey_2",
+        "ruler:niah_multikey_3",
+        "ruler:niah_multivalue",
+        "ruler:niah_multiquery",
+    ),
+    "ruler": tuple(f"ruler:{name}" for name in ruler.TASKS),
+    "longbench": tuple(
+        f"longbench:{name}"
+        for name, form in templates.longbench().items()
+        if form["language"] == "en" and form["category"] != "code"
+    ),
+}
+
+
+def expand(names: Sequence[str]) -> list[str]:
+    """Task names, suites replaced by their tasks, each once, in order.
+
+    Raises `TaskError` for an unknown one.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        if name not in SUITES and name not in NAMES:
+            raise TaskError(
+                f"Unknown task {name!r}.{suggestion(name, [*SUITES, *NAMES])} Suites: "
+                f"{', '.join(SUITES)}. Tasks: {', '.join(NAMES)}."
+            )
+        found |= dict.fromkeys(SUITES.get(name, (name,)))
+    return list(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task at one length.
+
+    Attributes:
+        name: such as "ruler:cwe" or "longbench:qasper".
+        length: total tokens that a RULER sample fills; None for LongBench, whose texts are given.
+        seed: of RULER's samples.
+    """
+
+    name: str
+    length: int | None
+    seed: int
+
+    @property
+    def group(self) -> str:
+        """The row of the paper's tables that the task counts into."""
+        benchmark, _, name = self.name.partition(":")
+        if benchmark == "longbench":
+            group: str = templates.longbench()[name]["category"]
+            return group
+        group = templates.ruler()["tasks"][name]["group"]
+        # Substring recall over RULER's documents is not LongBench's F1.
+        return "ruler_qa" if group == "qa" else group
+
+    def source(self, sources: Sources) -> str:
+        """What the samples are made of: file names and hashes, or "generated"."""
+        benchmark, _, name = self.name.partition(":")
+        if benchmark == "longbench":
+            return sources.digest(self.name)
+        args = templates.ruler()["tasks"][name]["args"]
+        if "dataset" in args:
+            return sources.digest(args["dataset"])
+        return sources.digest("essay") if args.get("type_haystack") == "essay" else "generated"
+
+    def sample(self, index: int, sources: Sources, tokenizer: Any) -> Sample:
+        """Sample `index`; raises `TaskError` if there is none."""
+        benchmark, _, name = self.name.partition(":")
+        if benchmark == "longbench":
+            return longbench.record_sample(name, index, sources)
+        if self.length is None:
+            raise TaskError(f"{self.name} needs a length in tokens, such as 4096.")
+        return ruler.generate(
+            name,
+            self.length,
+            self.seed,
+            index,
+            sources,
+            lambda sample: len(chat_prompt(sample, tokenizer).ids),
+        )
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The benchmark's cap on generated tokens."""
+        benchmark, _, name = self.name.partition(":")
+        forms = templates.longbench() if benchmark == "longbench" else templates.ruler()["tasks"]
+        cap: int = forms[name]["max_new_tokens"]
+        return cap
+
+    def available(self, samples: int, sources: Sources) -> range:
+        """Numbers of the first `samples` samples, or of as many as the data hold."""
+        benchmark, _, name = self.name.partition(":")
+        if benchmark == "longbench":
+            samples = min(samples, len(sources.longbench(name)))
+        return range(samples)
+
+    def fitting(self, samples: int, sources: Sources, tokenizer: Any, limit: int) -> Iterator[int]:
+        """The first `samples` numbers whose whole prompts have at most `limit` tokens."""
+        benchmark, _, name = self.name.partition(":")
+        if benchmark == "ruler":
+            yield from range(samples)
+            return
+        found = 0
+        for index in range(len(sources.longbench(name))):
+            if found == samples:
+                return
+            prompt = chat_prompt(self.sample(index, sources, tokenizer), tokenizer)
+            if len(prompt.ids) <= limit:
+                found += 1
+                yield index

@@ -1,0 +1,173 @@
+"""`Worker`: runs one sample through all its cells, on one prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
+
+from gracekv import compress_prefill
+from gracekv.errors import TaskError
+from gracekv.evaluate.experiment import Cell, Panel
+from gracekv.evaluate.fidelity import Forced, compare, force
+from gracekv.evaluate.generation import greedy
+from gracekv.evaluate.metrics import score
+from gracekv.evaluate.rendering import Rendered, render
+from gracekv.evaluate.rows import costs, failure, who
+from gracekv.evaluate.sample import Sample
+from gracekv.evaluate.sources import Sources
+from gracekv.evaluate.store import Row
+from gracekv.evaluate.tasks import Task
+from gracekv.pipeline import Pipeline
+from gracekv.prefill import Needs, Prefill
+from gracekv.prefill.capture import capture
+from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shared:
+    """What all cells of one sample have in common.
+
+    `compressed` is what was prefilled: the whole prompt, or the part before the question.
+    """
+
+    sample: Sample
+    rendered: Rendered
+    compressed: Prompt
+    prefill: Prefill
+    full: Forced | None
+
+
+class Worker:
+    """A loaded model that turns samples into rows.
+
+    Args:
+        name: what the experiment calls the model.
+        dtype: what the experiment calls its dtype.
+        model: a transformers causal language model of a tested family, in evaluation mode.
+        tokenizer: the model's.
+        sources: where texts come from.
+    """
+
+    def __init__(self, name: str, dtype: str, model: Any, tokenizer: Any, sources: Sources) -> None:
+        self.name, self.dtype = name, dtype
+        self.model, self.tokenizer = model, tokenizer
+        self.sources = sources
+        self.marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k != "model_name"}
+
+    def room(self, panel: Panel, task: Task) -> int:
+        """Most prompt tokens of a sample: the panel's, or what the answer leaves of the model's."""
+        if panel.max_prompt is not None:
+            return panel.max_prompt
+        positions = int(getattr(self.model.config, "max_position_embeddings", 1 << 30))
+        return positions - _cap(panel, task)
+
+    def rows(
+        self,
+        panel: Panel,
+        task: Task,
+        index: int,
+        cells: Sequence[Cell],
+        before: str | None = None,
+    ) -> Iterator[Row]:
+        """One row for each cell, as soon as it is there; a failure is a row with an `error`.
+
+        `before` is the prompt hash of this sample's earlier rows: if the data have changed since,
+        the sample fails, because its rows could not be compared.
+        """
+        known = [who(self.name, self.dtype, panel, task, index, cell) for cell in cells]
+        try:
+            shared = self._share(panel, task, index, [c.method.pipeline for c in cells], before)
+            about = self._about(shared, task)
+        except Exception as error:
+            yield from ({**row, **failure(error)} for row in known)
+            return
+        for row, cell in zip(known, cells, strict=True):
+            try:
+                yield {**row, **about, **self._measure(panel, task, shared, cell)}
+            except Exception as error:
+                yield {**row, **about, **failure(error)}
+
+    def _share(
+        self,
+        panel: Panel,
+        task: Task,
+        index: int,
+        pipelines: Sequence[Pipeline],
+        before: str | None,
+    ) -> _Shared:
+        sample = task.sample(index, self.sources, self.tokenizer)
+        room = self.room(panel, task)
+        rendered = render(sample, self.tokenizer, room, panel.truncate, panel.answer_words)
+        if before not in (None, rendered.digest):
+            raise TaskError(
+                f"Sample {index} of {task.name} is not the one that earlier rows in this folder "
+                f"are about: data or tokenizer have changed. Use a new folder."
+            )
+        compressed = rendered.prompt
+        if panel.protocol == "query_agnostic":
+            spans = compressed.spans
+            # One token after the context stays: the last token of a prompt is fed again and
+            # carries no entry, so the context is compressed to its very end.
+            compressed = Prompt.from_ids(
+                compressed.ids[: spans.context_end + 1],
+                (spans.context_start, spans.context_end),
+                question_end=spans.context_end,
+                tokenizer=self.tokenizer,
+            )
+        needs = reduce(or_, (pipeline.needs() for pipeline in pipelines), Needs())
+        prefill = capture(self.model, compressed, needs)
+        full = None
+        if panel.fidelity:
+            kept = compress_prefill(
+                self.model, compressed, prefill, ratio=1, pipeline=Pipeline(keep_all=True)
+            )
+            full = force(self.model, rendered.prompt.ids, rendered.answer_ids, kept.cache)
+        return _Shared(sample, rendered, compressed, prefill, full)
+
+    def _about(self, shared: _Shared, task: Task) -> dict[str, Any]:
+        spans = shared.rendered.prompt.spans
+        return {
+            "prompt_hash": shared.rendered.digest,
+            "source": task.source(self.sources),
+            "marks": self.marks,
+            "prompt_tokens": spans.length,
+            "context_tokens": spans.context_length,
+            "removed_tokens": shared.rendered.removed,
+            "answers": list(shared.sample.answers),
+            "metric": shared.sample.metric,
+        }
+
+    def _measure(self, panel: Panel, task: Task, shared: _Shared, cell: Cell) -> dict[str, Any]:
+        pipeline, prompt = cell.method.pipeline, shared.rendered.prompt
+        result = compress_prefill(
+            self.model, shared.compressed, shared.prefill, pipeline=pipeline, **cell.options()
+        )
+        timings = result.timings
+        measured = costs(pipeline, result.accounting, timings, prompt.spans)
+        if shared.full is not None:
+            answer = shared.rendered.answer_ids
+            forced = force(self.model, prompt.ids, answer, result.cache)
+            measured["fidelity"] = compare(forced, shared.full, answer)
+        if panel.generate:
+            cap = _cap(panel, task)
+            answer_text = greedy(
+                self.model, self.tokenizer, prompt.ids, result.cache, shared.sample, cap
+            )
+            scores = score(shared.sample, answer_text.text)
+            measured |= {
+                "prediction": answer_text.text,
+                "score": scores[shared.sample.metric],
+                "scores": scores,
+                "new_tokens": answer_text.tokens,
+                "ms_per_token": 1000 * answer_text.seconds / answer_text.tokens,
+            }
+        return measured
+
+
+def _cap(panel: Panel, task: Task) -> int:
+    caps = (task.max_new_tokens, panel.max_new_tokens)
+    return min(cap for cap in caps if cap is not None)

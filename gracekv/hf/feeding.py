@@ -1,0 +1,99 @@
+"""What a model is fed beside a compressed cache: refused where it cannot fit, completed if it can.
+
+A forward pre-hook on the decoder sees the caller's own mask and positions, which the attention
+function no longer does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import CacheError
+from gracekv.hf.cache import GraceCache
+
+
+def before_forward(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Make the decoder's inputs fit the `GraceCache` that they come with; others pass untouched.
+
+    - Cached tokens that are fed once more are left out. Assisted decoding and prompt lookup feed
+      the whole sequence in their first step; its mask is then as long as the ids, or its positions
+      start at 0.
+    - A batch of prompts of several lengths gets its mask and positions if it comes without.
+
+    Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, or the
+    positions are not those of a batch's rows.
+    """
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, GraceCache) or torch.compiler.is_compiling():
+        return None
+    name = "input_ids" if kwargs.get("inputs_embeds") is None else "inputs_embeds"
+    kwargs = dict(kwargs)
+    if args:
+        kwargs[name], args = args[0], args[1:]
+    if args or kwargs.get(name) is None:
+        return None
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    flat = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    again = cache.get_seq_length()
+    rows, fed = kwargs[name].shape[:2]
+    if fed > again and _whole(flat, positions, fed):
+        kwargs[name] = kwargs[name][:, again:]
+        fed -= again
+        if positions is not None and positions.shape[-1] > fed:
+            kwargs["position_ids"] = positions = positions[..., -fed:]
+    if not any(cache.padding):
+        if flat is not None:
+            _check_hidden(flat, cache.packed_mask(1, flat.device))
+        return (), kwargs
+    seen = cache.packed_mask(rows, kwargs[name].device)
+    if mask is None:
+        total = cache.get_seq_length() + fed
+        mask = seen.new_ones(rows, total)
+        mask[:, : seen.shape[1]] = seen
+        kwargs["attention_mask"] = mask
+    elif flat is not None:
+        _check_hidden(flat, seen)
+    else:
+        return (), kwargs
+    told = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -fed:]
+    if positions is None:
+        kwargs["position_ids"] = told
+    elif not torch.equal(positions[..., -1].expand(rows), told[:, -1]):
+        raise CacheError(
+            f"The rows of a batch go on from the lengths of their own prompts, at positions "
+            f"{told[:, -1].tolist()}; the model was given {positions[..., -1].tolist()}. Leave "
+            f"position_ids out."
+        )
+    return (), kwargs
+
+
+def _whole(mask: Tensor | None, positions: Tensor | None, fed: int) -> bool:
+    """Whether the `fed` tokens are the sequence from its start, cached tokens included."""
+    if mask is not None:
+        return mask.shape[1] == fed
+    return (
+        positions is not None and positions.shape[-1] == fed and int(positions[..., 0].max()) == 0
+    )
+
+
+def _check_hidden(mask: Tensor, seen: Tensor) -> None:
+    """The 2D `mask` must show of the packed tokens what there is: `seen` bool [B or 1, packed]."""
+    covered = mask[:, : seen.shape[1]].bool()
+    if covered.shape[1] < seen.shape[1]:
+        return  # Too short altogether, which the tail's mask function explains.
+    if bool((covered & ~seen.to(mask.device)).any()):
+        raise CacheError(
+            "The prompts of this batch have different lengths, and the attention mask does not "
+            "hide the padding on their left. Use result.inputs, or leave the mask out."
+        )
+    if not torch.equal(covered, seen.to(mask.device).expand_as(covered)):
+        raise CacheError(
+            "The attention mask hides tokens of the compressed prompt; their entries are merged "
+            "and cannot be hidden. Compress a prompt without padding; for a batch use "
+            "result.inputs."
+        )

@@ -1,0 +1,44 @@
+"""Loading a model and its tokenizer by the name that a command line gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gracekv.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load_model(name: str, dtype: str = "float32", device: str | None = None) -> tuple[Any, Any]:
+    """A model in evaluation mode and its tokenizer.
+
+    Args:
+        name: "smollm2" for the embedded model, or a transformers name or folder.
+        dtype: of the weights, one of `DTYPES`.
+        device: where the model goes; default: the GPU if there is one. The embedded model stays on
+            the CPU unless told.
+
+    Raises `ConfigError` for another dtype and for a model that cannot be loaded.
+    """
+    import torch
+
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype takes one of {', '.join(DTYPES)}; got {dtype!r}.")
+    weights = getattr(torch, dtype)
+    if name == "smollm2":
+        from gracekv.hf.smollm2 import load_smollm2
+
+        model, tokenizer = load_smollm2(weights)
+        return (model if device is None else model.to(device)), tokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=weights)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"Cannot load the model {name!r}: {error} For the embedded one use --model smollm2."
+        ) from error
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device).eval(), tokenizer

@@ -1,0 +1,170 @@
+"""`pipeline("gracekv-text-generation")`: one context, any number of questions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from transformers import AutoModelForCausalLM, Pipeline
+from transformers.pipelines import PIPELINE_REGISTRY
+
+from gracekv import pipeline as stages
+from gracekv.allocate import Budget
+from gracekv.errors import ConfigError, PromptError
+from gracekv.hf.compress import chosen_budget, chosen_pipeline, result_of_run
+from gracekv.prefill import Prefill, PromptSpans
+from gracekv.prefill.capture import capture
+from gracekv.prefill.prompt import Prompt
+from gracekv.segment import Partition
+
+TASK = "gracekv-text-generation"
+
+_PROMPT = ("instruction", "answer_prefix", "separator", "template")
+_BUDGET = ("ratio", "entries_per_head", "kv_bytes")
+_COMPRESSION = (*_BUDGET, "pipeline", "backend")
+
+
+class GraceTextGeneration(Pipeline):  # type: ignore[misc]
+    """Answers to questions about a long context, over its compressed cache.
+
+        pipe = transformers.pipeline("gracekv-text-generation", model=model, tokenizer=tokenizer)
+        pipe(context=text, question="Who is Dinah?", ratio=8)["answer"]
+        [x["answer"] for x in pipe(context=text, question=["Who?", "Where?"], ratio=8)]
+
+    The context is segmented without looking at the question, so a list of questions shares one
+    segmentation and answers as calls of their own would (ours: in `gracekv.compress` the medians
+    that boundaries are measured by run over the question too). Prefill, token worth, trees and
+    allocation are made for each question anew: they depend on it.
+
+    Keyword arguments of the constructor are defaults for calls. A call's budget replaces the
+    constructor's.
+    """
+
+    _load_processor: ClassVar[bool] = False
+    _load_image_processor: ClassVar[bool] = False
+    _load_feature_extractor: ClassVar[bool] = False
+    _load_tokenizer: ClassVar[bool] = True
+
+    def _sanitize_parameters(self, **kwargs: Any) -> tuple[dict[str, Any], ...]:
+        prompt = {name: kwargs.pop(name) for name in _PROMPT if name in kwargs}
+        return prompt, kwargs, {}
+
+    def __call__(
+        self, *, context: str, question: str | Sequence[str] = "", **kwargs: Any
+    ) -> dict[str, Any] | list[dict[str, Any]]:
+        """Answer one question, or each of several about the same context.
+
+        Args:
+            context: the long text, the only part that is compressed.
+            question: a text, or a list of them.
+            kwargs: `instruction`, `answer_prefix`, `separator`, `template` as in
+                `Prompt.from_chat`; a budget, `pipeline` and `backend` as in `gracekv.compress`;
+                everything else, such as `max_new_tokens`, goes to `generate`.
+
+        Returns:
+            For each question {"question", "answer", "budget", "spent", "kv_bytes", "full_bytes"}:
+            texts, context entries, bytes of keys and values. A list for a list.
+        """
+        prompt_options, options, _ = self._sanitize_parameters(**kwargs)
+        prompt_options = self._preprocess_params | prompt_options
+        defaults = dict(self._forward_params)
+        if any(options.get(name) is not None for name in _BUDGET):
+            defaults = {name: x for name, x in defaults.items() if name not in _BUDGET}
+        options = defaults | options
+        questions = [question] if isinstance(question, str) else list(question)
+        if not questions:
+            raise PromptError("question takes a text or a list of at least one; got an empty list.")
+        shared: dict[Any, Partition] = {}
+        answers = [
+            self.run_single(
+                {"context": context, "question": text},
+                prompt_options,
+                options | {"shared": shared},
+                {},
+            )
+            for text in questions
+        ]
+        return answers[0] if isinstance(question, str) else answers
+
+    def preprocess(self, inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{TASK} needs a tokenizer. Use pipeline({TASK!r}, model=model, "
+                f"tokenizer=tokenizer)."
+            )
+        return {"prompt": Prompt.from_chat(self.tokenizer, **inputs, **options)} | inputs
+
+    def _forward(
+        self, inputs: dict[str, Any], shared: dict[Any, Partition], **options: Any
+    ) -> dict[str, Any]:
+        compression = {name: options.pop(name) for name in _COMPRESSION if name in options}
+        budget = chosen_budget(*(compression.get(name) for name in _BUDGET))
+        pipe = chosen_pipeline(compression.get("pipeline", "gracekv"), compression.get("backend"))
+        prompt = inputs["prompt"]
+        prefill = capture(self.model, prompt, pipe.needs())
+        partition = _shared_partition(pipe, prefill, budget, shared)
+        run = pipe.run(prefill, budget, partition)
+        # The answer is generated over the compressed cache alone.
+        del prefill
+        result = result_of_run(self.model, prompt, run, pipe)
+        kept = result.accounting
+        return {
+            "question": inputs["question"],
+            "answer": result.generate(**options),
+            "budget": kept.budget,
+            "spent": kept.spent,
+            "kv_bytes": kept.bytes,
+            "full_bytes": kept.full_bytes,
+        }
+
+    def postprocess(self, outputs: dict[str, Any], **options: Any) -> dict[str, Any]:
+        return outputs
+
+
+def _shared_partition(
+    pipe: stages.Pipeline, prefill: Prefill, budget: Budget, shared: dict[Any, Partition]
+) -> Partition | None:
+    """Slots of the region, from `shared` if they are there; None if nothing will be compressed.
+
+    Their key is all that segmenting reads: the ids up to the region's end, and the region. A
+    question whose first letters merge with the context's last token has ids of its own.
+    """
+    plan = pipe.plan(prefill, budget)
+    if pipe.keep_all or plan.keeps_all:
+        return None
+    assert prefill.token_ids is not None  # `capture` keeps them
+    end, region = prefill.spans.context_end, prefill.spans.region(plan.recent)
+    key = (tuple(prefill.token_ids[:end].tolist()), region)
+    if key not in shared:
+        shared[key] = pipe.segment(without_question(prefill), region)
+    return shared[key]
+
+
+def without_question(prefill: Prefill) -> Prefill:
+    """Views of `prefill` up to the context's end: what no question can change."""
+    spans = prefill.spans
+    end = spans.context_end
+    here = prefill.query_positions < end
+    return dataclasses.replace(
+        prefill,
+        spans=PromptSpans(spans.context_start, end, end, end),
+        keys=tuple(x[:, :end] for x in prefill.keys),
+        values=tuple(x[:, :end] for x in prefill.values),
+        queries=tuple(x[:, here.to(x.device)] for x in prefill.queries),
+        query_positions=prefill.query_positions[here],
+        hidden={layer: x[:end] for layer, x in prefill.hidden.items()},
+        surprisal=None if prefill.surprisal is None else prefill.surprisal[:end],
+        head_outputs=None,
+        projected_norms=None,
+        logits=None,
+        token_ids=None if prefill.token_ids is None else prefill.token_ids[:end],
+    )
+
+
+def register() -> None:
+    """Make the task known to `transformers.pipeline`; a second call changes nothing."""
+    if TASK not in PIPELINE_REGISTRY.supported_tasks:
+        PIPELINE_REGISTRY.register_pipeline(
+            TASK, pipeline_class=GraceTextGeneration, pt_model=AutoModelForCausalLM, type="text"
+        )

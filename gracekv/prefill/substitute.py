@@ -1,0 +1,64 @@
+"""A model's attention function, replaced for the time of one forward pass."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gracekv.errors import UnsupportedModelError
+from gracekv.prefill.supported import BASE_ATTENTION
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def substituted(model: Any, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """The model attends by `wrap(own)`, own being its stock attention function, for the time being.
+
+    Afterwards, or if the pass fails, the model and transformers' registries are as before. Raises
+    `UnsupportedModelError` as `base_attention` does.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    before = model.config._attn_implementation
+    base = base_attention(model)
+    name = f"gracekv_capture_{next(_numbers)}"
+    masks = AttentionMaskInterface._global_mapping
+    AttentionInterface.register(name, wrap(attention_function(model, base)))
+    # An attention name without a mask of the same name would silently get no mask at all.
+    AttentionMaskInterface.register(name, masks[base])
+    try:
+        model.set_attn_implementation(name)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop(name)
+        masks.pop(name)
+
+
+def base_attention(model: Any) -> str:
+    """The stock attention implementation under the model's current one, "sdpa" or "eager".
+
+    Raises `UnsupportedModelError` if it is another one.
+    """
+    name = model.config._attn_implementation
+    # Attached models answer plain tensors with sdpa.
+    name = "sdpa" if name == "gracekv" else name
+    if name not in BASE_ATTENTION:
+        raise UnsupportedModelError(
+            f"The model's attention implementation is {name!r}; gracekv works on top of "
+            f"{' or '.join(BASE_ATTENTION)}. Call model.set_attn_implementation('sdpa') first."
+        )
+    return str(name)
+
+
+def attention_function(model: Any, base: str) -> Any:
+    """The function that the model's attention modules call for `base`."""
+    from transformers import AttentionInterface
+
+    # "eager" is not in transformers' table: each modeling file has its own.
+    module = sys.modules[type(model.get_decoder().layers[0].self_attn).__module__]
+    return AttentionInterface().get_interface(base, module.__dict__.get("eager_attention_forward"))

@@ -1,0 +1,92 @@
+"""Decoding over a compressed cache as dense masked attention in float64: slow, and obvious."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.base import RaggedCache, RaggedLayer
+
+_NAME = "gracekv_dense_reference"
+
+
+@torch.no_grad()
+def dense_logits(
+    model: Any, cache: RaggedCache, tokens: Tensor, *, drop_bias: bool = False
+) -> Tensor:
+    """[n, vocabulary] float64 logits after each of `tokens` [n], fed one by one after `cache`.
+
+    A float64 copy of the model runs its own forward pass over a stock cache in which every packed
+    entry lies at its position; the positions between are masked and the log multiplicities are
+    added to the logits. With `drop_bias` they are not, to show that a comparison would notice.
+    """
+    from transformers import DynamicCache
+
+    precise = copy.deepcopy(model).double()
+    for module in precise.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            # The stock ones compute in float32.
+            module.forward = _rms_norm(module)
+    past, biases = DynamicCache(), []
+    for number, layer in enumerate(cache.layers):
+        keys, values, bias = _dense(layer, cache.length)
+        past.update(keys[None], values[None], number)
+        biases.append(torch.where(bias == -math.inf, bias, 0.0) if drop_bias else bias)
+    logits = []
+    with _attention(precise, biases):
+        for token in tokens:
+            position = torch.tensor([[past.get_seq_length()]])
+            output = precise(token.view(1, 1), past_key_values=past, position_ids=position)
+            logits.append(output.logits[0, -1])
+    return torch.stack(logits)
+
+
+def _dense(layer: RaggedLayer, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values [G, length, d] and the bias [G, length], -inf where nothing was kept."""
+    shape = (layer.heads, length, layer.keys.shape[-1])
+    keys, values = torch.zeros(2, *shape, dtype=torch.float64)
+    bias = torch.full(shape[:2], -math.inf, dtype=torch.float64)
+    for g in range(layer.heads):
+        head_keys, head_values, positions, log_multiplicity = layer.head(g)
+        keys[g, positions.long()] = head_keys.double()
+        values[g, positions.long()] = head_values.double()
+        bias[g, positions.long()] = log_multiplicity.double()
+    return keys, values, bias
+
+
+def _rms_norm(module: Any) -> Any:
+    eps = getattr(module, "variance_epsilon", None) or module.eps
+    # Gemma stores the distance from one.
+    weight = module.weight + 1.0 if "Gemma" in type(module).__name__ else module.weight
+    return lambda x: weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+@contextmanager
+def _attention(model: Any, biases: list[Tensor]) -> Iterator[None]:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        group = query.shape[1] // key.shape[1]
+        bias = biases[module.layer_idx]
+        tail = bias.new_zeros(len(bias), key.shape[2] - bias.shape[1])
+        every = torch.cat([bias, tail], dim=1).repeat_interleave(group, dim=0)
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        logits = query @ keys.mT * kwargs["scaling"] + every[None, :, None]
+        return (logits.softmax(-1) @ values).transpose(1, 2), None
+
+    AttentionInterface.register(_NAME, attend)
+    AttentionMaskInterface.register(_NAME, lambda **_: None)
+    try:
+        model.set_attn_implementation(_NAME)
+        yield
+    finally:
+        AttentionInterface._global_mapping.pop(_NAME)
+        AttentionMaskInterface._global_mapping.pop(_NAME)

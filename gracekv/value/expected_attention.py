@@ -1,0 +1,164 @@
+r"""Expected Attention: what future queries, whoever asks, can be expected to attend to.
+
+The queries before rotation of the prefix and the context are taken for a Gaussian N(mu, Sigma) per
+query head. A future query stands at one of the next positions, so with R the mean of their
+rotations its logit with key k is a Gaussian too, and
+
+    E exp(logit) = exp(s k^T R mu + s^2 k^T R Sigma R^T k / 2),       s the attention scale.
+
+These are normalised over the keys, averaged over a KV head's group, and multiplied by |v|.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from einops import rearrange, reduce
+from torch import Tensor
+
+from gracekv.errors import ConfigError
+from gracekv.prefill import Needs, Prefill, Region
+from gracekv.rope import Rope
+from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.evidence import mean_evidence
+
+# Bytes of one block's largest float32 temporary, [H, block, d].
+_BLOCK = 16 * 2**20
+
+
+@final
+@SCORERS.register("expected_attention")
+@dataclass(frozen=True, slots=False)
+class ExpectedAttention(Scorer):
+    """Expected attention of unknown future queries times the value's norm; ignores the question.
+
+    Nothing after the context is read: the statistics are those of the prefix and the context, and
+    the future begins where the context ends.
+
+    Source: Devoto et al. (2025), Expected Attention, arXiv:2510.00636, as in kvpress's
+    ExpectedAttentionPress. Ours: rotations of future positions are continued from the captured
+    table, and sinks inside the region outrank everything (elsewhere they are not compressed).
+
+    Attributes:
+        future: next positions that a query may stand at (512).
+        sinks: first prompt tokens that are left out of the statistics and always kept (4).
+        covariance: use Sigma; without it the mean query alone counts.
+        value_norm: multiply by |v|.
+        epsilon: added to the expected attention before that (0).
+    """
+
+    future: int = 512
+    sinks: int = 4
+    covariance: bool = True
+    value_norm: bool = True
+    epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.future < 1 or self.sinks < 0 or not self.epsilon >= 0:
+            raise ConfigError(
+                f"ExpectedAttention takes future >= 1 positions, sinks >= 0 tokens and epsilon >= "
+                f"0; got {self!r}. The published values are 512, 4 and 0."
+            )
+
+    def needs(self) -> Needs:
+        """Every query of the prompt."""
+        return Needs(context_queries=True)
+
+    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+        """Expected attention times norm, not normalised.
+
+        Raises `MissingCaptureError` unless the queries of the prefix and the context were captured.
+        """
+        device, end = prefill.keys[0].device, prefill.spans.context_end
+        # A context of nothing but sinks still has statistics.
+        first = min(self.sinks, end - 1)
+        rotation = mean_rotation(prefill.rope, prefill.head_dim, end, self.future)
+        scores = []
+        for layer in range(prefill.layers):
+            seen = self._layer(prefill, layer, Region(first, end), rotation)
+            whole = seen.new_full((prefill.kv_heads, end), float(seen.max()) + 1)
+            whole[:, first:] = seen
+            scores.append(whole[:, region.start : region.end].to(device))
+        tokens = torch.stack(scores)
+        return TokenScores(tokens, mean_evidence(tokens))
+
+    def _layer(self, prefill: Prefill, layer: int, seen: Region, rotation: Tensor) -> Tensor:
+        """Scores of the positions of `seen`, float32 [G, n]."""
+        mean, covariance = query_moments(prefill, layer, seen)
+        turn = rotation.to(mean.device)
+        mean = prefill.scale * mean @ turn
+        spread = 0.5 * prefill.scale**2 * turn.T @ covariance @ turn if self.covariance else None
+        logits = [
+            _log_expected(prefill.keys[layer][:, part.start : part.end].float(), mean, spread)
+            for part in _blocks(prefill, seen)
+        ]
+        expected = torch.softmax(torch.cat(logits, dim=-1), dim=-1)
+        score = reduce(expected, "g n t -> g t", "mean") + self.epsilon
+        if not self.value_norm:
+            return score
+        norms: Tensor = prefill.values[layer][:, seen.start : seen.end].float().norm(dim=-1)
+        return score * norms
+
+
+def _log_expected(keys: Tensor, mean: Tensor, spread: Tensor | None) -> Tensor:
+    """log E exp(logit) [G, n, t] of keys [G, t, d] for scaled mean [H, d] and spread [H, d, d]."""
+    groups = keys.shape[0]
+    logits = rearrange(mean, "(g n) d -> g n d", g=groups) @ keys.transpose(1, 2)
+    if spread is not None:
+        shared = rearrange(spread, "(g n) i j -> g n i j", g=groups)
+        logits += ((keys[:, None] @ shared) * keys[:, None]).sum(dim=-1)
+    return logits
+
+
+def query_moments(prefill: Prefill, layer: int, seen: Region) -> tuple[Tensor, Tensor]:
+    """Mean [H, d] and covariance [H, d, d] (over n) of the queries before rotation, float32.
+
+    Sums run in float64 over blocks of positions, around the first block's mean, so that a large
+    mean costs no digits. Raises `MissingCaptureError` if a query in `seen` was not captured.
+    """
+    device, parts = prefill.keys[layer].device, _blocks(prefill, seen)
+    rope = Rope(prefill.rope.cos.to(device), prefill.rope.sin.to(device))
+
+    def plain(part: Region) -> Tensor:
+        at = torch.arange(part.start, part.end)
+        return rope.unrotate(prefill.queries_at(layer, at).float(), at.to(device))
+
+    pivot = plain(parts[0]).mean(dim=1, keepdim=True)
+    total = torch.zeros_like(pivot, dtype=torch.float64)
+    square = total.transpose(1, 2) @ total
+    for part in parts:
+        rows = plain(part) - pivot
+        total += rows.sum(dim=1, keepdim=True, dtype=torch.float64)
+        square += (rows.transpose(1, 2) @ rows).double()
+    away = total / seen.length
+    covariance = square / seen.length - away.transpose(1, 2) @ away
+    return (pivot + away)[:, 0].float(), covariance.float()
+
+
+def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:
+    """float32 [d, d] M with x M = mean of R(t) x over t in [start, start + count), for rows x.
+
+    The table ends with the prompt, but rotations add up: R(p + n) = R(p) U^n, U the rotation by one
+    position without the attention factor. So the mean is R(start - 1) times a mean of powers.
+    """
+    cos, sin = rope.cos.double(), rope.sin.double()
+    half = cos.shape[1] // 2
+    turn = torch.complex(cos, sin)[:, :half]
+    step = torch.angle(turn[1] / turn[0])
+    ahead = torch.arange(1, count + 1, dtype=torch.float64, device=step.device)
+    mean = torch.exp(1j * ahead[:, None] * step).mean(dim=0) * turn[start - 1]
+    c, s = torch.diag(mean.real), torch.diag(mean.imag)
+    # (low, high, rest) -> (c low - s high, s low + c high, rest).
+    turned = torch.cat([torch.cat([c, s], dim=1), torch.cat([-s, c], dim=1)])
+    rest = torch.eye(dim - 2 * half, dtype=turned.dtype, device=turned.device)
+    whole: Tensor = torch.block_diag(turned, rest)
+    return whole.float()
+
+
+def _blocks(prefill: Prefill, seen: Region) -> list[Region]:
+    size = max(64, _BLOCK // (4 * prefill.query_heads * prefill.head_dim))
+    return [
+        Region(first, min(first + size, seen.end)) for first in range(seen.start, seen.end, size)
+    ]

@@ -1,0 +1,139 @@
+"""The kernels compiled for real GPUs, without one: registers suffice and shared memory fits.
+
+What runs is the table's decoding tile on every architecture, its larger query tiles on one roomy
+and one small architecture, and each kind of mask and of merging once.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from gracekv.backends.triton_device import interpreted
+from gracekv.backends.triton_tiles import padded_dim, tiles
+
+triton = pytest.importorskip("triton")
+if interpreted():
+    pytest.skip("the interpreter does not compile", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from gracekv.backends import triton_merge, triton_split  # noqa: E402
+
+# Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
+TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def compiled(kernel, pointers, floats, constants, arch, **options):
+    """`kernel` for `arch`; pointers and strides divisible by 16, as they are in use."""
+    signature, values, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(index,)] = "constexpr", constants[name]
+            continue
+        signature[name] = pointers.get(name, "fp32" if name in floats else "i32")
+        aligned = name in pointers or (name.endswith("stride") and not name.startswith("mask"))
+        if aligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, values, attributes)
+    return triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={**options, "enable_fp_fusion": True}
+    )
+
+
+def resources(binary, folder):
+    """Registers, stack and local bytes of a compiled kernel, by NVIDIA's own tool."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(binary.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    told = subprocess.run(
+        [str(tool), "-res-usage", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    return {key: int(re.search(rf"{key}:(\d+)", told)[1]) for key in ("REG", "STACK", "LOCAL")}
+
+
+def split(dim, dtype, queries, arch, kind=triton_split.CAUSAL):
+    tile = tiles(dim, dtype, divmod(arch, 10), queries)
+    element = TYPES[dtype]
+    mask = {0: element, 1: element, 2: "*i1", 3: "*fp32"}[kind.value]
+    pointers = dict.fromkeys(("query", "keys", "values", "tail_keys", "tail_values"), element)
+    pointers |= dict.fromkeys(("items", "item_first", "rows", "tail_length"), "*i64")
+    pointers |= dict.fromkeys(("bias", "part_output", "part_lse"), "*fp32")
+    constants = {
+        "D": dim,
+        "BLOCK_D": padded_dim(dim),
+        "BLOCK_M": tile.queries,
+        "BLOCK_N": tile.keys,
+        "HAS_PACKED": True,
+        "HAS_ROWS": True,
+        "HAS_TAIL": True,
+        "HAS_LENGTH": True,
+        "KIND": kind.value,
+        "UPCAST": False,
+        "PRECISION": tile.precision,
+    }
+    return compiled(
+        triton_split.split,
+        pointers | {"mask": mask},
+        {"scale"},
+        constants,
+        arch,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+DECODING = [
+    (dim, dtype, 1, arch) for dim in (64, 128, 256) for dtype in (BF16, F32) for arch in SHARED_KIB
+]
+OTHER_DIMENSIONS = [(80, F16, 1, 90), (96, BF16, 1, 89), (32, F16, 1, 80), (20, F32, 1, 90)]
+LARGER = [
+    (dim, dtype, queries, arch)
+    for dim, dtype, largest in [(64, BF16, 64), (128, BF16, 64), (256, BF16, 64), (64, F32, 64)]
+    for queries in (32, largest)
+    for arch in (89, 90)
+]
+LARGER += [(128, F32, 32, arch) for arch in (89, 90)]
+
+
+@pytest.mark.parametrize(("dim", "dtype", "queries", "arch"), DECODING + OTHER_DIMENSIONS + LARGER)
+def test_split_fits(tmp_path, dim, dtype, queries, arch):
+    binary = split(dim, dtype, queries, arch)
+    used = resources(binary, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
+    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
+
+
+@pytest.mark.parametrize("kind", [triton_split.BOOLEAN, triton_split.ADDITIVE])
+@pytest.mark.parametrize("arch", [89, 90])
+def test_split_with_a_mask_fits(tmp_path, kind, arch):
+    binary = split(128, BF16, 1, arch, kind)
+    used = resources(binary, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
+    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
+
+
+@pytest.mark.parametrize("arch", SHARED_KIB)
+def test_two_decoding_programs_share_a_processor(arch):
+    # Halves of what all blocks of a processor have together, less what each reserves.
+    assert split(128, BF16, 1, arch).metadata.shared <= (SHARED_KIB[arch] / 2 - 1) * 1024
+
+
+@pytest.mark.parametrize(("dim", "arch"), [(64, 80), (128, 90), (256, 120)])
+def test_merge_fits(tmp_path, dim, arch):
+    pointers = dict.fromkeys(("part_output", "part_lse", "output_lse"), "*fp32")
+    pointers |= {"output": "*bf16", "row_first": "*i64", "rows": "*i64"}
+    constants = {
+        "D": dim,
+        "BLOCK_D": dim,
+        "BLOCK_S": 2048 // dim,
+        "HAS_PACKED": True,
+        "HAS_ROWS": True,
+    }
+    used = resources(compiled(triton_merge.merge, pointers, set(), constants, arch), tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0, "registers spill"

@@ -1,0 +1,144 @@
+"""The compiled kernels on a GPU: `pytest tests/backends/test_triton_cuda.py` shows all there is."""
+
+import math
+
+import pytest
+import torch
+
+from gracekv.backends import Auto, Sdpa, Triton
+from gracekv.testing.attention import attention_problem, dense_attention
+from gracekv.testing.tolerance import TOLERANCES, relative_error
+
+GPU = torch.device("cuda")
+BACKEND = Triton()
+
+pytestmark = pytest.mark.skipif(
+    BACKEND.obstacle(GPU) is not None, reason=f"no GPU here: {BACKEND.obstacle(GPU)}"
+)
+
+# float32 products on tensor cores are three tf32 ones; what they leave out is near 1e-6.
+BOUNDS = {dtype: bound.output for dtype, bound in TOLERANCES.items()} | {torch.float32: 1e-5}
+
+
+def ask(problem, backend=BACKEND, prepared=None):
+    p = problem
+    prepared = backend.prepare(p.layer) if prepared is None else prepared
+    return backend(p.query, prepared, p.keys, p.values, p.mask, p.scale, p.rows)
+
+
+def check(problem):
+    p = problem
+    want, lse = dense_attention(p)
+    prepared = BACKEND.prepare(p.layer)
+    assert relative_error(ask(p, prepared=prepared).cpu(), want) <= BOUNDS[p.query.dtype]
+    parts = (
+        BACKEND.packed(p.query, prepared, p.scale, p.rows),
+        BACKEND.tail(p.query, p.keys, p.values, p.mask, p.scale),
+    )
+    for part, expected in zip(parts, lse, strict=True):
+        torch.testing.assert_close(part.lse.double().cpu(), expected, rtol=0, atol=1e-4)
+        assert bool((part.output.cpu()[expected == -math.inf] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("dim", [20, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (4, 1), (7, 3), (8, 4), (4, 40)])
+@pytest.mark.parametrize("mask", ["none", "bool", "float"])
+def test_equals_dense_attention(dim, dtype, group, tokens, mask):
+    check(
+        attention_problem(
+            dim,
+            [3000, 60, 0, 700],
+            dim=dim,
+            group=group,
+            batch=2,
+            tokens=tokens,
+            tail=300 + tokens,
+            mask=mask,
+            dtype=dtype,
+            device="cuda",
+        )
+    )
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_batches_of_sequences(shuffled):
+    check(
+        attention_problem(
+            1,
+            [900, 30, 0, 400, 2000, 5],
+            dim=128,
+            group=4,
+            batch=9,
+            tail=70,
+            dtype=torch.bfloat16,
+            sequences=3,
+            shuffled=shuffled,
+            device="cuda",
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+def test_repeats_to_the_bit(dtype):
+    problem = attention_problem(
+        2, [20_000, 400, 400, 400], dim=128, group=4, batch=2, tail=500, dtype=dtype, device="cuda"
+    )
+    prepared = BACKEND.prepare(problem.layer)
+    first = ask(problem, prepared=prepared)
+    for _ in range(50):
+        assert torch.equal(ask(problem, prepared=prepared), first)
+
+
+def test_auto_takes_it_and_agrees_with_sdpa():
+    problem = attention_problem(3, [500, 20], group=4, tail=9, device="cuda")
+    assert Auto().prepare(problem.layer).backend == BACKEND
+    torch.testing.assert_close(ask(problem, Auto()), ask(problem, Sdpa()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_graph_recorded_once_decodes_a_growing_tail(dtype):
+    capacity, start, steps = 400, 3, 150
+    problem = attention_problem(
+        4, [2000, 50], dim=128, group=4, batch=2, tail=capacity, dtype=dtype, device="cuda"
+    )
+    prepared = BACKEND.prepare(problem.layer)
+    keys, values = (torch.full_like(x, math.nan) for x in (problem.keys, problem.values))
+    query = problem.query.clone()
+    length = torch.full((2,), start, device="cuda")
+    keys[:, :, :start] = problem.keys[:, :, :start]
+    values[:, :, :start] = problem.values[:, :, :start]
+
+    def step():
+        return BACKEND.decode(query, prepared, keys, values, length, problem.scale)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = step()
+
+    for end in range(start + 1, start + steps):
+        keys[:, :, end - 1] = problem.keys[:, :, end - 1]
+        values[:, :, end - 1] = problem.values[:, :, end - 1]
+        query.normal_()
+        length.fill_(end)
+        graph.replay()
+        want = BACKEND(query, prepared, keys[:, :, :end], values[:, :, :end], None, problem.scale)
+        assert relative_error(output, want) <= BOUNDS[dtype]
+
+
+def test_compiles_whole_while_the_tail_grows():
+    problem = attention_problem(5, [700, 8], group=2, tail=40, device="cuda")
+    prepared = BACKEND.prepare(problem.layer)
+
+    def step(query, keys, values):
+        return BACKEND(query * 2, prepared, keys, values, None, 0.125).transpose(1, 2) + 1
+
+    compiled = torch.compile(step, fullgraph=True)
+    for length in range(3, 20):
+        tail = problem.keys[:, :, :length], problem.values[:, :, :length]
+        torch.testing.assert_close(compiled(problem.query, *tail), step(problem.query, *tail))

@@ -1,0 +1,82 @@
+"""Plain eviction."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate import Frontier
+from gracekv.cache import EvictPacker, PrototypePacker
+from gracekv.testing.trees import tree_context
+from gracekv.tree import REFINERS, PrototypeRule, Unit, build_forest
+
+
+def bought(context, seed, refiner):
+    """A random legal frontier."""
+    forest = build_forest(context, Unit(), REFINERS.build(refiner))
+    rng = torch.Generator().manual_seed(seed)
+    added = torch.rand(forest.trees, generator=rng) < 0.7
+    wish = torch.rand(forest.nodes, generator=rng) < 0.6
+    split = torch.zeros_like(wish)
+    for v in range(forest.nodes):
+        parent = int(forest.parent[v])
+        reached = bool(added[v]) if parent < 0 else bool(split[parent])
+        split[v] = reached and bool(wish[v]) and int(forest.child_count[v]) > 0
+    return Frontier(forest, added, split, budget=10**6)
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 10_000),
+    refiner=st.sampled_from(["midpoint", "leaf_only", "two_level"]),
+    tied=st.booleans(),
+)
+def test_every_entry_is_an_original_token(seed, refiner, tied):
+    context = tree_context(seed)
+    frontier = bought(context, seed, refiner)
+    worth = (context.tokens * 10).round() if tied else context.tokens
+    prefill, region, forest = context.prefill, context.partition.region, frontier.forest
+    cache = EvictPacker()(prefill, frontier, worth, PrototypeRule())
+    covered = prefill.spans.length - 1
+    assert cache.length == covered
+    for layer in range(prefill.layers):
+        for head in range(prefill.kv_heads):
+            want = [*range(region.start), *range(region.end, covered)]
+            mine = frontier.kept & (forest.head_of_node() == layer * prefill.kv_heads + head)
+            for v in mine.nonzero().flatten().tolist():
+                tokens = range(int(forest.start[v]), int(forest.end[v]))
+                row = worth[layer, head]
+                if int(forest.entries[v]) == 1:  # of a coarse node the best, earliest token
+                    tokens = [max(tokens, key=lambda t: (float(row[t - region.start]), -t))]
+                want += tokens
+            keys, values, positions, log_m = cache.layers[layer].head(head)
+            assert positions.tolist() == sorted(want)
+            assert torch.equal(keys, prefill.keys[layer][head, sorted(want)])
+            assert torch.equal(values, prefill.values[layer][head, sorted(want)])
+            assert not log_m.any()
+
+
+@pytest.mark.parametrize("packer", [EvictPacker(), PrototypePacker()])
+@pytest.mark.parametrize("refiner", ["leaf_only", "midpoint"])
+def test_the_last_prompt_token_is_never_packed(packer, refiner):
+    # No suffix and no recent window: the region reaches to the prompt's end.
+    context = tree_context(3, recent=-9)
+    assert context.partition.region.end == context.prefill.spans.length
+    forest = build_forest(context, Unit(), REFINERS.build(refiner))
+    everything = Frontier(
+        forest, torch.ones(forest.trees, dtype=torch.bool), ~forest.is_leaf, budget=10**6
+    )
+    cache = packer(context.prefill, everything, context.tokens, context.rule)
+    for layer in cache.layers:
+        for head in range(layer.heads):
+            assert layer.head(head)[2].tolist() == list(range(context.prefill.spans.length - 1))
+
+
+def test_forest_roots_that_reach_the_end_merge_only_what_is_covered():
+    context = tree_context(3, recent=-9)
+    forest = build_forest(context, Unit(), REFINERS.build("midpoint"))
+    roots = Frontier(
+        forest, torch.ones(forest.trees, dtype=torch.bool), torch.zeros(forest.nodes).bool(), 10**6
+    )
+    cache = PrototypePacker()(context.prefill, roots, context.tokens, context.rule)
+    assert int(cache.layers[0].positions.max()) < context.prefill.spans.length - 1

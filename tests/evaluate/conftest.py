@@ -1,0 +1,130 @@
+"""A tiny model with a tokenizer of its own, texts for it, and the optional folder of real data."""
+
+import json
+import os
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from gracekv.evaluate import templates
+from gracekv.testing.models import tiny_llama
+
+CHAT = (
+    "<s>{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+VOCABULARY = 2000
+
+
+def trained():
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    raw.decoder = decoders.ByteLevel()
+    forms = json.dumps(templates.ruler()) + json.dumps(templates.longbench()["qasper"])
+    texts = [(files("gracekv") / "data" / "alice_chapter_1.txt").read_text(), forms]
+    trainer = BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>", "<|user|>", "<|end|>", "<|assistant|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    raw.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return trained()
+
+
+@pytest.fixture(scope="session")
+def model():
+    return tiny_llama(vocabulary=VOCABULARY)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory, tokenizer):
+    """The same model on disk, for processes of their own."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(vocabulary=VOCABULARY).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def paragraph(number):
+    return f"Harbour {number} lies in the north. Its keeper is called Keeper{number}. " * 2
+
+
+@pytest.fixture(scope="session")
+def small_data(tmp_path_factory):
+    """Own texts in the benchmarks' formats: nothing here is copied from a data set."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "qa").mkdir()
+    (folder / "longbench").mkdir()
+    articles = [
+        {
+            "title": f"Coast {a}",
+            "paragraphs": [
+                {
+                    "context": paragraph(10 * a + p),
+                    "qas": [
+                        {
+                            "question": f"Who keeps harbour {10 * a + p}?",
+                            "answers": [{"text": f"Keeper{10 * a + p}"}] * 2,
+                            "is_impossible": False,
+                        },
+                        {"question": "Who paints it?", "answers": [], "is_impossible": True},
+                    ],
+                }
+                for p in range(10)
+            ],
+        }
+        for a in range(20)
+    ]
+    (folder / "qa" / "squad_small.json").write_text(json.dumps({"data": articles}))
+    hotpot = [
+        {
+            "question": f"Which harbour is older, {n} or {n + 1}?",
+            "answer": f"Harbour {n}",
+            "supporting_facts": [[f"H{n}", 0], [f"H{n + 1}", 0]],
+            "context": [
+                [f"H{n + i}", [f"Harbour {n + i} is {n + i} years old. " * 3]] for i in range(10)
+            ],
+        }
+        for n in range(100, 220, 10)
+    ]
+    (folder / "qa" / "hotpot_small.json").write_text(json.dumps(hotpot))
+    records = [
+        {
+            "input": f"Who keeps harbour {n}?",
+            "context": " ".join(paragraph(i) for i in range(n, n + 3 + 4 * (n % 3))),
+            "answers": [f"Keeper{n}", f"the keeper Keeper{n}"],
+            "all_classes": None,
+        }
+        for n in range(6)
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "longbench" / "qasper.small.jsonl").write_text(lines)
+    shots = {
+        "input": "Dialogue: A: hi\r\nB: {hello}\nSummary: ",
+        "context": "Dialogue: A: bye\r\nB: bye\nSummary: They part. \n" * 8,
+        "answers": ["A greets B."],
+        "all_classes": None,
+    }
+    (folder / "longbench" / "samsum.small.jsonl").write_text(json.dumps(shots) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def real_data():
+    folder = os.environ.get("GRACEKV_EVAL_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("GRACEKV_EVAL_DATA names no folder of benchmark data")
+    return Path(folder)

@@ -1,0 +1,212 @@
+"""Experiments as plain data, methods as text, shards, and the three commands."""
+
+import json
+import sys
+
+import pytest
+import yaml
+
+from gracekv.cli import main
+from gracekv.errors import ConfigError, TaskError, UnknownStrategyError
+from gracekv.evaluate import Experiment
+from gracekv.evaluate.methods import parse_method, split_methods, sweep
+from gracekv.evaluate.shards import Shard, parse_shard
+from gracekv.pipeline import Pipeline
+
+FLAT = {"model": "tiny", "tasks": ["retrieval"], "ratios": [1.5, 8], "entries": [64]}
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys):
+    def cli(*argv):
+        monkeypatch.setattr(sys, "argv", ["gracekv", *map(str, argv)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        shown = capsys.readouterr()
+        return caught.value.code or 0, shown.out, shown.err
+
+    return cli
+
+
+def test_round_trip_and_panels():
+    flat = Experiment.from_dict(FLAT)
+    assert Experiment.from_dict(flat.to_dict()) == flat
+    assert Experiment.from_dict(yaml.safe_load(yaml.safe_dump(flat.to_dict()))) == flat
+    nested = {"model": "tiny", "panels": [{k: v for k, v in FLAT.items() if k != "model"}] * 2}
+    assert Experiment.from_dict(nested).panels[0] == flat.panels[0]
+
+
+def test_cells_are_methods_times_budgets_and_fullkv_once():
+    cells = Experiment.from_dict(FLAT).panels[0].cells()
+    assert [(c.method.label, c.column) for c in cells] == [
+        ("fullkv", "full"),
+        ("gracekv", "1.5x"),
+        ("gracekv", "8x"),
+        ("gracekv", "64 entries"),
+    ]
+    assert [list(c.options()) for c in cells[1:]] == [["ratio"], ["ratio"], ["entries_per_head"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"tasks": []}, ConfigError, "at least one of tasks"),
+        ({"tasks": ["ruler:nope"]}, TaskError, "Unknown task"),
+        ({"methods": ["snapvk"]}, UnknownStrategyError, "Unknown recipe"),
+        ({"methods": ["gracekv", "gracekv"]}, ConfigError, "named twice"),
+        ({"methods": ["gracekv"], "ratios": [], "entries": []}, ConfigError, "need a budget"),
+        ({"ratios": [0.5]}, ValueError, "at least 1"),
+        ({"samples": 0}, ConfigError, "samples must be at least 1"),
+        ({"generate": False, "fidelity": False}, ConfigError, "nothing to measure"),
+        ({"protocol": "query-blind"}, ConfigError, "takes one of"),
+        ({"recent_share": 0}, ConfigError, "share"),
+        ({"model": None}, ConfigError, "takes str"),
+        ({"colour": 1}, ConfigError, "has no field 'colour'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, error, message):
+    with pytest.raises(error, match=message):
+        Experiment.from_dict({**FLAT, **changes})
+
+
+def test_methods_are_recipes_with_changes():
+    plain = parse_method("gracekv[floor.alpha=0.2;quota=per_head]")
+    expected = Pipeline.from_dict(
+        {"floor": {"name": "singleton", "alpha": 0.2}, "quota": "per_head"}
+    )
+    assert plain.pipeline == expected
+    assert plain.label == "gracekv[floor.alpha=0.2;quota=per_head]"
+    assert parse_method("gracekv-no-floor", 0.5).pipeline.window.share == 0.5
+    assert parse_method("gracekv").pipeline.window.share == 1.0
+    assert split_methods("fullkv, gracekv[value.hops=1,floor=none],h") == [
+        "fullkv",
+        "gracekv[value.hops=1,floor=none]",
+        "h",
+    ]
+
+
+@pytest.mark.parametrize(
+    "spec", ["gracekv[alpha]", "gracekv[a.b.c=1]", "gracekv[keep_all.x=1]", "gracekv[", "[x=1]"]
+)
+def test_methods_that_cannot_be_read(spec):
+    with pytest.raises(ConfigError):
+        parse_method(spec)
+
+
+def test_methods_come_from_files(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("floor: none\n")
+    assert parse_method(str(path)).pipeline == Pipeline.from_dict({"floor": "none"})
+
+
+def test_sweeps_change_one_thing_at_a_time():
+    assert sweep("gracekv", ["floor.alpha=0.2,0.4", "segment.target_length=32"]) == [
+        "gracekv[floor.alpha=0.2]",
+        "gracekv[floor.alpha=0.4]",
+        "gracekv[segment.target_length=32]",
+    ]
+    both = sweep("gracekv", ["distortion.lambda_z;distortion.lambda_m=0.5:0.5"])
+    assert parse_method(both[0]).pipeline.distortion.lambda_m == 0.5
+    for bad in ("floor.alpha", "floor.alpha=", "a;b=1"):
+        with pytest.raises(ConfigError):
+            sweep("gracekv", [bad])
+
+
+def test_shards():
+    assert parse_shard(None, {}) == Shard(0, 1)
+    assert parse_shard("1/4", {"RANK": "3", "WORLD_SIZE": "8"}) == Shard(1, 4)
+    assert parse_shard(None, {"RANK": "3", "WORLD_SIZE": "8"}) == Shard(3, 8)
+    owners = [[n for n in range(10) if Shard(i, 3).owns(n)] for i in range(3)]
+    assert sorted(n for owned in owners for n in owned) == list(range(10))
+    for bad in ("4/4", "1", "a/b", "-1/2"):
+        with pytest.raises(ConfigError, match="A shard is i/n"):
+            parse_shard(bad, {})
+
+
+def test_the_commands_from_model_to_table(cli, model_folder, small_data, tmp_path):
+    out = tmp_path / "runs"
+    run = [
+        "evaluate", "--model", model_folder, "--data", small_data, "--out", out,
+        "--tasks", "ruler:niah_single_2,longbench:qasper", "--length", "512", "--samples", "2",
+        "--methods", "fullkv,gracekv,gracekv-no-global", "--ratios", "2,8", "--recent-share", "0.5",
+        "--max-new-tokens", "3",
+    ]  # fmt: skip
+    code, _, told = cli(*run)
+    assert code == 0
+    assert "20 cells run" in told
+    code, _, told = cli(*run)
+    assert "0 cells run, 20 kept" in told
+    rows = [json.loads(line) for line in (out / "rows-main.jsonl").read_text().splitlines()]
+    assert {row["pipeline"]["window"]["share"] for row in rows} == {0.5}
+    picture = tmp_path / "plot.png"
+    code, text, _ = cli(
+        "table", out, "--metric", "score,kl", "--against", "gracekv", "--plot", picture
+    )
+    assert code == 0
+    assert "single_doc_qa (qa_f1)" in text
+    assert "KL to FullKV" in text
+    assert "wins / ties / losses" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    file = tmp_path / "table.tex"
+    assert cli("table", out, "--format", "latex", "--out", file)[0] == 0
+    assert r"\toprule" in file.read_text()
+
+
+def test_the_exit_code_tells_of_failures(cli, model_folder, tmp_path):
+    code, _, told = cli(
+        "evaluate", "--model", model_folder, "--out", tmp_path / "runs", "--tasks", "ruler:fwe",
+        "--length", "512", "--samples", "1", "--ratios", "2,1000", "--max-new-tokens", "2",
+    )  # fmt: skip
+    assert code == 1
+    assert "3 cells run, 0 kept from before, 1 failed" in told
+
+
+def test_ablate_shows_differences(cli, model_folder, tmp_path):
+    code, text, _ = cli(
+        "ablate", "--model", model_folder, "--out", tmp_path / "runs", "--tasks", "ruler:fwe",
+        "--length", "512", "--samples", "2", "--ratios", "4", "--no-generate", "--metric", "kl",
+        "--set", "floor.alpha=0.2,0.4",
+    )  # fmt: skip
+    assert code == 0
+    assert "difference from gracekv" in text
+    assert "| gracekv[floor.alpha=0.2] |" in text
+
+
+def test_a_yaml_file_says_the_same(cli, model_folder, tmp_path):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "model": str(model_folder),
+                "tasks": ["ruler:fwe"],
+                "lengths": [512],
+                "samples": 1,
+                "ratios": [4],
+                "generate": False,
+            }
+        )
+    )
+    code, _, told = cli("evaluate", "--config", config, "--out", tmp_path / "runs")
+    assert code == 0
+    assert "2 cells run" in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["evaluate"], "Give --model and --tasks"),
+        (["evaluate", "--model", "m", "--tasks", "x"], "Unknown task"),
+        (["evaluate", "--config", "a.yaml", "--model", "m"], "not both"),
+        (["evaluate", "--model", "m", "--tasks", "ruler:fwe", "--ratios", "a"], "numbers"),
+        (["ablate", "--base", "fullkv"], "no ablation recipes"),
+    ],
+)
+def test_bad_commands_exit_with_2_and_a_message(cli, tmp_path, argv, message):
+    code, _, told = cli(*argv, "--out", tmp_path)
+    assert code == 2
+    assert message in told
+
+
+def test_a_table_of_nothing(cli, tmp_path):
+    assert "There are no rows" in cli("table", tmp_path)[2]
+    assert "There is no folder" in cli("table", tmp_path / "none")[2]

@@ -1,0 +1,105 @@
+"""Teacher forcing: FullKV against itself, against the stock model, and token by token."""
+
+import pytest
+import torch
+
+from gracekv import capture, compress_prefill
+from gracekv.evaluate.fidelity import compare, force
+from gracekv.evaluate.generation import greedy
+from gracekv.evaluate.sample import Sample
+from gracekv.pipeline import Pipeline
+from gracekv.prefill.prompt import Prompt
+
+
+@pytest.fixture(scope="module")
+def setting(model):
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, 2000, (120,), generator=rng)
+    prompt = Prompt.from_ids(ids, (10, 100), question_end=115)
+    answer = torch.randint(5, 2000, (7,), generator=rng)
+    return prompt, answer, capture(model, prompt)
+
+
+def cached(model, setting, **options):
+    prompt, _, prefill = setting
+    return compress_prefill(model, prompt, prefill, **options)
+
+
+def test_full_cache_is_no_distance_from_itself(model, setting):
+    prompt, answer, _ = setting
+    full = cached(model, setting, ratio=1, pipeline="fullkv")
+    first = force(model, prompt.ids, answer, full.cache)
+    again = compare(force(model, prompt.ids, answer, full.cache), first, answer)
+    assert (again["kl"], again["dnll"], again["aoe"], again["top1"]) == (0, 0, 0, 1)
+    kept_all = cached(model, setting, ratio=1, pipeline="gracekv")
+    assert compare(force(model, prompt.ids, answer, kept_all.cache), first, answer)["kl"] == 0
+
+
+def test_full_cache_gives_the_stock_models_likelihoods(model, setting):
+    prompt, answer, _ = setting
+    full = cached(model, setting, ratio=1, pipeline="fullkv")
+    forced = force(model, prompt.ids, answer, full.cache)
+    whole = torch.cat([prompt.ids, answer])[None]
+    with torch.no_grad():
+        logits = model(whole).logits[0, len(prompt.ids) - 1 : -1]
+    torch.testing.assert_close(forced.log_probs, logits.log_softmax(-1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("pipeline", ["gracekv", "gracekv-no-floor"])
+def test_all_tokens_at_once_is_one_by_one(model, setting, pipeline):
+    prompt, answer, _ = setting
+    result = cached(model, setting, ratio=4, pipeline=pipeline)
+    at_once = force(model, prompt.ids, answer, result.cache).log_probs
+    cache, fed = result.cache, prompt.ids[-1]
+    rows = []
+    for token in answer:
+        with torch.no_grad():
+            rows.append(model(fed[None, None], past_key_values=cache).logits[0, -1])
+        fed = token
+    torch.testing.assert_close(at_once, torch.stack(rows).log_softmax(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_numbers_are_their_definitions(model, setting):
+    prompt, answer, _ = setting
+    full = force(
+        model, prompt.ids, answer, cached(model, setting, ratio=1, pipeline="fullkv").cache
+    )
+    less = force(model, prompt.ids, answer, cached(model, setting, ratio=8).cache)
+    got = compare(less, full, answer)
+    kl = nll = same = 0.0
+    for row, token in enumerate(answer.tolist()):
+        p, q = full.log_probs[row].double(), less.log_probs[row].double()
+        kl += float((p.exp() * (p - q)).sum())
+        nll += float(p[token] - q[token])
+        same += float(p.argmax() == q.argmax())
+    assert got["kl"] == pytest.approx(kl / len(answer))
+    assert got["kl"] > 0
+    assert got["dnll"] == pytest.approx(nll / len(answer))
+    assert got["top1"] == pytest.approx(same / len(answer))
+    assert got["dnll"] == pytest.approx(got["nll"] - got["full_nll"])
+    assert got["aoe"] > 0
+    assert got["tokens"] == len(answer)
+
+
+def test_hooks_are_gone_afterwards(model, setting):
+    prompt, answer, _ = setting
+    force(model, prompt.ids, answer, cached(model, setting, ratio=8).cache)
+    assert not any(layer.self_attn._forward_hooks for layer in model.model.layers)
+
+
+def test_greedy_is_generate_and_stops_where_it_should(model, setting, tokenizer):
+    prompt, _, _ = setting
+    result = cached(model, setting, ratio=4, pipeline=Pipeline())
+    texts = {"instruction": "", "context": "c", "question": "q", "answer_prefix": ""}
+    plain = Sample("t", 0, **texts, answers=("a",), metric="qa_f1")
+    answer = greedy(model, tokenizer, prompt.ids, result.cache, plain, 12)
+    expected = result.generate_ids(max_new_tokens=12)[0]
+    assert answer.text == tokenizer.decode(expected, skip_special_tokens=True)
+    assert answer.tokens == 12
+    assert answer.seconds > 0
+    # Its fifth token as a stop text ends it there, unless it came earlier.
+    word = tokenizer.decode(expected[4])
+    stopping = Sample("t", 0, **texts, answers=("a",), metric="qa_f1", stop=word)
+    short = greedy(model, tokenizer, prompt.ids, result.cache, stopping, 12)
+    assert short.tokens < 12
+    assert word in short.text

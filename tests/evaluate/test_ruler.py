@@ -1,0 +1,217 @@
+"""RULER's tasks: what they demand of a sample holds for every seed, length and index."""
+
+import random
+import re
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import TaskError
+from gracekv.evaluate import ruler, templates
+from gracekv.evaluate.rendering import chat_prompt
+from gracekv.evaluate.ruler.fitting import largest
+from gracekv.evaluate.ruler.needles import noise_lines
+from gracekv.evaluate.sources import Sources
+
+NIAH = [name for name in ruler.TASKS if name.startswith("niah")]
+# The smallest unit that a task can add, in tokens of the test tokenizer, where it exceeds 2 %.
+UNIT = {"niah_multikey_2": 45, "niah_multikey_3": 140, "qa_1": 60, "qa_2": 80}
+
+
+def cap(name):
+    return templates.ruler()["tasks"][name]["max_new_tokens"]
+
+
+@pytest.fixture(scope="module")
+def make(tokenizer, small_data):
+    sources = Sources(small_data)
+
+    def tokens(sample):
+        return len(chat_prompt(sample, tokenizer).ids)
+
+    def make(name, length=2048, seed=7, index=0):
+        return ruler.generate(name, length, seed, index, sources, tokens)
+
+    make.tokens = tokens
+    return make
+
+
+@pytest.mark.parametrize("name", ruler.TASKS)
+@pytest.mark.parametrize("long", [False, True])
+def test_fills_the_length_without_exceeding_it(make, name, long):
+    # The test tokenizer cuts cwe's rare words to pieces.
+    length = (6144 if name == "cwe" else 4096) if long else 1536
+    sample = make(name, length)
+    total = make.tokens(sample) + cap(name)
+    assert length - max(0.02 * length, UNIT.get(name, 0)) <= total <= length
+
+
+@pytest.mark.parametrize("name", ruler.TASKS)
+def test_same_arguments_same_sample_and_another_index_another_text(make, name):
+    assert make(name) == make(name)
+    assert make(name, index=1).context != make(name).context
+    if not name.startswith("qa"):
+        assert make(name, seed=8).answers != make(name).answers
+
+
+@pytest.mark.parametrize("name", ruler.TASKS)
+def test_a_prompt_leaves_no_slot_of_its_template_open(make, name):
+    sample = make(name)
+    texts = sample.instruction + sample.question + sample.answer_prefix
+    assert not re.search(r"\{[a-z_]+\}", texts)
+    assert all(answer.strip() for answer in sample.answers)
+
+
+@pytest.mark.parametrize("name", NIAH)
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=5)
+def test_every_needle_is_present_once_and_the_answer_is_derivable(make, name, seed):
+    sample = make(name, 1536, seed)
+    found = re.findall(r"One of the special magic (\w+) for (\S+) is: (\S+)\.", sample.context)
+    args = templates.ruler()["tasks"][name]["args"]
+    asked = {key for _, key, _ in found if key in sample.question}
+    assert len(asked) == args["num_needle_q"]
+    assert sorted(v for _, key, v in found if key in asked) == sorted(sample.answers)
+    assert {kind for kind, _, _ in found} == {args["type_needle_v"]}
+    for answer in sample.answers:
+        assert sample.context.count(answer) == 1
+        assert answer not in sample.question + sample.answer_prefix + sample.instruction
+    keys = max(args["num_needle_k"], args["num_needle_q"])
+    if args["type_haystack"] != "needle":
+        assert len(found) == keys * args["num_needle_v"]
+
+
+def test_one_value_is_asked_for_in_the_singular(make):
+    one, four = make("niah_multikey_1"), make("niah_multivalue")
+    assert one.instruction.startswith("A special magic number is hidden")
+    assert one.question.startswith("\nWhat is the special magic number for ")
+    assert one.answer_prefix.endswith("mentioned in the provided text is")
+    assert four.instruction.startswith("Some special magic numbers are hidden")
+    assert four.answer_prefix.endswith("mentioned in the provided text are")
+
+
+def test_needles_lie_at_different_depths_in_different_samples(make):
+    depths = []
+    for index in range(12):
+        context = make("niah_single_2", 1536, index=index).context
+        depths.append(context.index("One of the special") / len(context))
+    assert len({round(depth, 2) for depth in depths}) > 6
+    assert min(depths) < 0.4
+    assert max(depths) > 0.6
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=5)
+def test_a_chain_leads_from_the_value_to_every_answer(make, seed):
+    sample = make("vt", 1536, seed)
+    value = re.search(r"assigned the value (\d+)", sample.question)[1]
+    lines = [line for line in sample.context.split("\n") if line.startswith("VAR")]
+    reached, order = {value}, []
+    for line in lines:
+        new, old = re.fullmatch(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", line).groups()
+        assert old in reached
+        reached.add(new)
+        order.append(new)
+    assert tuple(order) == sample.answers
+    assert len(set(order)) == 5
+    # The demonstration is solved and about other names.
+    assert re.search(r"they are: (?:[A-Z]{3} ?){5}\n\n", sample.instruction)
+
+
+@pytest.mark.parametrize(("length", "often", "seldom"), [(2048, 6, 1), (6144, 30, 3)])
+def test_common_words_are_common(make, length, often, seldom):
+    sample = make("cwe", length)
+    listed = re.split(r"(?:^| )\d+\. ", sample.context)[1:]
+    counts = Counter(listed)
+    assert {word for word, count in counts.items() if count == often} == set(sample.answers)
+    assert {count for word, count in counts.items() if word not in sample.answers} == {seldom}
+    assert len(sample.answers) == 10
+    shown = re.split(r"(?:^| )\d+\. ", sample.instruction)
+    assert not set(shown) & set(sample.answers)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=5)
+def test_coded_answers_are_the_three_most_frequent_words(make, seed):
+    sample = make("fwe", 1536, seed)
+    counts = Counter(sample.context.split(" ")).most_common(5)
+    assert counts[0][0] == "..."
+    assert tuple(word for word, _ in counts[1:4]) == sample.answers
+    assert counts[3][1] > counts[4][1]
+
+
+@pytest.mark.parametrize("name", ["qa_1", "qa_2"])
+def test_questions_come_with_their_documents(make, name):
+    for index in (0, 3):
+        sample = make(name, 1536, index=index)
+        numbers = [int(n) for n in re.findall(r"Document (\d+):\n", sample.context)]
+        assert numbers == list(range(1, len(numbers) + 1))
+        if name == "qa_1":
+            assert sample.answers[0] in sample.context
+        else:
+            older, newer = re.findall(r"\d+", sample.question)
+            assert f"Harbour {older} is" in sample.context
+            assert f"Harbour {newer} is" in sample.context
+    places = {
+        make(name, 1536, index=i).context.index(
+            f"Keeper{i}" if name == "qa_1" else f"H{100 + 10 * i}\n"
+        )
+        for i in range(5)
+    }
+    assert len(places) > 1
+
+
+def test_what_cannot_fit_is_refused(make):
+    with pytest.raises(TaskError, match=r"smallest sample 0 of ruler:cwe has \d+ tokens"):
+        make("cwe", 256)
+
+
+def test_questions_run_out(make):
+    with pytest.raises(TaskError, match="has 12 questions; sample 12 does not exist"):
+        make("qa_2", index=12)
+
+
+def test_documents_run_out(make):
+    with pytest.raises(TaskError, match="not enough data for ruler:qa_2"):
+        make("qa_2", 60_000)
+
+
+def test_questions_without_a_folder_name_the_file():
+    with pytest.raises(TaskError, match=r"qa/squad\*\.json"):
+        Sources().questions("squad")
+
+
+def test_noise_fills_up_with_part_of_a_line():
+    assert noise_lines(7)[1] == "The grass is green. The sky is blue."
+    assert len(noise_lines(10)) == 2
+
+
+@given(most=st.integers(0, 300), limit=st.integers(0, 300))
+def test_largest_finds_the_border(most, limit):
+    expected = min(most, limit)
+    assert largest(lambda size: size <= limit, 0, most) == expected
+
+
+def test_largest_says_if_nothing_fits():
+    assert largest(lambda size: False, 3) is None
+
+
+def test_drawing_leaves_the_global_stream_alone(make):
+    random.seed(3)
+    before = random.getstate()
+    make("niah_multikey_2")
+    assert random.getstate() == before
+
+
+def test_real_essays_and_questions(real_data, tokenizer):
+    sources = Sources(real_data)
+
+    def tokens(sample):
+        return len(chat_prompt(sample, tokenizer).ids)
+
+    for name in ("niah_multikey_1", "qa_1", "qa_2"):
+        sample = ruler.generate(name, 4096, 42, 1, sources, tokens)
+        assert 0.98 * 4096 <= tokens(sample) + cap(name) <= 4096
+    assert sources.digest("essay").startswith("PaulGrahamEssays.json ")

@@ -1,0 +1,240 @@
+"""Whole runs on a tiny model: rows, resumption after a kill, failures, shards, a cluster."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from gracekv.errors import ConfigError, TaskError
+from gracekv.evaluate import Experiment, run
+from gracekv.evaluate.shards import Shard
+from gracekv.evaluate.store import read_rows
+
+METHODS = ["fullkv", "gracekv", "gracekv-no-global"]
+PANEL = {
+    "tasks": ["ruler:niah_multikey_1", "longbench:qasper"],
+    "methods": METHODS,
+    "ratios": [2, 4],
+    "lengths": [512],
+    "samples": 2,
+    "max_new_tokens": 4,
+}
+CELLS = 2 * 2 * 5
+
+
+@pytest.fixture
+def experiment(small_data):
+    return Experiment.from_dict({"model": "tiny", "data": str(small_data), **PANEL})
+
+
+@pytest.fixture
+def tiny(model, tokenizer):
+    return {"model": model, "tokenizer": tokenizer}
+
+
+def test_a_row_says_everything(experiment, tiny, tmp_path):
+    done = run(experiment, tmp_path, **tiny)
+    rows = read_rows(tmp_path)
+    assert (done.written, done.failed, done.kept, len(rows)) == (CELLS, 0, 0, CELLS)
+    for row in rows:
+        assert row["error"] is None
+        assert row["new_tokens"] == 4
+        assert 0 <= row["score"] <= 1
+        assert row["ms_per_token"] > 0
+        assert row["construction_seconds"] > 0
+        assert row["pipeline"]["segment"]["name"]
+        assert row["versions"]["torch"]
+        assert row["seed"] == 42
+    # Every method saw the same ids.
+    for sample in {row["sample"] for row in rows}:
+        assert len({row["prompt_hash"] for row in rows if row["sample"] == sample}) == 1
+    full = [row for row in rows if row["method"] == "fullkv"]
+    assert all(row["column"] == "full" and row["fidelity"]["kl"] == 0 for row in full)
+    four = [row for row in rows if row["column"] == "4x"]
+    assert all(row["entries"]["spent"] <= row["entries"]["full"] / 4 for row in four)
+    assert all(row["bytes"]["kv"] < row["bytes"]["full_kv"] for row in four)
+
+
+def test_one_prefill_serves_all_cells_of_a_sample(experiment, tiny, tmp_path, monkeypatch):
+    from gracekv.evaluate import worker
+
+    calls = []
+    real = worker.capture
+    monkeypatch.setattr(worker, "capture", lambda *a: calls.append(a) or real(*a))
+    run(experiment, tmp_path, **tiny)
+    assert len(calls) == 4
+
+
+def test_a_finished_run_does_not_load_the_model(experiment, tiny, tmp_path):
+    run(experiment, tmp_path, **tiny)
+    before = (tmp_path / "rows-main.jsonl").read_bytes()
+    # Without a loaded model it would look for one called "tiny".
+    again = run(experiment, tmp_path)
+    assert (again.written, again.kept) == (0, CELLS)
+    assert (tmp_path / "rows-main.jsonl").read_bytes() == before
+
+
+def test_another_method_runs_alone_on_the_same_samples(experiment, tiny, tmp_path):
+    run(experiment, tmp_path, **tiny)
+    panel = replace(experiment.panels[0], methods=("gracekv", "gracekv-no-floor"))
+    more = run(replace(experiment, panels=(panel,)), tmp_path, **tiny)
+    assert (more.written, more.kept) == (8, 8)
+    rows = read_rows(tmp_path)
+    assert len({row["key"] for row in rows}) == len(rows)
+
+
+def test_a_failure_is_a_row_and_the_run_goes_on(experiment, tiny, tmp_path):
+    # 400x leaves less than the recent window.
+    panel = replace(experiment.panels[0], ratios=(2.0, 400.0))
+    broken = replace(experiment, panels=(panel,))
+    done = run(broken, tmp_path, **tiny)
+    rows = read_rows(tmp_path)
+    assert (done.written, done.failed) == (CELLS, 8)
+    failed = [row for row in rows if row["error"] is not None]
+    assert {row["column"] for row in failed} == {"400x"}
+    assert {row["error"]["type"] for row in failed} == {"BudgetError"}
+    assert all("score" not in row for row in failed)
+    assert run(broken, tmp_path).failed == 8
+    assert run(broken, tmp_path, retry_failed=True, **tiny).written == 8
+
+
+def test_a_sample_that_cannot_be_made_fails_in_all_its_cells(experiment, tiny, tmp_path):
+    panel = replace(experiment.panels[0], tasks=("ruler:cwe",), lengths=(256,), samples=1)
+    done = run(replace(experiment, panels=(panel,)), tmp_path, **tiny)
+    assert (done.written, done.failed) == (5, 5)
+
+
+def test_missing_data_are_found_before_anything_runs(experiment, tiny, tmp_path):
+    panel = replace(experiment.panels[0], tasks=("ruler:qa_1",))
+    with pytest.raises(TaskError, match="needs questions"):
+        run(replace(experiment, panels=(panel,), data=None), tmp_path, **tiny)
+
+
+def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path):
+    parts = [run(experiment, tmp_path / "all", shard=Shard(i, 3), **tiny) for i in range(3)]
+    assert sum(part.written for part in parts) == CELLS
+    assert len(list((tmp_path / "all").glob("rows-*of3.jsonl"))) == 3
+    run(experiment, tmp_path / "one", **tiny)
+
+    def results(folder):
+        return {
+            row["key"]: (row["prompt_hash"], row["prediction"], row["fidelity"])
+            for row in read_rows(folder)
+        }
+
+    assert results(tmp_path / "all") == results(tmp_path / "one")
+
+
+def test_query_agnostic_compression_does_not_see_the_question(experiment, tiny, tmp_path):
+    panel = replace(experiment.panels[0], protocol="query_agnostic", methods=("fullkv", "gracekv"))
+    run(replace(experiment, panels=(panel,)), tmp_path, **tiny)
+    rows = read_rows(tmp_path)
+    assert all(row["error"] is None for row in rows)
+    # FullKV is the same under both protocols; what is compressed is not.
+    run(experiment, tmp_path / "aware", **tiny)
+
+    def by(folder, method, protocol):
+        return {
+            (row["task"], row["index"], row["column"]): row
+            for row in read_rows(folder)
+            if row["method"] == method and row["settings"]["protocol"] == protocol
+        }
+
+    full = by(tmp_path, "fullkv", "query_agnostic")
+    aware = by(tmp_path / "aware", "fullkv", "query_aware")
+    assert {k: row["prediction"] for k, row in full.items()} == {
+        k: row["prediction"] for k, row in aware.items()
+    }
+    ours = by(tmp_path, "gracekv", "query_agnostic")
+    theirs = by(tmp_path / "aware", "gracekv", "query_aware")
+    assert any(ours[k]["fidelity"]["kl"] != theirs[k]["fidelity"]["kl"] for k in ours)
+
+
+def test_other_data_under_the_same_names_are_noticed(experiment, tiny, tmp_path, monkeypatch):
+    run(experiment, tmp_path, **tiny)
+    rows = (tmp_path / "rows-main.jsonl").read_bytes().split(b"\n")
+    # A row is missing, and what it was made from has changed since.
+    (tmp_path / "rows-main.jsonl").write_bytes(b"\n".join([*rows[:-2], b""]))
+    from gracekv.evaluate import longbench
+
+    real = longbench.record_sample
+
+    def changed(*args):
+        sample = real(*args)
+        return replace(sample, context=sample.context + " More.")
+
+    monkeypatch.setattr(longbench, "record_sample", changed)
+    done = run(experiment, tmp_path, **tiny)
+    assert (done.written, done.failed) == (1, 1)
+    assert "have changed" in read_rows(tmp_path)[-1]["error"]["message"]
+
+
+def test_another_model_under_the_same_name_is_refused(experiment, tiny, tmp_path):
+    from gracekv.testing.models import tiny_llama
+
+    run(replace(experiment, panels=(replace(experiment.panels[0], samples=1),)), tmp_path, **tiny)
+    other = {**tiny, "model": tiny_llama(vocabulary=2000, layers=3)}
+    with pytest.raises(ConfigError, match="another model"):
+        run(experiment, tmp_path, **other)
+
+
+SCRIPT = """
+import sys
+from gracekv.evaluate import Experiment, run
+run(Experiment.load(__import__("pathlib").Path(sys.argv[1])), sys.argv[2])
+"""
+
+
+def test_a_killed_run_goes_on_without_repeating_or_losing_a_row(experiment, model_folder, tmp_path):
+    import yaml
+
+    named = replace(experiment, model=str(model_folder))
+    config, folder = tmp_path / "run.yaml", tmp_path / "rows"
+    config.write_text(yaml.safe_dump(named.to_dict()))
+    command = [sys.executable, "-c", SCRIPT, str(config), str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    path = folder / "rows-main.jsonl"
+    while process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") >= 3):
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    survived = path.read_bytes()
+    survived = survived[: survived.rfind(b"\n") + 1]
+    assert 3 <= survived.count(b"\n") < CELLS
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    assert path.read_bytes().startswith(survived)
+    rows = read_rows(folder)
+    assert len(rows) == len({row["key"] for row in rows}) == CELLS
+
+
+def test_a_ray_cluster_of_two_workers_gives_the_same_rows(experiment, model_folder, tmp_path):
+    pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'gracekv[ray]'")
+    panel = replace(experiment.panels[0], methods=("fullkv", "gracekv"), ratios=(4.0,))
+    named = replace(experiment, model=str(model_folder), panels=(panel,))
+    done = run(named, tmp_path / "ray", ray_workers=2)
+    assert (done.written, done.failed) == (8, 0)
+    run(named, tmp_path / "here")
+
+    def results(folder):
+        return {row["key"]: (row["prompt_hash"], row["prediction"]) for row in read_rows(folder)}
+
+    assert results(tmp_path / "ray") == results(tmp_path / "here")
+
+
+def test_progress_shows_every_row_and_a_failure_once(experiment, tiny, tmp_path, capsys):
+    panel = replace(experiment.panels[0], tasks=("ruler:cwe",), lengths=(256,), samples=1)
+    run(replace(experiment, panels=(panel,)), tmp_path, progress=True, **tiny)
+    shown = capsys.readouterr().out
+    assert "5/5" in shown
+    assert shown.count("failed:") == 1
+
+
+def test_units_come_in_plan_order(experiment, tiny, tmp_path):
+    run(experiment, tmp_path, **tiny)
+    rows = read_rows(tmp_path)
+    assert [row["task"] for row in rows[:10]] == ["ruler:niah_multikey_1"] * 10
+    assert [row["method"] for row in rows[:3]] == ["fullkv", "gracekv", "gracekv"]

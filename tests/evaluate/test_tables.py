@@ -1,0 +1,245 @@
+"""Statistics and tables: intervals that cover, pairs that pair, formats that say the same."""
+
+import csv
+import io
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from gracekv.errors import ConfigError
+from gracekv.evaluate.ablate import deltas, variants
+from gracekv.evaluate.formats import as_csv, footer, latex, markdown
+from gracekv.evaluate.measures import MEASURES, measure
+from gracekv.evaluate.plots import plot
+from gracekv.evaluate.statistics import compare, holm, interval
+from gracekv.evaluate.tables import blocks
+
+SCORE = MEASURES["score"]
+
+
+def row(method, column, index, score, task="ruler:cwe", **fields):
+    return {
+        "key": f"{method}|{column}|{task}|{index}|{fields.get('settings', '')}",
+        "sample": f"{task}|{index}",
+        "prompt_hash": f"{task}|{index}",
+        "model": "tiny",
+        "dtype": "float32",
+        "task": task,
+        "length": 1024,
+        "seed": 42,
+        "index": index,
+        "settings": {"protocol": "query_aware", "max_new_tokens": 4},
+        "group": "aggregation",
+        "metric": "set_recall",
+        "method": method,
+        "column": column,
+        "versions": {"gracekv": "0.1.0"},
+        "source": "generated",
+        "error": None,
+        "score": score,
+        "fidelity": {"kl": 1 - score, "dnll": 0.0, "top1": score, "aoe": 0.5},
+        **fields,
+    }
+
+
+def grid(scores):
+    """{(method, column): [scores]} as rows of one task."""
+    return [row(m, c, i, s) for (m, c), values in scores.items() for i, s in enumerate(values)]
+
+
+ROWS = grid(
+    {
+        ("fullkv", "full"): [1, 1, 0.5, 1],
+        ("ours", "2x"): [1, 1, 0.5, 0.5],
+        ("ours", "16x"): [0.5, 0.5, 0, 0],
+        ("theirs", "2x"): [1, 0.5, 0, 0.5],
+        ("theirs", "16x"): [0.5, 1, 0, 0.5],
+        ("third", "2x"): [0, 0, 0, 0],
+        ("third", "16x"): [0, 0, 0, 0.5],
+    }
+)
+
+
+def test_a_group_is_the_unweighted_mean_of_its_tasks():
+    found = interval([np.array([0.0, 1.0]), np.array([1.0, 1.0, 1.0, 1.0])])
+    assert found.mean == 0.75
+    assert found.samples == 6
+    # Only the first task varies: its mean is 0, 1/2 or 1.
+    assert (found.low, found.high) == (0.5, 1.0)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_interval_of_a_large_sample_is_the_normal_one(seed):
+    values = np.random.default_rng(seed).normal(3, 2, 400)
+    found = interval([values])
+    half = 1.96 * values.std() / 20
+    assert found.low == pytest.approx(values.mean() - half, abs=0.04)
+    assert found.high == pytest.approx(values.mean() + half, abs=0.04)
+
+
+def test_the_interval_covers_about_as_often_as_it_says():
+    rng = np.random.default_rng(5)
+    drawn = [interval([rng.normal(0, 1, 40)]) for _ in range(120)]
+    covered = np.mean([found.low <= 0 <= found.high for found in drawn])
+    assert 0.87 <= covered <= 1
+
+
+def test_one_sample_has_no_interval_and_equal_ones_no_width():
+    assert math.isnan(interval([np.array([0.5])]).low)
+    same = interval([np.full(5, 0.25)])
+    assert (same.low, same.mean, same.high) == (0.25, 0.25, 0.25)
+
+
+def test_pairs_are_compared_and_not_means():
+    rng = np.random.default_rng(0)
+    hard = rng.normal(0, 10, 50)
+    better = hard + 0.1 + rng.normal(0, 0.05, 50)
+    found = compare([better], [hard], higher=True)
+    assert found.delta.low > 0
+    assert found.p < 0.01
+    assert found.wins + found.ties + found.losses == 50
+    assert found.wins > 40
+    turned = compare([better], [hard], higher=False)
+    assert (turned.wins, turned.losses) == (found.losses, found.wins)
+
+
+def test_sign_flips_agree_with_the_exact_test():
+    values = np.array([0.5, 0.25, 0.5, -0.25, 1.0, 0.5])
+    found = compare([values], [np.zeros(6)], higher=True)
+    signs = np.array(np.meshgrid(*[[-1, 1]] * 6)).reshape(6, -1)
+    sums = (signs * values[:, None]).sum(0)
+    upper = (sums >= values.sum() - 1e-12).mean()
+    assert found.p == pytest.approx(2 * upper)
+    assert found.p == pytest.approx(
+        stats.permutation_test((values,), np.sum, permutation_type="samples").pvalue
+    )
+
+
+def test_holm():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_blocks_hold_methods_by_budgets():
+    (block,) = blocks(ROWS, SCORE, "ours")
+    assert block.columns == ("2x", "16x")
+    assert block.methods == ("fullkv", "ours", "theirs", "third")
+    assert block.cells["ours", "2x"].mean == 75
+    assert block.cells["fullkv", "full"].mean == 87.5
+    assert block.ranks("2x", True) == {"ours": 1, "theirs": 2}
+    assert block.ranks("16x", True) == {"theirs": 1, "ours": 2}
+    versus = block.against["theirs", "16x"]
+    assert (versus.wins, versus.ties, versus.losses) == (2, 2, 0)
+    assert versus.delta.mean == 25
+
+
+def test_only_samples_that_all_methods_have_are_averaged():
+    rows = [r for r in ROWS if (r["method"], r["column"], r["index"]) != ("third", "2x", 0)]
+    (block,) = blocks(rows, SCORE)
+    assert block.cells["ours", "2x"].samples == 3
+    assert block.cells["ours", "2x"].mean == pytest.approx(200 / 3)
+    assert block.cells["ours", "16x"].samples == 4
+    assert block.unpaired == 2
+    assert "2 values left out" in markdown([block], SCORE)
+
+
+def test_a_failed_method_leaves_the_others_in_the_table():
+    failed = {"error": {"type": "BudgetError", "message": "small"}}
+    rows = [{**r, **failed} if r["method"] == "third" else r for r in ROWS]
+    (block,) = blocks(rows, SCORE)
+    assert ("third", "2x") not in block.cells
+    assert block.cells["ours", "2x"].samples == 4
+    assert "Failed: ruler:cwe, third at 2x: 4 x BudgetError." in footer(rows)
+
+
+def test_rows_of_two_settings_are_not_mixed():
+    other = {"protocol": "query_aware", "max_new_tokens": 8}
+    with pytest.raises(ConfigError, match=r"different settings \(max_new_tokens\)"):
+        blocks([*ROWS, row("ours", "2x", 0, 1.0, settings=other)], SCORE)
+
+
+def test_rows_of_two_prompts_are_not_mixed():
+    with pytest.raises(ConfigError, match="different prompts"):
+        blocks([*ROWS, row("fourth", "2x", 0, 1.0, prompt_hash="other")], SCORE)
+
+
+def test_protocols_metrics_and_lengths_have_blocks_of_their_own():
+    agnostic = {"protocol": "query_agnostic", "max_new_tokens": 4}
+    more = [
+        row("ours", "2x", 0, 1.0, settings=agnostic),
+        row("ours", "2x", 0, 1.0, task="ruler:fwe", length=2048),
+        row("ours", "2x", 0, 1.0, task="longbench:trec", metric="classification", length=None),
+    ]
+    assert len(blocks([*ROWS, *more], SCORE)) == 4
+
+
+def test_formats_mark_best_and_second():
+    found = blocks(ROWS, SCORE, "ours")
+    text = markdown(found, SCORE)
+    assert "| ours | **75.0** [" in text
+    assert "| theirs | <u>50.0</u> [" in text
+    assert "| theirs | 16x | +25.0 [" in text
+    assert "2 / 2 / 0" in text
+    tex = latex(found, SCORE)
+    assert r"ours & \textbf{75.0}" in tex
+    assert r"theirs & \underline{50.0}" in tex
+    assert r"fullkv & \multicolumn{2}{c}{87.5" in tex
+    assert tex.count("{") == tex.count("}")
+    table = list(csv.DictReader(io.StringIO(as_csv(found, SCORE))))
+    (cell,) = [c for c in table if (c["method"], c["column"]) == ("theirs", "16x")]
+    assert (float(cell["mean"]), float(cell["delta"]), cell["wins"]) == (50.0, 25.0, "2")
+
+
+def test_lower_is_better_for_divergence():
+    found = blocks(ROWS, MEASURES["kl"])
+    assert found[0].ranks("2x", MEASURES["kl"].higher) == {"ours": 1, "theirs": 2}
+    with pytest.raises(ConfigError, match="Did you mean 'log_kl'"):
+        measure("logkl")
+
+
+def test_nobody_is_best_where_all_are_equal():
+    rows = grid({("a", "2x"): [0.5, 0.5], ("b", "2x"): [1.0, 0.0]})
+    assert blocks(rows, SCORE)[0].ranks("2x", True) == {}
+
+
+def test_an_unknown_reference_is_refused():
+    with pytest.raises(ConfigError, match="No rows of the method 'nobody'"):
+        blocks(ROWS, SCORE, "nobody")
+
+
+@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_plots(suffix, start):
+    assert plot(blocks(ROWS, SCORE), SCORE, suffix).startswith(start)
+
+
+def test_plots_need_ratios_and_a_known_suffix():
+    with pytest.raises(ConfigError, match="nothing to plot"):
+        plot(blocks([r for r in ROWS if r["column"] == "full"], SCORE), SCORE)
+    with pytest.raises(ConfigError, match="ends in one of"):
+        plot(blocks(ROWS, SCORE), SCORE, ".gif")
+
+
+def test_ablations_are_differences_from_the_base():
+    text = deltas(ROWS, "theirs", SCORE)
+    assert "| theirs | 50.0 | 50.0 |" in text
+    assert "| ours | +25.0 [" in text
+    assert "fullkv" not in text
+
+
+def test_variants_of_a_method():
+    found = variants("gracekv", [], True)
+    assert found[0] == "gracekv"
+    assert len([name for name in found if name.startswith("gracekv-no-")]) >= 5
+    assert variants("gracekv", ["floor.alpha=0.2,0.4"], False) == [
+        "gracekv",
+        "gracekv[floor.alpha=0.2]",
+        "gracekv[floor.alpha=0.4]",
+    ]
+    with pytest.raises(ConfigError, match="no ablation recipes"):
+        variants("fullkv", [], True)

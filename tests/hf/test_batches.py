@@ -1,0 +1,337 @@
+"""Several prompts in one cache: each row answers as its prompt would alone."""
+
+import gc
+import importlib
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.errors import CacheError, PromptError, ShapeError
+from gracekv.hf import BatchResult, GraceCache, attach, detach
+from gracekv.testing.models import tiny_llama
+
+# Lengths, and where each context lies: they share nothing.
+SPANS = [(90, 4, 80), (61, 10, 50), (150, 0, 139)]
+
+
+class Numbers:
+    """A tokenizer whose words are the ids."""
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids.tolist()))
+
+    def get_vocab(self):
+        return {str(i): i for i in range(97)}
+
+
+def prompts_of(seed=0, spans=SPANS, tokenizer=None):
+    rng = torch.Generator().manual_seed(seed)
+    return [
+        gracekv.Prompt.from_ids(
+            torch.randint(0, 97, (length,), generator=rng),
+            (start, end),
+            question_end=length - 3,
+            tokenizer=tokenizer,
+        )
+        for length, start, end in spans
+    ]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=3, rope="llama3")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return prompts_of(tokenizer=Numbers())
+
+
+@pytest.fixture(scope="module")
+def batch(model, prompts):
+    return gracekv.compress(model, prompts, ratio=3)
+
+
+@pytest.fixture(scope="module")
+def singles(model, prompts):
+    return [gracekv.compress(model, prompt, ratio=3) for prompt in prompts]
+
+
+def generated(model, result, cache=None, **kwargs):
+    torch.manual_seed(3)
+    output = model.generate(
+        **result.inputs,
+        past_key_values=result.cache if cache is None else cache,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **({"max_new_tokens": 9, "do_sample": False} | kwargs),
+    )
+    length = result.inputs["input_ids"].shape[1]
+    return output.sequences[:, length:], torch.stack(output.logits)
+
+
+def test_everything_kept_generates_what_the_stock_model_does(model, prompts):
+    batch = gracekv.compress(model, prompts, ratio=1)
+    ours, logits = generated(model, batch)
+    detach(model)
+    output = model.generate(
+        **batch.inputs, max_new_tokens=9, do_sample=False, pad_token_id=0,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    attach(model)
+    assert torch.equal(ours, output.sequences[:, 150:])
+    torch.testing.assert_close(logits, torch.stack(output.logits), rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**32 - 1), order=st.permutations(SPANS), count=st.integers(1, 3))
+def test_each_row_is_what_its_prompt_gives_alone(model, backend, seed, order, count):
+    prompts = prompts_of(seed, order[:count])
+    batch = gracekv.compress(model, prompts, ratio=4, backend=backend)
+    tokens, logits = generated(model, batch)
+    for row, prompt in enumerate(prompts):
+        alone = gracekv.compress(model, prompt, ratio=4, backend=backend)
+        assert torch.equal(batch.accountings[row].entries, alone.accounting.entries)
+        own, own_logits = generated(model, alone)
+        assert torch.equal(tokens[row], own[0])
+        torch.testing.assert_close(logits[:, row], own_logits[:, 0], rtol=0, atol=2e-4)
+
+
+def test_prompts_of_one_length_need_no_padding(model):
+    prompts = prompts_of(1, [(70, 2, 60), (70, 9, 55)])
+    batch = gracekv.compress(model, prompts, ratio=3)
+    assert bool((batch.inputs["attention_mask"] == 1).all())
+    tokens = batch.generate_ids(8)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        assert torch.equal(row, gracekv.compress(model, prompt, ratio=3).generate_ids(8)[0])
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
+def test_beams_of_a_batch_are_those_of_its_prompts(batch, singles, options):
+    together = batch.generate_ids(8, **options)
+    alone = torch.cat([single.generate_ids(8, **options) for single in singles])
+    assert torch.equal(together, alone)
+
+
+def test_samples_of_a_batch_start_from_their_own_prompts(model, batch, singles):
+    tokens, logits = generated(model, batch, do_sample=True, num_return_sequences=2)
+    assert tokens.shape == (6, 9)
+    assert len(set(map(tuple, tokens.tolist()))) == 6
+    for row, single in enumerate(singles):
+        _, own = generated(model, single, max_new_tokens=1)
+        for copy in (2 * row, 2 * row + 1):
+            torch.testing.assert_close(logits[0, copy], own[0, 0], rtol=0, atol=2e-4)
+
+
+def test_text_comes_per_prompt(batch, singles):
+    assert batch.generate(6) == [single.generate(6) for single in singles]
+    assert len(batch.generate(4, do_sample=True, num_return_sequences=2)) == 6
+
+
+def test_accounting_is_per_prompt_and_in_total(batch, singles):
+    parts = [single.accounting for single in singles]
+    for ours, theirs in zip(batch.accountings, parts, strict=True):
+        assert (ours.budget, ours.spent, ours.bytes) == (theirs.budget, theirs.spent, theirs.bytes)
+    total = batch.accounting
+    assert total.spent == sum(part.spent for part in parts) == int(total.entries.sum())
+    assert total.entries.shape == (9, 2)
+    assert total.bytes == sum(layer.packed.ragged.kv_bytes for layer in batch.template.layers)
+    assert total.full_bytes == sum(part.full_bytes for part in parts)
+    assert total.backend_bytes == batch.template.held_bytes > 0
+    assert total.bound is None
+
+
+def test_the_entries_are_stored_once(batch):
+    """The prompts' own caches are views of the batch's, and so are fresh caches."""
+    packed = batch.template.layers[1].packed.ragged
+    views = [run.cache.layers[1].keys for run in batch.runs]
+    assert {view.untyped_storage().data_ptr() for view in views} == {
+        packed.keys.untyped_storage().data_ptr()
+    }
+    assert batch.cache.layers[1].packed.ragged is packed
+    cache = batch.cache
+    cache.update(torch.zeros(12, 2, 1, 16), torch.zeros(12, 2, 1, 16), 1)
+    assert cache.layers[1].packed.ragged is packed
+
+
+def test_only_one_prefill_is_held_at_a_time(model, prompts, monkeypatch):
+    module = importlib.import_module("gracekv.hf.compress")
+    capture, alive, seen = module.capture, [], []
+
+    def watched(*args):
+        gc.collect()
+        seen.append(sum(ref() is not None for ref in alive))
+        prefill = capture(*args)
+        alive.extend(weakref.ref(x) for x in (*prefill.queries, *prefill.keys))
+        return prefill
+
+    monkeypatch.setattr(module, "capture", watched)
+    gracekv.compress(model, prompts, ratio=3)
+    assert seen == [0, 0, 0]
+
+
+def test_mask_and_positions_are_made_where_the_caller_leaves_them_out(model, batch, singles):
+    with torch.no_grad():
+        ids = torch.tensor([[5, 6], [7, 8], [9, 10]])
+        cache = batch.cache
+        logits = [
+            model(ids, past_key_values=cache).logits,
+            model(ids, past_key_values=cache).logits,
+        ]
+        for row, single in enumerate(singles):
+            alone = single.cache
+            for step in logits:
+                own = model(ids[row : row + 1], past_key_values=alone).logits
+                torch.testing.assert_close(step[row], own[0], rtol=0, atol=2e-4)
+
+
+def test_a_second_turn_follows_each_answer(model, batch, singles):
+    cache = batch.cache
+    first, _ = generated(model, batch, cache, max_new_tokens=5)
+    turn = torch.tensor([[3, 1], [4, 1], [5, 9]])
+    ids = torch.cat([batch.inputs["input_ids"], first, turn], dim=1)
+    mask = torch.cat([batch.inputs["attention_mask"], torch.ones(3, 7, dtype=torch.int64)], dim=1)
+    second = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=6, do_sample=False,
+        pad_token_id=0,
+    )[:, ids.shape[1] :]  # fmt: skip
+    for row, single in enumerate(singles):
+        own = single.cache
+        answer, _ = generated(model, single, own, max_new_tokens=5)
+        whole = torch.cat([single.inputs["input_ids"], answer, turn[row : row + 1]], dim=1)
+        expected = model.generate(
+            whole, attention_mask=torch.ones_like(whole), past_key_values=own, max_new_tokens=6,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+        assert torch.equal(second[row], expected[0, whole.shape[1] :])
+
+
+def test_rows_can_be_selected_and_reordered_across_prompts(model, batch, singles):
+    """What beams never do, but a server that drops finished prompts does."""
+    ids = torch.tensor([[5, 6], [7, 8], [9, 10]])
+    with torch.no_grad():
+        early = batch.cache
+        early.batch_select_indices(torch.tensor([2, 0]))
+        logits = model(ids[:2], past_key_values=early).logits
+        for row, source in enumerate((2, 0)):
+            own = model(ids[row : row + 1], past_key_values=singles[source].cache).logits
+            torch.testing.assert_close(logits[row], own[0], rtol=0, atol=2e-4)
+
+        repeated = batch.cache
+        repeated.batch_select_indices(torch.tensor([2, 0]))
+        both = model(ids[[0, 0, 1, 1]], past_key_values=repeated).logits
+        torch.testing.assert_close(both, logits.repeat_interleave(2, dim=0), rtol=0, atol=2e-4)
+
+        late = batch.cache
+        model(ids, past_key_values=late)
+        late.batch_repeat_interleave(2)
+        assert late.layers[0].rows is None
+        late.batch_select_indices(torch.tensor([True, False, True, False, True, False]))
+        assert late.layers[0].rows is None
+        late.reorder_cache(torch.tensor([1, 1, 2, 0]))
+        logits = model(ids[[0, 0, 0, 0]], past_key_values=late).logits
+        for row, source in enumerate((1, 1, 2, 0)):
+            own = singles[source].cache
+            model(ids[source : source + 1], past_key_values=own)
+            alone = model(ids[:1], past_key_values=own).logits
+            torch.testing.assert_close(logits[row], alone[0], rtol=0, atol=2e-4)
+        late.reset()
+        assert late.layers[0].rows is None
+
+
+def masked(batch, change):
+    mask = batch.inputs["attention_mask"].clone()
+    change(mask)
+    return mask
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            lambda b: {"attention_mask": masked(b, lambda m: m.fill_(1))},
+            "does not hide the padding",
+        ),
+        (
+            lambda b: {"attention_mask": masked(b, lambda m: m[2, 7].fill_(0))},
+            "hides tokens of the compressed prompt",
+        ),
+        (lambda b: {"position_ids": torch.full((3, 1), 149)}, r"at positions \[89, 60, 149\]"),
+        (lambda b: {"input_ids": torch.ones(4, 1, dtype=torch.int64)}, "holds 3 prompts"),
+        (lambda b: {"attention_mask": torch.ones(3, 40)}, "up to position 39"),
+    ],
+)
+def test_what_does_not_fit_the_batch_is_refused(model, batch, kwargs, message):
+    with pytest.raises(CacheError, match=message), torch.no_grad():
+        model(
+            **(
+                {"input_ids": torch.ones(3, 1, dtype=torch.int64), "past_key_values": batch.cache}
+                | kwargs(batch)
+            )
+        )
+
+
+def test_rows_that_do_not_share_out_are_refused_without_padding_too(model):
+    batch = gracekv.compress(model, prompts_of(1, [(70, 2, 60), (70, 9, 55)]), ratio=3)
+    with pytest.raises(CacheError, match="holds 2 prompts, the model was given 3 rows"):
+        batch.cache.update(torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16), 0)
+
+
+def test_bad_lists_are_refused(model, prompts):
+    with pytest.raises(PromptError, match="at least one; got an empty list"):
+        gracekv.compress(model, [], ratio=2)
+    with pytest.raises(PromptError, match="takes one Prompt; got str"):
+        gracekv.compress(model, ["text"], ratio=2)
+    with pytest.raises(PromptError, match="must share one tokenizer"):
+        gracekv.compress(model, [prompts[0], *prompts_of()], ratio=2)
+
+
+@given(seed=st.integers(0, 2**32 - 1), counts=st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_stacking_and_taking_apart_are_inverse(seed, counts):
+    rng = torch.Generator().manual_seed(seed)
+    caches = [
+        RaggedCache(
+            (RaggedLayer.dense(*torch.randn(2, 2, count, 4, generator=rng)),) * 2, length=count
+        )
+        for count in counts
+    ]
+    stacked = RaggedCache.stack(caches)
+    assert stacked.sequences == len(counts)
+    assert stacked.length == max(counts)
+    assert RaggedCache.stack([stacked, stacked]).padding == 2 * stacked.padding
+    for number, cache in enumerate(caches):
+        again = stacked.sequence(number)
+        assert (again.length, again.padding) == (cache.length, (0,))
+        for one, two in zip(again.layers, cache.layers, strict=True):
+            for name in ("keys", "values", "positions", "log_multiplicity", "offsets"):
+                assert torch.equal(getattr(one, name), getattr(two, name))
+            for g in range(2):
+                assert torch.equal(stacked.layers[0].head(g, number)[0], cache.layers[0].head(g)[0])
+
+
+def test_layers_that_do_not_fit_are_not_stacked():
+    one, two = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 3, 4)
+    with pytest.raises(ShapeError, match="same heads"):
+        RaggedLayer.stack([RaggedLayer.dense(*one), RaggedLayer.dense(*two)])
+    with pytest.raises(ShapeError, match="4 rows for 3 sequences"):
+        RaggedLayer(*(torch.zeros(0, 4),) * 2, *(torch.zeros(0),) * 2, torch.zeros(5).long(), 3)
+    layer = RaggedLayer.dense(*one)
+    with pytest.raises(ShapeError, match="as many sequences"):
+        RaggedCache((layer,), 3, (0, 1))
+    with pytest.raises(ShapeError, match="its least is 0"):
+        RaggedCache((layer,), 3, (1,))
+
+
+def test_a_batch_result_is_its_own_type(batch):
+    assert isinstance(batch, BatchResult)
+    assert isinstance(batch.cache, GraceCache)
+    assert batch.cache.packed_length == 149

@@ -1,0 +1,233 @@
+"""Every family and RoPE kind: capture, full and compressed decoding against the stock model."""
+
+import copy
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import gracekv  # noqa: E402
+from gracekv.errors import CacheError, LengthWarning, UnsupportedModelError  # noqa: E402
+from gracekv.hf import GraceCache, attach, detach  # noqa: E402
+from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.testing.dense import dense_logits  # noqa: E402
+from gracekv.testing.models import tiny_model  # noqa: E402
+
+LENGTH = 150
+IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146)
+
+CASES = {
+    "llama": {},
+    "llama linear": {"rope": "linear"},
+    "llama dynamic within its length": {"rope": "dynamic"},
+    "llama dynamic beyond its length": {"rope": "dynamic", "positions": 100},
+    "llama llama3": {"rope": "llama3", "bias": True},
+    "llama yarn": {"rope": "yarn", "original": 1024},
+    "llama longrope short": {"rope": "longrope", "original": 2048},
+    "llama longrope long": {"rope": "longrope"},
+    "llama one KV head": {"kv_heads": 1},
+    "mistral": {"family": "mistral"},
+    "mistral in its window": {"family": "mistral", "window": 170},
+    "mistral yarn": {"family": "mistral", "rope": "yarn", "original": 1024, "kv_heads": 4},
+    "qwen2": {"family": "qwen2"},
+    "qwen2 in its window": {"family": "qwen2", "window": 170, "layers": 3},
+    "qwen2 yarn": {"family": "qwen2", "rope": "yarn", "original": 1024},
+    "qwen3": {"family": "qwen3"},
+    "qwen3 dim 64": {"family": "qwen3", "dim": 64, "heads": 2, "kv_heads": 1},
+    "phi3": {"family": "phi3"},
+    "phi3 in its window": {"family": "phi3", "window": 170},
+    "phi3 longrope short": {"family": "phi3", "rope": "longrope", "original": 2048},
+    "phi3 longrope long": {"family": "phi3", "rope": "longrope"},
+    "phi3 longrope partial": {"family": "phi3", "rope": "longrope", "partial": 0.5},
+    "phi3 partial": {"family": "phi3", "partial": 0.75},
+    "gemma": {"family": "gemma"},
+    "gemma dim 256": {"family": "gemma", "dim": 256, "heads": 2, "kv_heads": 1},
+}
+
+
+def make(case, **options):
+    return tiny_model(**({"seed": 3} | CASES[case] | options))
+
+
+def compress(model, ratio):
+    with warnings.catch_warnings():
+        # Where it warns is for other tests.
+        warnings.simplefilter("ignore", LengthWarning)
+        return gracekv.compress(model, PROMPT, ratio=ratio)
+
+
+def heavier(cache):
+    """The same entries with multiplicities that matter: tiny models attend to few tokens."""
+    rng = torch.Generator().manual_seed(1)
+    layers = [
+        dataclasses.replace(layer, log_multiplicity=torch.rand(layer.entries, generator=rng) * 5)
+        for layer in cache.layers
+    ]
+    return dataclasses.replace(cache, layers=tuple(layers))
+
+
+def generated(model, cache=None, tokens=16):
+    """New ids [n] and the logits [n, vocabulary] they were chosen by; stock without a cache."""
+    (detach if cache is None else attach)(model)
+    output = model.generate(
+        IDS[None],
+        attention_mask=torch.ones_like(IDS)[None],
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[0, LENGTH:], torch.cat(output.logits)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_capture_is_the_stock_forward_pass(case):
+    # Two models: dynamic RoPE remembers the longest sequence it has seen.
+    model = make(case, attention="eager" if "qwen3" in case else "sdpa")
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        plain = copy.deepcopy(model)(IDS[None], past_key_values=cache, output_hidden_states=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LengthWarning)
+        prefill = capture(model, PROMPT)
+
+    for layer in range(prefill.layers):
+        assert torch.equal(prefill.keys[layer], cache.layers[layer].keys[0])
+        assert torch.equal(prefill.values[layer], cache.layers[layer].values[0])
+    for layer, stream in prefill.hidden.items():
+        assert torch.equal(stream, plain.hidden_states[layer][0])
+    logits = plain.logits[0].double()
+    torch.testing.assert_close(prefill.logits.double(), logits[-1], rtol=0, atol=1e-5)
+    expected = -logits.log_softmax(-1)[torch.arange(LENGTH - 1), IDS[1:]]
+    torch.testing.assert_close(prefill.surprisal[1:].double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_queries_keys_and_values_give_the_attention_that_the_model_computes(case):
+    """So heads, groups, scale and causality are what compression takes them for."""
+    model = make(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LengthWarning)
+        prefill = capture(model, PROMPT)
+    probes = PROMPT.spans.question_probes()
+    unseen = torch.arange(LENGTH)[None] > torch.tensor(probes)[:, None]
+    for layer in range(prefill.layers):
+        query = prefill.queries_at(layer, probes).double()
+        keys, values = (
+            x[layer].double().repeat_interleave(prefill.group, dim=0)
+            for x in (prefill.keys, prefill.values)
+        )
+        logits = query @ keys.mT * prefill.scale
+        output = logits.masked_fill(unseen, -torch.inf).softmax(-1) @ values
+        torch.testing.assert_close(
+            prefill.head_outputs[layer].double(), output, rtol=1e-5, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ratio_one_generates_what_the_stock_model_does(case):
+    expected, expected_logits = generated(make(case))
+
+    result = compress(make(case), 1)
+    ids, logits = generated(result.model, result.cache)
+
+    assert torch.equal(ids, expected)
+    torch.testing.assert_close(logits, expected_logits, rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ratio_four_decodes_like_dense_masked_attention(case):
+    result = compress(make(case), 4)
+    packed = heavier(result.run.cache)
+    entries = packed.entries()
+    assert int(entries.sum()) < 0.45 * entries.numel() * LENGTH
+    # Before decoding: dynamic RoPE remembers the longest sequence it has seen.
+    fresh = copy.deepcopy(result.model)
+
+    ids, logits = generated(result.model, GraceCache(packed))
+
+    tokens = torch.cat([IDS[-1:], ids[:-1]])
+    want = dense_logits(copy.deepcopy(fresh), packed, tokens)
+    torch.testing.assert_close(logits.double(), want, rtol=0, atol=3e-4)
+    # The comparison can see a bias that is left out.
+    without = dense_logits(fresh, packed, tokens, drop_bias=True)
+    assert (logits - without).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        # Relative to the logits: twice what rounding every layer's output costs these models.
+        # Leaving the multiplicities out costs 30% and more.
+        (torch.bfloat16, 0.025),
+        (torch.float16, 0.0025),
+    ],
+)
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma"])
+def test_half_precision_decodes_like_dense_masked_attention(case, dtype, tolerance):
+    result = compress(make(case, dtype=dtype), 4)
+    packed = heavier(result.run.cache)
+    assert {layer.keys.dtype for layer in packed.layers} == {dtype}
+
+    ids, logits = generated(result.model, GraceCache(packed), 8)
+
+    tokens = torch.cat([IDS[-1:], ids[:-1]])
+    want = dense_logits(result.model, packed, tokens)
+    error = float((logits - want).norm() / want.norm())
+    assert error < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "phi3 longrope long", "gemma"])
+def test_half_precision_at_ratio_one_is_the_stock_model_up_to_rounding(case, dtype):
+    _, expected = generated(make(case, dtype=dtype), tokens=1)
+    result = compress(make(case, dtype=dtype), 1)
+    _, logits = generated(result.model, result.cache, 1)
+    spread = 0.025 if dtype is torch.bfloat16 else 0.0025
+    assert float((logits - expected).norm() / expected.norm()) < spread
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"family": "mistral", "window": 149}, "sliding window of 149 tokens, the prompt has 150"),
+        ({"family": "qwen2", "window": 60}, "sliding window of 60"),
+        ({"family": "phi3", "window": 149}, "sliding window of 149"),
+        ({"family": "gemma3_text"}, "full_attention, sliding_attention differently"),
+        ({"family": "gemma2", "attention": "eager"}, "caps its attention logits at 50"),
+    ],
+)
+def test_models_that_bound_their_caches_themselves_are_refused(options, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        gracekv.compress(tiny_model(**options), PROMPT, ratio=2)
+
+
+@pytest.mark.parametrize("case", ["mistral", "qwen2"])
+def test_a_continuation_past_the_window_is_refused(case):
+    """Up to the window it works; past it, neither way of generating gives wrong tokens silently."""
+    result = compress(make(case, window=155), 2)
+    assert result.generate_ids(6).shape == (1, 6)
+    with pytest.raises(CacheError, match="Generate at most 6 tokens"):
+        result.generate_ids(7)
+    with pytest.raises(CacheError, match="grown to 156 tokens"):
+        generated(result.model, result.cache, 7)
+
+
+@pytest.mark.parametrize(
+    "options", [{"family": "phi3", "rope": "longrope"}, {"family": "phi3", "positions": 155}]
+)
+def test_a_continuation_past_the_rope_switch_is_refused(options):
+    """Where transformers would drop the cache and go on without saying so."""
+    model = tiny_model(**options, original=155)
+    with pytest.warns(LengthWarning, match="can continue this prompt for 6 tokens"):
+        result = gracekv.compress(model, PROMPT, ratio=2)
+    assert torch.equal(result.generate_ids(6)[0], generated(result.model, result.cache, 6)[0])
+    with pytest.raises(CacheError, match="drops the cache"):
+        result.generate_ids(7)

@@ -1,0 +1,311 @@
+"""Everything that `generate()` offers, over a compressed cache.
+
+What must equal the stock model is compared at ratio 1, where nothing is lost; what must not change
+the answer (assistance, chunks, streaming) is compared with plain decoding over the same cache.
+"""
+
+from threading import Thread
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import gracekv
+from gracekv.errors import CacheError
+from gracekv.hf import attach, detach
+from gracekv.testing.models import tiny_llama
+
+IDS = torch.randint(2, 97, (150,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=3)
+
+
+@pytest.fixture(scope="module")
+def assistant():
+    """Another model of the same vocabulary, so its guesses are mostly wrong."""
+    return tiny_llama(layers=1, seed=5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token a printable character."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["\u0120", *map(chr, range(33, 127))]  # A byte-level space, and the rest.
+    words = {word: number for number, word in enumerate(["<unk>", "<pad>", *characters])}
+    inner = Tokenizer(models.BPE(words, [], unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer):
+    return gracekv.Prompt.from_ids(IDS, (4, 138), question_end=146, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def whole(model, prompt):
+    return gracekv.compress(model, prompt, ratio=1)
+
+
+@pytest.fixture(scope="module")
+def result(model, prompt):
+    return gracekv.compress(model, prompt, ratio=4)
+
+
+def over(model, result, cache=None, **kwargs):
+    """New ids of `model.generate`, called as a user does, over the result's or the given cache."""
+    output = model.generate(
+        **result.inputs,
+        past_key_values=result.cache if cache is None else cache,
+        **({"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1} | kwargs),
+    )
+    return output[:, len(IDS) :]
+
+
+def stock(model, **kwargs):
+    detach(model)
+    try:
+        output = model.generate(
+            IDS[None],
+            attention_mask=torch.ones_like(IDS)[None],
+            **({"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1} | kwargs),
+        )
+    finally:
+        attach(model)
+    return output[:, len(IDS) :]
+
+
+class Second(LogitsProcessor):
+    """Forbids the likeliest token, and notes how long the sequence is that it is shown."""
+
+    def __init__(self):
+        self.lengths = []
+
+    def __call__(self, input_ids, scores):
+        self.lengths.append(input_ids.shape[1])
+        return scores.scatter(1, scores.argmax(dim=1, keepdim=True), -torch.inf)
+
+
+class Enough(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, len(IDS) :].sum(dim=1) > 300
+
+
+MODES = {
+    "greedy": dict,
+    "sampling": lambda: {"do_sample": True, "temperature": 1.3, "top_p": 0.9, "top_k": 20},
+    "several": lambda: {"do_sample": True, "num_return_sequences": 3},
+    "beams": lambda: {"num_beams": 4, "num_return_sequences": 2, "length_penalty": 0.5},
+    "beam samples": lambda: {"num_beams": 3, "do_sample": True},
+    "early beams": lambda: {"num_beams": 3, "early_stopping": True, "eos_token_id": [5, 9, 40]},
+    "processor": lambda: {"logits_processor": LogitsProcessorList([Second()])},
+    "repetition": lambda: {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+    "criteria": lambda: {"stopping_criteria": StoppingCriteriaList([Enough()])},
+    "configuration": lambda: {"generation_config": GenerationConfig(min_p=0.1, do_sample=True)},
+    "prefix of length": lambda: {"min_new_tokens": 5, "eos_token_id": list(range(2, 60))},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_is_the_stock_model_s_where_nothing_is_lost(model, whole, mode):
+    torch.manual_seed(1)
+    want = stock(model, **MODES[mode]())
+    torch.manual_seed(1)
+    ours = over(model, whole, **MODES[mode]())
+    assert torch.equal(ours, want)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_repeats_over_one_packed_part(model, result, mode):
+    """Continuations leave nothing behind: the second starts where the first did."""
+    packed = [layer.packed.ragged for layer in result.template.layers]
+    before = [layer.keys.clone() for layer in packed]
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        cache = result.cache
+        runs.append(over(model, result, cache, **MODES[mode]()))
+        assert all(x.packed.ragged is y for x, y in zip(cache.layers, packed, strict=True))
+    assert torch.equal(*runs)
+    assert all(torch.equal(x, y.keys) for x, y in zip(before, packed, strict=True))
+
+
+def test_a_processor_sees_prompt_and_answer(model, result):
+    second = Second()
+    plain = over(model, result)
+    changed = over(model, result, logits_processor=LogitsProcessorList([second]))
+    assert second.lengths == list(range(150, 162))
+    assert plain[0, 0] != changed[0, 0]
+
+
+def test_stop_strings_end_the_answer(model, result, tokenizer):
+    plain = over(model, result)[0]
+    word = tokenizer.decode(plain[3:5])
+    stopped = over(model, result, stop_strings=[word], tokenizer=tokenizer)[0]
+    assert torch.equal(stopped, plain[:5])
+    # The result knows its tokenizer.
+    assert result.generate(12, stop_strings=word) == tokenizer.decode(plain[:5])
+
+
+class Written(BaseStreamer):
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, value):
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self):
+        self.ended = True
+
+
+def test_a_streamer_gets_each_token_as_it_comes(model, result, tokenizer):
+    plain = over(model, result)[0]
+    written = Written()
+    over(model, result, streamer=written)
+    assert written.ended
+    assert written.pieces[0] == IDS.tolist()
+    assert written.pieces[1:] == [[token] for token in plain.tolist()]
+    text = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    thread = Thread(target=result.generate, args=(12,), kwargs={"streamer": text})
+    thread.start()
+    assert "".join(text) == tokenizer.decode(plain, skip_special_tokens=True)
+    thread.join()
+
+
+@settings(max_examples=6)
+@given(seed=st.integers(0, 2**32 - 1), period=st.integers(3, 9), lookup=st.integers(1, 6))
+def test_prompt_lookup_changes_speed_only(model, tokenizer, seed, period, lookup):
+    """A repetitive prompt, so that guesses come and some of them are right."""
+    cycle = torch.randint(2, 97, (period,), generator=torch.Generator().manual_seed(seed))
+    ids = cycle.repeat(40)[:110]
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (3, 100)), ratio=3)
+    plain = result.generate_ids(20)
+    assert torch.equal(result.generate_ids(20, prompt_lookup_num_tokens=lookup), plain)
+
+
+def counted(model, monkeypatch):
+    """Tokens that each forward pass of the decoder is given."""
+    fed, original = [], model.model.embed_tokens.forward
+
+    def watched(ids):
+        fed.append(ids.shape[1])
+        return original(ids)
+
+    monkeypatch.setattr(model.model.embed_tokens, "forward", watched)
+    return fed
+
+
+@pytest.mark.parametrize("kind", ["lookup", "assistant", "itself"])
+def test_assisted_decoding_changes_speed_only(model, assistant, result, kind, monkeypatch):
+    options = {
+        "lookup": {"prompt_lookup_num_tokens": 4},
+        "assistant": {"assistant_model": assistant},
+        "itself": {"assistant_model": tiny_llama(layers=3)},
+    }[kind]
+    plain = over(model, result, max_new_tokens=20)
+    fed = counted(model, monkeypatch)
+    cache = result.cache
+    assert torch.equal(over(model, result, cache, max_new_tokens=20, **options), plain)
+    # The first step gets the last prompt token and the guesses, not the prompt again.
+    assert max(fed) <= 21
+    assert cache.get_seq_length() == 150 + 19
+    if kind == "itself":
+        # Over a compressed cache the uncompressed model is a good assistant, and saves steps.
+        assert len(fed) < 20
+
+
+def test_assisted_sampling_runs_and_stays_in_its_cache(model, assistant, result):
+    torch.manual_seed(0)
+    tokens = over(model, result, do_sample=True, assistant_model=assistant)
+    assert tokens.shape == (1, 12)
+
+
+def test_assistance_in_a_second_turn(model, assistant, result):
+    """The cached part is then packed and tail; both are left out."""
+    runs = []
+    for options in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
+        cache = result.cache
+        answer = over(model, result, cache, max_new_tokens=5)
+        turn = torch.cat([IDS, answer[0], IDS[20:31]])[None]
+        runs.append(
+            model.generate(
+                turn, attention_mask=torch.ones_like(turn), past_key_values=cache,
+                max_new_tokens=9, do_sample=False, pad_token_id=1, **options,
+            )
+        )  # fmt: skip
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[0], runs[2])
+
+
+def test_turns_appended_to_one_cache_equal_feeding_all_at_once(model, result):
+    """Three user turns on one cache; then the same tokens in one forward pass over a fresh one."""
+    cache, ids = result.cache, result.inputs["input_ids"]
+    for start, count in ((10, 4), (40, 1), (60, 17)):
+        ids = model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=6,
+            do_sample=False, pad_token_id=1,
+        )  # fmt: skip
+        ids = torch.cat([ids, IDS[None, start : start + count]], dim=1)
+    with torch.no_grad():
+        seen = cache.get_seq_length()
+        by_turns = model(ids[:, seen:], past_key_values=cache).logits[:, -1]
+        at_once = model(ids[:, 149:], past_key_values=result.cache).logits[:, -1]
+    torch.testing.assert_close(by_turns, at_once, rtol=0, atol=2e-4)
+    assert cache.layers[0].packed.ragged is result.template.layers[0].packed.ragged
+
+
+def test_conversations_fork_from_one_prompt(model, result):
+    """Two users continue the same compressed prompt at the same time."""
+    turns = [IDS[None, 3:9], IDS[None, 50:53]]
+    alone = []
+    with torch.no_grad():
+        for turn in turns:
+            cache = result.cache
+            first = model(turn, past_key_values=cache).logits
+            alone.append((first, model(turn, past_key_values=cache).logits))
+        caches = [result.cache, result.cache]
+        for step in (0, 1):
+            for turn, cache, want in zip(turns, caches, alone, strict=True):
+                torch.testing.assert_close(
+                    model(turn, past_key_values=cache).logits, want[step], rtol=0, atol=0
+                )
+
+
+def test_whole_sequences_may_be_fed_without_generate(model, result):
+    """As assisted decoding does: with a mask as long as the ids, or positions from 0."""
+    ids = result.inputs["input_ids"]
+    with torch.no_grad():
+        want = model(ids[:, 149:], past_key_values=result.cache).logits
+        masked = model(**result.inputs, past_key_values=result.cache).logits
+        placed = model(
+            ids, position_ids=torch.arange(150)[None], past_key_values=result.cache
+        ).logits
+        bare = model.model(ids[:, 149:], past_key_values=result.cache).last_hidden_state
+    assert torch.equal(masked, want)
+    assert torch.equal(placed, want)
+    assert torch.equal(model.lm_head(bare), want)
+
+
+def test_a_sequence_that_is_wholly_cached_has_nothing_to_feed(model, result):
+    ids = IDS[None, :149]
+    with pytest.raises(CacheError, match="up to position 148, but with them the cache covers 298"):
+        model(ids, attention_mask=torch.ones_like(ids), past_key_values=result.cache)

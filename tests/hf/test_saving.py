@@ -1,0 +1,296 @@
+"""Saved caches: identical in a new process, refused where they are damaged or another model's."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv.backends import Eager
+from gracekv.cache import store
+from gracekv.errors import SavedCacheError
+from gracekv.hf import BatchResult, CompressionResult, detach
+from gracekv.hf.saving import identity, weights_digest
+from gracekv.testing.models import tiny_llama
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+SPANS = [(90, 4, 80), (150, 0, 139)]
+
+
+class Numbers:
+    """A tokenizer whose words are the ids."""
+
+    def __init__(self, size=97, template=None):
+        self.size, self.chat_template = size, template
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids.tolist()))
+
+    def get_vocab(self):
+        return {str(i): i for i in range(self.size)}
+
+
+def prompts_of(seed=0):
+    rng, tokenizer = torch.Generator().manual_seed(seed), Numbers()
+    return [
+        gracekv.Prompt.from_ids(
+            torch.randint(0, 97, (length,), generator=rng), (start, end), tokenizer=tokenizer
+        )
+        for length, start, end in SPANS
+    ]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=3)
+
+
+@pytest.fixture(scope="module", params=["one", "batch"])
+def result(request, model):
+    prompts = prompts_of()
+    return gracekv.compress(model, prompts if request.param == "batch" else prompts[0], ratio=3)
+
+
+@pytest.fixture
+def saved(result, tmp_path):
+    path = tmp_path / "folder" / "cache.gracekv"
+    result.save(path)
+    assert os.listdir(path.parent) == [path.name]
+    return path
+
+
+def layers_of(result):
+    return [layer.packed.ragged for layer in result.template.layers]
+
+
+def test_everything_comes_back_bit_for_bit(model, result, saved):
+    again = gracekv.load(saved, model)
+    assert type(again) is type(result)
+    assert again.pipeline == result.pipeline
+    for ours, theirs in zip(layers_of(again), layers_of(result), strict=True):
+        assert ours.sequences == theirs.sequences
+        for name in ("keys", "values", "positions", "log_multiplicity", "offsets"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
+    for name in ("budget", "spent", "floor_spent", "recent", "bytes", "metadata_bytes",
+                 "full_bytes", "utility", "bound", "backend_bytes"):  # fmt: skip
+        assert getattr(again.accounting, name) == getattr(result.accounting, name)
+    assert torch.equal(again.accounting.entries, result.accounting.entries)
+    if isinstance(result, CompressionResult):
+        assert again.timings == result.timings
+        assert again.run.plan == result.run.plan
+        assert again.run.cache.length == result.run.cache.length
+    else:
+        assert isinstance(again, BatchResult)
+        assert again.template.padding == result.template.padding == (60, 0)
+    assert torch.equal(again.inputs["input_ids"], result.inputs["input_ids"])
+    assert torch.equal(again.generate_ids(9), result.generate_ids(9))
+
+
+@settings(max_examples=8)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    ratio=st.integers(1, 6),
+)
+def test_any_dtype_and_ratio_continues_as_before(tmp_path_factory, seed, dtype, ratio):
+    model = tiny_llama(dtype=dtype, seed=seed)
+    result = gracekv.compress(model, prompts_of(seed)[0], ratio=ratio)
+    path = tmp_path_factory.mktemp("saved") / "cache"
+    result.save(path)
+    again = gracekv.load(path, model)
+    assert again.accounting.bytes == result.accounting.bytes
+    assert torch.equal(again.generate_ids(5), result.generate_ids(5))
+
+
+SCRIPT = """
+import json, sys
+import gracekv
+from gracekv.testing.models import tiny_llama
+
+result = gracekv.load(sys.argv[1], tiny_llama(layers=3))
+greedy = result.generate_ids(12).tolist()
+beams = result.generate_ids(6, num_beams=3).tolist()
+print(json.dumps([greedy, beams]))
+"""
+
+
+def test_a_new_process_goes_on_identically(result, saved):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(saved)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    greedy, beams = json.loads(done.stdout.splitlines()[-1])
+    assert greedy == result.generate_ids(12).tolist()
+    assert beams == result.generate_ids(6, num_beams=3).tolist()
+
+
+def test_text_needs_the_same_tokenizer(model, result, saved):
+    again = gracekv.load(saved, model, tokenizer=Numbers())
+    assert again.generate(5) == result.generate(5)
+    with pytest.raises(SavedCacheError, match="tokenizer differ"):
+        gracekv.load(saved, model, tokenizer=Numbers(98))
+    with pytest.raises(SavedCacheError, match="chat_template differ"):
+        gracekv.load(saved, model, tokenizer=Numbers(template="{{ x }}"))
+
+
+def test_the_backend_may_be_another(model, saved):
+    again = gracekv.load(saved, model, backend="eager")
+    assert again.template.layers[0].packed.backend == again.pipeline.backend == Eager()
+
+
+def test_a_detached_model_is_the_same_model_and_gets_attached(model, result, saved):
+    detach(model)
+    again = gracekv.load(saved, model)
+    assert model.config._attn_implementation == "gracekv"
+    assert torch.equal(again.generate_ids(3), result.generate_ids(3))
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"layers": 3, "seed": 1}, "weights differ"),
+        ({"layers": 2}, "config, weights differ"),
+        ({"layers": 3, "dtype": torch.bfloat16}, "dtype, weights differ"),
+        ({"layers": 3, "rope": "yarn"}, "config differ"),
+    ],
+)
+def test_another_model_is_refused(saved, fields, what):
+    with pytest.raises(SavedCacheError, match=f"LlamaForCausalLM.*{what}"):
+        gracekv.load(saved, tiny_llama(**fields))
+
+
+def test_a_model_is_known_after_it_was_saved_and_loaded(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_llama()
+    before = identity(model)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    known = {name: mark for name, mark in identity(again).items() if name != "model_name"}
+    assert known == {name: before[name] for name in known}
+
+
+def test_one_changed_weight_matrix_changes_the_digest():
+    model = tiny_llama()
+    before = weights_digest(model)
+    assert before == weights_digest(model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.add_(1e-3)
+    assert before != weights_digest(model)
+
+
+@settings(max_examples=60)
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_no_flipped_bit_goes_unnoticed(tmp_path_factory, where, bit):
+    path, result, model = damaged(tmp_path_factory)
+    data = bytearray(path.read_bytes())
+    data[int(where * len(data))] ^= 1 << bit
+    other = path.with_name("flipped")
+    other.write_bytes(data)
+    try:
+        again = gracekv.load(other, model)
+    except SavedCacheError:
+        return
+    # Only padding inside the file's own header may change without a trace.
+    assert torch.equal(again.generate_ids(4), result.generate_ids(4))
+    assert int(where * len(data)) < 8 + int.from_bytes(data[:8], "little")
+
+
+_once = {}
+
+
+def damaged(factory):
+    """A saved cache to damage copies of; written once, as hypothesis repeats only the body."""
+    if not _once:
+        model = tiny_llama()
+        result = gracekv.compress(model, prompts_of()[0], ratio=6)
+        path = factory.mktemp("damage") / "cache"
+        result.save(path)
+        _once["made"] = path, result, model
+    return _once["made"]
+
+
+@settings(max_examples=20)
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_truncated_file_is_refused(tmp_path_factory, share):
+    path, _, model = damaged(tmp_path_factory)
+    data = path.read_bytes()
+    short = path.with_name("short")
+    short.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(SavedCacheError, match="Cannot read the saved cache"):
+        gracekv.load(short, model)
+
+
+def rewritten(path, change):
+    """The file with other metadata or tensors, everything else intact."""
+    with safetensors.safe_open(path, "pt") as file:
+        parts = SimpleNamespace(
+            metadata=dict(file.metadata()),
+            tensors={name: file.get_tensor(name) for name in file.keys()},  # noqa: SIM118
+        )
+    change(parts)
+    safetensors.save_file(parts.tensors, path, metadata=parts.metadata)
+
+
+def reheaded(**fields):
+    def change(parts):
+        header = json.dumps(json.loads(parts.metadata["gracekv"]) | fields)
+        parts.metadata["gracekv"] = header
+        parts.metadata["gracekv_sha256"] = hashlib.sha256(header.encode()).hexdigest()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: p.metadata.update(gracekv_format="2"), "format '2', this version.* format 1"),
+        (lambda p: p.metadata.clear(), "not a cache that gracekv saved"),
+        (
+            lambda p: p.metadata.update(gracekv=p.metadata["gracekv"].replace("spans", "sqans")),
+            "header of .* is damaged",
+        ),
+        (lambda p: p.tensors["layers.1.values"][3, 2].add_(1), r"layers\.1\.values .*checksum"),
+        (lambda p: p.tensors["prompts.0.ids"].add_(1), r"prompts\.0\.ids .*checksum"),
+        (lambda p: p.tensors.pop("layers.2.keys"), r"lacks or adds layers\.2\.keys"),
+        (lambda p: p.tensors.update(more=torch.ones(1)), "lacks or adds more"),
+        (reheaded(layers=2), "holds 2 layers, the model has 3"),
+        (reheaded(padding=[0, 0, 0]), "does not hold a whole cache"),
+    ],
+)
+def test_what_cannot_be_trusted_is_refused(model, saved, change, message):
+    rewritten(saved, change)
+    with pytest.raises(SavedCacheError, match=message):
+        gracekv.load(saved, model)
+
+
+def test_a_missing_file_or_another_kind_is_refused(model, tmp_path):
+    with pytest.raises(SavedCacheError, match="Cannot read"):
+        gracekv.load(tmp_path / "none", model)
+    (tmp_path / "text").write_text("no tensors here")
+    with pytest.raises(SavedCacheError, match="Cannot read"):
+        gracekv.load(tmp_path / "text", model)
+
+
+def test_a_failed_save_leaves_the_old_file(model, result, saved, monkeypatch):
+    before = saved.read_bytes()
+
+    def breaks(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise RuntimeError("disk full")
+
+    monkeypatch.setattr(store, "_safetensors", lambda: SimpleNamespace(save_file=breaks))
+    with pytest.raises(RuntimeError, match="disk full"):
+        result.save(saved)
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == [saved.name]

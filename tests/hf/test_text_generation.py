@@ -1,0 +1,201 @@
+"""The transformers pipeline: registered on demand, one segmentation for all questions."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import pipeline as hf_pipeline
+
+import gracekv
+from gracekv.errors import BudgetError, ConfigError, PromptError
+from gracekv.hf import GraceTextGeneration
+from gracekv.hf.text_generation import register, without_question
+from gracekv.segment import CurvatureDP
+from gracekv.testing.models import tiny_llama
+from gracekv.testing.prefills import synthetic_prefill
+
+WORDS = [f"w{i}" for i in range(90)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: number for number, word in enumerate(["<unk>", "<pad>", *WORDS])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", pad_token="<pad>")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=3)
+
+
+@pytest.fixture
+def pipe(model, tokenizer):
+    return hf_pipeline("gracekv-text-generation", model=model, tokenizer=tokenizer)
+
+
+def text(seed, length):
+    picks = torch.randint(0, len(WORDS), (length,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(WORDS[i] for i in picks)
+
+
+CONTEXT = text(0, 220)
+QUESTIONS = [text(1, 4), text(2, 25), text(3, 11)]
+
+
+@pytest.fixture
+def segmentations(monkeypatch):
+    """Regions that were segmented."""
+    seen, original = [], CurvatureDP.__call__
+
+    def counted(self, prefill, region):
+        seen.append(region)
+        return original(self, prefill, region)
+
+    monkeypatch.setattr(CurvatureDP, "__call__", counted)
+    return seen
+
+
+def test_only_importing_hf_registers_the_task():
+    script = """
+import gracekv, gracekv.pipeline
+from transformers.pipelines import PIPELINE_REGISTRY
+assert "gracekv-text-generation" not in PIPELINE_REGISTRY.supported_tasks
+import gracekv.hf
+assert "gracekv-text-generation" in PIPELINE_REGISTRY.supported_tasks
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_registering_twice_changes_nothing(caplog):
+    register()
+    assert "already registered" not in caplog.text
+
+
+def test_a_question_is_answered_within_its_budget(pipe, model, tokenizer):
+    assert isinstance(pipe, GraceTextGeneration)
+    found = pipe(context=CONTEXT, question=QUESTIONS[0], ratio=4, max_new_tokens=7)
+    assert found["question"] == QUESTIONS[0]
+    assert found["spent"] <= found["budget"] == 3 * 2 * 220 // 4
+    assert found["kv_bytes"] < found["full_bytes"]
+    assert len(found["answer"].split()) <= 7
+    # Nothing is compressed at ratio 1, so there is nothing that segmenting could change.
+    prompt = gracekv.Prompt.from_chat(tokenizer, context=CONTEXT, question=QUESTIONS[0])
+    whole = gracekv.compress(model, prompt, ratio=1).generate(7)
+    assert (
+        pipe(context=CONTEXT, question=QUESTIONS[0], ratio=1, max_new_tokens=7)["answer"] == whole
+    )
+
+
+@settings(max_examples=8)
+@given(seed=st.integers(0, 2**32 - 1), lengths=st.lists(st.integers(1, 30), min_size=2, max_size=3))
+def test_a_list_answers_as_calls_of_their_own_would(model, tokenizer, seed, lengths):
+    pipe = GraceTextGeneration(model=model, tokenizer=tokenizer, ratio=5, max_new_tokens=6)
+    context = text(seed, 200)
+    questions = [text(seed + number + 1, length) for number, length in enumerate(lengths)]
+    together = pipe(context=context, question=questions)
+    assert together == [pipe(context=context, question=question) for question in questions]
+
+
+def test_questions_share_one_segmentation(pipe, segmentations):
+    pipe(context=CONTEXT, question=QUESTIONS, ratio=4, max_new_tokens=2)
+    assert len(segmentations) == 1
+    for question in QUESTIONS:
+        pipe(context=CONTEXT, question=question, ratio=4, max_new_tokens=2)
+    assert len(segmentations) == 4
+
+
+def test_slots_do_not_see_the_question(pipe, monkeypatch):
+    """Neither boundaries nor the curvature that trees are cut at change with the question."""
+    partitions, original = [], gracekv.Pipeline.run
+
+    def kept(self, prefill, budget, partition=None):
+        run = original(self, prefill, budget, partition)
+        partitions.append(run.partition)
+        return run
+
+    monkeypatch.setattr(gracekv.Pipeline, "run", kept)
+    for question in (QUESTIONS[0], text(9, 150)):
+        pipe(context=CONTEXT, question=question, ratio=4, max_new_tokens=1)
+    assert torch.equal(partitions[0].bounds, partitions[1].bounds)
+    assert partitions[0].curvature.shape == (220,)
+    torch.testing.assert_close(partitions[0].curvature, partitions[1].curvature)
+
+
+def test_views_end_with_the_context():
+    prefill = synthetic_prefill(context=70, prefix=3, question=9)
+    short = without_question(prefill)
+    assert short.spans.length == short.spans.context_end == 73
+    assert short.spans.context_length == 70
+    assert torch.equal(short.keys[1], prefill.keys[1][:, :73])
+    assert torch.equal(short.queries[1], prefill.queries[1][:, :73])
+    assert all(torch.equal(short.hidden[i], prefill.hidden[i][:73]) for i in prefill.hidden)
+    assert (
+        short.keys[0].untyped_storage().data_ptr() == prefill.keys[0].untyped_storage().data_ptr()
+    )
+
+
+def test_a_partition_of_another_region_is_refused():
+    prefill = synthetic_prefill(context=120)
+    pipe = gracekv.Pipeline()
+    slots = pipe.run(prefill, gracekv.Budget.ratio(4)).partition
+    again = pipe.run(prefill, gracekv.Budget.ratio(4), slots)
+    assert again.partition is slots
+    with pytest.raises(ValueError, match="Segment again, or keep context and budget the same"):
+        pipe.run(prefill, gracekv.Budget.ratio(20), slots)
+
+
+def test_defaults_of_the_constructor_give_way_to_the_call(model, tokenizer):
+    pipe = GraceTextGeneration(
+        model=model, tokenizer=tokenizer, ratio=4, max_new_tokens=3, instruction="w5 w6"
+    )
+    first = pipe(context=CONTEXT, question=QUESTIONS[0])
+    assert first["budget"] == 3 * 2 * 220 // 4
+    assert pipe(context=CONTEXT, question=QUESTIONS[0], entries_per_head=40)["budget"] == 240
+    longer = pipe(context=CONTEXT, question=QUESTIONS[0], max_new_tokens=9)
+    assert longer["answer"].split()[:3] == first["answer"].split()
+    assert pipe(context=CONTEXT, question=QUESTIONS[0], instruction="")["full_bytes"] == (
+        first["full_bytes"] - 2 * 3 * 2 * 2 * 16 * 4
+    )
+
+
+def test_other_pipelines_backends_and_generation_options(pipe):
+    options = {"context": CONTEXT, "question": QUESTIONS[2], "ratio": 4, "max_new_tokens": 4}
+    assert pipe(**options, backend="eager") == pipe(**options)
+    assert pipe(**options, pipeline="fullkv")["spent"] == 3 * 2 * 220
+    assert isinstance(pipe(**options, num_beams=2)["answer"], str)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"question": "w1"}, BudgetError, "exactly one budget"),
+        ({"question": [], "ratio": 2}, PromptError, "at least one; got an empty list"),
+        ({"question": "w1", "ratio": 2, "kv_bytes": 9}, BudgetError, "got ratio and kv_bytes"),
+        ({"question": 3, "ratio": 2}, TypeError, "not iterable"),
+        ({"question": [3], "ratio": 2}, PromptError, "question must be text; got int"),
+        ({"context": " ", "question": "w1", "ratio": 2}, PromptError, "context is empty"),
+    ],
+)
+def test_bad_calls_are_refused(pipe, options, error, message):
+    with pytest.raises(error, match=message):
+        pipe(**({"context": CONTEXT} | options))
+
+
+def test_a_tokenizer_is_needed(model):
+    pipe = GraceTextGeneration(model=model)
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        pipe(context=CONTEXT, question="w1", ratio=2)

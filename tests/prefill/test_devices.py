@@ -1,0 +1,176 @@
+"""Sharded and offloaded models: every layer's entries live where the layer lives."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+import gracekv  # noqa: E402
+from gracekv import recipes  # noqa: E402
+from gracekv.hf import attach  # noqa: E402
+from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.testing import synthetic_prefill  # noqa: E402
+from gracekv.testing.devices import ELSEWHERE, MixedDevicesError, two_devices  # noqa: E402
+from gracekv.testing.models import tiny_model  # noqa: E402
+
+CPU = torch.device("cpu")
+IDS = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(0))
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 108), question_end=116)
+
+# Which of four layers are on the second device.
+MAPS = {
+    "second half": [CPU, CPU, ELSEWHERE, ELSEWHERE],
+    "first half": [ELSEWHERE, ELSEWHERE, CPU, CPU],
+    "all": [ELSEWHERE] * 4,
+}
+
+
+def test_the_second_device_is_kept_apart_and_holds_values():
+    with two_devices() as there:
+        near, far = torch.arange(6.0), torch.arange(6.0).to(there)
+        assert far.device == there != near.device
+        assert (far * 2).sum().item() == 30
+        assert torch.equal(far.cpu(), near)
+        assert far[torch.tensor([5, 0])].tolist() == [5.0, 0.0]
+        assert torch.tensor([1, 2], device=there).tolist() == [1, 2]
+        assert torch.zeros(3, device=there).device == there
+        far[1:3].add_(1)
+        assert far.tolist() == [0, 2, 3, 3, 4, 5]
+        for mixed in (
+            lambda: near + far,
+            lambda: near[far.long()],
+            lambda: torch.cat([near, far]),
+            lambda: far.masked_fill(near > 2, 0),
+            lambda: near.view(2, 3) @ far.view(3, 2),
+        ):
+            with pytest.raises(MixedDevicesError):
+                mixed()
+
+
+def spread(prefill, devices):
+    """The prefill as a sharded model would leave it; surprisal comes from behind the last layer."""
+
+    def put(tensors):
+        return tuple(x.to(device) for x, device in zip(tensors, devices, strict=True))
+
+    return dataclasses.replace(
+        prefill,
+        keys=put(prefill.keys),
+        values=put(prefill.values),
+        queries=put(prefill.queries),
+        hidden={layer: x.to(devices[layer]) for layer, x in prefill.hidden.items()},
+        rope=dataclasses.replace(
+            prefill.rope,
+            cos=prefill.rope.cos.to(devices[0]),
+            sin=prefill.rope.sin.to(devices[0]),
+        ),
+        surprisal=prefill.surprisal.to(devices[-1]),
+        head_outputs=prefill.head_outputs.to(devices[0]),
+        projected_norms=prefill.projected_norms.to(devices[0]),
+        projection_norms=prefill.projection_norms.to(devices[0]),
+    )
+
+
+@pytest.mark.parametrize("where", ["second half", "first half"])
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_packs_each_layer_where_it_lies(name, where):
+    prefill = synthetic_prefill(layers=4, context=150)
+    pipeline, budget = gracekv.Pipeline.named(name), gracekv.Budget.ratio(4)
+    expected = pipeline.run(prefill, budget).cache
+    with two_devices():
+        cache = pipeline.run(spread(prefill, MAPS[where]), budget).cache
+        for layer, other, device in zip(cache.layers, expected.layers, MAPS[where], strict=True):
+            assert {layer.keys.device, layer.values.device} == {device}
+            assert {layer.positions.device, layer.log_multiplicity.device} == {device}
+            assert torch.equal(layer.offsets, other.offsets)
+            assert torch.equal(layer.positions.cpu(), other.positions)
+            torch.testing.assert_close(layer.keys.cpu(), other.keys)
+            torch.testing.assert_close(layer.values.cpu(), other.values)
+
+
+def shard(model, devices):
+    """Layers on `devices`, all else on the CPU; inputs are moved as accelerate moves them."""
+
+    def mover(device):
+        def move(module, args, kwargs):
+            return tree_map(
+                lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, (args, kwargs)
+            )
+
+        return move
+
+    decoder = model.get_decoder()
+    for module, device in [*zip(decoder.layers, devices, strict=True), (decoder.norm, CPU)]:
+        for part in module.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                part._parameters[name] = torch.nn.Parameter(weight.to(device), requires_grad=False)
+        module.register_forward_pre_hook(mover(device), with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize("where", MAPS)
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@torch.no_grad()
+def test_a_sharded_model_is_captured_and_continued(family, where):
+    devices = MAPS[where]
+    whole = gracekv.compress(tiny_model(family, layers=4), PROMPT, ratio=3)
+    expected = whole.generate_ids(6)
+    with two_devices():
+        model = shard(tiny_model(family, layers=4), devices)
+        prefill = capture(model, PROMPT)
+        for name in ("keys", "values", "queries"):
+            assert [x.device for x in getattr(prefill, name)] == devices
+        assert prefill.head_outputs.device == devices[0]
+
+        result = gracekv.compress(model, PROMPT, ratio=3)
+
+        assert [layer.keys.device for layer in result.run.cache.layers] == devices
+        cache = result.cache
+        attach(model)
+        token, new = IDS[-1:], []
+        for _ in range(6):
+            token = model(token[None], past_key_values=cache).logits[0, -1:].argmax(-1)
+            new.append(int(token))
+        assert [layer._keys.device for layer in cache.layers] == devices
+    assert new == expected[0].tolist()
+
+
+def generated(model):
+    return gracekv.compress(model, PROMPT, ratio=3).generate_ids(8)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_weights_offloaded_to_memory_are_fetched_when_used(family):
+    """Between calls every weight, the embedding's included, lies on "meta"."""
+    expected = generated(tiny_model(family))
+    model = accelerate.cpu_offload(tiny_model(family), execution_device=CPU)
+    assert {x.device.type for x in model.parameters()} == {"meta"}
+    assert torch.equal(generated(model), expected)
+    assert {x.device.type for x in model.parameters()} == {"meta"}
+
+
+def test_a_device_map_with_layers_on_disk(tmp_path):
+    whole = tiny_model(layers=3)
+    reference, expected = capture(whole, PROMPT), generated(whole)
+    places = {
+        "model.embed_tokens": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+        "model.layers.2": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "disk",
+    }
+    model = accelerate.dispatch_model(
+        tiny_model(layers=3), device_map=places, main_device="cpu", offload_dir=tmp_path
+    )
+    assert model.model.layers[1].self_attn.o_proj.weight.is_meta
+    prefill = capture(model, PROMPT)
+    for name in ("surprisal", "projection_norms", "projected_norms", "head_outputs"):
+        torch.testing.assert_close(getattr(prefill, name), getattr(reference, name))
+    assert all(map(torch.equal, prefill.keys, reference.keys))
+    assert torch.equal(generated(model), expected)

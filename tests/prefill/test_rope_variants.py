@@ -1,0 +1,113 @@
+"""The captured rotation is the model's own, and its inverse gives back the keys before it."""
+
+import sys
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from gracekv.errors import LengthWarning
+from gracekv.prefill.capture import capture
+from gracekv.prefill.prompt import Prompt
+from gracekv.testing.models import tiny_model
+
+LENGTH = 90
+
+VARIANTS = [
+    *[{"family": "llama", "rope": rope} for rope in ("default", "linear", "llama3")],
+    *[{"family": "llama", "rope": "dynamic", "positions": n} for n in (4096, 50)],
+    *[
+        {"family": family, "rope": rope, "original": original}
+        for family in ("llama", "mistral", "qwen2", "qwen3", "gemma")
+        for rope, original in (("yarn", 1024), ("longrope", 64), ("longrope", 2048))
+    ],
+    *[
+        {"family": "phi3", "rope": rope, "original": original, "partial": partial}
+        for partial in (1.0, 0.75, 0.5)
+        for rope, original in (("default", 64), ("longrope", 64), ("longrope", 2048))
+    ],
+]
+
+
+def prompt_of(length=LENGTH, seed=0):
+    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
+    return Prompt.from_ids(ids, (5, length - 12))
+
+
+def captured(model, prompt):
+    """The prefill, and per layer the key before rotation and the module's rotation function."""
+    module = sys.modules[type(model.get_decoder().layers[0].self_attn).__module__]
+    own, before = module.apply_rotary_pos_emb, []
+
+    def listening(query, key, *args, **kwargs):
+        before.append(key[0])
+        return own(query, key, *args, **kwargs)
+
+    module.apply_rotary_pos_emb = listening
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LengthWarning)
+            return capture(model, prompt), before, own
+    finally:
+        module.apply_rotary_pos_emb = own
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@settings(max_examples=4)
+@given(seed=st.integers(0, 2**32 - 1), dim=st.sampled_from([16, 32, 64]))
+def test_unrotating_a_captured_key_gives_the_key_before_rotation(variant, seed, dim):
+    model = tiny_model(**variant, dim=dim, seed=seed)
+    prefill, before, _ = captured(model, prompt_of(seed=seed))
+
+    for key, plain in zip(prefill.keys, before, strict=True):
+        unrotated = prefill.rope.unrotate(key, torch.arange(LENGTH))
+        torch.testing.assert_close(unrotated, plain, rtol=0, atol=1e-5)
+    rotating = round(dim * variant.get("partial", 1.0))
+    assert prefill.rope.cos.shape == (LENGTH, rotating)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@settings(max_examples=4)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_key_moved_to_another_position_is_rotated_as_the_model_would(variant, seed):
+    """What merging does: the mean of plain keys, rotated to where its node stands."""
+    model = tiny_model(**variant, seed=seed)
+    prefill, before, own = captured(model, prompt_of(seed=seed))
+    moved = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(seed))
+    cos, sin = prefill.rope.cos[moved][None], prefill.rope.sin[moved][None]
+    for plain in before:
+        _, want = own(plain[None], plain[None], cos, sin)
+        torch.testing.assert_close(prefill.rope.rotate(plain, moved), want[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS[::4], ids=str)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.01), (torch.float16, 0.0015)])
+def test_half_precision_keys_are_recovered_up_to_their_rounding(variant, dtype, error):
+    model = tiny_model(**variant, dtype=dtype)
+    prefill, before, _ = captured(model, prompt_of())
+    for key, plain in zip(prefill.keys, before, strict=True):
+        unrotated = prefill.rope.unrotate(key.float(), torch.arange(LENGTH))
+        assert float((unrotated - plain.float()).norm() / plain.float().norm()) < error
+
+
+def test_dynamic_rope_is_captured_as_it_was_not_recomputed():
+    """Beyond its length a model rotates by the longest sequence that it has seen so far."""
+    model = tiny_model(rope="dynamic", positions=50)
+    first, _, _ = captured(model, prompt_of())
+    captured(model, prompt_of(400))
+    again, before, _ = captured(model, prompt_of())
+
+    assert not torch.allclose(first.rope.cos, again.rope.cos)
+    unrotated = again.rope.unrotate(again.keys[0], torch.arange(LENGTH))
+    torch.testing.assert_close(unrotated, before[0], rtol=0, atol=1e-5)
+
+
+def test_longrope_has_two_tables():
+    model = tiny_model("phi3", rope="longrope", original=64)
+    short, _, _ = captured(model, prompt_of(60))
+    long, _, _ = captured(model, prompt_of(70))
+    assert not torch.allclose(short.rope.cos[1:], long.rope.cos[1:60])

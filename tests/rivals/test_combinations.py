@@ -1,0 +1,132 @@
+"""Any score meets any allocation and any representation, published together or not."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv import Budget, Pipeline, recipes
+from gracekv.allocate import ALLOCATORS, FLOORS, QUOTAS
+from gracekv.cache import PACKERS
+from gracekv.segment import SEGMENTERS
+from gracekv.testing import synthetic_prefill
+from gracekv.testing.selections import check_best_tokens, check_selection, kept_positions
+from gracekv.tree import DISTORTIONS, REFINERS
+from gracekv.value import SCORERS, SENSITIVITIES
+
+STAGES = {
+    "segment": SEGMENTERS,
+    "value": SCORERS,
+    "sensitivity": SENSITIVITIES,
+    "distortion": DISTORTIONS,
+    "refine": REFINERS,
+    "floor": FLOORS,
+    "quota": QUOTAS,
+    "allocate": ALLOCATORS,
+    "pack": PACKERS,
+}
+# Exact solvers refuse more operations than they could ever finish.
+SLOW = {"allocate": {"exact_dp", "milp"}}
+
+
+def changed(recipe, **fields):
+    return Pipeline.from_dict({**recipes.RECIPES[recipe].pipeline, **fields})
+
+
+@settings(max_examples=150)
+@given(
+    choice=st.fixed_dictionaries(
+        {
+            stage: st.sampled_from([name for name in registry if name not in SLOW.get(stage, ())])
+            for stage, registry in STAGES.items()
+        }
+    ),
+    seed=st.integers(0, 10_000),
+    entries=st.integers(6, 60),
+)
+def test_every_combination_runs_within_its_budget(choice, seed, entries):
+    prefill = synthetic_prefill(context=70, dim=8, seed=seed)
+    run = Pipeline.from_dict({**choice, "window": {"share": 0.5}}).run(
+        prefill, Budget.entries_per_head(entries)
+    )
+    assert run.accounting.spent <= run.accounting.budget
+    for layer, packed in enumerate(run.cache.layers):
+        for head in range(packed.heads):
+            _, _, positions, _ = packed.head(head)
+            assert bool((positions.diff() > 0).all())
+            kept = kept_positions(run, prefill, layer, head).tolist()
+            assert len(kept) == int(run.accounting.entries[layer, head])
+            recent = range(74 - run.accounting.recent, 74)
+            assert set(recent) <= set(kept)
+
+
+def test_snapkvs_score_with_global_allocation():
+    prefill = synthetic_prefill(context=200, layers=3, seed=4)
+    pipeline = changed("snapkv", quota="global")
+    run = pipeline.run(prefill, Budget.ratio(6))
+    check_selection(run, prefill, recent=32)
+    check_best_tokens(run, prefill)
+    # One cut for all heads: nobody's best dropped token beats anybody's worst kept one.
+    scores = run.relevance.tokens
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    forest = run.frontier.forest
+    on = run.frontier.kept
+    kept.view(-1)[forest.head_of_node()[on] * scores.shape[-1] + forest.start[on] - 4] = True
+    assert scores[kept].min() >= scores[~kept].max()
+    assert len(run.accounting.entries.unique()) > 1
+
+
+def test_h2os_score_with_prototype_trees():
+    prefill = synthetic_prefill(context=200, layers=2, seed=5)
+    run = changed("gracekv", value="column_sums").run(prefill, Budget.ratio(5))
+    plain = changed("gracekv").run(prefill, Budget.ratio(5))
+    assert run.accounting.budget - 1 <= run.accounting.spent <= run.accounting.budget
+    assert any(bool(layer.log_multiplicity.any()) for layer in run.cache.layers)
+    assert not torch.equal(run.frontier.entries_per_head(), plain.frontier.entries_per_head())
+
+
+def test_gracekvs_relevance_with_plain_eviction():
+    prefill = synthetic_prefill(context=200, layers=3, seed=6)
+    run = Pipeline.named("global-eviction").run(prefill, Budget.ratio(6))
+    check_selection(run, prefill, recent=32)
+    check_best_tokens(run, prefill)
+    price = run.relevance.sensitivity[..., None] * run.relevance.tokens.double()
+    kept = torch.zeros_like(price, dtype=torch.bool)
+    on, forest = run.frontier.kept, run.frontier.forest
+    kept.view(-1)[forest.head_of_node()[on] * price.shape[-1] + forest.start[on] - 4] = True
+    assert price[kept].min() >= price[~kept].max()
+    # GraceKV's own trees, of whose coarse nodes only the best token is kept.
+    pruned = changed("gracekv", pack="evict").run(prefill, Budget.ratio(6))
+    assert pruned.accounting.budget - 1 <= pruned.accounting.spent <= pruned.accounting.budget
+    assert not any(bool(layer.log_multiplicity.any()) for layer in pruned.cache.layers)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"name": "window_attention", "observation": "context_tail"},
+        {"name": "window_attention", "pooling": "avg", "kernel": 5},
+        {"name": "window_attention", "window": 8},
+    ],
+)
+def test_the_familys_options_reach_every_member(value):
+    prefill = synthetic_prefill(context=200, layers=2, seed=8)
+    for recipe in ("snapkv", "ada-snapkv", "pyramidkv", "chunkkv"):
+        inner = {"name": "chunk_order", "of": value} if recipe == "chunkkv" else value
+        run = changed(recipe, value=inner).run(prefill, Budget.ratio(5))
+        check_selection(run, prefill, recent=32)
+        default = Pipeline.named(recipe).run(prefill, Budget.ratio(5))
+        assert not torch.equal(run.relevance.tokens, default.relevance.tokens)
+
+
+def test_a_comparison_sets_one_window_for_all():
+    prefill = synthetic_prefill(context=120)
+    for recipe in recipes.names():
+        pipeline = Pipeline.named(recipe)
+        window = dataclasses.replace(pipeline.window, share=0.5)
+        run = dataclasses.replace(pipeline, window=window).run(prefill, Budget.ratio(6))
+        # 20 entries a head. The exceptions are rules of their own, see the recipes.
+        expected = {"streaming-llm": 1, "fullkv": 10, "h2o-half": 10}.get(recipe, 10)
+        assert run.accounting.recent == expected

@@ -1,0 +1,172 @@
+"""What every rival keeps, whatever the prompt."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv import Budget, Pipeline, recipes
+from gracekv.errors import BudgetError
+from gracekv.prefill import Prefill
+from gracekv.testing import synthetic_prefill
+from gracekv.testing.selections import check_best_tokens, check_selection, kept_positions
+
+RIVALS = [name for name in recipes.names() if not name.startswith("gracekv") and name != "fullkv"]
+SELECTIONS = [name for name in RIVALS if Pipeline.named(name).pack.name == "evict"]
+
+
+@st.composite
+def prefills(draw):
+    return synthetic_prefill(
+        layers=draw(st.integers(1, 3)),
+        kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.integers(1, 2)),
+        dim=8,
+        prefix=draw(st.integers(0, 6)),
+        context=draw(st.integers(5, 90)),
+        question=draw(st.integers(0, 8)),
+        tail=draw(st.integers(0, 3)),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    )
+
+
+def run_of(name: str, prefill: Prefill, ratio: float):
+    try:
+        return Pipeline.named(name).run(prefill, Budget.ratio(ratio))
+    except BudgetError:
+        assert ratio > prefill.spans.context_length / 4 - 1
+        return None
+
+
+def window_of(name: str, prefill: Prefill, run) -> int:
+    """Recent tokens that must be there: GraceKV's window, except where a rule replaces it."""
+    shared = Budget.entries_per_head(max(4, run.plan.total // (run.plan.layers * run.plan.heads)))
+    size = shared.plan(
+        layers=run.plan.layers, heads=run.plan.heads, context=run.plan.context, entry_bytes=1
+    ).recent
+    least = run.plan.total // (run.plan.layers * run.plan.heads)
+    if name == "streaming-llm":  # its sinks come first
+        return min(size, max(0, least - max(0, 4 - prefill.spans.context_start)))
+    return run.accounting.recent if name == "h2o-half" else size
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@settings(max_examples=25)
+@given(prefill=prefills(), ratio=st.floats(1.0, 20.0))
+def test_the_budget_is_spent_exactly_and_what_must_stay_stays(name, prefill, ratio):
+    run = run_of(name, prefill, ratio)
+    if run is None:
+        return
+    if run.forest is None:  # the budget keeps everything
+        return
+    check_selection(run, prefill, window_of(name, prefill, run))
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+@settings(max_examples=15)
+@given(prefill=prefills(), ratio=st.floats(1.1, 12.0))
+def test_each_head_keeps_its_best_tokens(name, prefill, ratio):
+    run = run_of(name, prefill, ratio)
+    if run is None or run.forest is None:
+        return
+    check_best_tokens(run, prefill)
+    if name == "h2o-half":
+        share = run.plan.total // (run.plan.layers * run.plan.heads)
+        assert run.accounting.recent == max(1, share // 2)
+
+
+EQUAL = (
+    "streaming-llm", "h2o", "h2o-half", "snapkv", "chunkkv", "cam", "expected-attention",
+    "scissorhands",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIVALS)
+@settings(max_examples=8)
+@given(seed=st.integers(0, 10_000), total=st.integers(6 * 8, 6 * 50))
+def test_budget_shapes(name, seed, total):
+    prefill = synthetic_prefill(layers=3, kv_heads=2, context=70, dim=8, seed=seed)
+    run = Pipeline.named(name).run(prefill, Budget.kv_bytes(total * prefill.entry_bytes))
+    entries = run.accounting.entries
+    share, left = divmod(total, 6)
+    equal = torch.tensor([share + (unit < left) for unit in range(6)]).view(3, 2)
+    if name in EQUAL:
+        assert torch.equal(entries, equal)
+    elif name == "ada-snapkv":
+        assert torch.equal(entries.sum(1), equal.sum(1))
+    elif name == "pyramidkv":
+        assert bool((entries.sum(1).diff() <= 0).all())
+        assert bool(((entries[:, 0] - entries[:, 1]) <= 1).all())
+        if share > 40:
+            assert entries[0, 0] > entries[2, 0]
+    elif name == "d2o":
+        assert bool(((entries[:, 0] - entries[:, 1]) <= 1).all())
+    else:  # one budget for all heads
+        assert Pipeline.named(name).quota.name == "global"
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_ratio_one_is_full_kv_and_runs_repeat(name):
+    prefill = synthetic_prefill(context=90, layers=3, seed=7)
+    everything = Pipeline.named(name).run(prefill, Budget.ratio(1))
+    full = Pipeline.named("fullkv").run(prefill, Budget.ratio(1))
+    first, second = (Pipeline.named(name).run(prefill, Budget.ratio(3)) for _ in range(2))
+    for pair in ((everything, full), (first, second)):
+        for a, b in zip(pair[0].cache.layers, pair[1].cache.layers, strict=True):
+            for field in ("keys", "values", "positions", "log_multiplicity", "offsets"):
+                assert torch.equal(getattr(a, field), getattr(b, field)), field
+
+
+@pytest.mark.parametrize("name", [name for name in RIVALS if name != "pyramidkv"])
+@settings(max_examples=8)
+@given(seed=st.integers(0, 10_000))
+def test_the_order_of_the_layers_does_not_matter(name, seed):
+    prefill = synthetic_prefill(layers=4, context=80, seed=seed)
+    backwards = dataclasses.replace(
+        prefill,
+        **{field: getattr(prefill, field)[::-1] for field in ("keys", "values", "queries")},
+        hidden={3 - layer: states for layer, states in prefill.hidden.items()},
+        projection_norms=prefill.projection_norms.flip(0),
+        projected_norms=prefill.projected_norms.flip(0),
+        reconstruction=prefill.reconstruction.flip(0),
+    )
+    # Depths that are their own mirror image, and shares without a remainder.
+    pipeline = Pipeline.named(name)
+    if pipeline.value.name == "multi_hop":
+        value = dataclasses.replace(pipeline.value, depths=(0.25, 0.5))
+        pipeline = dataclasses.replace(pipeline, value=value)
+    budget = Budget.entries_per_head(44)
+    forwards, mirrored = (pipeline.run(p, budget) for p in (prefill, backwards))
+    for layer in range(4):
+        for head in range(prefill.kv_heads):
+            assert torch.equal(
+                kept_positions(forwards, prefill, layer, head),
+                kept_positions(mirrored, backwards, 3 - layer, head),
+            )
+
+
+def test_streaming_llm_puts_sinks_before_the_shared_window():
+    prefill = synthetic_prefill(prefix=1, context=60)
+    run = Pipeline.named("streaming-llm").run(prefill, Budget.entries_per_head(10))
+    # Position 0 is prefix and free; three sinks are paid for, seven recent tokens follow.
+    want = [1, 2, 3, *range(54, 61)]
+    assert kept_positions(run, prefill, 1, 1).tolist() == want
+
+
+def test_chunkkv_spends_the_rest_on_the_next_chunks_best_tokens():
+    prefill = synthetic_prefill(context=100, layers=2, kv_heads=2, seed=3)
+    total = 4 * 37 + 2  # 5 candidates beside the recent window; two heads hold one more
+    run = Pipeline.named("chunkkv").run(prefill, Budget.kv_bytes(total * prefill.entry_bytes))
+    assert run.accounting.entries.tolist() == [[38, 38], [37, 37]]
+    heads = [set(kept_positions(run, prefill, 0, head).tolist()) for head in range(2)]
+    assert heads[0] == heads[1]
+    wide = Pipeline.named("chunkkv").run(prefill, Budget.entries_per_head(32 + 23))
+    for layer in range(2):
+        kept = kept_positions(wide, prefill, layer, 0)
+        chunk = (kept[kept < 72] - 4) // 10
+        counts = sorted(chunk.unique(return_counts=True)[1].tolist())
+        # Two whole chunks (the last one may be the short one of 8), and a part of the next.
+        assert counts in ([3, 10, 10], [5, 8, 10])

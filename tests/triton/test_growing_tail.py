@@ -1,0 +1,147 @@
+"""Tracing, and decoding over a buffer whose used length lies on the device."""
+
+import pytest
+import torch
+
+from gracekv.backends import Triton, triton_op
+from gracekv.errors import ShapeError
+from gracekv.testing.attention import attention_problem, dense_attention
+from gracekv.testing.tolerance import TOLERANCES, relative_error
+
+BACKEND = Triton()
+
+
+def buffers(problem, capacity):
+    """The problem's tail in buffers of `capacity` places whose unused end is NaN."""
+    for x in (problem.keys, problem.values):
+        buffer = x.new_full((*x.shape[:2], capacity, x.shape[3]), torch.nan)
+        buffer[:, :, : x.shape[2]] = x
+        yield buffer
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Grids and numbers of every launch; tensors by shape and stride."""
+    seen = []
+
+    class Recorder:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                plain = [
+                    (tuple(a.shape), a.stride()) if isinstance(a, torch.Tensor) else a for a in args
+                ]
+                seen.append((grid, plain, kwargs))
+                self.kernel[grid](*args, **kwargs)
+
+            return launch
+
+    for name in ("split", "merge"):
+        monkeypatch.setattr(triton_op, name, Recorder(getattr(triton_op, name)))
+    return seen
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_one_recorded_launch_serves_a_growing_tail(launches, tokens):
+    recorded = []
+    for tail in (tokens, 5, 129, 300):
+        problem = attention_problem(1, [90, 12], group=2, batch=2, tokens=tokens, tail=tail)
+        keys, values = buffers(problem, 300)
+        length = torch.full((2,), tail)
+        launches.clear()
+
+        output = BACKEND.decode(
+            problem.query, BACKEND.prepare(problem.layer), keys, values, length, problem.scale
+        )
+
+        want, _ = dense_attention(problem)
+        assert relative_error(output, want) <= TOLERANCES[torch.float32].output
+        recorded.append(list(launches))
+    assert len(recorded[0]) == 2
+    assert all(launch == recorded[0] for launch in recorded)
+
+
+def test_rows_may_have_tails_of_different_length():
+    problem = attention_problem(2, [30], batch=3, tail=20)
+    prepared = BACKEND.prepare(problem.layer)
+    lengths = [20, 1, 7]
+    keys, values = buffers(problem, 64)
+    for row, length in enumerate(lengths):
+        keys[row, :, length:] = torch.nan
+        values[row, :, length:] = torch.nan
+
+    output = BACKEND.decode(
+        problem.query, prepared, keys, values, torch.tensor(lengths, dtype=torch.int32), 0.125
+    )
+
+    for row, length in enumerate(lengths):
+        one = slice(row, row + 1)
+        alone = BACKEND(
+            problem.query[one],
+            prepared,
+            problem.keys[one, :, :length],
+            problem.values[one, :, :length],
+            None,
+            0.125,
+        )
+        torch.testing.assert_close(output[one], alone)
+
+
+def test_a_length_that_does_not_fit_the_batch_is_refused():
+    problem = attention_problem(3, [9], batch=2, tail=4)
+    prepared = BACKEND.prepare(problem.layer)
+    with pytest.raises(ShapeError, match=r"takes `length` \[B\]"):
+        BACKEND.decode(
+            problem.query, prepared, problem.keys, problem.values, torch.tensor([4]), 0.125
+        )
+
+
+@pytest.mark.parametrize("parts", ["both", "packed", "tail"])
+def test_operator_keeps_torch_contract(parts):
+    problem = attention_problem(4, [20, 3], group=2, batch=2, tail=4)
+    work = BACKEND.prepare(problem.layer).plan.lists[0]
+    layer = problem.layer
+    packed = (
+        layer.keys,
+        layer.values,
+        layer.log_multiplicity,
+        work.items,
+        work.item_first,
+        work.row_first,
+        torch.zeros(2, dtype=torch.int64),
+    )
+    tail = (problem.keys, problem.values, torch.tensor([4, 2]), None)
+    if parts == "packed":
+        tail = (None,) * 4
+    slots = work.slots
+    if parts == "tail":
+        packed, slots = (None,) * 7, 0
+
+    torch.library.opcheck(
+        torch.ops.gracekv.ragged_attention.default,
+        (problem.query, *packed, *tail, 0.125, slots, 8),
+    )
+
+
+def test_compiles_whole_and_not_again_while_the_tail_grows():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    problem = attention_problem(5, [40, 8], group=2, tail=30)
+    prepared = BACKEND.prepare(problem.layer)
+
+    def step(query, keys, values):
+        return BACKEND(query * 2, prepared, keys, values, None, 0.125).transpose(1, 2) + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend=count)
+    for length in range(3, 12):
+        tail = problem.keys[:, :, :length], problem.values[:, :, :length]
+        torch.testing.assert_close(compiled(problem.query, *tail), step(problem.query, *tail))
+    # The second length shows that it varies; from then on it is a symbol.
+    assert len(graphs) <= 2
+    assert any("ragged_attention" in str(node.target) for node in graphs[-1].graph.nodes)

@@ -1,0 +1,226 @@
+"""The kernels, interpreted, against attention written out densely in float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.backends import Auto, Eager, Triton
+from gracekv.errors import BackendUnavailableError, ShapeError
+from gracekv.testing.attention import attention_problem, dense_attention
+from gracekv.testing.tolerance import TOLERANCES, relative_error
+
+BACKEND = Triton()
+
+
+def ask(backend, problem):
+    p = problem
+    prepared = backend.prepare(p.layer)
+    return backend(p.query, prepared, p.keys, p.values, p.mask, p.scale, p.rows)
+
+
+def check(problem, backend=BACKEND):
+    """Both parts and their combination, within the tolerances of the dtype."""
+    p = problem
+    want, lse = dense_attention(p)
+    bound = TOLERANCES[p.query.dtype]
+    prepared = backend.prepare(p.layer)
+
+    output = backend(p.query, prepared, p.keys, p.values, p.mask, p.scale, p.rows)
+
+    assert output.dtype == p.query.dtype
+    assert output.shape == p.query.shape
+    assert relative_error(output, want) <= bound.output
+    assert bool((output[(lse == -math.inf).all(0)] == 0).all())
+    parts = (
+        backend.packed(p.query, prepared, p.scale, p.rows),
+        backend.tail(p.query, p.keys, p.values, p.mask, p.scale),
+    )
+    for part, expected in zip(parts, lse, strict=True):
+        assert part.lse.dtype == torch.float32
+        torch.testing.assert_close(part.lse.double(), expected, rtol=0, atol=bound.lse)
+        assert bool((part.output[expected == -math.inf] == 0).all())
+    return prepared
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(0, 90), min_size=2, max_size=2),
+    sequences=st.integers(1, 2),
+    group=st.integers(1, 5),
+    copies=st.integers(1, 2),
+    shuffled=st.booleans(),
+    tokens=st.integers(1, 3),
+    before=st.integers(0, 9),
+    mask=st.sampled_from(["none", "bool", "float"]),
+    dim=st.sampled_from([8, 20, 64]),
+    dtype=st.sampled_from(list(TOLERANCES)),
+)
+def test_equals_dense_attention(
+    seed, lengths, sequences, group, copies, shuffled, tokens, before, mask, dim, dtype
+):
+    check(
+        attention_problem(
+            seed,
+            lengths,
+            dim=dim,
+            group=group,
+            batch=sequences * copies,
+            tokens=tokens,
+            tail=before + tokens,
+            mask=mask,
+            dtype=dtype,
+            sequences=sequences,
+            shuffled=shuffled,
+        )
+    )
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize(
+    ("dim", "group", "tokens"), [(64, 1, 1), (80, 4, 2), (96, 7, 3), (128, 8, 1), (256, 2, 1)]
+)
+def test_every_dimension_and_dtype(dim, group, tokens, dtype):
+    check(
+        attention_problem(
+            dim, [150, 3], dim=dim, group=group, tokens=tokens, tail=40 + tokens, dtype=dtype
+        )
+    )
+
+
+def test_one_head_fifty_times_longer_than_the_rest():
+    problem = attention_problem(3, [1500, 30, 0, 30], group=4, tail=1)
+    prepared = check(problem, Triton(processors=8))
+
+    work = prepared.plan.lists[0]
+    assert work.row_first[0].diff().tolist() == [12, 1, 0, 1]
+
+
+def test_nothing_to_see_anywhere_gives_zero():
+    problem = attention_problem(4, [0, 0], group=2, tail=3, mask="bool")
+    problem.mask.fill_(False)
+    check(problem)
+
+
+def test_an_empty_tail_changes_nothing():
+    problem = attention_problem(5, [40, 10], group=2, tail=0)
+    prepared = BACKEND.prepare(problem.layer)
+    alone = BACKEND.packed(problem.query, prepared, problem.scale)
+
+    assert torch.equal(ask(BACKEND, problem), alone.output)
+
+
+def test_a_turn_of_many_tokens_takes_several_query_tiles():
+    problem = attention_problem(6, [70], dim=16, group=4, tokens=37, tail=45)
+    prepared = check(problem)
+    assert prepared.plan.pick(3) is not prepared.plan.pick(64)
+
+
+@pytest.mark.parametrize("batch", [4, 16, 64])
+def test_every_level_of_the_plan_reads_all_entries(batch):
+    problem = attention_problem(7, [260], dim=16, batch=batch)
+    want, _ = dense_attention(problem)
+    assert relative_error(ask(BACKEND, problem), want) <= TOLERANCES[torch.float32].output
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+def test_repeats_to_the_bit(dtype):
+    problem = attention_problem(
+        8, [200, 9, 0, 80], group=3, batch=2, tokens=2, tail=30, dtype=dtype, sequences=2
+    )
+    first = ask(BACKEND, problem)
+    assert torch.equal(ask(BACKEND, problem), first)
+    # What one batch row sees must not depend on the others.
+    rows = torch.tensor([1, 0])
+    swapped = BACKEND(
+        problem.query.flip(0),
+        BACKEND.prepare(problem.layer),
+        problem.keys.flip(0),
+        problem.values.flip(0),
+        None,
+        problem.scale,
+        rows,
+    )
+    assert torch.equal(swapped.flip(0), first)
+
+
+def test_masks_of_other_strides_and_of_huge_negative_numbers():
+    problem = attention_problem(9, [20, 20], batch=2, tokens=2, tail=12, mask="float")
+    one = problem.mask[:1, :, :1]
+    shared = one.expand(1, 1, 2, 12)
+    many = one.expand(2, 1, 2, 12).contiguous()
+    prepared = BACKEND.prepare(problem.layer)
+
+    def run(mask):
+        p = problem
+        return BACKEND(p.query, prepared, p.keys, p.values, mask, p.scale)
+
+    assert torch.equal(run(shared), run(many))
+    hidden = torch.zeros(2, 1, 2, 12, dtype=torch.bool)
+    hidden[..., :7] = True
+    lowest = torch.zeros(2, 1, 2, 12).masked_fill(~hidden, torch.finfo(torch.float32).min)
+    assert torch.equal(run(hidden), run(lowest))
+
+
+def test_agrees_with_the_reference_backend_on_sequences():
+    problem = attention_problem(
+        10, [30, 0, 70, 12, 5, 41], group=2, batch=5, tail=6, sequences=3, shuffled=True
+    )
+    torch.testing.assert_close(ask(BACKEND, problem), ask(Eager(), problem))
+
+
+def test_nothing_is_copied_and_only_lists_are_held():
+    problem = attention_problem(11, [300, 20])
+    prepared = BACKEND.prepare(problem.layer)
+
+    assert prepared.keys.data_ptr() == problem.layer.keys.data_ptr()
+    assert BACKEND.held_bytes(prepared) == prepared.plan.bytes < 2000
+
+
+def test_auto_on_the_cpu_does_not_take_the_interpreter():
+    assert Auto().pick(torch.device("cpu")).name == "sdpa"
+
+
+def test_what_the_kernels_cannot_read_is_refused():
+    double = attention_problem(12, [4], dtype=torch.float64)
+    wide = attention_problem(12, [4], dim=288)
+    with pytest.raises(BackendUnavailableError, match=r"float64. Use backend 'sdpa'"):
+        BACKEND.prepare(double.layer)
+    with pytest.raises(BackendUnavailableError, match=r"got 288. Use backend 'sdpa'"):
+        BACKEND.prepare(wide.layer)
+
+
+def call(**changes):
+    p = attention_problem(13, [9, 4, 3, 6], group=2, batch=2, tail=3, sequences=2)
+    arguments = {
+        "query": p.query,
+        "prepared": BACKEND.prepare(p.layer),
+        "keys": p.keys,
+        "values": p.values,
+        "mask": None,
+        "scale": p.scale,
+    }
+    arguments.update({name: change(p) for name, change in changes.items()})
+    return BACKEND(**arguments)
+
+
+MISFITS = [
+    ({"query": lambda p: p.query[..., :32]}, "of dimension 32"),
+    ({"query": lambda p: p.query.half()}, r"queries in torch\.float16"),
+    ({"query": lambda p: p.query[:, :3]}, "equal groups for 2 KV heads; got 3"),
+    ({"query": lambda p: p.query[:1]}, "a batch of 1 and rows None"),
+    ({"keys": lambda p: p.keys[:1]}, r"tail is keys and values \[2, G, S, 64\]"),
+    ({"rows": lambda p: torch.zeros(3, dtype=torch.int64)}, r"rows \[3\]"),
+    ({"values": lambda p: p.values[:, :, :2]}, r"\[2, G, S, 64\]"),
+    ({"mask": lambda p: torch.ones(2, 1, 1, 2, dtype=torch.bool)}, r"mask is \[2, 1, 1, 3\]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MISFITS)
+def test_what_does_not_fit_is_refused_before_a_kernel_reads_it(changes, message):
+    call()
+    with pytest.raises(ShapeError, match=message):
+        call(**changes)

@@ -1,0 +1,81 @@
+"""ChunkKV's order."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.prefill import Needs
+from gracekv.testing import synthetic_prefill
+from gracekv.value import ChunkOrder, ColumnSums, Recency, WindowAttention, reference
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    layers=st.integers(1, 4),
+    context=st.integers(1, 45),
+    size=st.integers(1, 12),
+    shared=st.booleans(),
+    reuse=st.integers(1, 3),
+    of=st.sampled_from([WindowAttention(pooling="none"), Recency(), WindowAttention(kernel=7)]),
+)
+def test_equals_the_reference(seed, layers, context, size, shared, reuse, of):
+    # One KV head or two whose sums are exact, so that both sides see the same ties.
+    prefill = synthetic_prefill(layers=layers, kv_heads=2, dim=8, context=context, seed=seed)
+    region = prefill.spans.region(0)
+    scorer = ChunkOrder(of, size, shared, reuse)
+    tokens = scorer(prefill, region).tokens
+    order = tokens.sort(dim=-1, descending=True, stable=True).indices
+    assert order.tolist() == reference.chunk_order(scorer, of(prefill, region).tokens)
+    torch.testing.assert_close(tokens.sum(-1), torch.ones(layers, 2))
+    # Ranks, so no two tokens of a head tie.
+    assert all(len(row.unique()) == context for row in tokens.flatten(0, 1))
+
+
+class Fixed:
+    """Stands in for a scorer."""
+
+    def __init__(self, tokens):
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, prefill, region):
+        return self
+
+
+def ranking(tokens, **fields):
+    prefill = synthetic_prefill(context=len(tokens[0][0]))
+    scores = ChunkOrder(of=Fixed(tokens), **fields)(prefill, prefill.spans.region(0)).tokens
+    return scores.argsort(dim=-1, descending=True).tolist()
+
+
+def test_by_hand():
+    rows = [[1.0, 0, 5, 5, 9], [1.0, 0, 0, 0, 0]]
+    # Summed over heads: chunks (2, 0), (5, 5), (9): means 1, 5, 9.
+    assert ranking([rows], size=2) == [[[4, 2, 3, 0, 1]] * 2]
+    # The second head alone: chunk means 0.5, 0, 0.
+    assert ranking([rows], size=2, shared=False)[0][1] == [0, 1, 2, 3, 4]
+
+
+def test_the_short_chunk_counts_by_its_mean():
+    assert ranking([[[3.0, 3, 3, 1, 1, 1, 2]]], size=3)[0][0] == [0, 1, 2, 6, 3, 4, 5]
+
+
+def test_layers_between_reuse_the_leaders_order():
+    layers = [[[1.0, 2.0]], [[2.0, 1.0]], [[2.0, 1.0]], [[1.0, 2.0]]]
+    assert ranking(layers, size=1) == [[[1, 0]], [[0, 1]], [[0, 1]], [[1, 0]]]
+    assert ranking(layers, size=1, reuse=2) == [[[1, 0]], [[1, 0]], [[0, 1]], [[0, 1]]]
+
+
+@pytest.mark.parametrize("fields", [{"size": 0}, {"reuse": 0}])
+def test_refuses_a_bad_configuration(fields):
+    with pytest.raises(ConfigError, match="ChunkKV's are 10 and 1"):
+        ChunkOrder(**fields)
+
+
+def test_needs_what_its_token_scores_need(without_context_queries):
+    assert ChunkOrder().needs() == Needs(last_queries=32)
+    assert ChunkOrder(ColumnSums()).needs() == Needs(context_queries=True)
+    prefill = synthetic_prefill(context=60)
+    with pytest.raises(MissingCaptureError):
+        ChunkOrder()(without_context_queries(prefill), prefill.spans.region(4))

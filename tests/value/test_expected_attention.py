@@ -1,0 +1,153 @@
+"""Expected Attention: against the reference, against kvpress's press, and what it must not read."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.prefill import Needs, Region
+from gracekv.rope import Rope
+from gracekv.testing import synthetic_prefill
+from gracekv.value import SCORERS, ExpectedAttention, reference
+from gracekv.value import expected_attention as module
+from gracekv.value.expected_attention import mean_rotation, query_moments
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    prefix=st.integers(0, 5),
+    context=st.integers(1, 30),
+    future=st.integers(1, 12),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    covariance=st.booleans(),
+    value_norm=st.booleans(),
+    epsilon=st.sampled_from([0.0, 0.01]),
+)
+def test_equals_the_reference(
+    seed, kv_heads, group, prefix, context, future, dtype, covariance, value_norm, epsilon
+):
+    prefill = synthetic_prefill(
+        kv_heads=kv_heads, group=group, dim=8, prefix=prefix, context=context, question=9, tail=3,
+        seed=seed, dtype=dtype,
+    )  # fmt: skip
+    region = prefill.spans.region(min(2, context - 1))
+    scorer = ExpectedAttention(
+        future=future, covariance=covariance, value_norm=value_norm, epsilon=epsilon
+    )
+    fast, slow = scorer(prefill, region), reference.expected_attention(scorer, prefill, region)
+    torch.testing.assert_close(fast.tokens.double(), slow.tokens, rtol=2e-4, atol=1e-6)
+    torch.testing.assert_close(fast.evidence.double(), slow.evidence, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", ["plain", "llama3", "yarn"])
+@pytest.mark.parametrize("ratio", [1.5, 3, 8])
+def test_equals_kvpress(kvpress_module, attention, ratio):
+    pytest.importorskip("transformers")
+    from gracekv.prefill.capture import capture
+    from gracekv.prefill.prompt import Prompt
+    from gracekv.testing.models import tiny_llama
+
+    press_class = kvpress_module("presses.expected_attention_press").ExpectedAttentionPress
+    model = tiny_llama(layers=3, heads=6, rope="default" if attention == "plain" else attention)
+    ids = torch.randint(0, 97, (200,), generator=torch.Generator().manual_seed(1))
+    inputs = []
+    hooks = [
+        block.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: inputs.append(kwargs["hidden_states"]), with_kwargs=True
+        )
+        for block in model.model.layers
+    ]
+    prefill = capture(model, Prompt.from_ids(ids, (0, 200)), Needs(context_queries=True))
+    for hook in hooks:
+        hook.remove()
+    ours = ExpectedAttention()(prefill, Region(0, 200)).tokens
+    press, kept = press_class(), int(200 / ratio)
+    for layer, block in enumerate(model.model.layers):
+        block.self_attn.rotary_emb = model.model.rotary_emb
+        with torch.no_grad():
+            theirs = press.score(
+                block.self_attn, inputs[layer], prefill.keys[layer][None],
+                prefill.values[layer][None], None, {},
+            )[0]  # fmt: skip
+        torch.testing.assert_close(ours[layer], theirs, rtol=2e-4, atol=1e-6)
+        for g in range(2):
+            best, want = (set(x[g].topk(kept).indices.tolist()) for x in (ours[layer], theirs))
+            assert best == want
+
+
+def test_the_question_is_not_read():
+    prefill = synthetic_prefill(context=60)
+    end, region = prefill.spans.context_end, prefill.spans.region(4)
+    want = ExpectedAttention()(prefill, region).tokens
+
+    def spoiled(tensors):
+        return tuple(torch.cat([x[:, :end], x[:, end:] * 0 + 7], dim=1) for x in tensors)
+
+    other = dataclasses.replace(
+        prefill,
+        keys=spoiled(prefill.keys),
+        values=spoiled(prefill.values),
+        queries=spoiled(prefill.queries),
+    )
+    assert torch.equal(ExpectedAttention()(other, region).tokens, want)
+
+
+def test_blocks_change_nothing(monkeypatch):
+    prefill = synthetic_prefill(context=300, layers=1)
+    region = prefill.spans.region(4)
+    want = ExpectedAttention()(prefill, region).tokens
+    monkeypatch.setattr(module, "_BLOCK", 1)
+    torch.testing.assert_close(
+        ExpectedAttention()(prefill, region).tokens, want, rtol=1e-4, atol=1e-7
+    )
+
+
+def test_a_large_mean_costs_no_digits():
+    prefill = synthetic_prefill(context=200, layers=1)
+    region = Region(4, prefill.spans.context_end)
+    want = query_moments(prefill, 0, region)[1]
+    rope, at = prefill.rope, torch.arange(prefill.spans.length)
+    moved = rope.rotate(rope.unrotate(prefill.queries[0], at) + 300.0, at)
+    mean, got = query_moments(dataclasses.replace(prefill, queries=(moved,)), 0, region)
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+    assert float((mean - 300).abs().max()) < 10
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_the_mean_rotation_continues_the_table(factor):
+    whole = Rope.of_theta(700, 12, theta=500.0)
+    whole = Rope(whole.cos * factor, whole.sin * factor)
+    short = Rope(whole.cos[:100], whole.sin[:100])
+    rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    for start in (1, 60, 100):
+        want = sum(whole.rotate(rows, torch.tensor(start + i)) for i in range(512)) / 512
+        torch.testing.assert_close(
+            rows @ mean_rotation(short, 16, start, 512), want, rtol=1e-3, atol=1e-4
+        )
+
+
+def test_sinks_in_the_region_outrank_everything():
+    prefill = synthetic_prefill(prefix=1, context=40)
+    tokens = ExpectedAttention()(prefill, prefill.spans.region(4)).tokens
+    assert bool((tokens[..., :3] > tokens[..., 3:].amax()).all())
+    without = ExpectedAttention(sinks=0)(prefill, prefill.spans.region(4)).tokens
+    assert not bool((without[..., :3] > without[..., 3:].amax()).all())
+
+
+def test_needs_every_query(without_context_queries):
+    assert ExpectedAttention().needs().context_queries
+    prefill = synthetic_prefill(context=60)
+    with pytest.raises(MissingCaptureError, match="not captured"):
+        ExpectedAttention()(without_context_queries(prefill), Region(4, 40))
+
+
+@pytest.mark.parametrize("fields", [{"future": 0}, {"sinks": -1}, {"epsilon": -0.1}])
+def test_bad_fields(fields):
+    with pytest.raises(ConfigError, match="512, 4 and 0"):
+        SCORERS.build("expected_attention", **fields)

@@ -1,0 +1,51 @@
+"""Scissorhands' counts, against plain loops."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.prefill import Region
+from gracekv.testing import synthetic_prefill
+from gracekv.value import SCORERS, Scissorhands, reference
+
+
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    history=st.sampled_from([1, 5, 400]),
+)
+def test_equals_plain_loops(seed, kv_heads, group, history):
+    prefill = synthetic_prefill(
+        kv_heads=kv_heads, group=group, dim=8, prefix=2, context=20, question=3, tail=1, seed=seed
+    )
+    region, length = prefill.spans.region(4), prefill.spans.length
+    tokens = Scissorhands(history=history)(prefill, region).tokens
+    sums = reference.column_sums(prefill, region).tokens
+    for layer in range(prefill.layers):
+        for g in range(kv_heads):
+            counts = [0] * region.length
+            for head in range(g * group, (g + 1) * group):
+                for u in range(max(0, length - history), length):
+                    row = reference.attention_probability(prefill, layer, head, u)
+                    for t in range(region.start, min(region.end, u + 1)):
+                        counts[t - region.start] += row[t] >= 1 / (u + 1)
+            want = sorted(
+                range(region.length), key=lambda t: (-counts[t], -float(sums[layer, g, t]), t)
+            )
+            assert tokens[layer, g].sort(descending=True).indices.tolist() == want
+    torch.testing.assert_close(tokens.sum(-1), torch.ones(prefill.layers, kv_heads))
+
+
+def test_needs_every_query(without_context_queries):
+    assert Scissorhands().needs().context_queries
+    with pytest.raises(MissingCaptureError, match="not captured"):
+        Scissorhands()(without_context_queries(synthetic_prefill(context=60)), Region(4, 40))
+
+
+def test_bad_fields():
+    with pytest.raises(ConfigError, match="400"):
+        SCORERS.build("scissorhands", history=0)
