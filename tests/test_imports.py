@@ -12,10 +12,11 @@ PACKAGE = Path(__file__).parents[1] / "gracekv"
 # Every folder may use what stands for everyone, and itself.
 COMMON = {"gracekv.errors", "gracekv.gemm", "gracekv.registry", "gracekv.rope"}
 KNOWS = {
+    "kernels": set(),
     "prefill": set(),
     "segment": {"gracekv.prefill"},
     "value": {"gracekv.prefill"},
-    "tree": {"gracekv.prefill", "gracekv.segment", "gracekv.value"},
+    "tree": {"gracekv.kernels", "gracekv.prefill", "gracekv.segment", "gracekv.value"},
     "allocate": {"gracekv.tree.base"},
     # The packer reads the nodes and merges their tokens by the trees' own rule.
     "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"}
@@ -35,7 +36,7 @@ KNOWS = {
         "gracekv.recipes",
     },
 }
-HEAVY = {"transformers", "triton", "matplotlib", "accelerate"}
+HEAVY = {"numba", "transformers", "triton", "matplotlib", "accelerate"}
 
 
 def imported(path: Path) -> set[str]:

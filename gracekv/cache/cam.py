@@ -15,7 +15,7 @@ from torch.nn import functional
 from gracekv.allocate.base import Frontier
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.evict import best_tokens, gather_tokens
-from gracekv.cache.layout import layer_layout
+from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Prefill
 from gracekv.tree.merge import PrototypeRule
@@ -93,16 +93,15 @@ class CamPacker(Packer):
                 "columns=gracekv.value.attention.all_column_sums(prefill). A Pipeline does so."
             )
         layers = tuple(
-            self._layer(prefill, frontier, tokens[layer], columns[layer], layer)
-            for layer in range(prefill.layers)
+            self._layer(prefill, layout, tokens[layer], columns[layer], layer)
+            for layer, layout in enumerate(layer_layouts(prefill, frontier))
         )
         return RaggedCache(layers, length=prefill.spans.length - 1)
 
     def _layer(
-        self, prefill: Prefill, frontier: Frontier, worth: Tensor, columns: Tensor, layer: int
+        self, prefill: Prefill, layout: LayerLayout, worth: Tensor, columns: Tensor, layer: int
     ) -> RaggedLayer:
         spans, device = prefill.spans, prefill.keys[layer].device
-        layout = layer_layout(prefill, frontier, layer)
         positions = best_tokens(layout, worth)
         packed = gather_tokens(prefill, layer, layout, positions)
 

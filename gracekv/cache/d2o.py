@@ -14,7 +14,7 @@ from torch.nn import functional
 from gracekv.allocate.base import Frontier
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.evict import best_tokens, gather_tokens
-from gracekv.cache.layout import layer_layout
+from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.errors import ConfigError
 from gracekv.prefill import Prefill
 from gracekv.tree.merge import PrototypeRule
@@ -74,15 +74,15 @@ class D2OPacker(Packer):
         columns: Tensor | None = None,
     ) -> RaggedCache:
         layers = tuple(
-            self._layer(prefill, frontier, tokens[layer], layer) for layer in range(prefill.layers)
+            self._layer(prefill, layout, tokens[layer], layer)
+            for layer, layout in enumerate(layer_layouts(prefill, frontier))
         )
         return RaggedCache(layers, length=prefill.spans.length - 1)
 
     def _layer(
-        self, prefill: Prefill, frontier: Frontier, worth: Tensor, layer: int
+        self, prefill: Prefill, layout: LayerLayout, worth: Tensor, layer: int
     ) -> RaggedLayer:
         spans, heads = prefill.spans, prefill.kv_heads
-        layout = layer_layout(prefill, frontier, layer)
         positions = best_tokens(layout, worth)
         packed = gather_tokens(prefill, layer, layout, positions)
         if self.merge == "none":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import Frontier
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
-from gracekv.cache.layout import LayerLayout, layer_layout
+from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.prefill import Prefill
 from gracekv.tree.merge import PrototypeRule
 
@@ -36,8 +36,7 @@ class EvictPacker(Packer):
         columns: Tensor | None = None,
     ) -> RaggedCache:
         layers = []
-        for layer in range(prefill.layers):
-            layout = layer_layout(prefill, frontier, layer)
+        for layer, layout in enumerate(layer_layouts(prefill, frontier)):
             layers.append(gather_tokens(prefill, layer, layout, best_tokens(layout, tokens[layer])))
         return RaggedCache(tuple(layers), length=prefill.spans.length - 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,16 +31,27 @@ class LayerLayout:
     origin: int
 
 
-def layer_layout(prefill: Prefill, frontier: Frontier, layer: int) -> LayerLayout:
-    """Layout of `layer`; nodes that are kept token by token become one entry a token.
+def layer_layouts(prefill: Prefill, frontier: Frontier) -> Iterator[LayerLayout]:
+    """Layouts of all layers; nodes that are kept token by token become one entry a token.
 
     The last prompt token is left out: decoding feeds it again.
     """
+    node = torch.nonzero(frontier.kept).flatten()
+    layer = frontier.forest.head_of_node()[node] // prefill.kv_heads
+    counts = torch.bincount(layer, minlength=prefill.layers).tolist()
+    mine = node[layer.argsort(stable=True)].split(counts)
+    region = _region(frontier)
+    for layer_index, nodes in enumerate(mine):
+        yield _layout(prefill, frontier, layer_index, nodes, region)
+
+
+def _layout(
+    prefill: Prefill, frontier: Frontier, layer: int, mine: Tensor, region: tuple[int, int]
+) -> LayerLayout:
+    """Layout of `layer`, whose kept nodes are `mine` (int64 [V])."""
     forest, spans, heads = frontier.forest, prefill.spans, prefill.kv_heads
     device = prefill.keys[layer].device
-    head_of_node = forest.head_of_node()
-    mine = frontier.kept & (head_of_node // heads == layer)
-    head = (head_of_node[mine] % heads).to(device)
+    head = (forest.tree[mine] // forest.slots % heads).to(device)
     start, end = forest.start[mine].to(device), forest.end[mine].to(device)
     exact = (forest.entries[mine] > 1).to(device)
 
@@ -54,7 +66,7 @@ def layer_layout(prefill: Prefill, frontier: Frontier, layer: int) -> LayerLayou
     head, first, last = head[first < last], first[first < last], last[first < last]
 
     # What is never compressed: everything outside the region, the same in every head.
-    origin, stop = _region(frontier)
+    origin, stop = region
     fixed = torch.cat(
         [
             torch.arange(0, origin, device=device),

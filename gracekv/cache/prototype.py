@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import Frontier
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
-from gracekv.cache.layout import LayerLayout, layer_layout
+from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.prefill import Prefill
 from gracekv.tree.merge import PrototypeRule, merge
 
@@ -33,8 +33,8 @@ class PrototypePacker(Packer):
         columns: Tensor | None = None,
     ) -> RaggedCache:
         layers = tuple(
-            self._layer(prefill, layer_layout(prefill, frontier, layer), layer, tokens, rule)
-            for layer in range(prefill.layers)
+            self._layer(prefill, layout, layer, tokens, rule)
+            for layer, layout in enumerate(layer_layouts(prefill, frontier))
         )
         return RaggedCache(layers, length=prefill.spans.length - 1)
 

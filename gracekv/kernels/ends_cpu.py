@@ -14,7 +14,7 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
 _MAX_EXPONENT = np.float32(20.0)
 _LOG2_E = np.float32(1.4426950408889634)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,8 @@ class CompiledJudge(Judge):
     ) -> None:
         from gracekv.kernels.ends_cpu import node_ends
 
-        self._kernel, self._items = node_ends, items
+        self._kernel: Any = node_ends
+        self._items = items
         tensors = (
             probed.exponentials,
             probed.mass,

@@ -251,7 +251,8 @@ class PrototypeJudge(Judge):
                 block = slice(at, at := at + size)
                 flat = linear(features[block].flatten(0, 1), readers[u])
                 z_tilde[block] = flat.unflatten(0, (size, width))
-        return z_tilde.clamp_(max=_MAX_EXPONENT).exp_()
+        z_tilde = z_tilde.clamp_(max=_MAX_EXPONENT)
+        return z_tilde.exp_()
 
     def _aggregates(self, rows: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """|M|^2 [R, w, P], -2 M.v~ [R, w, P] and |v~|^2 [R, w]."""

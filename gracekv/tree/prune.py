@@ -19,6 +19,7 @@ after all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,21 +41,21 @@ class Pruner:
 
     def __init__(self, budget: int | None = None, samples: bool = True) -> None:
         self.cut = 0.0
-        self._budget = budget
-        self._limit = float(budget or 0)
-        self._samples = samples
+        self._budget = math.inf if budget is None else float(budget)
+        self._limit = self._budget
+        self._samples = samples and budget is not None
         self._guess = 0.0
         self._known = _Known()
 
     @contextmanager
     def part(self, share: float) -> Iterator[None]:
         """While the part of the trees that is `share` of all grows."""
-        first = self._samples and self._budget is not None and share < 1
+        first = self._samples and share < 1
         if first:
             self._limit = min(_SLACK * share, 1.0) * self._budget
         yield
         if first:
-            self._samples, self._limit = False, float(self._budget)
+            self._samples, self._limit = False, self._budget
             self._guess = self.cut
 
     def see(self, keys: Tensor, costs: Tensor) -> None:
@@ -62,7 +63,7 @@ class Pruner:
 
         The cut is raised once enough came that a sort pays.
         """
-        if self._budget is None:
+        if self._budget == math.inf:
             return
         relevant = keys > self.cut
         self._known.add(keys[relevant].cpu(), costs[relevant].cpu())
@@ -93,7 +94,7 @@ class _Known:
         keys, costs = torch.cat(self._keys), torch.cat(self._costs)
         keys, order = keys.sort(descending=True)
         costs = costs[order]
-        over = int(torch.searchsorted(costs.cumsum(0).double(), float(budget), right=True))
+        over = int(torch.searchsorted(costs.cumsum(0).double(), budget, right=True))
         cut = 0.0
         if over < len(keys):
             cut = float(keys[over])
