@@ -223,7 +223,7 @@ class PrototypeJudge(Judge):
         """[R, w, ...]: rows [R, w] of `source`, in scratch memory."""
         out = self.space.take(rows.numel(), source.shape[1])
         torch.index_select(source, 0, rows.flatten(), out=out)
-        return out.unflatten(0, rows.shape)
+        return out.view(*rows.shape, source.shape[1])
 
     def _prototype_mass(self, rows: Tensor, middle: Tensor, head: Tensor) -> Tensor:
         """Z~ [R, w, P] = exp(scale q.k~ + log m - max); the last two ride as extra features."""
@@ -241,7 +241,7 @@ class PrototypeJudge(Judge):
         ones = torch.ones_like(probed.top)[..., None]
         readers = torch.cat([probed.queries, ones, -probed.top[..., None]], dim=-1)
         if rows.device.type == "cuda":
-            z_tilde = torch.bmm(features, readers[head].mT)
+            z_tilde: Tensor = torch.bmm(features, readers[head].mT)
         else:
             # One product per head: a CPU multiplies tall matrices faster than many small ones.
             z_tilde = self.space.take(sequences, width, probes)
@@ -251,8 +251,7 @@ class PrototypeJudge(Judge):
                 block = slice(at, at := at + size)
                 flat = linear(features[block].flatten(0, 1), readers[u])
                 z_tilde[block] = flat.unflatten(0, (size, width))
-        z_tilde = z_tilde.clamp_(max=_MAX_EXPONENT)
-        return z_tilde.exp_()
+        return z_tilde.clamp_(max=_MAX_EXPONENT).exp_()
 
     def _aggregates(self, rows: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """|M|^2 [R, w, P], -2 M.v~ [R, w, P] and |v~|^2 [R, w]."""
