@@ -48,7 +48,7 @@ def before_forward(
             kwargs["position_ids"] = positions = positions[..., -fed:]
     if not any(cache.padding):
         if flat is not None:
-            _check_hidden(flat, cache.packed_mask(1, flat.device))
+            _check_hidden(flat, flat.new_ones(1, cache.packed_length, dtype=torch.bool))
         return (), kwargs
     seen = cache.packed_mask(rows, kwargs[name].device)
     if mask is None:

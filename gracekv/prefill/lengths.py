@@ -102,13 +102,12 @@ def check_prompt_length(model: Any, length: int) -> None:
         )
 
 
-def check_continuation(model: Any, lengths: int | Sequence[int], new_tokens: int) -> None:
+def check_continuation(model: Any, lengths: Sequence[int], new_tokens: int) -> None:
     """Check that `new_tokens` may follow the cached prompts of these `lengths`, as one batch.
 
     Raises `CacheError` if they pass `longest_sequence`, or if the prompts lie on both sides of the
     `switch_point`: a batch rotates by its longest row, and counts padding.
     """
-    lengths = [lengths] if isinstance(lengths, int) else lengths
     name, longest, switch = type(model).__name__, max(lengths), switch_point(model)
     if switch is not None and min(lengths) <= switch < longest:
         raise CacheError(
