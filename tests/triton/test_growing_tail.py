@@ -100,7 +100,7 @@ def test_a_length_that_does_not_fit_the_batch_is_refused():
 
 @pytest.mark.parametrize("parts", ["both", "packed", "tail"])
 def test_operator_keeps_torch_contract(parts):
-    problem = attention_problem(4, [20, 3], group=2, batch=2, tail=4)
+    problem = attention_problem(4, [20, 3], group=2, batch=2, tokens=2, tail=4)
     work = BACKEND.prepare(problem.layer).plan.lists[0]
     layer = problem.layer
     packed = (
