@@ -69,7 +69,11 @@ def make_plan(
     known = latest(list(rows))
     hashes = {row["sample"]: row["prompt_hash"] for row in rows if "prompt_hash" in row}
     name, dtype = experiment.model, experiment.dtype
-    units, seen, done, failed, number = [], set(), 0, 0, 0
+    # Panels that ask the same sample under the same settings share its prefill.
+    samples: dict[str, int] = {}
+    units: dict[str, tuple[int, Unit]] = {}
+    seen: set[str] = set()
+    done = failed = 0
     for panel in experiment.panels:
         cells = panel.cells()
         for task in panel.all_tasks():
@@ -79,9 +83,9 @@ def make_plan(
                 loaded = worker()
                 room = loaded.room(panel, task)
                 indices = task.fitting(panel.samples, sources, loaded.tokenizer, room)
-            for index in indices:
-                number += 1
-                if not owns(number - 1):
+            for rank, index in enumerate(indices):
+                sample = sample_key(name, dtype, panel, task, index)
+                if not owns(samples.setdefault(sample, len(samples))):
                     continue
                 missing = []
                 for cell in cells:
@@ -96,6 +100,10 @@ def make_plan(
                     done += 1
                     failed += before.get("error") is not None
                 if missing:
-                    before_hash = hashes.get(sample_key(name, dtype, panel, task, index))
-                    units.append(Unit(panel, task, index, tuple(missing), before_hash))
-    return Plan(tuple(units), done, failed)
+                    earlier = units[sample][1].cells if sample in units else ()
+                    cells_of_sample = (*earlier, *missing)
+                    unit = Unit(panel, task, index, cells_of_sample, hashes.get(sample))
+                    units[sample] = (rank, unit)
+    # Every task's first sample before any task's second: a run that is cut short is balanced.
+    ordered = sorted(units.values(), key=lambda pair: pair[0])
+    return Plan(tuple(unit for _, unit in ordered), done, failed)

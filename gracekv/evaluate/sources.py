@@ -32,15 +32,13 @@ class Sources:
     with gracekv, repeated; LongBench then comes from the hub.
 
     Args:
-        folder: the folder, or None.
-        hub: whether LongBench may be downloaded.
+        folder: the folder, or None. Raises `TaskError` if it does not exist.
     """
 
-    def __init__(self, folder: Path | None = None, *, hub: bool = True) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         if folder is not None and not folder.is_dir():
             raise TaskError(f"The data folder {folder} does not exist. Give an existing one.")
         self.folder = folder
-        self.hub = hub
         self._digests: dict[str, str] = {}
         self._questions: dict[str, tuple[list[Question], list[str]]] = {}
         self._records: dict[str, list[dict[str, Any]]] = {}
@@ -110,11 +108,6 @@ class Sources:
         return self._digests[part]
 
     def _download(self, name: str) -> bytes:
-        if not self.hub:
-            raise TaskError(
-                f"LongBench's {name} is not under {self.folder}. Put it there as "
-                f"longbench/{name}.jsonl, or allow the download from the hub."
-            )
         if importlib.util.find_spec("huggingface_hub") is None:
             raise MissingDependencyError(
                 "Downloading LongBench needs 'huggingface_hub'. Install it with: "

@@ -1,5 +1,8 @@
 """From samples to ids: nothing lost, one BOS, and truncation of the context alone."""
 
+import json
+import zipfile
+
 import pytest
 import torch
 from hypothesis import given
@@ -100,3 +103,29 @@ def test_suites_hold_known_tasks_only():
     assert expand(["retrieval", "ruler:niah_multikey_1"]) == list(SUITES["retrieval"])
     with pytest.raises(TaskError, match="Did you mean 'retrieval'"):
         expand(["retreival"])
+
+
+def test_longbench_comes_from_the_hubs_archive_if_it_is_not_here(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    archive = tmp_path / "data.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("data/qasper.jsonl", json.dumps({"input": "q", "answers": ["a"]}) + "\n")
+    asked = []
+
+    def download(*args, **options):
+        asked.append((args, options))
+        return str(archive)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    sources = Sources(tmp_path)
+    assert sources.longbench("qasper") == [{"input": "q", "answers": ["a"]}]
+    assert asked == [(("THUDM/LongBench", "data.zip"), {"repo_type": "dataset"})]
+    assert sources.digest("longbench:qasper").startswith("THUDM/LongBench/qasper.jsonl ")
+    with pytest.raises(TaskError, match=r"longbench/trec\.jsonl and give the folder"):
+        sources.longbench("trec")
+
+
+def test_a_data_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(TaskError, match="does not exist"):
+        Sources(tmp_path / "none")
