@@ -143,12 +143,34 @@ def node_ends(
             for i in range(dim):
                 columns[i, t] = values[base_row + t, i]
         for t in range(n):
-            for s in range(n):
+            for s in range(t + 1):
                 gram[t, s] = zero
-            for i in range(dim):
+            i = 0
+            while i + 8 <= dim:
+                r = base_row + t
+                x0, x1, x2, x3 = values[r, i], values[r, i + 1], values[r, i + 2], values[r, i + 3]
+                i += 4
+                x4, x5, x6, x7 = values[r, i], values[r, i + 1], values[r, i + 2], values[r, i + 3]
+                i -= 4
+                for s in range(t + 1):
+                    gram[t, s] += (
+                        x0 * columns[i, s]
+                        + x1 * columns[i + 1, s]
+                        + x2 * columns[i + 2, s]
+                        + x3 * columns[i + 3, s]
+                        + x4 * columns[i + 4, s]
+                        + x5 * columns[i + 5, s]
+                        + x6 * columns[i + 6, s]
+                        + x7 * columns[i + 7, s]
+                    )
+                i += 8
+            while i < dim:
                 x = values[base_row + t, i]
-                for s in range(n):
+                for s in range(t + 1):
                     gram[t, s] += x * columns[i, s]
+                i += 1
+            for s in range(t):
+                gram[s, t] = gram[t, s]
 
         hidden = before[end]
         total_mass = zero
@@ -245,13 +267,23 @@ def node_ends(
                 for q in range(probes):
                     z_tilde[q] = log_m - top[u, q]
                 i = 0
-                while i + 4 <= dim:
+                while i + 8 <= dim:
                     k0, k1, k2, k3 = rotated[i], rotated[i + 1], rotated[i + 2], rotated[i + 3]
-                    for q in range(probes):
-                        r0, r1 = readers[u, i, q], readers[u, i + 1, q]
-                        r2, r3 = readers[u, i + 2, q], readers[u, i + 3, q]
-                        z_tilde[q] += k0 * r0 + k1 * r1 + k2 * r2 + k3 * r3
                     i += 4
+                    k4, k5, k6, k7 = rotated[i], rotated[i + 1], rotated[i + 2], rotated[i + 3]
+                    i -= 4
+                    for q in range(probes):
+                        z_tilde[q] += (
+                            k0 * readers[u, i, q]
+                            + k1 * readers[u, i + 1, q]
+                            + k2 * readers[u, i + 2, q]
+                            + k3 * readers[u, i + 3, q]
+                            + k4 * readers[u, i + 4, q]
+                            + k5 * readers[u, i + 5, q]
+                            + k6 * readers[u, i + 6, q]
+                            + k7 * readers[u, i + 7, q]
+                        )
+                    i += 8
                 while i < dim:
                     for q in range(probes):
                         z_tilde[q] += rotated[i] * readers[u, i, q]

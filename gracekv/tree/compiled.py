@@ -17,8 +17,8 @@ from gracekv.tree.probed import ProbedHeads
 if TYPE_CHECKING:
     from gracekv.tree.prototype import Prototype
 
-# Nodes that one thread takes at a time: enough to hide the call, few enough to share the work.
-_BLOCK = 256
+# Tokens that one thread takes at a time: enough to hide the call, few enough to share the work.
+_BLOCK = 1 << 12
 
 
 class CompiledJudge(Judge):
@@ -78,13 +78,15 @@ class CompiledJudge(Judge):
         head, length = self._items.head(nodes.item).numpy(), nodes.length.numpy()
         out = [x.numpy() for x in outputs]
 
+        size = max(1, _BLOCK // int(nodes.length.max()))
+
         def run(at: int) -> None:
-            block = slice(at, at + _BLOCK)
+            block = slice(at, at + size)
             self._kernel(
                 head[block], first[block], length[block], *self._fixed, *(x[block] for x in out)
             )
 
-        blocks, threads = range(0, len(head), _BLOCK), torch.get_num_threads()
+        blocks, threads = range(0, len(head), size), torch.get_num_threads()
         if threads == 1 or len(blocks) == 1:
             for at in blocks:
                 run(at)

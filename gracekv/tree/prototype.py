@@ -113,12 +113,15 @@ class Prototype(Distortion):
         )
         probed = ProbedHeads.of(context, layers, probes)
         rope = context.prefill.rope
-        if self._compiles(probed.values.device):
+        if self._compiles(probed.values):
             return CompiledJudge(self, probed, items, rope, context.rule)
         return PrototypeJudge(self, probed, items, rope, context.rule, space)
 
-    def _compiles(self, device: torch.device) -> bool:
-        found = device.type == "cpu" and importlib.util.find_spec("numba") is not None
+    def _compiles(self, values: Tensor) -> bool:
+        device = values.device
+        # A subclass (traced, sharded ...) need not have memory that a kernel could read.
+        found = device.type == "cpu" and type(values) is Tensor
+        found = found and importlib.util.find_spec("numba") is not None
         if self.engine == "compiled" and not found:
             raise BackendUnavailableError(
                 f"The compiled distortion needs a cache on a CPU, and numba; the cache lies on "

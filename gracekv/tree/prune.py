@@ -28,7 +28,7 @@ from torch import Tensor
 
 # How much more than its share the first part may spend. Parts differ by a few percent on real
 # captures; a guess that is too high costs growing everything again, one too low a few nodes more.
-_SLACK = 1.25
+_SLACK = 1.15
 
 
 class Pruner:
