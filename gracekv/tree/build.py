@@ -18,7 +18,7 @@ from gracekv.tree.refine import Refiner
 from gracekv.tree.workspace import Workspace
 
 # Layers whose gathered tokens fit this grow together: few large steps instead of many small ones.
-_GROUP_BYTES = 2**26
+_GROUP_BYTES = 2**25
 
 
 def build_forest(
