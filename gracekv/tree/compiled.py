@@ -51,8 +51,9 @@ class CompiledJudge(Judge):
             probed.inverse_total,
             probed.seeing,
             probed.before,
-            rope.cos,
-            rope.sin,
+            # The table of a sharded model lies with its first layer.
+            rope.cos.to(probed.values.device),
+            rope.sin.to(probed.values.device),
         )
         self._fixed = (
             *(x.contiguous().numpy() for x in tensors),
