@@ -113,6 +113,10 @@ def test_prompts_of_one_length_need_no_padding(model):
     tokens = batch.generate_ids(8)
     for row, prompt in zip(tokens, prompts, strict=True):
         assert torch.equal(row, gracekv.compress(model, prompt, ratio=3).generate_ids(8)[0])
+    with torch.no_grad():  # `generate` drops a mask of ones; a caller's own must be welcome.
+        masked = model(**batch.inputs, past_key_values=batch.cache).logits
+        bare = model(batch.inputs["input_ids"][:, -1:], past_key_values=batch.cache).logits
+    assert torch.equal(masked, bare)
 
 
 def test_a_mask_that_hides_nothing_says_nothing(model):
