@@ -17,7 +17,9 @@ import platform
 import re
 import statistics
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -30,8 +32,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from gracekv import Budget, Pipeline, Prefill, Prompt
 from gracekv.allocate import GreedyHeap
+from gracekv.gemm import linear
 from gracekv.prefill import PromptSpans, depth_layers
 from gracekv.rope import Rope
+from gracekv.tree import Nodes
+from gracekv.tree.compiled import CompiledJudge
+from gracekv.tree.prototype import PrototypeJudge
 
 STAGES = ("surprisal", "projections", "segment", "value", "tree", "allocate", "pack")
 PREFIX, SUFFIX = 16, 48
@@ -141,6 +147,52 @@ def differing(pipeline: Pipeline, prefill: Prefill, budget: Budget) -> int:
     return len(sets[1] - sets[0])
 
 
+@dataclass
+class Judged:
+    """What the trees' distortion was asked for: multiply-adds that no way of asking can avoid."""
+
+    tokens: int = 0
+    products: float = 0.0
+
+    @contextmanager
+    def counting(self, probes: int, dim: int) -> Iterator[None]:
+        """Count what every judge is asked meanwhile."""
+        kinds = [CompiledJudge, PrototypeJudge]
+        before = [kind.__call__ for kind in kinds]
+
+        def wrap(call: Any) -> Any:
+            def counted(judge: Any, nodes: Nodes) -> Any:
+                n = nodes.length.double()
+                self.tokens += int(n.sum())
+                # Both directions: logits of prototypes, cross terms of M, M.v~; and the Gram.
+                pairs = 2 * n * probes * dim + 2 * n * n * probes + n * n * dim / 2
+                self.products += float(pairs.sum())
+                return call(judge, nodes)
+
+            return counted
+
+        for kind, call in zip(kinds, before, strict=True):
+            kind.__call__ = wrap(call)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for kind, call in zip(kinds, before, strict=True):
+                kind.__call__ = call  # type: ignore[method-assign]
+
+
+def products_per_second(device: str) -> float:
+    """Multiply-adds of a large float32 matrix product, the best of five."""
+    x, w = (torch.randn(n, 1024, device=device) for n in (2048, 8192))
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        linear(x, w)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return float(2048 * 8192 * 1024 / min(times[1:]))
+
+
 def operations(pipeline: Pipeline, prefill: Prefill, budget: Budget, device: str) -> str:
     """Which torch operation takes what, as text."""
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
@@ -171,6 +223,12 @@ def on_cpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
         extra = resident.peak() - before
         wrong = differing(pipeline, prefill, budget)
         detail = operations(pipeline, prefill, budget, "cpu")
+        judged, probes = Judged(), 64
+        with judged.counting(probes, prefill.head_dim):
+            pipeline.run(prefill, budget)
+        rate = products_per_second("cpu")
+        head = model.get_output_embeddings().weight
+        floor = (judged.products + length * head.numel()) / rate
         rows: list[dict[str, float]] = []
         for _ in range(args.repeats):
             prefill = capture(model, prompt, pipeline.needs())
@@ -197,6 +255,8 @@ def on_cpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
                 f"{extra:,.0f}",
                 f"{100 * extra / captured:.0f}%",
                 f"{wrong}",
+                f"{judged.tokens:,}",
+                f"{floor:.2f}",
             ],
             detail,
         )
@@ -219,6 +279,10 @@ def on_gpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
         peak = torch.cuda.max_memory_allocated() if measured else 0
         middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         detail = operations(pipeline, prefill, budget, device.type)
+        judged = Judged()
+        with judged.counting(64, prefill.head_dim):
+            pipeline.run(prefill, budget)
+        floor = judged.products / products_per_second(device.type)
         assert run.partition is not None
         assert run.forest is not None
         yield (
@@ -235,6 +299,8 @@ def on_gpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
                 f"{(peak - before) / MIB:,.0f}",
                 f"{100 * (peak - before) / max(before, 1):.0f}%",
                 "-",
+                f"{judged.tokens:,}",
+                f"{floor:.3f}",
             ],
             detail,
         )
@@ -243,7 +309,8 @@ def on_gpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
 
 COLUMNS = (
     "tokens", "prefill s", *(f"{stage} s" for stage in STAGES), "construction s", "of prefill",
-    "slots", "nodes", "prefill peak MiB", "extra MiB", "extra", "differ",
+    "slots", "nodes", "prefill peak MiB", "extra MiB", "extra", "differ", "tokens judged",
+    "floor s",
 )  # fmt: skip
 
 
@@ -271,6 +338,8 @@ def header(args: argparse.Namespace, pipeline: Pipeline) -> list[str]:
         "(resident memory without what Python and its libraries took before; on a GPU allocated "
         "memory, without a model). Extra: how much higher construction goes, the packed cache "
         "included. Differ: kept nodes of the reference allocator that the fast one did not keep.",
+        "Floor: the multiply-adds of the logits (on a CPU) and of the tokens judged by the trees' "
+        "distortion, at the speed of a large float32 product measured in the same run.",
     ]
 
 

@@ -13,12 +13,14 @@ from gracekv.tree.context import TreeContext
 from gracekv.tree.distortion import Distortion
 from gracekv.tree.grow import Level, grow
 from gracekv.tree.items import Items
+from gracekv.tree.memory import scratch_bytes
 from gracekv.tree.prune import Pruner
 from gracekv.tree.refine import Refiner
 from gracekv.tree.workspace import Workspace
 
 # Layers whose gathered tokens fit this grow together: few large steps instead of many small ones.
-_GROUP_BYTES = 2**25
+# None: as much as `scratch_bytes` says.
+_GROUP_BYTES: int | None = None
 
 
 def build_forest(
@@ -55,7 +57,7 @@ def _grow(
     spaces: dict[torch.device, Workspace] = {}
     trees = prefill.layers * prefill.kv_heads * slots
     drop = torch.zeros(trees, dtype=torch.float64, device=device)
-    for layers in context.layer_groups(_GROUP_BYTES):
+    for layers in context.layer_groups(_GROUP_BYTES or scratch_bytes(device)):
         where = prefill.keys[layers[0]].device
         items = Items.of(context, layers)
         space = spaces.setdefault(where, Workspace(where))

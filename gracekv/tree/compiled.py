@@ -71,7 +71,8 @@ class CompiledJudge(Judge):
         sides, mass, drop = (
             torch.zeros(2, count, width), torch.zeros(count, width), torch.empty(count),
         )  # fmt: skip
-        self._fill(nodes, (sides[0], sides[1], mass, drop))
+        with torch.profiler.record_function("node_ends (compiled)"):
+            self._fill(nodes, (sides[0], sides[1], mass, drop))
         return NodeEnds(sides, mass, drop)
 
     def _fill(self, nodes: Nodes, outputs: tuple[Tensor, ...]) -> None:
