@@ -16,7 +16,6 @@ from gracekv.cache import Accounting, Timings
 from gracekv.evaluate.experiment import Cell, Panel
 from gracekv.evaluate.store import Row
 from gracekv.evaluate.tasks import Task
-from gracekv.pipeline import Pipeline
 from gracekv.prefill import PromptSpans
 
 _PACKAGES = ("torch", "transformers", "numpy")
@@ -60,24 +59,13 @@ def who(model: str, dtype: str, panel: Panel, task: Task, index: int, cell: Cell
     }
 
 
-def costs(
-    pipeline: Pipeline, kept: Accounting, timings: Timings, spans: PromptSpans
-) -> dict[str, Any]:
-    """Entries, bytes and seconds of one compression.
-
-    `construction_seconds` holds the pipeline's stages and those parts of the shared capture that
-    this pipeline needs, not those that others asked for.
-    """
-    seconds = dict(timings.as_dict())
-    needs = pipeline.needs()
-    shared = {"prefill": False, "surprisal": needs.surprisal, "projections": needs.head_outputs}
-    own = sum(spent for stage, spent in seconds.items() if shared.get(stage, True))
-    full = kept.entries.numel() * spans.context_length
+def costs(kept: Accounting, timings: Timings, spans: PromptSpans) -> dict[str, Any]:
+    """Entries, bytes and seconds of one compression."""
     return {
         "entries": {
             "budget": kept.budget,
             "spent": kept.spent,
-            "full": full,
+            "full": kept.entries.numel() * spans.context_length,
             "floor": kept.floor_spent,
             "recent_per_head": kept.recent,
         },
@@ -87,9 +75,9 @@ def costs(
             "backend": kept.backend_bytes,
             "full_kv": kept.full_bytes,
         },
-        "prefill_seconds": seconds["prefill"],
-        "construction_seconds": own,
-        "stage_seconds": seconds,
+        "prefill_seconds": timings.prefill,
+        "construction_seconds": timings.construction,
+        "stage_seconds": dict(timings.as_dict()),
         "certified_ratio": kept.certified_ratio,
     }
 

@@ -146,8 +146,7 @@ class Worker:
         result = compress_prefill(
             self.model, shared.compressed, shared.prefill, pipeline=pipeline, **cell.options()
         )
-        timings = result.timings
-        measured = costs(pipeline, result.accounting, timings, prompt.spans)
+        measured = costs(result.accounting, result.timings, prompt.spans)
         if shared.full is not None:
             answer = shared.rendered.answer_ids
             forced = force(self.model, prompt.ids, answer, result.cache)
