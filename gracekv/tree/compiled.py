@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from gracekv.tree.prototype import Prototype
 
 # Tokens that one thread takes at a time: enough to hide the call, few enough to share the work.
-_BLOCK = 1 << 12
+_BLOCK = 1 << 10
 
 
 class CompiledJudge(Judge):
@@ -94,5 +96,13 @@ class CompiledJudge(Judge):
                 run(at)
             return
         # The kernel lets go of Python's lock, and nodes do not depend on one another.
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(run, blocks))
+        list(_pool(os.getpid(), threads).map(run, blocks))
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """The threads of this process, kept; a forked one has none of its parent's.
+
+    Starting them at every call would cost as much as a small call, and memory for each.
+    """
+    return ThreadPoolExecutor(threads, thread_name_prefix="gracekv")

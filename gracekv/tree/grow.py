@@ -37,7 +37,7 @@ class Level:
 
 
 # Numbers in a grid below which another call costs more than padding.
-_FEW = 1 << 15
+_FEW = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +128,7 @@ def grow(
 
 
 def _by_length(length: Tensor) -> list[Tensor]:
-    """Rows of similar length, ascending, half an octave a group; all at once if they are few.
+    """Rows of similar length, ascending, an octave a group; all at once if they are few.
 
     Grids are as wide as the longest node; one long node must not widen many rows.
     """
@@ -136,7 +136,7 @@ def _by_length(length: Tensor) -> list[Tensor]:
         return []
     if len(length) * int(length.max()) < _FEW:
         return [torch.arange(len(length), device=length.device)]
-    size = torch.ceil(2 * torch.log2(length.float())).long()
+    size = torch.ceil(torch.log2(length.float())).long()
     counts = torch.bincount(size)
     return list(size.argsort(stable=True).split(counts[counts > 0].tolist()))
 
