@@ -7,6 +7,7 @@ continuations fold into the rows of one product per KV head: keys are read once,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -21,6 +22,9 @@ from gracekv.errors import BackendUnavailableError, ConfigError
 
 # Logits (query rows x tail entries) that the tail may hold at once; longer turns go in blocks.
 _TAIL_LOGITS = 1 << 22
+
+# rows [B, G, R, d], keys, values [B, G, S, d], bias, scale -> output and lse [B, G, R].
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 
 @final
@@ -77,19 +81,23 @@ class Sdpa(Backend):
         batch, groups, length, dim = keys.shape
         folded = query.reshape(batch, groups, -1, dim)
         bias = None if mask is None else additive_mask(mask, 1, length, query.device)
-        tail_output, tail_lse = self._attend(folded, keys, values, bias, scale)
+        attend = self._kernel(query.device)
+        tail_output, tail_lse = attend(folded, keys, values, bias, scale)
         if bias is not None:
             tail_lse = tail_lse.masked_fill((bias == -math.inf).all(dim=-1), -math.inf)
-        output, lse = self._window_parts(query, plan, scale)
+        output, lse = _window_parts(attend, query, plan, scale)
         # [B, n, G] is how the fused kernel lays its output out, so nothing is copied here.
         lse = torch.cat([lse, plan.blank_lse, tail_lse.mT.reshape(-1)])
         tail_output = tail_output.transpose(1, 2).reshape(-1, dim)
         output = torch.cat([output, plan.blank_output, tail_output])
-        weights = torch.softmax(torch.take(lse, plan.slots), dim=-1)
+        parts = torch.take(lse, plan.slots) if plan.mixing is None else lse + plan.mixing
+        weights = torch.softmax(parts, dim=-1)
         if bias is not None and not plan.complete:
             # A head without entries whose query sees nothing of the tail either.
             weights = weights.nan_to_num(nan=0.0)
-        return _mixed(weights, output, plan.slots).view(query.shape)
+        if plan.mixing is None:
+            return _mixed(weights, output, plan.slots).view(query.shape)
+        return (weights @ output.float()).to(output.dtype).view(query.shape)
 
     def packed(
         self, query: Tensor, prepared: Windows, scale: float, rows: Tensor | None = None
@@ -97,21 +105,13 @@ class Sdpa(Backend):
         plan = prepared.plan(query.shape[:3], rows)
         if plan is None:
             return self._head_by_head(query, prepared.layer, scale, rows)
-        output, lse = self._window_parts(query, plan, scale)
+        output, lse = _window_parts(self._kernel(query.device), query, plan, scale)
         slots = plan.slots[:, 1:]
         parts = torch.take(torch.cat([lse, plan.blank_lse]), slots)
         total = torch.logsumexp(parts, dim=-1, keepdim=True)
         weights = (parts - torch.where(total == -math.inf, 0.0, total)).exp()
         output = _mixed(weights, torch.cat([output, plan.blank_output]), slots)
         return Partial(output.view(query.shape), total.view(query.shape[:3]))
-
-    def _window_parts(self, query: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:
-        """Output [C * R, d] and lse [C * R] of every window row."""
-        dim = query.shape[-1]
-        # `embedding` is an index_select that keeps the index's shape.
-        folded = torch.embedding(query.reshape(-1, dim), plan.gather)
-        output, lse = self._attend(folded, plan.keys, plan.values, plan.bias, scale)
-        return output.view(-1, dim), lse.view(-1)
 
     def _head_by_head(
         self, query: Tensor, layer: RaggedLayer, scale: float, rows: Tensor | None
@@ -195,8 +195,10 @@ class Sdpa(Backend):
             return torch.zeros_like(rows), rows.new_full(
                 rows.shape[:3], -math.inf, dtype=torch.float32
             )
-        attend = _fused if self._fused(rows.device) else _plain
-        return attend(rows, keys, values, bias, scale)
+        return self._kernel(rows.device)(rows, keys, values, bias, scale)
+
+    def _kernel(self, device: torch.device) -> Kernel:
+        return _fused if self._fused(device) else _plain
 
     def _fused(self, device: torch.device) -> bool:
         if self.kernel == "fused" and device.type != "cpu":
@@ -231,6 +233,15 @@ def _plain(
     total = weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     output = (weights / total) @ values.float()
     return output.to(rows.dtype), (top + total.log())[..., 0]
+
+
+def _window_parts(attend: Kernel, query: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [C * R, d] and lse [C * R] of every window row."""
+    dim = query.shape[-1]
+    # `embedding` is an index_select that keeps the index's shape.
+    folded = torch.embedding(query.reshape(-1, dim), plan.gather)
+    output, lse = attend(folded, plan.keys, plan.values, plan.bias, scale)
+    return output.view(-1, dim), lse.view(-1)
 
 
 def _mixed(weights: Tensor, output: Tensor, slots: Tensor) -> Tensor:

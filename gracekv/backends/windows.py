@@ -30,6 +30,8 @@ _ROW_FREE, _CALL = 7, 600
 _PER_THREAD = (1, 2, 3, 4, 6, 8, 12, 16)
 _PER_ROW = (1, 2, 3, 4)
 _SHORTEST = 64
+# Numbers of a mixing matrix up to which one product beats gathering each query's parts. Ours.
+_MIXING = 4096
 # Where the device is no CPU: how many windows to keep busy.
 _ELSEWHERE = 16
 
@@ -49,6 +51,8 @@ class Plan:
         gather: int64 [C, 1, R], index into the query's (b, h, t) of each window row.
         slots: int64 [B*H*Tq, 1 + P], where a query's partial results lie: the tail's, then those
             of its head's windows; the blank row where there are fewer.
+        mixing: float32 [B*H*Tq, partial results], 0 at a query's slots and -inf elsewhere; None
+            where that would be large.
         blank_lse: float32 [1], -inf.
         blank_output: [1, d], 0.
         complete: whether every row of the layer holds entries.
@@ -59,6 +63,7 @@ class Plan:
     bias: Tensor | None
     gather: Tensor
     slots: Tensor
+    mixing: Tensor | None
     blank_lse: Tensor
     blank_output: Tensor
     complete: bool
@@ -66,7 +71,14 @@ class Plan:
     @property
     def held_bytes(self) -> int:
         """Bytes of everything that is no view of the packed tensors."""
-        held = (self.bias, self.gather, self.slots, self.blank_lse, self.blank_output)
+        held = (
+            self.bias,
+            self.gather,
+            self.slots,
+            self.mixing,
+            self.blank_lse,
+            self.blank_output,
+        )
         return sum(t.numel() * t.element_size() for t in held if t is not None)
 
 
@@ -194,6 +206,11 @@ def _plan(
     # The tail's results come as [B, n * Tq, G].
     tail = torch.arange(query.numel()).view(batch, group * tokens, layer.heads).mT.flatten()
     tail += blank + 1
+    slots = torch.cat([tail[:, None], slots], dim=1)
+    mixing = None
+    if query.numel() * (blank + 1 + query.numel()) <= _MIXING:
+        mixing = torch.full((query.numel(), blank + 1 + query.numel()), -math.inf)
+        mixing.scatter_(1, slots, 0.0)
 
     device = layer.keys.device
     keys, values = (
@@ -205,7 +222,8 @@ def _plan(
         values=values,
         bias=_bias(layer, layout, held[served], real, per_head, wide),
         gather=gather[:, None].to(device),
-        slots=torch.cat([tail[:, None], slots], dim=1).to(device),
+        slots=slots.to(device),
+        mixing=None if mixing is None else mixing.to(device),
         blank_lse=torch.full((1,), -math.inf, device=device),
         blank_output=keys.new_zeros(1, keys.shape[-1]),
         complete=len(held) == len(lengths),

@@ -186,7 +186,8 @@ def test_held_bytes_counts_what_a_step_holds_and_nothing_else():
         assert sdpa.held_bytes(prepared) == 0
         sdpa.warm(prepared, 4)
         plan = prepared.plan((1, 4, 1), None)
-        held = [plan.bias, plan.gather, plan.slots, plan.blank_lse, plan.blank_output]
+        held = [plan.bias, plan.gather, plan.slots, plan.mixing, plan.blank_lse]
+        held.append(plan.blank_output)
         assert sdpa.held_bytes(prepared) == sum(x.numel() * x.element_size() for x in held)
         assert plan.keys.untyped_storage().data_ptr() == layer.keys.untyped_storage().data_ptr()
         assert plan.values.untyped_storage().data_ptr() == layer.values.untyped_storage().data_ptr()

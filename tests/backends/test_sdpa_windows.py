@@ -21,6 +21,7 @@ LENGTHS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 400)), min_size=1
 def _short_windows(monkeypatch):
     """So that small layers have many windows too."""
     monkeypatch.setattr(windows_module, "_SHORTEST", 2)
+    monkeypatch.setattr(windows_module, "_MIXING", windows_module._MIXING)
 
 
 @pytest.fixture(params=[1, 4])
@@ -91,8 +92,9 @@ def _step(plan):
     return plan.keys.stride(0) // plan.keys.stride(2)
 
 
+@pytest.mark.parametrize("mixing", [0, 1 << 40])
 @pytest.mark.parametrize("backend", KERNELS, ids=repr)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=LENGTHS,
@@ -107,8 +109,21 @@ def _step(plan):
     dtype=st.sampled_from(list(TOLERANCES)),
 )
 def test_equals_the_reference_backend(
-    backend, seed, lengths, group, sequences, batch, tokens, before, masked, unequal, dim, dtype
+    mixing,
+    backend,
+    seed,
+    lengths,
+    group,
+    sequences,
+    batch,
+    tokens,
+    before,
+    masked,
+    unequal,
+    dim,
+    dtype,
 ):
+    windows_module._MIXING = mixing
     rng = torch.Generator().manual_seed(seed)
     lengths = [n if (i + seed) % 3 else 0 for i, n in enumerate(lengths * sequences)]
     layer = ragged(rng, lengths, dim, dtype, sequences)
