@@ -60,7 +60,7 @@ def longest_sequence(model: Any, prompt_length: int) -> tuple[int, str] | None:
     if window is not None:
         bounds.append((window, "its layers stop seeing the first tokens (sliding window)"))
     switch = switch_point(model)
-    if switch is not None and prompt_length <= switch + 1:
+    if switch is not None and prompt_length <= switch:
         bounds.append((switch, "it changes its RoPE and transformers drops the cache"))
     return min(bounds, default=None)
 

@@ -20,6 +20,8 @@ MODELS = {
     "llama": tiny_model(),
     "mistral": tiny_model("mistral", window=3000),
     "qwen2 full": tiny_model("qwen2"),
+    # Its window is for layers from the second on.
+    "qwen2 one layer": tiny_model("qwen2", window=3000, layers=1),
     "qwen2 sliding": tiny_model("qwen2", window=3000),
     "phi3": tiny_model("phi3", positions=2048),
     "phi3 longrope": tiny_model("phi3", rope="longrope", original=2048, positions=32768),
@@ -36,6 +38,7 @@ MODELS = {
         ("llama", None, None, 4096),
         ("mistral", 3000, None, 4096),
         ("qwen2 full", None, None, 4096),
+        ("qwen2 one layer", None, None, 4096),
         ("qwen2 sliding", 3000, None, 4096),
         ("phi3", None, 2048, 2048),
         ("phi3 longrope", None, 2048, 32768),
@@ -63,7 +66,7 @@ def test_a_continuation_is_refused_exactly_where_a_fed_token_passes_the_bound(na
     model = MODELS[name]
     bounds = [lengths.sliding_window(model)]
     switch = lengths.switch_point(model)
-    if switch is not None and length <= switch + 1:
+    if switch is not None and length <= switch:
         bounds.append(switch)
     fed = length + new - 1
     if any(bound is not None and fed > bound for bound in bounds):
@@ -71,6 +74,14 @@ def test_a_continuation_is_refused_exactly_where_a_fed_token_passes_the_bound(na
             lengths.check_continuation(model, [length], new)
     else:
         lengths.check_continuation(model, [length], new)
+
+
+def test_the_switch_bounds_prompts_up_to_it():
+    phi3 = MODELS["phi3 longrope"]
+    assert lengths.longest_sequence(phi3, 2049) is None
+    lengths.check_continuation(phi3, [2048], 1)
+    with pytest.raises(CacheError, match="Generate at most 1 tokens"):
+        lengths.check_continuation(phi3, [2048], 2)
 
 
 def test_padding_makes_every_row_of_a_batch_as_long_as_the_longest():
