@@ -116,7 +116,8 @@ def test_missing_data_are_found_before_anything_runs(experiment, tiny, tmp_path)
 
 def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path):
     parts = [run(experiment, tmp_path / "all", shard=Shard(i, 3), **tiny) for i in range(3)]
-    assert sum(part.written for part in parts) == CELLS
+    assert [part.written for part in parts] == [CELLS // 2, CELLS // 4, CELLS // 4]
+    assert not any(part.failed for part in parts)
     assert len(list((tmp_path / "all").glob("rows-*of3.jsonl"))) == 3
     run(experiment, tmp_path / "one", **tiny)
 
@@ -129,11 +130,20 @@ def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path):
     assert results(tmp_path / "all") == results(tmp_path / "one")
 
 
-def test_query_agnostic_compression_does_not_see_the_question(experiment, tiny, tmp_path):
+def test_query_agnostic_compression_does_not_see_the_question(
+    experiment, tiny, tmp_path, monkeypatch
+):
+    from gracekv.evaluate import worker
+
+    seen = []
+    real = worker.capture
+    monkeypatch.setattr(worker, "capture", lambda *a: seen.append(a[1]) or real(*a))
     panel = replace(experiment.panels[0], protocol="query_agnostic", methods=("fullkv", "gracekv"))
     run(replace(experiment, panels=(panel,)), tmp_path, **tiny)
     rows = read_rows(tmp_path)
     assert all(row["error"] is None for row in rows)
+    # One token more than the context: a prompt's last token has no entry.
+    assert all(prompt.spans.length == prompt.spans.context_end + 1 for prompt in seen)
     # FullKV is the same under both protocols; what is compressed is not.
     run(experiment, tmp_path / "aware", **tiny)
 
