@@ -74,6 +74,7 @@ def node_ends(
     head: Any,
     first: Any,
     length: Any,
+    lifted: Any,
     exponentials: Any,
     mass_of: Any,
     plain_keys: Any,
@@ -105,6 +106,7 @@ def node_ends(
         head: int64 [V].
         first: int64 [V], place of the node's first token in the region.
         length: int64 [V], tokens.
+        lifted: int64 [V]: -1, or the token whose two sides are all that is asked for.
         exponentials: [U*N, P], and `mass_of`, `key_norms`, `worth` [U*N], `plain_keys`, `values`
             [U*N, d], `top`, `inverse_total` [U, P], `seeing` [N], `before` [N+1]: as in
             `gracekv.tree.probed.ProbedHeads`.
@@ -174,7 +176,9 @@ def node_ends(
 
         hidden = before[end]
         total_mass = zero
-        if before[first[v]] == hidden:
+        if lifted[v] >= 0:
+            pass
+        elif before[first[v]] == hidden:
             for t in range(n):
                 mass[v, t] = mass_of[base_row + t] / seeing[end]
                 total_mass += mass[v, t]
@@ -193,7 +197,11 @@ def node_ends(
             plain_sum[:n] = zero
             weighted_sum[:n] = zero
             norm_sum, worth_sum = zero, zero
-            for j in range(n):
+            columns_asked = n
+            if lifted[v] >= 0:
+                columns_asked = lifted[v] if direction == 0 else n - 1 - lifted[v]
+            for j in range(columns_asked):
+                asked = j > 0 and (lifted[v] < 0 or j == columns_asked - 1)
                 t = j if direction == 0 else n - 1 - j
                 low, high = (0, j) if direction == 0 else (n - 1 - j, n - 1)
                 count = np.float32(j + 1)
@@ -206,6 +214,31 @@ def node_ends(
                     plain_sum[s] += gram[t, s]
                     weighted_sum[s] += w * gram[t, s]
 
+                # Cross terms of |M|^2 with the new token, four tokens a round.
+                for q in range(probes):
+                    m_dot_new[q] = zero
+                a, b = (low, high) if direction == 0 else (low + 1, high + 1)
+                s = a
+                while s + 4 <= b:
+                    g0, g1, g2, g3 = gram[t, s], gram[t, s + 1], gram[t, s + 2], gram[t, s + 3]
+                    r = base_row + s
+                    for q in range(probes):
+                        p0, p1 = exponentials[r, q], exponentials[r + 1, q]
+                        p2, p3 = exponentials[r + 2, q], exponentials[r + 3, q]
+                        m_dot_new[q] += g0 * p0 + g1 * p1 + g2 * p2 + g3 * p3
+                    s += 4
+                while s < b:
+                    g0 = gram[t, s]
+                    for q in range(probes):
+                        m_dot_new[q] += g0 * exponentials[base_row + s, q]
+                    s += 1
+                diagonal = gram[t, t]
+                for q in range(probes):
+                    x = exponentials[at, q]
+                    z[q] += x
+                    m_square[q] += x * (np.float32(2.0) * m_dot_new[q] + x * diagonal)
+                if not asked:
+                    continue
                 # v~ = sum_t w_t v_t with normalised weights; share_s = v~.v_s.
                 if worth_sum > zero:
                     base = ub * worth_sum / count
@@ -217,36 +250,22 @@ def node_ends(
                 for s in range(low, high + 1):
                     share[s] = scale * (mix * weighted_sum[s] + base * plain_sum[s])
                     v_square += scale * (mix * worth[base_row + s] + base) * share[s]
-
-                # Cross terms of |M|^2 with the new token, and M.v~, four tokens a round.
                 for q in range(probes):
-                    m_dot_v[q] = share[t] * exponentials[at, q]
-                    m_dot_new[q] = zero
-                a, b = (low, high) if direction == 0 else (low + 1, high + 1)
-                s = a
-                while s + 4 <= b:
-                    g0, g1, g2, g3 = gram[t, s], gram[t, s + 1], gram[t, s + 2], gram[t, s + 3]
+                    m_dot_v[q] = zero
+                s = low
+                while s + 4 <= high + 1:
                     h0, h1, h2, h3 = share[s], share[s + 1], share[s + 2], share[s + 3]
                     r = base_row + s
                     for q in range(probes):
                         p0, p1 = exponentials[r, q], exponentials[r + 1, q]
                         p2, p3 = exponentials[r + 2, q], exponentials[r + 3, q]
-                        m_dot_new[q] += g0 * p0 + g1 * p1 + g2 * p2 + g3 * p3
                         m_dot_v[q] += h0 * p0 + h1 * p1 + h2 * p2 + h3 * p3
                     s += 4
-                while s < b:
-                    g0, h0 = gram[t, s], share[s]
+                while s <= high:
+                    h0 = share[s]
                     for q in range(probes):
-                        m_dot_new[q] += g0 * exponentials[base_row + s, q]
                         m_dot_v[q] += h0 * exponentials[base_row + s, q]
                     s += 1
-                diagonal = gram[t, t]
-                for q in range(probes):
-                    x = exponentials[at, q]
-                    z[q] += x
-                    m_square[q] += x * (np.float32(2.0) * m_dot_new[q] + x * diagonal)
-                if j == 0:
-                    continue
 
                 # The prototype's logit: mean key, rotated to the middle, log multiplicity.
                 square = _square(key_sum)
@@ -305,7 +324,5 @@ def node_ends(
                     prefix[v, j] = found
                 else:
                     suffix[v, t] = found
-            if direction == 0:
-                prefix[v, 0] = zero
-            else:
-                suffix[v, n - 1] = zero
+        prefix[v, 0] = zero
+        suffix[v, n - 1] = zero

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -26,6 +26,8 @@ class BinaryExtract(Refiner):
         candidates: cuts considered besides the midpoint, the paper's 16.
         reward: lambda_kappa, weight of the normalised curvature, the paper's 0.05.
     """
+
+    lifts_candidates: ClassVar[bool] = True
 
     candidates: int = 16
     reward: float = 0.05

@@ -59,7 +59,7 @@ def _grow(
     drop = torch.zeros(trees, dtype=torch.float64, device=device)
     for layers in context.layer_groups(_GROUP_BYTES or scratch_bytes(device)):
         where = prefill.keys[layers[0]].device
-        items = Items.of(context, layers)
+        items = Items.of(context, layers, refiner.lifts_candidates)
         space = spaces.setdefault(where, Workspace(where))
         judge = distortion.judge(context, layers, items, space)
         with pruner.part(len(layers) / prefill.layers):

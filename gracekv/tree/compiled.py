@@ -80,15 +80,16 @@ class CompiledJudge(Judge):
     def _fill(self, nodes: Nodes, outputs: tuple[Tensor, ...]) -> None:
         first = self._items.offset(nodes.item, nodes.start).numpy()
         head, length = self._items.head(nodes.item).numpy(), nodes.length.numpy()
+        found = self._items.lifted(nodes.item, nodes.start, nodes.end)
+        lifted = (torch.full_like(nodes.item, -1) if found is None else found).numpy()
         out = [x.numpy() for x in outputs]
 
         size = max(1, _BLOCK // int(nodes.length.max()))
 
         def run(at: int) -> None:
             block = slice(at, at + size)
-            self._kernel(
-                head[block], first[block], length[block], *self._fixed, *(x[block] for x in out)
-            )
+            where = (x[block] for x in (head, first, length, lifted))
+            self._kernel(*where, *self._fixed, *(x[block] for x in out))
 
         blocks, threads = range(0, len(head), size), torch.get_num_threads()
         if threads == 1 or len(blocks) == 1:

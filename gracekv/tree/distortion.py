@@ -49,7 +49,8 @@ class Nodes:
 class NodeEnds:
     """D of every interval that shares an end with its node, of V nodes of up to w tokens.
 
-    Columns beyond a node's length hold anything.
+    Columns beyond a node's length hold anything, and so do all but the two sides of the token that
+    will be lifted out of a node (`Items.lifted`), where that is certain.
 
     Attributes:
         sides: float32 [2, V, w]: D of the node's tokens up to k and including it, then D of those

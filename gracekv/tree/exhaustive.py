@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -35,6 +35,8 @@ class Exhaustive(Refiner):
     Attributes:
         reward: lambda_kappa for cuts, the paper's 0.05.
     """
+
+    lifts_candidates: ClassVar[bool] = True
 
     reward: float = 0.05
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ def extract_proposal(nodes: Nodes, table: NodeTable) -> Proposal:
 @dataclass(frozen=True)
 class Extract(Refiner):
     """Salient-token extraction only, no curvature cuts."""
+
+    lifts_candidates: ClassVar[bool] = True
 
     def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
         best = extract_proposal(nodes, table)

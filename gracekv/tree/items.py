@@ -29,6 +29,7 @@ class Items:
         sensitivity: omega [U] float64.
         region_start: first compressible position, where `forced` and `tokens` start.
         candidates_before: int64 [U, N+1] floor candidates before each token, or None.
+        lifts: whether nodes with a candidate are split by lifting it, whatever their distortion.
     """
 
     tree: Tensor
@@ -40,10 +41,11 @@ class Items:
     sensitivity: Tensor
     region_start: int
     candidates_before: Tensor | None
+    lifts: bool = False
 
     @classmethod
-    def of(cls, context: TreeContext, layers: Sequence[int]) -> Items:
-        """All items of `layers`, on their device."""
+    def of(cls, context: TreeContext, layers: Sequence[int], lifts: bool = False) -> Items:
+        """All items of `layers`, on their device; `lifts` as the refiner does."""
         device = context.prefill.keys[layers[0]].device
         partition, chosen = context.partition, list(layers)
         heads = len(chosen) * context.prefill.kv_heads
@@ -66,6 +68,7 @@ class Items:
             sensitivity=context.sensitivity[chosen].flatten().to(device).double(),
             region_start=partition.region.start,
             candidates_before=before,
+            lifts=lifts,
         )
 
     def head(self, item: Tensor) -> Tensor:
@@ -98,6 +101,26 @@ class Items:
             return torch.zeros_like(item, dtype=torch.bool)
         head, offset = self.head(item), self.offset(item, start)
         return before[head, offset + end - start] > before[head, offset]
+
+    def lifted(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor | None:
+        """int64 [V]: which token of a node will be lifted, counted from its start; -1 if open.
+
+        Of such nodes nobody asks for any distortion but that of the two sides. Roots count as open:
+        they are asked for their own too. None if all are open.
+        """
+        if not self.lifts or self.candidates_before is None:
+            return None
+        inner = (start > 0) | (end < self.length[item])
+        rows = torch.nonzero(self.holds_candidate(item, start, end) & inner).flatten()
+        if not len(rows):
+            return None
+        item, start, length = item[rows], start[rows], (end - start)[rows]
+        step = torch.arange(int(length.max()), device=item.device)
+        scores = self.floor_scores(item, start[:, None] + torch.minimum(step, length[:, None] - 1))
+        assert scores is not None  # there are candidates
+        lifted = torch.full_like(end, -1)
+        lifted[rows] = scores.masked_fill(step >= length[:, None], -torch.inf).argmax(dim=1)
+        return lifted
 
     def worth(self, item: Tensor, start: Tensor, end: Tensor) -> Tensor:
         """R of intervals [start, end) of items, float64 [V]: their tokens' worth, added in order.

@@ -60,11 +60,13 @@ class Refiner(Strategy, abc.ABC):
     Attributes:
         exact_roots: roots are kept as their original tokens, an entry a token, not as a prototype.
         max_cost: most entries that one of its splits adds.
+        lifts_candidates: a node with a floor candidate is split by lifting the best one out.
         uses_curvature: `table` must hold kappa.
     """
 
     exact_roots: ClassVar[bool] = False
     max_cost: ClassVar[float] = 2
+    lifts_candidates: ClassVar[bool] = False
 
     @property
     def uses_curvature(self) -> bool:

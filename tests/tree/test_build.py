@@ -187,3 +187,22 @@ def test_curvature_refiners_say_what_they_miss() -> None:
     with pytest.raises(ConfigError, match="candidates=0"):
         build_forest(context, Prototype(), BinaryExtract())
     build_forest(context, Prototype(), BinaryExtract(candidates=0, reward=0.0))
+
+
+@pytest.mark.parametrize("refiner", ["binary_extract", "extract", "exhaustive", "binary"])
+@settings(max_examples=4)
+@given(seed=st.integers(0, 1000))
+def test_engines_price_the_floors_paths_alike(refiner: str, seed: int) -> None:
+    """The compiled engine skips what nobody asks of a node whose candidate will be lifted."""
+    context = with_floor(tree_context(seed), seed)
+    forests = [
+        build_forest(context, Prototype(engine=engine), REFINERS.build(refiner))
+        for engine in ("compiled", "torch")
+    ]
+    assert torch.equal(forests[0].start, forests[1].start)
+    assert torch.equal(forests[0].parent, forests[1].parent)
+    scale = float(forests[1].distortion.max())
+    for name in ("distortion", "split_gain", "add_gain"):
+        torch.testing.assert_close(
+            getattr(forests[0], name), getattr(forests[1], name), rtol=1e-4, atol=1e-5 * scale
+        )
