@@ -1,51 +1,21 @@
-"""Where the kernels can run, and what there is to know about the device."""
+"""What the decode kernels need to know about the device that they run on."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import torch
 
-# Processors and compute capability that Triton's interpreter pretends to have (ours).
+from gracekv.kernels import device as host
+from gracekv.kernels.device import capability, interpreted
+
+__all__ = ["capability", "interpreted", "obstacle", "processors"]
+
+# Processors that Triton's interpreter pretends to have (ours).
 _INTERPRETED_PROCESSORS = 4
-_INTERPRETED_CAPABILITY = (8, 0)
-
-
-def interpreted() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU (decided at its import)."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def obstacle(device: torch.device) -> str | None:
     """Why the kernels cannot run on `device` and what to do about it; None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed. Run: pip install 'gracekv[triton]' (Linux only)."
-    if device.type == "cpu" and interpreted():
-        return None
-    if device.type != "cuda":
-        return (
-            f"The cache lies on {device}; the kernels run on NVIDIA GPUs. Move the model there "
-            f"before compressing, or use backend 'sdpa'."
-        )
-    if torch.version.hip is not None:
-        return "The kernels were only made for NVIDIA GPUs. Use backend 'sdpa'."
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA GPU. Install a CUDA build of torch, or use backend 'sdpa'."
-    found = capability(device)
-    if found < (8, 0):
-        return (
-            f"This GPU has compute capability {found[0]}.{found[1]}; the kernels need 8.0 or "
-            f"newer. Use backend 'sdpa'."
-        )
-    return None
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU."""
-    if device.type != "cuda":
-        return _INTERPRETED_CAPABILITY
-    return torch.cuda.get_device_capability(device)
+    return host.obstacle(device, "backend 'sdpa'")
 
 
 def processors(device: torch.device) -> int:

@@ -17,11 +17,13 @@ def tree_context(
     recent: int = 5,
     context: int = 40,
     prefix: int = 4,
+    dim: int = 8,
+    device: str = "cpu",
 ) -> TreeContext:
     """2 KV heads, up to 5 slots of uneven length (single tokens included), no floor."""
     prefill = synthetic_prefill(
-        layers=layers, kv_heads=2, group=group, dim=8, context=context, prefix=prefix, question=6,
-        seed=seed,
+        layers=layers, kv_heads=2, group=group, dim=dim, context=context, prefix=prefix, question=6,
+        seed=seed, device=device,
     )  # fmt: skip
     region = prefill.spans.region(recent)
     rng = torch.Generator().manual_seed(seed)
@@ -32,9 +34,9 @@ def tree_context(
     return TreeContext(
         prefill=prefill,
         partition=Partition(bounds),
-        tokens=tokens,
-        evidence=tokens.mean((0, 1)),
-        sensitivity=torch.rand(layers, 2, generator=rng) + 0.5,
+        tokens=tokens.to(device),
+        evidence=tokens.mean((0, 1)).to(device),
+        sensitivity=(torch.rand(layers, 2, generator=rng) + 0.5).to(device),
         rule=PrototypeRule(),
-        curvature=torch.rand(prefill.spans.length, generator=rng),
+        curvature=torch.rand(prefill.spans.length, generator=rng).to(device),
     )

@@ -19,21 +19,22 @@ so M (d times larger) is never formed.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from typing import final, get_args
 
 import torch
 from torch import Tensor
 
-from gracekv.errors import BackendUnavailableError, ConfigError
+from gracekv.errors import ConfigError
 from gracekv.gemm import linear
 from gracekv.prefill import Needs
 from gracekv.rope import Rope
 from gracekv.tree.compiled import CompiledJudge
 from gracekv.tree.context import TreeContext
 from gracekv.tree.distortion import DISTORTIONS, Distortion, Judge, NodeEnds, Nodes
+from gracekv.tree.engines import Engine, pick
+from gracekv.tree.fused import TritonJudge
 from gracekv.tree.items import Items
 from gracekv.tree.merge import PrototypeRule, representative_positions
 from gracekv.tree.probed import ProbedHeads
@@ -43,8 +44,6 @@ from gracekv.tree.workspace import Workspace
 # A merged key can outscore every one of its tokens. Beyond e^20 times the probe's favourite the
 # distortion is astronomical anyway, and its square over epsilon must stay finite in float32.
 _MAX_EXPONENT = 20.0
-
-Engine = Literal["auto", "compiled", "torch"]
 
 
 @final
@@ -64,8 +63,9 @@ class Prototype(Distortion):
         evidence_per_slot: probes of each, the paper's 2.
         memory_limit: bytes of working tensors per batch of "torch"; None: 32 MiB on a CPU, 1 GiB
             on a GPU (ours).
-        engine: "compiled" (a CPU kernel, needs `gracekv[cpu]`), "torch" (any device), or "auto":
-            compiled where it can be had (ours). They agree to float32's rounding.
+        engine: "compiled" (a CPU kernel, needs `gracekv[cpu]`), "triton" (an NVIDIA kernel, needs
+            `gracekv[triton]`), "torch" (any device), or "auto": a kernel where one can be had, else
+            torch (ours). They agree to float32's rounding.
     """
 
     lambda_z: float = 0.25
@@ -113,21 +113,11 @@ class Prototype(Distortion):
         )
         probed = ProbedHeads.of(context, layers, probes)
         rope = context.prefill.rope
-        if self._compiles(probed.values):
-            return CompiledJudge(self, probed, items, rope, context.rule)
-        return PrototypeJudge(self, probed, items, rope, context.rule, space)
-
-    def _compiles(self, values: Tensor) -> bool:
-        device = values.device
-        # A subclass (traced, sharded ...) need not have memory that a kernel could read.
-        found = device.type == "cpu" and type(values) is Tensor
-        found = found and importlib.util.find_spec("numba") is not None
-        if self.engine == "compiled" and not found:
-            raise BackendUnavailableError(
-                f"The compiled distortion needs a cache on a CPU, and numba; the cache lies on "
-                f'{device}. pip install "gracekv[cpu]", or choose engine="torch".'
-            )
-        return found and self.engine != "torch"
+        engine = pick(self.engine, probed.values)
+        if engine == "torch":
+            return PrototypeJudge(self, probed, items, rope, context.rule, space)
+        kernel = CompiledJudge if engine == "compiled" else TritonJudge
+        return kernel(self, probed, items, rope, context.rule)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.backends import Auto, Triton, triton_device
+from gracekv.backends import Auto, Triton
 from gracekv.backends.triton_plan import plan, tail_splits, work_list
 from gracekv.backends.triton_tiles import padded_dim, tiles
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError, ConfigError
+from gracekv.kernels import device as host
 
 
 def by_loops(offsets, sequences, size, block):
@@ -154,7 +155,7 @@ def test_an_old_gpu_and_a_missing_one_are_told_apart(monkeypatch):
     assert Auto().describe("cuda").startswith("auto -> sdpa on cuda: ")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(triton_device, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(host, "capability", lambda device: (7, 5))
     assert "compute capability 7.5; the kernels need 8.0" in Triton().obstacle(gpu)
     assert Auto().pick(gpu).name == "sdpa"
 
@@ -163,7 +164,7 @@ def test_an_old_gpu_and_a_missing_one_are_told_apart(monkeypatch):
 def test_auto_takes_it_where_it_can_read_the_cache(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(triton_device, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(host, "capability", lambda device: (9, 0))
     assert Auto().describe(gpu).startswith("auto -> triton on cuda: ")
     assert Auto().pick(gpu, torch.bfloat16, 128).name == "triton"
     assert Auto().pick(gpu, torch.float64, 128).name == "sdpa"

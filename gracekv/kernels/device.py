@@ -1,0 +1,52 @@
+"""Where Triton's kernels can run, and what there is to know about the device."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+# Compute capability that Triton's interpreter pretends to have (ours).
+_INTERPRETED_CAPABILITY = (8, 0)
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on the CPU (decided at its import)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    if device.type != "cuda":
+        return _INTERPRETED_CAPABILITY
+    return torch.cuda.get_device_capability(device)
+
+
+def obstacle(device: torch.device, otherwise: str) -> str | None:
+    """Why the kernels cannot run on `device` and what to do about it; None if they can.
+
+    Args:
+        device: where the tensors lie.
+        otherwise: what to use instead, such as "backend 'sdpa'".
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed. Run: pip install 'gracekv[triton]' (Linux only)."
+    if device.type == "cpu" and interpreted():
+        return None
+    if device.type != "cuda":
+        return (
+            f"The cache lies on {device}; the kernels run on NVIDIA GPUs. Move the model there "
+            f"before compressing, or use {otherwise}."
+        )
+    if torch.version.hip is not None:
+        return f"The kernels were only made for NVIDIA GPUs. Use {otherwise}."
+    if not torch.cuda.is_available():
+        return f"torch sees no CUDA GPU. Install a CUDA build of torch, or use {otherwise}."
+    found = capability(device)
+    if found < (8, 0):
+        return (
+            f"This GPU has compute capability {found[0]}.{found[1]}; the kernels need 8.0 or "
+            f"newer. Use {otherwise}."
+        )
+    return None

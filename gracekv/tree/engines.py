@@ -1,0 +1,49 @@
+"""Which code computes the prototype's distortion: chosen by where the cache lies."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+from torch import Tensor
+
+from gracekv.errors import BackendUnavailableError
+from gracekv.kernels.device import obstacle
+from gracekv.kernels.ends_tiles import LARGEST_DIM
+
+Engine = Literal["auto", "compiled", "torch", "triton"]
+
+
+def pick(engine: Engine, values: Tensor) -> Engine:
+    """The engine for a cache whose values [..., d] these are; never "auto".
+
+    "auto" takes the fastest that can run there: "compiled" on CPUs, "triton" on GPUs, "torch" where
+    neither can be had. Raises `BackendUnavailableError` if `engine` names one that cannot run.
+    """
+    device = values.device
+    # A subclass (traced, sharded ...) need not have memory that a kernel could read.
+    plain = type(values) is Tensor
+    if engine in ("auto", "compiled"):
+        if plain and device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+            return "compiled"
+        if engine == "compiled":
+            raise BackendUnavailableError(
+                f"The compiled distortion needs a cache on a CPU, and numba; the cache lies on "
+                f'{device}. pip install "gracekv[cpu]", or choose engine="torch".'
+            )
+    if engine == "triton" or (engine == "auto" and device.type == "cuda"):
+        reason = _triton_obstacle(values)
+        if reason is None:
+            return "triton"
+        if engine == "triton":
+            raise BackendUnavailableError(f"The distortion's engine 'triton' cannot run. {reason}")
+    return "torch"
+
+
+def _triton_obstacle(values: Tensor) -> str | None:
+    dim, kind = values.shape[-1], type(values)
+    if kind is not Tensor:
+        return f"It reads plain tensors; the cache is of type {kind.__name__}. Use engine 'torch'."
+    if dim > LARGEST_DIM:
+        return f"It reads heads of dimension {LARGEST_DIM} or less; got {dim}. Use engine 'torch'."
+    return obstacle(values.device, "engine 'torch'")
