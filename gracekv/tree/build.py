@@ -43,7 +43,7 @@ def build_forest(
         levels, drop = _grow(context, distortion, refiner, pruner)
         if not pruner.holds():
             # The first layers were richer than the rest, and hid too much of it.
-            levels, drop = _grow(context, distortion, refiner, Pruner(budget, samples=False))
+            levels, drop = _grow(context, distortion, refiner, Pruner(budget, pruner.bound()))
     return _forest(context, levels, drop, refiner.exact_roots)
 
 

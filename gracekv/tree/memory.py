@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-_CPU = 2**25
+_CPU = 3 * 2**24
 _GPU_MOST = 2**30
 
 
 def scratch_bytes(device: torch.device) -> int:
-    """A default limit of working memory: 32 MiB on a CPU; on a GPU an eighth of what is free.
+    """A default limit of working memory: 48 MiB on a CPU; on a GPU an eighth of what is free.
 
     More helps a CPU little, whose cache is small; a GPU wants large batches, 1 GiB at most.
     Source: ours.

@@ -28,7 +28,7 @@ from torch import Tensor
 
 # How much more than its share the first part may spend. Parts differ by a few percent on real
 # captures; a guess that is too high costs growing everything again, one too low a few nodes more.
-_SLACK = 1.15
+_SLACK = 1.12
 
 
 class Pruner:
@@ -36,14 +36,14 @@ class Pruner:
 
     Args:
         budget: entries that floor and auction may spend together (B_base); None: nothing is.
-        samples: let the first part guess the cut.
+        least: a lower bound of the cut that is known already; None: let the first part guess.
     """
 
-    def __init__(self, budget: int | None = None, samples: bool = True) -> None:
-        self.cut = 0.0
+    def __init__(self, budget: int | None = None, least: float | None = None) -> None:
+        self.cut = least or 0.0
         self._budget = math.inf if budget is None else float(budget)
         self._limit = self._budget
-        self._samples = samples and budget is not None
+        self._samples = least is None and budget is not None
         self._guess = 0.0
         self._known = _Known()
 
@@ -70,9 +70,13 @@ class Pruner:
         if 4 * self._known.fresh > self._limit:
             self.cut = max(self.cut, self._known.cut(self._limit))
 
+    def bound(self) -> float:
+        """A lower bound of the auction's cut for certain: of what is known, guess or not."""
+        return self._known.cut(self._budget)
+
     def holds(self) -> bool:
         """Whether everything that was left out is out of reach for certain."""
-        return self._guess == 0.0 or self._known.cut(self._budget) >= self._guess
+        return self._guess == 0.0 or self.bound() >= self._guess
 
 
 class _Known:

@@ -99,3 +99,24 @@ def test_the_cut_waits_for_enough_operations() -> None:
     assert pruner.cut == 2.0
     pruner.see(torch.full((2,), 7.0, dtype=torch.float64), torch.full((2,), 1))
     assert pruner.cut == 5.0
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10_000), budget=st.integers(20, 300))
+def test_a_guess_that_is_too_high_costs_time_only(seed: int, budget: int) -> None:
+    """With no slack at all the first layers often hide too much; growth is then repeated."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        context = problem(seed, True, monkeypatch)
+        monkeypatch.setattr("gracekv.tree.prune._SLACK", 0.4)
+        plan = BudgetPlan(
+            layers=5, heads=2, context=context.partition.region.length, total=budget, recent=0
+        )
+        auction = ALLOCATORS.build("greedy")
+        results = [
+            auction(Frontier.empty(forest, plan.base), None)
+            for forest in (
+                build_forest(context, Prototype(), REFINERS.build("binary_extract"), limit)
+                for limit in (None, budget)
+            )
+        ]
+    assert bought(results[0]) == bought(results[1])
