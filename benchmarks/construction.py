@@ -17,6 +17,7 @@ import platform
 import re
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -203,7 +204,18 @@ def operations(pipeline: Pipeline, prefill: Prefill, budget: Budget, device: str
     return "\n".join(line.rstrip() for line in table.splitlines())
 
 
-def on_cpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, list[str], str]]:
+def memory_of(length: int, args: argparse.Namespace) -> tuple[float, float]:
+    """`measured_memory` in a process of its own: a heap that other lengths left in pieces grows."""
+    call = [sys.executable, __file__, "--memory", str(length), "--ratio", args.ratio]
+    done = subprocess.run(
+        [*call, "--engine", args.engine], capture_output=True, text=True, check=True
+    )
+    captured, extra = done.stdout.split()[-2:]
+    return float(captured), float(extra)
+
+
+def measured_memory(length: int, ratio: str, pipeline: Pipeline) -> tuple[float, float]:
+    """Peak MiB of model and capture, and how much higher the construction goes."""
     from gracekv.hf.smollm2 import load_smollm2
     from gracekv.prefill.capture import capture
 
@@ -212,15 +224,24 @@ def on_cpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
     pipeline.run(synthetic(GEOMETRIES["tiny"], 256, "cpu", torch.float32), Budget.ratio(4))
     baseline = resident.reset()
     model, tokenizer = load_smollm2()
+    capture(model, prompt_of(tokenizer, 256), pipeline.needs())
+    resident.reset()
+    prefill = capture(model, prompt_of(tokenizer, length), pipeline.needs())
+    captured = resident.peak() - baseline
+    before = resident.reset()
+    pipeline.run(prefill, Budget.ratio(ratio))
+    return captured, resident.peak() - before
+
+
+def on_cpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, list[str], str]]:
+    from gracekv.hf.smollm2 import load_smollm2
+    from gracekv.prefill.capture import capture
+
+    model, tokenizer = load_smollm2()
     for length in args.lengths:
         prompt, budget = prompt_of(tokenizer, length), Budget.ratio(args.ratio)
-        capture(model, prompt_of(tokenizer, 256), pipeline.needs())
-        resident.reset()
+        captured, extra = memory_of(length, args)
         prefill = capture(model, prompt, pipeline.needs())
-        captured = resident.peak() - baseline
-        before = resident.reset()
-        run = pipeline.run(prefill, budget)
-        extra = resident.peak() - before
         wrong = differing(pipeline, prefill, budget)
         detail = operations(pipeline, prefill, budget, "cpu")
         judged, probes = Judged(), 64
@@ -336,7 +357,7 @@ def header(args: argparse.Namespace, pipeline: Pipeline) -> list[str]:
         "the pipeline's stages.",
         "Prefill peak: model, prefill and all that is captured for this pipeline, at the highest "
         "(resident memory without what Python and its libraries took before; on a GPU allocated "
-        "memory, without a model). Extra: how much higher construction goes, the packed cache "
+        "memory, without a model), in a process of its own. Extra: how much higher construction goes, the packed cache "
         "included. Differ: kept nodes of the reference allocator that the fast one did not keep.",
         "Floor: the multiply-adds of the logits (on a CPU) and of the tokens judged by the trees' "
         "distortion, at the speed of a large float32 product measured in the same run.",
@@ -351,6 +372,7 @@ def main() -> None:
     parser.add_argument("--ratio", default="8")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--engine", default="auto", help="engine of the trees' distortion")
+    parser.add_argument("--memory", type=int, help="print peak MiB at this length, nothing else")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.device == "cuda" and args.geometry is None:
@@ -359,6 +381,9 @@ def main() -> None:
         args.lengths = [8192, 32768, 131072] if args.geometry else [1024, 2048, 4096, 8192]
     distortion = {"name": "prototype", "engine": args.engine}
     pipeline = Pipeline.from_dict({"distortion": distortion})
+    if args.memory is not None:
+        print(*measured_memory(args.memory, args.ratio, pipeline))
+        return
     measure = on_gpu if args.geometry else on_cpu
     body, details = [], []
     for length, row, detail in measure(args, pipeline):
