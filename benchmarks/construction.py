@@ -358,7 +358,8 @@ def header(args: argparse.Namespace, pipeline: Pipeline) -> list[str]:
         "Prefill peak: model, prefill and all that is captured for this pipeline, at the highest "
         "(resident memory without what Python and its libraries took before; on a GPU allocated "
         "memory, without a model), in a process of its own. Extra: how much higher construction "
-        "goes, the packed cache included. Differ: kept nodes of the reference allocator that the fast one did not keep.",
+        "goes, the packed cache included. Differ: kept nodes of the reference allocator that the "
+        "fast one did not keep.",
         "Floor: the multiply-adds of the logits (on a CPU) and of the tokens judged by the trees' "
         "distortion, at the speed of a large float32 product measured in the same run.",
     ]
