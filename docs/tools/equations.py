@@ -1,0 +1,80 @@
+"""LaTeX in pages becomes MathML while the site is built, so no browser needs a script for it."""
+
+from __future__ import annotations
+
+import html
+import re
+from xml.etree import ElementTree
+
+from latex2mathml.converter import convert
+
+_NAMESPACE = "http://www.w3.org/1998/Math/MathML"
+# What the arithmatex extension leaves behind: \(...\) in a span, \[...\] in a div.
+_INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
+_BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
+# The subscript of these stands below them in a displayed equation.
+_LIMITS = {"max", "min", "argmax", "argmin", "mean", "median", "sup", "inf"}
+
+
+class EquationError(ValueError):
+    """An equation uses LaTeX that the converter does not know."""
+
+
+def render(page: str) -> str:
+    """The HTML of a page with its equations as MathML; `EquationError` for one that cannot be."""
+    page = _BLOCK.sub(
+        lambda found: f'<div class="equation">{to_mathml(found[1], block=True)}</div>', page
+    )
+    return _INLINE.sub(lambda found: to_mathml(found[1], block=False), page)
+
+
+def to_mathml(latex: str, *, block: bool) -> str:
+    """One equation as a `<math>` element; `latex` may be HTML-escaped.
+
+    Raises `EquationError` with the equation if a command or an alignment was not understood.
+    """
+    latex = html.unescape(latex).strip()
+    # The converter calls an alignment without numbers align*.
+    source = re.sub(r"(begin|end)\{aligned\}", r"\1{align*}", latex)
+    try:
+        math = convert(source, display="block" if block else "inline")
+        # A stray & would be no XML; it is an alignment that the converter did not understand.
+        root = ElementTree.fromstring(math)
+    except Exception as error:
+        raise EquationError(f"Cannot render {latex!r}: {error!r}.") from error
+    for element in root.iter():
+        unknown = (element.text or "").startswith("\\")
+        # Browsers draw no other variant; the converter writes letters of their own for \mathcal{}.
+        if unknown or element.get("mathvariant", "normal") != "normal":
+            raise EquationError(
+                f"Cannot render {latex!r}: {element.text!r} was not understood. Write "
+                f"\\mathcal{{S}} with braces, and only commands that latex2mathml knows."
+            )
+    _join_upright(root)
+    if block:
+        _put_limits_below(root)
+    root.set("alttext", latex)
+    ElementTree.register_namespace("", _NAMESPACE)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _tag(name: str) -> str:
+    return f"{{{_NAMESPACE}}}{name}"
+
+
+def _join_upright(root: ElementTree.Element) -> None:
+    """Upright letters one by one become one word, spaced as a word."""
+    for row in root.iter(_tag("mrow")):
+        letters = list(row)
+        if len(letters) > 1 and all(
+            x.tag == _tag("mi") and x.get("mathvariant") == "normal" for x in letters
+        ):
+            word = ElementTree.Element(_tag("mi"))
+            word.text = "".join(x.text or "" for x in letters)
+            row[:] = [word]
+
+
+def _put_limits_below(root: ElementTree.Element) -> None:
+    for element in root.iter(_tag("msub")):
+        if "".join(element[0].itertext()).lower() in _LIMITS:
+            element.tag = _tag("munder")

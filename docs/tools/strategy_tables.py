@@ -1,0 +1,203 @@
+"""Tables of strategies, stages and recipes for the pages, made from the registries.
+
+A page asks for one by a line of its own: `<!-- strategies: segment -->`, `<!-- stages -->` or
+`<!-- recipes: PREFIX -->`. What a docstring does not say cannot be in a table, so the parts that a
+strategy must name are paragraphs of its docstring that begin with "Source:" and "Cost:"; an
+optional "Needs:" adds to what its `needs()` declares.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gracekv import recipes
+from gracekv.pipeline import REGISTRIES, Pipeline
+from gracekv.prefill import Needs
+from gracekv.registry import Registry, Strategy
+
+# The page that describes the strategies of each stage.
+PAGES = {
+    "segment": "stages/segment.md",
+    "value": "stages/value.md",
+    "sensitivity": "stages/value.md",
+    "distortion": "stages/tree.md",
+    "refine": "stages/tree.md",
+    "floor": "stages/allocate.md",
+    "quota": "stages/allocate.md",
+    "allocate": "stages/allocate.md",
+    "pack": "stages/cache.md",
+    "backend": "stages/backends.md",
+}
+_MARKER = re.compile(r"^<!-- (strategies|stages|recipes)(?:: ([\w-]+))? -->$", re.MULTILINE)
+_ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+_DEPARTURE = re.compile(r"departures (\d+)")
+# Where the headings of the page on departures begin, by their number.
+_DEPARTURES = {
+    "1": "1-budget-and-recent-window",
+    "2": "2-segmentation",
+    "3": "3-value-flow",
+    "4": "4-prototypes-and-distortion",
+    "5": "5-trees",
+    "6": "6-floor-and-auction",
+    "7": "7-distortion-of-node-ends",
+    "8": "8-parallel-greedy-and-exact-pruning",
+    "9": "9-certificate",
+}
+
+
+class TableError(ValueError):
+    """A marker names what does not exist, or a docstring lacks what its table shows."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a strategy's docstring and class say of it, as lines of text.
+
+    Attributes:
+        summary: the first line.
+        source: where it comes from.
+        departures: in what it is ours; empty if in nothing.
+        cost: in time and memory.
+        needs: what it asks of the capture, the machine or the extras; empty if of nothing.
+    """
+
+    summary: str
+    source: str
+    departures: str
+    cost: str
+    needs: str
+
+
+def expand(markdown: str) -> str:
+    """A page's Markdown with its markers replaced; `TableError` for one that cannot be."""
+    makers: dict[str, Callable[[str], str]] = {
+        "strategies": _strategies,
+        "stages": lambda _: _stages(),
+        "recipes": _recipes,
+    }
+    return _MARKER.sub(lambda found: makers[found[1]](found[2] or ""), markdown)
+
+
+def describe(cls: type[Strategy]) -> Description:
+    """The parts of `cls`'s docstring; `TableError` if it names no source or cost."""
+    paragraphs = re.split(r"\n\s*\n", inspect.getdoc(cls) or "")
+    found = {"Source": "", "Cost": "", "Needs": ""}
+    for paragraph in paragraphs:
+        label, _, text = paragraph.partition(":")
+        if label in found:
+            found[label] = " ".join(text.split())
+    for label in ("Source", "Cost"):
+        if not found[label]:
+            raise TableError(
+                f"The docstring of {cls.__module__}.{cls.__qualname__} has no paragraph that "
+                f"begins with '{label}:'. Say it in a sentence or two."
+            )
+    source, _, departures = found["Source"].partition("Ours: ")
+    if source.strip() in ("", "ours."):
+        source = "ours"
+    needs = "; ".join(x for x in (_needs(cls), found["Needs"].rstrip(".")) if x)
+    return Description(
+        summary=cls.summary(),
+        source=source.strip(),
+        departures=departures[:1].upper() + departures[1:],
+        cost=found["Cost"],
+        needs=needs,
+    )
+
+
+def _needs(cls: type[Any]) -> str:
+    """What an instance with default fields asks of the capture, in words."""
+    strategy = cls()
+    needs: Needs = strategy.needs() if hasattr(strategy, "needs") else Needs()
+    columns = getattr(strategy, "uses_columns", False)
+    depths = ", ".join(f"{depth:g}" for depth in sorted(needs.hidden_depths))
+    words = {
+        "queries of all positions": needs.context_queries or columns,
+        f"queries of the last {needs.last_queries} positions": needs.last_queries > 0,
+        f"hidden states at depths {depths}": bool(depths),
+        "surprisal": needs.surprisal,
+        "head outputs at the question": needs.head_outputs,
+        "a second pass over the context": needs.reconstruction,
+        "curvature (hidden states)": getattr(strategy, "uses_curvature", False),
+    }
+    return "; ".join(text for text, asked in words.items() if asked)
+
+
+def _strategies(stage: str) -> str:
+    registry = _registry(stage)
+    default = getattr(Pipeline(), stage).name
+    # The default first: it is what a reader without a question should look at.
+    names = sorted(registry, key=lambda name: (name != default, name))
+    rows = ["| strategy | source | cost | needs | ours |", "|---|---|---|---|---|"]
+    details = []
+    for name in names:
+        cls = registry.get(name)
+        about = describe(cls)
+        path = f"{public_module(cls)}.{cls.__qualname__}"
+        badge = " (default)" if name == default else ""
+        first = f"[`{name}`](#{path}){badge}<br>{about.summary}"
+        cells = (first, about.source, about.cost, about.needs or "–", about.departures or "–")
+        rows.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+        details.append(_details(name, path))
+    table = "\n".join(rows)
+    return f'<div class="strategies" markdown>\n\n{table}\n\n</div>\n\n' + "\n".join(details)
+
+
+def _details(name: str, path: str) -> str:
+    """The class under its registered name: its fields with defaults, and its whole docstring."""
+    return (
+        f"::: {path}\n"
+        "    options:\n"
+        f"      heading: '{name}'\n"
+        f"      toc_label: '{name}'\n"
+        "      heading_level: 3\n"
+        "      members: false\n"
+    )
+
+
+def _stages() -> str:
+    rows = ["| stage | decides | default | strategies |", "|---|---|---|---|"]
+    for stage, registry in REGISTRIES.items():
+        default = getattr(Pipeline(), stage).name
+        link = PAGES[stage].removeprefix("stages/")
+        rows.append(
+            f"| [`{stage}`]({link}) | {registry.summary} | `{default}` | "
+            f"{', '.join(f'`{name}`' for name in registry)} |"
+        )
+    return "\n".join(rows)
+
+
+def _recipes(prefix: str) -> str:
+    rows = ["| recipe | what it is | source |", "|---|---|---|"]
+    for name, recipe in recipes.RECIPES.items():
+        if name.startswith(prefix):
+            rows.append(f"| `{name}` | {_cell(recipe.summary)} | {_cell(recipe.source)} |")
+    if len(rows) == 2:
+        raise TableError(f"No recipe begins with {prefix!r}.")
+    return "\n".join(rows)
+
+
+def _registry(stage: str) -> Registry[Any]:
+    if stage not in REGISTRIES:
+        raise TableError(f"Unknown stage {stage!r}. Stages: {', '.join(REGISTRIES)}.")
+    return REGISTRIES[stage]
+
+
+def public_module(cls: type[Strategy]) -> str:
+    """The package that exports `cls`: strategies live one level below it."""
+    return cls.__module__.rpartition(".")[0]
+
+
+def _cell(text: str) -> str:
+    """Text for a cell of a table: one line, bars escaped, preprints and departures linked."""
+    text = text.replace("|", "\\|")
+    text = _ARXIV.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+
+    def departure(found: re.Match[str]) -> str:
+        return f"[departures {found[1]}](../departures.md#{_DEPARTURES[found[1]]})"
+
+    return _DEPARTURE.sub(departure, text)
