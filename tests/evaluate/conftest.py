@@ -2,41 +2,20 @@
 
 import json
 import os
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerFast
 
 from gracekv.evaluate import templates
 from gracekv.testing.models import tiny_llama
+from gracekv.testing.tokenizers import tiny_tokenizer
 
-CHAT = (
-    "<s>{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 VOCABULARY = 2000
 
 
 def trained():
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
-    )
-    raw.decoder = decoders.ByteLevel()
     forms = json.dumps(templates.ruler()) + json.dumps(templates.longbench()["qasper"])
-    texts = [(files("gracekv") / "data" / "alice_chapter_1.txt").read_text(), forms]
-    trainer = BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<s>", "</s>", "<|user|>", "<|end|>", "<|assistant|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    raw.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = CHAT
-    return tokenizer
+    return tiny_tokenizer([forms], VOCABULARY)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,68 @@
+"""What stands in for models, texts and long runs while the pages' code is executed."""
+
+import dataclasses
+import shutil
+from importlib.resources import files
+
+import pytest
+import torch
+from page_blocks import ROOT
+
+VOCABULARY = 2000
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A model of random weights and its tokenizer, which every name of a model leads to."""
+    from gracekv.testing.models import tiny_llama
+    from gracekv.testing.tokenizers import tiny_tokenizer
+
+    return tiny_llama(vocabulary=VOCABULARY, positions=8192), tiny_tokenizer(vocabulary=VOCABULARY)
+
+
+@pytest.fixture
+def reader(tiny, tmp_path, monkeypatch):
+    """The reader's folder: a checkout's files, a book, and models that load at once.
+
+    - `from_pretrained` and "smollm2" give the tiny model, whatever they are asked for.
+    - `book.txt` is the beginning of the chapter that comes with gracekv.
+    - An evaluation runs with all its methods, but one sample of its first task at its first
+      budget and length.
+    """
+    import transformers
+
+    import gracekv.demo
+    import gracekv.evaluate.runner
+    import gracekv.hf.smollm2
+
+    model, tokenizer = tiny
+    for auto, made in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
+        monkeypatch.setattr(
+            getattr(transformers, auto), "from_pretrained", lambda *_, m=made, **__: m
+        )
+    for module in (gracekv.demo, gracekv.hf.smollm2):
+        monkeypatch.setattr(module, "load_smollm2", lambda *_, **__: (model, tokenizer))
+    run = gracekv.evaluate.runner.run
+
+    def short(experiment, *args, **kwargs):
+        panel = experiment.panels[0]
+        panel = dataclasses.replace(
+            panel,
+            tasks=panel.tasks[:1],
+            lengths=panel.lengths[:1],
+            ratios=panel.ratios[:1],
+            entries=panel.entries[: 0 if panel.ratios else 1],
+            samples=1,
+            max_new_tokens=4,
+        )
+        return run(dataclasses.replace(experiment, panels=(panel,)), *args, **kwargs)
+
+    monkeypatch.setattr(gracekv.evaluate.runner, "run", short)
+    chapter = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
+    (tmp_path / "book.txt").write_text(chapter[:2400], encoding="utf-8")
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    torch.manual_seed(0)
+    return tmp_path

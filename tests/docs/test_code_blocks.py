@@ -1,0 +1,144 @@
+"""Every code block of README and site is executed, in the order in which a reader meets it.
+
+A page's blocks share one folder and, if Python, one namespace. What a page assumes but does not
+show (a second book, say) is in `preambles/NAME.py`, NAME being the page's path with dashes for
+slashes; it runs first, in that namespace. A block with `title="x.py"` (or .yaml, .toml) is a file
+of the reader's, written under that name; a Python one is imported. What stands in for models and
+long runs is in `conftest.py`.
+
+- python: executed. bash: see `shell_lines`. text: output, not code.
+- yaml, toml, json: read as a pipeline, or as an experiment if it names tasks.
+"""
+
+import importlib
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from page_blocks import ROOT, blocks, commands, pages
+from shell_lines import check
+
+from gracekv.config import load_pipeline
+from gracekv.evaluate import Experiment
+from gracekv.pipeline import REGISTRIES
+
+PREAMBLES = Path(__file__).parent / "preambles"
+LANGUAGES = ("python", "bash", "yaml", "toml", "json", "text")
+
+
+def name_of(page):
+    inside = page.relative_to(ROOT).with_suffix("").as_posix().removeprefix("docs/")
+    return inside.replace("/", "-")
+
+
+WITH_CODE = [page for page in pages() if blocks(page)]
+
+
+@pytest.fixture
+def registries():
+    """Strategies and modules that a page adds are gone afterwards."""
+    strategies = {stage: dict(registry._classes) for stage, registry in REGISTRIES.items()}
+    modules = set(sys.modules)
+    yield
+    for stage, registry in REGISTRIES.items():
+        registry._classes.clear()
+        registry._classes.update(strategies[stage])
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(Path.cwd())):
+            del sys.modules[name]
+
+
+class Page:
+    """One reader's way through a page."""
+
+    def __init__(self, folder, name):
+        self.folder = folder
+        self.names = {"__name__": "__main__"}
+        self.history = []
+        preamble = PREAMBLES / f"{name}.py"
+        if preamble.is_file():
+            exec(compile(preamble.read_text(), str(preamble), "exec"), self.names)
+
+    def do(self, block):
+        if block.title:
+            (self.folder / block.title).write_text(block.code, encoding="utf-8")
+        getattr(self, block.language)(block)
+
+    def python(self, block):
+        if block.title:
+            importlib.invalidate_caches()
+            importlib.import_module(Path(block.title).stem)
+            return
+        # Blank lines in front, so that a traceback names the page's own line.
+        code = "\n" * (block.line - 1) + block.code
+        exec(compile(code, str(ROOT / block.page), "exec"), self.names)
+
+    def bash(self, block):
+        for words in commands(block.code):
+            check(words, block.place, self.history)
+
+    def yaml(self, block):
+        self.settings(block, yaml.safe_load(block.code), ".yaml")
+
+    def toml(self, block):
+        self.settings(block, tomllib.loads(block.code), ".toml")
+
+    def json(self, block):
+        self.settings(block, yaml.safe_load(block.code), ".json")
+
+    def settings(self, block, data, suffix):
+        if "tasks" in data:
+            Experiment.from_dict(data)
+            return
+        path = self.folder / f"block{suffix}"
+        path.write_text(block.code, encoding="utf-8")
+        load_pipeline(path)
+
+    def text(self, block):
+        pass
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=[name_of(page) for page in WITH_CODE])
+def test_blocks_run(page, reader, registries):
+    visit = Page(reader, name_of(page))
+    for block in blocks(page):
+        assert block.language in LANGUAGES, (
+            f"{block.place}: {block.language!r} is not run; use one of {', '.join(LANGUAGES)}"
+        )
+        visit.do(block)
+
+
+def test_every_preamble_has_its_page():
+    names = {name_of(page) for page in WITH_CODE}
+    assert {path.stem for path in PREAMBLES.glob("*.py")} <= names
+
+
+BROKEN = (
+    "```python\n1 / 0\n```",
+    "- text\n\n    ```python\n    missing\n    ```",
+    "```bash\ngracekv list --stage nothing\n```",
+    "```bash\nmake nothing\n```",
+    "```bash\npip install 'gracekv[nothing]'\n```",
+    "```bash\npython benchmarks/nothing.py\n```",
+    "```bash\nnothing\n```",
+    "```yaml\nsegment: nothing\n```",
+    "```yaml\ntasks: [nothing]\n```",
+    '```python title="theirs.py"\nmissing\n```',
+    "```\nno language\n```",
+)
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_block_that_fails_is_seen(text, reader, registries, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(text + "\n")
+    [block] = blocks(page)
+    with pytest.raises((AssertionError, ArithmeticError, AttributeError, NameError, ValueError)):
+        Page(reader, "page").do(block)
+
+
+def test_commands_of_a_block():
+    code = "$ make demo   # makes it\ngracekv a \\\n    --b 'c # d' && gracekv e\n\n# nothing\n"
+    assert commands(code) == [["make", "demo"], ["gracekv", "a", "--b", "c # d"], ["gracekv", "e"]]
