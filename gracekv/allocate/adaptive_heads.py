@@ -30,6 +30,8 @@ class AdaptiveHeads(Quota):
     Source: Feng et al. (2024), arXiv:2407.11550, in the form of its code, whose floor weighs the
     equal part. Ours: largest-remainder rounding to exactly M, ties to the lower head.
 
+    Cost: one sort of the scores of each layer.
+
     Attributes:
         floor: weight of the equal part (0.2, the setting recommended for grouped queries).
         rule: "mix", the official one: (1 - floor) f_g + floor M / G. "safeguard", as in other

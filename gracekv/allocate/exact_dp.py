@@ -26,8 +26,9 @@ class ExactDP(Allocator):
     has such a table of its own, and a second one shares the budget out among the heads. What
     budget is left, the greedy auction spends (on operations without gain).
 
-    Source: Eq. app_allocation_problem; the algorithm is ours. Time and memory are proportional to
-    operations times budget.
+    Source: Eq. app_allocation_problem; the algorithm is ours.
+
+    Cost: time and memory are proportional to operations times budget.
 
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).

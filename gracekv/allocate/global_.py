@@ -19,6 +19,8 @@ class Global(Quota):
     """No cap per head: layers and heads compete for one budget.
 
     Source: the paper's appendix on global allocation.
+
+    Cost: none.
     """
 
     def __call__(

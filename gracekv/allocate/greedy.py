@@ -36,7 +36,10 @@ class Greedy(Allocator):
     the budget falls on one of those operations, so the cut at the budget runs over them, and the
     queue finishes under both limits.
 
-    Source: `greedy_heap`; the parallel form is ours.
+    Source: `greedy_heap`, the paper's queue; departures 8. Ours: the parallel form.
+
+    Cost: one sort of the V operations and running minima down the levels: O(V log V), well below
+    1 % of a prefill.
 
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).

@@ -26,6 +26,8 @@ class GreedyHeap(Allocator):
     Source: Eqs. app_operation_gains, app_operation_costs, app_unit_utility and the paper's
     appendix on the greedy allocator; the tie order and the clipping of gains are ours.
 
+    Cost: O(V log V) for V operations, one at a time in Python.
+
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
     """

@@ -41,6 +41,9 @@ class Lagrangian(Allocator):
 
     Source: ours (the problem is Eq. app_allocation_problem).
 
+    Cost: at most a few times `sweeps` passes over the levels of the forest, O(V) each, and one
+    greedy auction.
+
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0.
         sweeps: most evaluations of the dual per bracket; fewer are made once it is tight.

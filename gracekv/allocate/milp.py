@@ -26,6 +26,8 @@ class Milp(Allocator):
 
     Source: Eq. app_allocation_problem; the solver is ours (scipy's HiGHS).
 
+    Cost: exponential at worst; one variable an operation.
+
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
         max_operations: largest number of open operations that is attempted (ours).

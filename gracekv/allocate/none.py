@@ -19,6 +19,8 @@ class NoFloor(Floor):
     """Protect nothing: the whole budget goes to the auction.
 
     Source: the paper's ablation without the singleton floor (alpha = 0).
+
+    Cost: none.
     """
 
     def candidates(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:

@@ -21,6 +21,8 @@ class PerHead(Quota):
 
     Source: the paper's ablation without global allocation; dropping the remainder there is ours.
 
+    Cost: none.
+
     Attributes:
         remainder: hand out what the division leaves too, an entry each to the first heads, so
             that the shares add up to B_base (ours: how the published rivals spend exactly the

@@ -29,6 +29,8 @@ class Pyramid(Quota):
     (the published integer schedule overspends small budgets), ties to the lower layer and head,
     and the same recent window as everyone's.
 
+    Cost: none; L numbers.
+
     Attributes:
         beta: mean share over the last layer's (PyramidKV's 20).
     """

@@ -28,6 +28,9 @@ class Singleton(Floor):
     floor construction. Ours: `head_cap`, the tie order (layer, head, token), and that a head
     whose best token passes the gate keeps that candidate even if its worth alone exceeds `eta`.
 
+    Cost: one max pooling and one sort of R [L, G, N], then a walk from each candidate to its
+    root, on the host.
+
     Attributes:
         alpha: the floor spends at most this share of B_base (paper 0.6).
         gamma: a candidate's score is at least gamma / N_c (paper 1.2).

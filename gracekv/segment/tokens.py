@@ -15,7 +15,12 @@ from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 @SEGMENTERS.register("tokens")
 @dataclass(frozen=True, slots=False)
 class Tokens(Segmenter):
-    """One slot per token, which turns the auction into token selection (ours)."""
+    """One slot per token, which turns the auction into token selection (ours).
+
+    Source: ours, so that eviction methods are states of the same trees.
+
+    Cost: none; no tensor is read. It makes N L G trees of one node.
+    """
 
     def __call__(self, prefill: Prefill, region: Region) -> Partition:
         """The partition; curvature is left to the trees. `ShapeError` if `region` is empty."""

@@ -18,9 +18,11 @@ from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 class Uniform(Segmenter):
     """Slots of nearly equal length, as close to 64 tokens as the context allows.
 
-    Of the paper's ablation without curvature segmentation. How a region is divided that is no
-    multiple of the target is ours: N / target slots, rounded half up but at least one, whose
-    lengths differ by at most one token.
+    Source: the paper's ablation without curvature segmentation, Section app:why_curvature. Ours: a
+    region that is no multiple of the target is divided into N / target slots, rounded half up but
+    at least one, whose lengths differ by at most one token.
+
+    Cost: none; no tensor is read.
 
     Attributes:
         target_length: tokens per slot (the paper's 64, Section app:why_curvature).

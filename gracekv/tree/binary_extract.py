@@ -20,7 +20,12 @@ class BinaryExtract(Refiner):
     """Binary cut or extraction, whichever gains more per entry (the paper's).
 
     Floor candidates force extraction; ties go to the cut. Selection uses raw gains, which may be
-    negative. Source: the paper, Eq. app_split_choice; ties: departures 5.
+    negative.
+
+    Source: the paper, Eq. app_split_choice; ties: departures 5.
+
+    Cost: looks up at most 17 cuts and one extraction of a node among the ends that the distortion
+    judged.
 
     Attributes:
         candidates: cuts considered besides the midpoint, the paper's 16.

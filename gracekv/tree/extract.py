@@ -42,7 +42,12 @@ def extract_proposal(nodes: Nodes, table: NodeTable) -> Proposal:
 @REFINERS.register("extract")
 @dataclass(frozen=True)
 class Extract(Refiner):
-    """Salient-token extraction only, no curvature cuts."""
+    """Salient-token extraction only, no curvature cuts.
+
+    Source: the paper, Eq. app_extract_split; departures 5.
+
+    Cost: looks up one extraction of a node; a tree may get as deep as its slot is long.
+    """
 
     lifts_candidates: ClassVar[bool] = True
 

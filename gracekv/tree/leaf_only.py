@@ -15,7 +15,13 @@ from gracekv.tree.refine import REFINERS, Children, Refiner
 @REFINERS.register("leaf_only")
 @dataclass(frozen=True)
 class LeafOnly(Refiner):
-    """Roots stay as their original tokens, an entry each; nothing is merged (as in ChunkKV)."""
+    """Roots stay as their original tokens, an entry each; nothing is merged (as in ChunkKV).
+
+    Source: Liu et al. (2025), ChunkKV, arXiv:2502.00299, and all eviction of single tokens, whose
+    slots have one token.
+
+    Cost: none; nothing is split.
+    """
 
     exact_roots: ClassVar[bool] = True
 

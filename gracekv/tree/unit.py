@@ -39,6 +39,8 @@ class Unit(Distortion):
 
     Source: ours, so that eviction methods are states of the same trees. Token worth stands in for
     the probe mass that picks extraction positions.
+
+    Cost: none; no tensor of K or V is read.
     """
 
     def judge(

@@ -30,6 +30,8 @@ class ChunkOrder(Scorer):
     summed over KV heads, averaged inside a chunk); spending the rest of a budget inside the next
     chunk is ours.
 
+    Cost: that of `of`, and two sorts of its scores.
+
     Attributes:
         of: the token scores (SnapKV's window attention, unpooled, since chunks smooth already).
         size: tokens per chunk, counted from the left of the region (ChunkKV's 10).

@@ -26,6 +26,12 @@ class MultiHop(Scorer):
     epsilon over the attention that it gives to the region. Where no hop finds a new token, R is
     s-hat alone (ours: the formula would scale every value by 1 - lambda for nothing).
 
+    Source: the paper, Eqs. app_direct_relevance to app_bottom_up_value; departures 3. Ours: seeds
+    of later hops, and R where no hop finds a new token.
+
+    Cost: attention rows of at most 48 probes in every layer and of 64 seeds a hop in two layers:
+    O(L H T d) with small constants, about 1 % of a prefill.
+
     Attributes:
         question: direct probes from the end of the question, "Direct relevance".
         tail: direct probes from the end of the prompt, "Direct relevance".

@@ -16,7 +16,12 @@ from gracekv.value.base import SENSITIVITIES, Sensitivity
 @SENSITIVITIES.register("none")
 @dataclass(frozen=True, slots=False)
 class NoSensitivity(Sensitivity):
-    """Every head counts the same (omega = 1)."""
+    """Every head counts the same (omega = 1).
+
+    Source: the published rivals, none of which weighs heads.
+
+    Cost: none.
+    """
 
     def __call__(self, prefill: Prefill) -> Tensor:
         """Ones [L, G]."""

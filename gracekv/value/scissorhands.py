@@ -33,6 +33,9 @@ class Scissorhands(Scorer):
     official code). Ours: one event after prefill, counting what is important rather than what is
     not, ties by column sums, and no larger shares for later layers.
 
+    Cost: attention rows of the last `history` queries, and of all queries for the ties: O(L H T^2
+    d), a third of a prefill at 4,096 tokens on a CPU.
+
     Attributes:
         history: last prompt queries that count (400).
     """
