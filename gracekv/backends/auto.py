@@ -37,6 +37,8 @@ class Auto(Backend):
     """The fastest registered backend for the device that each layer lies on.
 
     Source: ours.
+
+    Cost: that of the backend that it picks.
     """
 
     def pick(

@@ -20,6 +20,8 @@ class Eager(Backend):
     """Reference: loops over heads in float32, on any device; slow and obvious.
 
     Source: the paper, Eq. app_decode_logit: log m is added to the logit.
+
+    Cost: a Python loop over rows and heads; a check, not for use.
     """
 
     def prepare(self, layer: RaggedLayer) -> RaggedLayer:

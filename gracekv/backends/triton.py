@@ -52,6 +52,9 @@ class Triton(Backend):
     Source: split-KV decoding with a merge by log-sum-exp is FlashDecoding (Dao et al., 2023); the
     work list over ragged heads and the additive log multiplicity are ours.
 
+    Cost: a step reads each packed entry once, without padding; the work list is held beside the
+    cache.
+
     Attributes:
         pieces_per_processor: pieces of work per streaming multiprocessor; two fit on each.
         processors: how many to plan for; None: those of the cache's GPU. A fixed number gives the

@@ -22,6 +22,9 @@ class PrototypePacker(Packer):
     """A node of several tokens becomes one merged entry with its log multiplicity (the paper's).
 
     Source: the paper, "Frontier updates and physical packing".
+
+    Cost: one gather of K and V and one mean a merged entry, its keys un-rotated: 1 to 2 % of a
+    prefill.
     """
 
     def __call__(
