@@ -23,8 +23,8 @@ class GreedyHeap(Allocator):
     slot and start. One that does not fit the budget or its head's quota is discarded for good,
     and its descendants with it; the search goes on with the rest.
 
-    Source: Eqs. app_operation_gains, app_operation_costs, app_unit_utility and the paper's
-    appendix on the greedy allocator; the tie order and the clipping of gains are ours.
+    Source: the paper, Eqs. app_operation_gains, app_operation_costs and app_unit_utility and the
+    appendix on the greedy allocator; departures 6. Ours: the tie order and the clipping of gains.
 
     Cost: O(V log V) for V operations, one at a time in Python.
 

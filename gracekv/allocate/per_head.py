@@ -19,7 +19,7 @@ from gracekv.allocate.shares import equal_shares
 class PerHead(Quota):
     """Each (layer, KV head) holds at most its equal share, B_base // (L G), floor included.
 
-    Source: the paper's ablation without global allocation; dropping the remainder there is ours.
+    Source: the paper's ablation without global allocation. Ours: dropping the remainder there.
 
     Cost: none.
 

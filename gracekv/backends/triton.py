@@ -49,8 +49,8 @@ class Planned:
 class Triton(Backend):
     """Ragged split-KV kernel for NVIDIA GPUs: no padding, work balanced over uneven heads.
 
-    Source: split-KV decoding with a merge by log-sum-exp is FlashDecoding (Dao et al., 2023); the
-    work list over ragged heads and the additive log multiplicity are ours.
+    Source: split-KV decoding with a merge by log-sum-exp is FlashDecoding (Dao et al., 2023).
+    Ours: the work list over ragged heads and the additive log multiplicity.
 
     Cost: a step reads each packed entry once, without padding; the work list is held beside the
     cache.

@@ -27,8 +27,8 @@ class ChunkOrder(Scorer):
     earlier chunk and the earlier token. Scores are ranks; a head's scores sum to 1.
 
     Source: Liu et al. (2025), arXiv:2502.00299, in the form of its code in kvpress (token scores
-    summed over KV heads, averaged inside a chunk); spending the rest of a budget inside the next
-    chunk is ours.
+    summed over KV heads, averaged inside a chunk). Ours: the rest of a budget is spent inside the
+    next chunk.
 
     Cost: that of `of`, and two sorts of its scores.
 

@@ -25,7 +25,7 @@ class ColumnSums(Scorer):
     Source: Zhang et al. (2023), H2O, arXiv:2306.14048. Ours: one event after prefill instead of one
     a step.
 
-    Cost: one more attention pass over the prompt, in blocks of queries: O(L H T^2 d), a third of a
+    Cost: one more attention pass over the prompt, in blocks of queries: O(L H T² d), a third of a
     prefill at 4,096 tokens on a CPU.
     """
 

@@ -41,7 +41,7 @@ class ExpectedAttention(Scorer):
     ExpectedAttentionPress. Ours: rotations of future positions are continued from the captured
     table, and sinks inside the region outrank everything (elsewhere they are not compressed).
 
-    Cost: one covariance of all queries per query head and its product with every key: O(L H N d^2),
+    Cost: one covariance of all queries per query head and its product with every key: O(L H N d²),
     some 5 % of a prefill at 4,096 tokens on a CPU.
 
     Attributes:
