@@ -24,9 +24,9 @@ from gracekv.tree.base import Forest
 class Singleton(Floor):
     """Protect the tokens of the highest worth, with max pooling and consensus among heads.
 
-    Source: the paper, Eqs. app_floor_score, app_floor_gate and app_floor_cap and the paper's appendix on
-    floor construction. Ours: `head_cap`, the tie order (layer, head, token), and that a head
-    whose best token passes the gate keeps that candidate even if its worth alone exceeds `eta`.
+    Source: the paper, Eqs. app_floor_score, app_floor_gate and app_floor_cap and its appendix on
+    floor construction. Ours: `head_cap`, the tie order (layer, head, token), and that a head whose
+    best token passes the gate keeps that candidate even if its worth alone exceeds `eta`.
 
     Cost: one max pooling and one sort of R [L, G, N], then a walk from each candidate to its
     root, on the host.
