@@ -40,7 +40,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 # The site in site/; a broken link, an unknown name or a page missing from the menu is an error.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # From docs/figures/capture.json, which docs/figures/capture.py records with the demo's model.
 figures: $(STAMP)

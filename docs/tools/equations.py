@@ -13,7 +13,8 @@ _NAMESPACE = "http://www.w3.org/1998/Math/MathML"
 _INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
 _BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
 # The subscript of these stands below them in a displayed equation.
-_LIMITS = {"max", "min", "argmax", "argmin", "mean", "median", "sup", "inf"}
+_LIMITS = {"max", "min", "argmax", "argmin", "mean", "median", "sup", "inf", "∑", "∏"}
+_FUNCTIONS = {"log", "exp", "sin", "cos"}
 
 
 class EquationError(ValueError):
@@ -51,6 +52,8 @@ def to_mathml(latex: str, *, block: bool) -> str:
                 f"\\mathcal{{S}} with braces, and only commands that latex2mathml knows."
             )
     _join_upright(root)
+    _keep_bars_short(root)
+    _set_functions_apart(root)
     if block:
         _put_limits_below(root)
     root.set("alttext", latex)
@@ -74,7 +77,24 @@ def _join_upright(root: ElementTree.Element) -> None:
             row[:] = [word]
 
 
+def _keep_bars_short(root: ElementTree.Element) -> None:
+    """Bars that stand alone neither stretch nor keep their distance; those of \\left are fences."""
+    for element in root.iter(_tag("mo")):
+        if element.text in ("|", "‖") and element.get("fence") != "true":
+            element.attrib |= {"stretchy": "false", "lspace": "0", "rspace": "0"}
+
+
+def _set_functions_apart(root: ElementTree.Element) -> None:
+    """A thin space follows log and its like, unless a bracket does."""
+    for row in root.iter():
+        for word, after in zip(list(row), list(row)[1:], strict=False):
+            if word.tag == _tag("mi") and word.text in _FUNCTIONS and after.tag != _tag("mo"):
+                word.tag = _tag("mo")
+                word.attrib |= {"form": "prefix", "lspace": "0", "rspace": "0.1667em"}
+
+
 def _put_limits_below(root: ElementTree.Element) -> None:
-    for element in root.iter(_tag("msub")):
-        if "".join(element[0].itertext()).lower() in _LIMITS:
-            element.tag = _tag("munder")
+    for plain, limits in (("msub", "munder"), ("msubsup", "munderover")):
+        for element in root.iter(_tag(plain)):
+            if "".join(element[0].itertext()).lower() in _LIMITS:
+                element.tag = _tag(limits)

@@ -33,6 +33,7 @@ PAGES = {
     "backend": "stages/backends.md",
 }
 _MARKER = re.compile(r"^<!-- (strategies|stages|recipes)(?:: ([\w-]+))? -->$", re.MULTILINE)
+_COLUMNS = ("source", "cost", "needs", "ours")
 _ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 _DEPARTURE = re.compile(r"departures (\d+)")
 # Where the headings of the page on departures begin, by their number.
@@ -103,7 +104,7 @@ def describe(cls: type[Strategy]) -> Description:
     return Description(
         summary=cls.summary(),
         source=source.strip(),
-        departures=departures[:1].upper() + departures[1:],
+        departures=departures,
         cost=found["Cost"],
         needs=needs,
     )
@@ -132,19 +133,33 @@ def _strategies(stage: str) -> str:
     default = getattr(Pipeline(), stage).name
     # The default first: it is what a reader without a question should look at.
     names = sorted(registry, key=lambda name: (name != default, name))
-    rows = ["| strategy | source | cost | needs | ours |", "|---|---|---|---|---|"]
-    details = []
+    rows, details = [], []
     for name in names:
         cls = registry.get(name)
         about = describe(cls)
         path = f"{public_module(cls)}.{cls.__qualname__}"
-        badge = " (default)" if name == default else ""
-        first = f"[`{name}`](#{path}){badge}<br>{about.summary}"
-        cells = (first, about.source, about.cost, about.needs or "–", about.departures or "–")
-        rows.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
+        badge = ' <span class="default">default</span>' if name == default else ""
+        title = f"[`{name}`](#{path}){badge} {_cell(about.summary)}"
+        cells = zip(
+            _COLUMNS, (about.source, about.cost, about.needs, about.departures), strict=True
+        )
+        rows += ["<tr markdown>", f'<th colspan="4" markdown="span">{title}</th>', "</tr>"]
+        rows += [
+            "<tr markdown>",
+            *(f'<td data-label="{label}" markdown="span">{_cell(x)}</td>' for label, x in cells),
+            "</tr>",
+        ]
         details.append(_details(name, path))
-    table = "\n".join(rows)
-    return f'<div class="strategies" markdown>\n\n{table}\n\n</div>\n\n' + "\n".join(details)
+    head = "".join(f"<th>{label}</th>" for label in _COLUMNS)
+    table = [
+        '<table class="strategies" markdown>',
+        f"<thead><tr>{head}</tr></thead>",
+        "<tbody markdown>",
+        *rows,
+        "</tbody>",
+        "</table>",
+    ]
+    return "\n".join([*table, "", *details])
 
 
 def _details(name: str, path: str) -> str:
@@ -193,8 +208,8 @@ def public_module(cls: type[Strategy]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text for a cell of a table: one line, bars escaped, preprints and departures linked."""
-    text = text.replace("|", "\\|")
+    """Text for a cell of a table: bars escaped, preprints and departures linked."""
+    text = (text[:1].upper() + text[1:] or "–").replace("|", "\\|")
     text = _ARXIV.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
 
     def departure(found: re.Match[str]) -> str:
