@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gracekv import report as report
     from gracekv.allocate import Budget
     from gracekv.hf.batch import BatchResult
     from gracekv.hf.compress import compress, compress_prefill
@@ -55,6 +56,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "report":
+        return import_module("gracekv.report")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gracekv' has no attribute {name!r}")

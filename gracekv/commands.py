@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,29 +84,61 @@ def compress(
     save: Annotated[
         Path | None, typer.Option(help="Also write the compressed cache, for gracekv generate.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write an HTML page of what was kept where.")
+    ] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(help="Show this recipe or file beside it in the report; may be repeated."),
+    ] = None,
 ) -> None:
     """Compress one prompt's cache and answer a question over what is left."""
     text = read_text(context)
     from gracekv.config import load_pipeline
 
     chosen = load_pipeline(pipeline)
+    if compare and report is None:
+        raise ConfigError("--compare needs a page to show it on: add --report page.html.")
+    rivals = {name: load_pipeline(name) for name in compare or ()}
+    if pipeline in rivals or len(rivals) < len(compare or ()):
+        raise ConfigError(
+            f"--pipeline and each --compare must name different pipelines; got {pipeline!r} and "
+            f"{', '.join(map(repr, compare or ()))}."
+        )
     if ratio is None and entries_per_head is None and kv_bytes is None:
         ratio = "8"
     loaded, tokenizer = _load_model(model, dtype)
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction
     )
-    result = gracekv.compress(
-        loaded,
-        prompt,
-        ratio=ratio,
-        entries_per_head=entries_per_head,
-        kv_bytes=kv_bytes,
-        pipeline=chosen,
-    )
+    budget: dict[str, Any] = {
+        "ratio": ratio,
+        "entries_per_head": entries_per_head,
+        "kv_bytes": kv_bytes,
+    }
+    results = {}
+    if rivals:
+        # One prefill serves all of them.
+        pipes = {pipeline: chosen, **rivals}
+        needs = reduce(or_, (pipe.needs() for pipe in pipes.values()))
+        prefill = gracekv.capture(loaded, prompt, needs)
+        for name, pipe in pipes.items():
+            results[name] = gracekv.compress_prefill(
+                loaded, prompt, prefill, **budget, pipeline=pipe
+            )
+        result = results[pipeline]
+    else:
+        result = gracekv.compress(loaded, prompt, **budget, pipeline=chosen)
     if save is not None:
         result.save(save)
     answer = result.generate(max_new_tokens=max_new_tokens)
+    if report is not None and rivals:
+        answers = {pipeline: answer}
+        for name in rivals:
+            answers[name] = results[name].generate(max_new_tokens=max_new_tokens)
+        gracekv.report.compare(results, report, answers=answers)
+    elif report is not None:
+        result.report(report, answer=answer)
     facts = _facts(result)
     typer.echo(answer)
     typer.echo(

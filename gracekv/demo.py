@@ -19,6 +19,7 @@ from rich.table import Table
 import gracekv
 from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
+from gracekv.report import compare, plot_entries
 
 if TYPE_CHECKING:
     from gracekv import CompressionResult
@@ -29,6 +30,8 @@ QUESTION = "What are the words on the paper label of the little bottle? Quote th
 # The answer counts as right if it holds these words, which the text spells in the same capitals.
 EXPECTED = "DRINK ME"
 RATIOS = (4, 8, 16)
+# What stands beside GraceKV in the report: label, ratio, recipe.
+RIVAL = ("SnapKV 8x", 8, "snapkv")
 _TIMED_TOKENS = 16
 
 
@@ -50,15 +53,16 @@ class Trial:
 
 
 def run_demo(out: Path, max_new_tokens: int = 32) -> None:
-    """Load the embedded model, run every ratio, print the tables and write `out`/entries.png.
+    """Load the embedded model, run every ratio, print the tables, write a plot and a report.
 
+    They are `out`/entries.png and `out`/report.html, which shows a rival beside GraceKV.
     Uses at most one torch thread per physical core while it runs.
     """
     console = Console()
     threads = torch.get_num_threads()
     torch.set_num_threads(min(threads, physical_cores()))
     try:
-        trials = _trials(console, max_new_tokens)
+        *trials, rival = _trials(console, max_new_tokens)
     finally:
         torch.set_num_threads(threads)
     prompt = trials[0].result.prompt
@@ -73,6 +77,12 @@ def run_demo(out: Path, max_new_tokens: int = 32) -> None:
     path = out / "entries.png"
     write_atomically(path, entries_plot([(t.label, t.result) for t in trials[1:]]))
     console.print(f"Entries kept per layer and head: [bold]{path.resolve()}[/bold]")
+    page = out / "report.html"
+    shown = [trials[2], rival, trials[1], trials[3]]
+    compare({t.label: t.result for t in shown}, page, answers={t.label: t.answer for t in shown})
+    console.print(
+        f"What became of every token, beside {rival.label}: [bold]{page.resolve()}[/bold]"
+    )
 
 
 def physical_cores() -> int:
@@ -83,33 +93,8 @@ def physical_cores() -> int:
 
 
 def entries_plot(results: Sequence[tuple[str, CompressionResult]]) -> bytes:
-    """PNG: one heat map [L, G] per result of the context entries kept in each head.
-
-    All maps share one logarithmic colour scale, so their colours can be compared.
-    """
-    # The object interface draws without a display and leaves matplotlib's global state alone.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import LogNorm
-    from matplotlib.figure import Figure
-
-    tables = [result.accounting.entries for _, result in results]
-    scale = LogNorm(
-        max(1, min(int(t.min()) for t in tables)), max(2, max(int(t.max()) for t in tables))
-    )
-    figure = Figure(figsize=(2.6 * len(tables) + 1.2, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
-    for axis, (label, _), table in zip(axes, results, tables, strict=True):
-        layers, heads = table.shape
-        image = axis.imshow(
-            table.clamp(min=1).numpy(), norm=scale, aspect="auto", cmap="viridis", origin="lower"
-        )
-        axis.set_title(f"{label}\n{int(table.sum()):,} entries", fontsize=10)
-        axis.set_xticks(range(heads))
-        axis.set_yticks(range(0, layers, max(1, layers // 10)))
-        axis.set_xlabel("KV head")
-    axes[0].set_ylabel("layer")
-    figure.colorbar(image, ax=list(axes), label="context entries kept (log scale)")
+    """PNG of `gracekv.report.plot_entries`."""
+    figure = plot_entries(dict(results))
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=130)
     return file.getvalue()
@@ -124,13 +109,13 @@ def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
     )
     trials = []
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("Loading the model (converted on first use)", total=len(RATIOS) + 2)
+        bar = progress.add_task("Loading the model (converted on first use)", total=len(RATIOS) + 3)
         model, tokenizer = load_smollm2()
         document = (files("gracekv") / "data" / DOCUMENT).read_text(encoding="utf-8")
         prompt = gracekv.Prompt.from_chat(
             tokenizer, context=document, question=QUESTION, instruction=INSTRUCTION
         )
-        runs = [("FullKV", 1, "fullkv"), *((f"GraceKV {x}x", x, "gracekv") for x in RATIOS)]
+        runs = [("FullKV", 1, "fullkv"), *((f"GraceKV {x}x", x, "gracekv") for x in RATIOS), RIVAL]
         for label, ratio, pipeline in runs:
             progress.update(bar, advance=1, description=f"{label}: prefill and compression")
             result = gracekv.compress(model, prompt, ratio=ratio, pipeline=pipeline)

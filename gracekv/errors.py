@@ -53,6 +53,10 @@ class BackendUnavailableError(GracekvError):
     """The attention backend asked for cannot run on this machine."""
 
 
+class ReportError(GracekvError, ValueError):
+    """No report can be made of this result: it was loaded from a file, or prompts differ."""
+
+
 class MissingDependencyError(GracekvError, ImportError):
     """An optional package that this feature needs is not installed."""
 

@@ -98,6 +98,7 @@ class Run:
         cache: the physical entries.
         accounting: entries and bytes.
         timings: seconds per stage.
+        floor: what the floor had bought when the auction began.
     """
 
     plan: BudgetPlan
@@ -108,6 +109,7 @@ class Run:
     cache: RaggedCache
     accounting: Accounting
     timings: Timings
+    floor: Frontier | None = None
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,10 @@ class Pipeline(Configurable):
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """The recipe of that name; `gracekv.recipes.names()` lists them."""
+        """The recipe of that name; `gracekv.recipes.names()` lists them.
+
+        Raises `UnknownStrategyError` if there is none.
+        """
         if name not in recipes.RECIPES:
             raise UnknownStrategyError(
                 f"Unknown recipe {name!r}.{suggestion(name, recipes.names())} Recipes: "
@@ -261,7 +266,7 @@ class Pipeline(Configurable):
             bound=frontier.bound,
         )
         timings = Timings(**prefill.seconds_for(self.needs()), **clock.seconds)
-        return Run(plan, partition, relevance, forest, frontier, cache, accounting, timings)
+        return Run(plan, partition, relevance, forest, frontier, cache, accounting, timings, start)
 
     def _prunes(self, quota: Tensor | None) -> bool:
         return self.prune and self.allocate.prunable and quota is None and not self.certify

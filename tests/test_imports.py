@@ -23,6 +23,15 @@ KNOWS = {
     | {"gracekv.files"},
     "backends": {"gracekv.cache.base", "gracekv.kernels"},
     "recipes": set(),
+    # What was kept where; a result is known by what it has, not by its class.
+    "report": {
+        "gracekv.__version__",
+        "gracekv.allocate",
+        "gracekv.cache",
+        "gracekv.files",
+        "gracekv.pipeline",
+        "gracekv.prefill",
+    },
     # Benchmarks use gracekv as its users do; no stage's inside.
     "evaluate": {
         "gracekv.allocate",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -32,6 +32,9 @@ class RaggedLayer:
         log_multiplicity: float32 [E], added to the attention logit; 0 for original tokens.
         offsets: int64 [S*G+1] on the CPU; row r holds entries [offsets[r], offsets[r+1]).
         sequences: S.
+
+    Raises:
+        ShapeError: the tensors do not fit one another.
     """
 
     keys: Tensor
@@ -119,7 +122,10 @@ class RaggedLayer:
 
     @classmethod
     def stack(cls, layers: Sequence[RaggedLayer]) -> RaggedLayer:
-        """The sequences of all `layers` in one; they must agree in heads, dimension and dtype."""
+        """The sequences of all `layers` in one; they must agree in heads, dimension and dtype.
+
+        Raises `ShapeError` if they do not.
+        """
         kinds = {(x.heads, x.keys.shape[1], x.keys.dtype, x.keys.device) for x in layers}
         if len(kinds) != 1:
             raise ShapeError(
@@ -149,6 +155,9 @@ class RaggedCache:
             compressed cache (ours).
         padding: S numbers, how many tokens fewer each sequence covers; its prompt is padded by as
             many on the left.
+
+    Raises:
+        ShapeError: the layers do not fit one another.
     """
 
     layers: tuple[RaggedLayer, ...]
@@ -213,9 +222,13 @@ class Packer(Strategy, abc.ABC):
 
     Attributes:
         uses_columns: it reads `columns`, which the pipeline then provides.
+        represents: what an entry of the region stands for: "node", all tokens of its node; "token",
+            one of them, the others are gone; "mixture", one token and parts of tokens that are
+            gone, wherever they were.
     """
 
     uses_columns: ClassVar[bool] = False
+    represents: ClassVar[Literal["node", "token", "mixture"]] = "node"
 
     @abc.abstractmethod
     def __call__(

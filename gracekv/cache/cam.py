@@ -49,6 +49,9 @@ class CamPacker(Packer):
     (adding each dropped value to the next *survivors* instead would multiply their norms), and the
     cascade over dropped tokens.
 
+    Cost: the attention that each position received in all (another attention pass, unless the
+    scorer made it), and O(N (merge + 1) d) a head for the flow.
+
     Attributes:
         merge: m, tokens that share a dropped value (CaM's 32).
         denominator: what A_t is compared with: "mean_next" (the paper), "max_next" (the largest of
@@ -56,9 +59,13 @@ class CamPacker(Packer):
             the released question-answering code).
         seed: of the draws. Each layer draws one block of uniforms [G, N] from (seed, layer), so
             they depend neither on the budget nor on the order of layers.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     uses_columns: ClassVar[bool] = True
+    represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
 
     merge: int = 32
     denominator: Denominator = "mean_next"

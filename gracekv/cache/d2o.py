@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from typing import ClassVar, Literal, final, get_args
 
 import torch
 from torch import Tensor
@@ -48,11 +48,19 @@ class D2OPacker(Packer):
     the threshold's moving average never starts; each head accepts by its own u_i (the code mixes
     heads by rank).
 
+    Cost: cosines of all dropped with all kept keys, in blocks: O(N E d) for the E kept tokens of a
+    head.
+
     Attributes:
         merge: "keys_and_values" (D2O), "values" alone, or "none" (plain eviction); the last two
             are for diagnosis.
         weights: "convex" (the paper) or "code" (the released code, which shrinks norms).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
+
+    represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
 
     merge: Merge = "keys_and_values"
     weights: Weights = "convex"

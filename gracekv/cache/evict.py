@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -21,11 +21,16 @@ from gracekv.tree.merge import PrototypeRule
 class EvictPacker(Packer):
     """Tokens stay as they are or go; of a coarse node its most valuable token stays (eviction).
 
-    Nothing is merged, so every multiplicity is 1. Source: the common ground of the published
-    eviction methods, whose slots are single tokens or chunks kept token by token. For trees with
-    nodes of several tokens the choice of the token of the largest worth (ties: the earlier one)
-    is ours.
+    Nothing is merged, so every multiplicity is 1.
+
+    Source: the common ground of the published eviction methods, whose slots are single tokens or
+    chunks kept token by token. Ours: of a node of several tokens the one of the largest worth
+    stays (ties: the earlier one).
+
+    Cost: one gather of K and V.
     """
+
+    represents: ClassVar[Literal["node", "token", "mixture"]] = "token"
 
     def __call__(
         self,

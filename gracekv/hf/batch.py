@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -68,6 +69,18 @@ class BatchResult:
         layers = tuple(layer.packed.ragged for layer in self.template.layers)
         packed = RaggedCache(layers, self.template.packed_length, self.template.padding)
         save_result(path, self.model, self.prompts, self.runs, packed, self.pipeline, batch=True)
+
+    def report(
+        self, path: str | os.PathLike[str], *, answers: Sequence[str] | None = None
+    ) -> tuple[Path, ...]:
+        """Write a page for each prompt, page-1.html, page-2.html, ... for the path page.html.
+
+        Returns their paths. `answers` are what the model said, prompt by prompt. Raises
+        `ReportError` as `CompressionResult.report` does.
+        """
+        from gracekv.report import write_all
+
+        return write_all(path, self, answers=answers)
 
     def generate(self, max_new_tokens: int = 64, **kwargs: Any) -> list[str]:
         """The model's answer to each prompt as text, greedy unless `kwargs` say otherwise.

@@ -74,6 +74,26 @@ class CompressionResult:
             path, self.model, [self.prompt], [self.run], self.run.cache, self.pipeline, batch=False
         )
 
+    def report(
+        self, path: str | os.PathLike[str], *, label: str | None = None, answer: str | None = None
+    ) -> None:
+        """Write one HTML page that shows what was kept where; see `gracekv.report`.
+
+        The page needs no network and no other file; it holds the prompt's text. Several results
+        side by side: `gracekv.report.compare`.
+
+        Args:
+            path: the file; its folder is made.
+            label: the result's name on the page; default: how many times fewer entries it keeps.
+            answer: what the model said, shown beside the accounting.
+
+        Raises `ReportError` if the result was loaded from a file and holds merged entries: what
+        they stand for is not in the file.
+        """
+        from gracekv.report import write
+
+        write(path, self, label=label, answer=answer)
+
     def generate(self, max_new_tokens: int = 64, **kwargs: Any) -> str:
         """The model's answer as text, greedy unless `kwargs` say otherwise.
 

@@ -1,0 +1,253 @@
+// Unpacks what gracekv/report/packing.py packed. Units: heads are numbered layer * G + head, tokens
+// by their absolute position in the prompt.
+
+const DROPPED = 0;
+const EXACT = 1;
+const MERGED = 2;
+const STATES = ["dropped", "exact", "merged"];
+
+/** Everything that was packed, with views into the block of bytes. */
+class Report {
+  constructor(header, bytes) {
+    Object.assign(this, header);
+    this.bytes = bytes;
+    [this.contextStart, this.contextEnd, this.questionEnd, this.length] = header.spans;
+    [this.first, this.last] = header.region;
+    this.width = this.last - this.first;
+    this.units = this.layers * this.heads;
+    this.text = new TextDecoder().decode(this.part("text"));
+    this.begins = new Uint32Array(this.length + 1);
+    const lengths = this.part("lengths");
+    for (let at = 0, token = 0, begin = 0; token < this.length; token++) {
+      let value = 0;
+      let shift = 0;
+      let byte;
+      do {
+        byte = lengths[at++];
+        value |= (byte & 127) << shift;
+        shift += 7;
+      } while (byte & 128);
+      begin += value;
+      this.begins[token + 1] = begin;
+    }
+    this.outcomes = header.outcomes.map((outcome, number) => new Outcome(this, outcome, number));
+  }
+
+  static async load() {
+    const header = JSON.parse(document.getElementById("header").textContent);
+    const packed = atob(document.getElementById("block").textContent.trim());
+    const raw = new Uint8Array(packed.length);
+    for (let i = 0; i < packed.length; i++) raw[i] = packed.charCodeAt(i);
+    if (typeof DecompressionStream === "undefined") {
+      throw new Error("This browser is too old to unpack the report (it needs DecompressionStream).");
+    }
+    const stream = new Blob([raw]).stream().pipeThrough(new DecompressionStream("deflate"));
+    return new Report(header, new Uint8Array(await new Response(stream).arrayBuffer()));
+  }
+
+  has(name) {
+    return name in this.parts;
+  }
+
+  part(name) {
+    const [offset, size] = this.parts[name];
+    return this.bytes.subarray(offset, offset + size);
+  }
+
+  numbers(name) {
+    const [offset, size] = this.parts[name];
+    return new Uint32Array(this.bytes.buffer, this.bytes.byteOffset + offset, size / 4);
+  }
+
+  token(position) {
+    return this.text.slice(this.begins[position], this.begins[position + 1]);
+  }
+
+  span(start, end) {
+    return this.text.slice(this.begins[start], this.begins[end]);
+  }
+
+  /** The token that holds a character of the text. */
+  tokenAt(character) {
+    let low = 0;
+    let high = this.length - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.begins[middle] <= character) low = middle;
+      else high = middle - 1;
+    }
+    return low;
+  }
+
+  /** "prefix", "context", "question" or "tail". */
+  partOf(position) {
+    if (position < this.contextStart) return "prefix";
+    if (position < this.contextEnd) return "context";
+    return position < this.questionEnd ? "question" : "tail";
+  }
+}
+
+/** One result: its figures, and what became of every token. */
+class Outcome {
+  constructor(report, facts, number) {
+    Object.assign(this, facts);
+    this.report = report;
+    this.number = number;
+    this.pieces = report.part(`pieces.${number}`);
+    this.pieceStarts = report.numbers(`pieceStarts.${number}`);
+    this.entryStarts = report.numbers(`entryStarts.${number}`);
+    this.mergedStarts = report.numbers(`mergedStarts.${number}`);
+    this.weights = report.part(`weights.${number}`);
+    this.origins = report.has(`origins.${number}`) ? report.part(`origins.${number}`) : null;
+    this.slots = report.has(`slots.${number}`) ? report.numbers(`slots.${number}`) : null;
+    this.codes = facts.relevance ? report.part(`relevance.${number}`) : null;
+    this.memory = new Map();
+  }
+
+  /** Calls visit(kind, first token, tokens, entry, merged entry) along a head's context. */
+  walk(unit, visit) {
+    const bytes = this.pieces;
+    let at = this.pieceStarts[unit];
+    const end = this.pieceStarts[unit + 1];
+    let token = this.report.first;
+    let entry = this.entryStarts[unit];
+    let merged = this.mergedStarts[unit];
+    while (at < end) {
+      let value = 0;
+      let scale = 1;
+      let byte;
+      do {
+        byte = bytes[at++];
+        value += (byte & 127) * scale;
+        scale *= 128;
+      } while (byte & 128);
+      const kind = value & 3;
+      const tokens = value >>> 2;
+      if (visit(kind, token, tokens, entry, merged) === false) return;
+      token += tokens;
+      if (kind === EXACT) entry += tokens;
+      if (kind === MERGED) {
+        entry += 1;
+        merged += 1;
+      }
+    }
+  }
+
+  /** The last few answers of `make`, by name. */
+  remembered(name, make) {
+    if (!this.memory.has(name)) {
+      if (this.memory.size > 24) this.memory.delete(this.memory.keys().next().value);
+      this.memory.set(name, make());
+    }
+    return this.memory.get(name);
+  }
+
+  /** Of one head: tokens of each token's entry (0: dropped), and where that entry begins. */
+  lengths(unit) {
+    return this.remembered(`head ${unit}`, () => {
+      const length = new Uint32Array(this.report.width);
+      const start = new Uint32Array(this.report.width);
+      const base = this.report.first;
+      this.walk(unit, (kind, first, tokens) => {
+        for (let i = 0; i < tokens; i++) {
+          length[first - base + i] = kind === MERGED ? tokens : kind;
+          start[first - base + i] = kind === MERGED ? first : first + i;
+        }
+      });
+      return { length, start };
+    });
+  }
+
+  /** Of several heads: entries per token on average, and in how many heads it is exact, merged. */
+  means(units) {
+    return this.remembered(`heads ${units[0]} ${units.length}`, () => {
+      const width = this.report.width;
+      const base = this.report.first;
+      const share = new Float32Array(width);
+      const exact = new Uint32Array(width);
+      const merged = new Uint32Array(width);
+      for (const unit of units) {
+        this.walk(unit, (kind, first, tokens) => {
+          if (kind === DROPPED) return;
+          const part = (kind === EXACT ? 1 : 1 / tokens) / units.length;
+          const counts = kind === EXACT ? exact : merged;
+          for (let i = first - base; i < first - base + tokens; i++) {
+            share[i] += part;
+            counts[i] += 1;
+          }
+        });
+      }
+      return { share, exact, merged, heads: units.length };
+    });
+  }
+
+  /** Token counts of the heads `units` by the length of their entries: [dropped, exact, 2, ...]. */
+  resolution(units) {
+    return this.remembered(`resolution ${units[0]} ${units.length}`, () => {
+      const counts = [0, 0];
+      for (const unit of units) {
+        this.walk(unit, (kind, first, tokens) => {
+          const bin = kind === MERGED ? tokens : kind;
+          while (counts.length <= bin) counts.push(0);
+          counts[bin] += tokens;
+        });
+      }
+      return counts;
+    });
+  }
+
+  /** A token's relevance in a head, in multiples of the head's mean; null where it has none. */
+  relevanceAt(unit, position) {
+    const at = position - this.report.first;
+    if (!this.codes || at < 0 || at >= this.relevance.length) return null;
+    const { layers, heads, length, low, high } = this.relevance;
+    const layer = layers === 1 ? 0 : Math.floor(unit / this.report.heads);
+    const head = heads === 1 ? 0 : unit % this.report.heads;
+    const code = this.codes[(layer * heads + head) * length + at];
+    return code ? Math.exp(low + ((high - low) / 254) * (code - 1)) : 0;
+  }
+
+  /** What became of a token in a head. */
+  fate(unit, position) {
+    const report = this.report;
+    if (position < report.first || position >= report.last) {
+      return { state: "exact", start: position, end: position + 1, weight: 1, kept: true };
+    }
+    let found = null;
+    this.walk(unit, (kind, first, tokens, entry, merged) => {
+      if (position >= first + tokens) return true;
+      const one = kind === MERGED;
+      const origin = this.origins && kind ? this.origins[one ? entry : entry + position - first] : 127;
+      found = {
+        state: STATES[kind],
+        start: one || kind === DROPPED ? first : position,
+        end: one || kind === DROPPED ? first + tokens : position + 1,
+        weight: one ? (this.weights[merged] / 255) * tokens : kind,
+        depth: (origin & 127) === 127 ? null : origin & 127,
+        floor: this.hasFloor && kind && (origin & 127) !== 127 ? origin >= 128 : null,
+        relevance: this.relevanceAt(unit, position),
+      };
+      return false;
+    });
+    if (found.state !== "dropped" && found.relevance !== null) {
+      let sum = 0;
+      for (let p = found.start; p < found.end; p++) sum += this.relevanceAt(unit, p) ?? 0;
+      found.share = sum / this.relevance.length;
+    }
+    return found;
+  }
+
+  /** [slot, first token, token after its last] of a token, or null. */
+  slotOf(position) {
+    const slots = this.slots;
+    if (!slots || position < slots[0] || position >= slots[slots.length - 1]) return null;
+    let low = 0;
+    let high = slots.length - 2;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (slots[middle] <= position) low = middle;
+      else high = middle - 1;
+    }
+    return [low, slots[low], slots[low + 1]];
+  }
+}

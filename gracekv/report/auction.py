@@ -1,0 +1,91 @@
+"""`AuctionCurve`: what each further entry of the budget was worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate import Frontier, upper_bound
+from gracekv.allocate.operations import Operations
+
+if TYPE_CHECKING:
+    from gracekv.pipeline import Pipeline, Run
+
+# Points of the drawn curve, and budgets at which the bound is computed. Source: ours.
+_POINTS = 240
+_BOUNDS = 12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AuctionCurve:
+    """Utility over entries, floor first, then the auction's operations, best utility first.
+
+    Attributes:
+        entries: int64 [P] ascending from 0, entries spent so far (recent window not counted).
+        utility: float64 [P], summed gains so far; the last is `accounting.utility`.
+        floor_entries: entries that the floor spent.
+        bound_entries: int64 [Q] budgets, () without a certificate.
+        bound: float64 [Q], what no allocation of that many entries over the same trees exceeds.
+    """
+
+    entries: Tensor
+    utility: Tensor
+    floor_entries: int
+    bound_entries: Tensor
+    bound: Tensor
+
+
+def auction_curve(run: Run, pipeline: Pipeline) -> AuctionCurve | None:
+    """The curve of `run`, thinned out evenly; None if it holds no forest (FullKV, loaded).
+
+    Operations are put in the order of the greedy auction (least unit utility on the path, falling),
+    whichever allocator chose them. With a certificate, the bound is computed at a dozen budgets, as
+    often as `certify` did; quotas are left out of account, which can only raise it.
+    """
+    if run.frontier is None:
+        return None
+    frontier = run.frontier
+    ops = Operations.of(frontier.forest)
+    executed = ops.executed(frontier)
+    before = torch.zeros_like(executed) if run.floor is None else ops.executed(run.floor)
+    bought = torch.nonzero(executed).flatten()
+    # What the floor executed has the key +inf and comes first.
+    falling = ops.bottleneck(before)[bought].sort(descending=True, stable=True).indices
+    order = bought[falling]
+    spent = ops.cost[order].cumsum(0).cpu()
+    gained = ops.gain[order].cumsum(0).cpu()
+    at = _thinned(spent, int(ops.cost[before].sum()))
+    zero = torch.zeros(1, dtype=torch.int64)
+    budgets, bounds = zero[:0], zero[:0].double()
+    if frontier.bound is not None:
+        elastic = bool(getattr(pipeline.allocate, "elastic", False))
+        budgets = torch.linspace(0, run.plan.base, _BOUNDS + 1)[1:].long().unique()
+        budgets = budgets[budgets > 0]
+        empty = Frontier.empty(frontier.forest, run.plan.base)
+        bounds = torch.tensor(
+            [upper_bound(replace(empty, budget=b), elastic=elastic) for b in budgets.tolist()],
+            dtype=torch.float64,
+        )
+        # At the whole budget the certificate itself, which knows the quotas.
+        bounds[-1:] = frontier.bound
+    return AuctionCurve(
+        entries=torch.cat([zero, spent[at]]),
+        utility=torch.cat([zero.double(), gained[at]]),
+        floor_entries=int(ops.cost[before].sum()),
+        bound_entries=budgets,
+        bound=bounds,
+    )
+
+
+def _thinned(spent: Tensor, floor: int) -> Tensor:
+    """int64: about `_POINTS` places of `spent`, even in entries; the floor's end and the last."""
+    if len(spent) <= _POINTS:
+        return torch.arange(len(spent))
+    marks = torch.linspace(0, int(spent[-1]), _POINTS).long()
+    marks = torch.cat([marks, torch.tensor([floor, int(spent[-1])])]).sort().values
+    places: Tensor = torch.searchsorted(spent, marks).clamp(max=len(spent) - 1)
+    kept: Tensor = torch.unique(places)
+    return kept

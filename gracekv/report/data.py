@@ -1,0 +1,194 @@
+"""`ReportData`: all that a page, a table or a figure shows, as plain tensors."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gracekv.cache import Accounting, Timings
+from gracekv.errors import ReportError
+from gracekv.prefill import PromptSpans
+from gracekv.report.auction import AuctionCurve, auction_curve
+from gracekv.report.entries import KeptEntries, kept_entries
+from gracekv.report.texts import token_texts
+
+if TYPE_CHECKING:
+    from gracekv.pipeline import Pipeline, Run
+    from gracekv.prefill.prompt import Prompt
+
+
+class Result(Protocol):
+    """What a report reads of a `gracekv.CompressionResult`."""
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def prompt(self) -> Prompt: ...
+    @property
+    def run(self) -> Run: ...
+    @property
+    def pipeline(self) -> Pipeline: ...
+    @property
+    def accounting(self) -> Accounting: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What one pipeline made of the prompt; parts that the result does not hold are None.
+
+    Attributes:
+        label: what the reader calls it.
+        pipeline: the strategies, as plain data.
+        represents: what a merged or kept entry stands for, `Packer.represents`.
+        entries: what each context entry stands for.
+        slots: int64 [J+1] slot borders, absolute; None also where every token is its own slot.
+        relevance: float32 [L, G, N] worth of the tokens from the context's start, without the
+            recent window.
+        curve: the auction.
+        accounting: entries and bytes.
+        timings: seconds.
+        answer: what the model said.
+    """
+
+    label: str
+    pipeline: Mapping[str, Any]
+    represents: str
+    entries: KeptEntries
+    slots: Tensor | None
+    relevance: Tensor | None
+    curve: AuctionCurve | None
+    accounting: Accounting
+    timings: Timings
+    answer: str | None = None
+
+    def resolution(self) -> Tensor:
+        """int64 [n+1]: how many (head, token) pairs of the region lie in entries of 0..n tokens.
+
+        0 are the dropped ones, 1 the exact ones; n is the longest entry's length.
+        """
+        entries = self.entries
+        counts = torch.bincount(entries.length, minlength=2) * torch.arange(
+            max(2, int(entries.length.max()) + 1 if len(entries.start) else 2)
+        )
+        first, last = entries.region
+        counts[0] = entries.layers * entries.heads * (last - first) - counts.sum()
+        return counts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReportData:
+    """One prompt, and one or more outcomes.
+
+    Attributes:
+        model: its name.
+        spans: prefix, context, question, tail.
+        tokens: T texts.
+        outcomes: at least one.
+    """
+
+    model: str
+    spans: PromptSpans
+    tokens: tuple[str, ...]
+    outcomes: tuple[Outcome, ...]
+
+    @classmethod
+    def of(
+        cls,
+        results: Mapping[str, Result],
+        answers: Mapping[str, str] | None = None,
+    ) -> ReportData:
+        """The data of results of one prompt, by label.
+
+        Raises `ReportError` if there is no result, if prompts differ, if an answer belongs to no
+        result, or if a result does not hold what its entries stand for.
+        """
+        if not results:
+            raise ReportError("A report needs at least one result; got none.")
+        answers = answers or {}
+        if strangers := sorted(set(answers) - set(results)):
+            raise ReportError(
+                f"Answers are given by the labels of the results, {', '.join(results)}; got "
+                f"{', '.join(strangers)}."
+            )
+        for label, result in results.items():
+            _check(label, result)
+        (first, main), *others = results.items()
+        for label, other in others:
+            if not torch.equal(main.prompt.ids, other.prompt.ids):
+                raise ReportError(
+                    f"Results side by side must be of one prompt; {first!r} and {label!r} have "
+                    f"different token ids. Compress the same Prompt with both pipelines."
+                )
+            if main.prompt.spans != other.prompt.spans:
+                raise ReportError(
+                    f"Results side by side must compress the same context; {first!r} has "
+                    f"{main.prompt.spans}, {label!r} has {other.prompt.spans}."
+                )
+            if main.accounting.entries.shape != other.accounting.entries.shape:
+                raise ReportError(
+                    f"Results side by side must be of one model; {first!r} has "
+                    f"{list(main.accounting.entries.shape)} layers and KV heads, {label!r} "
+                    f"{list(other.accounting.entries.shape)}."
+                )
+        config = getattr(main.model, "config", None)
+        # Of a local folder only its own name: pages are passed on, paths are private.
+        name = str(getattr(config, "name_or_path", "")).rstrip("/\\")
+        if os.path.isabs(name) or os.path.isdir(name):
+            name = re.split(r"[/\\]", name)[-1]
+        return cls(
+            model=name or type(main.model).__name__,
+            spans=main.prompt.spans,
+            tokens=tuple(token_texts(_readable([r.prompt for r in results.values()]))),
+            outcomes=tuple(
+                outcome(label, r.run, r.prompt.spans, r.pipeline, answers.get(label))
+                for label, r in results.items()
+            ),
+        )
+
+
+def outcome(
+    label: str, run: Run, spans: PromptSpans, pipeline: Pipeline, answer: str | None = None
+) -> Outcome:
+    """What `run` made of a prompt with `spans`. Raises `ReportError` as `kept_entries` does."""
+    entries = kept_entries(run, spans, pipeline.pack.represents)
+    slots = None
+    if run.partition is not None and bool((run.partition.lengths > 1).any()):
+        slots = run.partition.bounds.cpu()
+    relevance = None
+    if run.relevance is not None:
+        relevance = run.relevance.tokens.detach().float().cpu()
+    return Outcome(
+        label=label,
+        pipeline=pipeline.to_dict(),
+        represents=pipeline.pack.represents,
+        entries=entries,
+        slots=slots,
+        relevance=relevance,
+        curve=auction_curve(run, pipeline),
+        accounting=run.accounting,
+        timings=run.timings,
+        answer=answer,
+    )
+
+
+def _check(label: str, result: object) -> None:
+    if hasattr(result, "runs"):
+        raise ReportError(
+            f"{label!r} is a batch; a page shows one prompt. Use batch.report(path), which writes "
+            f"a page a prompt, or compare results of single prompts."
+        )
+    if not all(hasattr(result, name) for name in ("run", "prompt", "pipeline")):
+        raise ReportError(
+            f"{label!r} must be what gracekv.compress returns; got {type(result).__name__}."
+        )
+
+
+def _readable(prompts: list[Prompt]) -> Prompt:
+    """The prompt that knows most of its text: a loaded one may have no tokenizer."""
+    return max(prompts, key=lambda p: (p.tokenizer is not None, p.parts is not None))

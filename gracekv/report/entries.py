@@ -1,0 +1,188 @@
+"""`KeptEntries`: which tokens each context entry of a cache stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.base import Frontier
+from gracekv.cache.base import RaggedCache
+from gracekv.errors import ReportError
+from gracekv.prefill import PromptSpans
+
+if TYPE_CHECKING:
+    from gracekv.pipeline import Run
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptEntries:
+    """The context's entries, head after head, by position; tensors on the CPU.
+
+    Prefix and suffix are not listed: every head holds them token by token.
+
+    Attributes:
+        layers: L.
+        heads: G.
+        region: (start, end) of the context as far as the cache covers it, absolute. It covers all
+            prompt tokens but the last, which decoding feeds again.
+        offsets: int64 [L*G+1]; head layer * G + g holds entries [offsets[h], offsets[h+1]).
+        start: int64 [E] first absolute position that the entry stands for.
+        end: int64 [E] exclusive.
+        multiplicity: float32 [E], how many tokens the entry weighs as in attention; at most
+            end - start.
+        depth: int16 [E] level of its node in the slot's tree, -1 outside of trees (recent window,
+            FullKV); None if the trees are not known.
+        floor: bool [E], bought by the floor, not by the auction; None if that is not known.
+    """
+
+    layers: int
+    heads: int
+    region: tuple[int, int]
+    offsets: Tensor
+    start: Tensor
+    end: Tensor
+    multiplicity: Tensor
+    depth: Tensor | None = None
+    floor: Tensor | None = None
+
+    @property
+    def length(self) -> Tensor:
+        """int64 [E], tokens that each entry stands for."""
+        return self.end - self.start
+
+    def head_of_entry(self) -> Tensor:
+        """int64 [E]: layer * G + head."""
+        return torch.repeat_interleave(torch.arange(len(self.offsets) - 1), self.offsets.diff())
+
+    def per_head(self) -> Tensor:
+        """int64 [L, G] entries."""
+        return self.offsets.diff().view(self.layers, self.heads)
+
+    def holders(self, position: int) -> Tensor:
+        """int64 [L*G]: the entry of each head that stands for the token, -1 where it is gone."""
+        stride = int(self.end.max()) + 1 if len(self.end) else 1
+        stride = max(stride, position + 1)
+        heads = torch.arange(len(self.offsets) - 1)
+        # Entries are sorted by (head, start), so the last one that begins here or before is it.
+        key = self.head_of_entry() * stride + self.start
+        at = torch.searchsorted(key, heads * stride + position, right=True) - 1
+        found = (at >= self.offsets[:-1]) & (at < self.offsets[1:])
+        held = found.clone()
+        held[found] = self.end[at[found]] > position
+        return torch.where(held, at, -1)
+
+    def coverage(self) -> Tensor:
+        """int64 [L*G, W] of the region: each token's entry's length, 0 where the token is gone."""
+        first, last = self.region
+        steps = torch.zeros(len(self.offsets) - 1, last - first + 1, dtype=torch.int64)
+        head, length = self.head_of_entry(), self.length
+        flat = steps.view(-1)
+        row = head * steps.shape[1] - first
+        flat.index_add_(0, row + self.start, length)
+        flat.index_add_(0, row + self.end, -length)
+        return steps.cumsum(1)[:, :-1]
+
+
+def kept_entries(
+    run: Run, spans: PromptSpans, represents: Literal["node", "token", "mixture"]
+) -> KeptEntries:
+    """What the packed entries of `run` stand for.
+
+    Args:
+        run: one prompt's.
+        spans: of that prompt.
+        represents: the packer's promise, `Packer.represents`.
+
+    Raises `ReportError` if entries are merged and `run` does not hold the frontier that says of
+    what (a loaded result), or if the packer did not pack the frontier's nodes in order.
+    """
+    cache = run.cache
+    region = (spans.context_start, min(spans.context_end, cache.length))
+    position, multiplicity, head = _context_entries(cache, region)
+    layers, heads = len(cache.layers), cache.layers[0].heads
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), _counts(head, layers * heads)])
+    found = KeptEntries(layers, heads, region, offsets, position, position + 1, multiplicity)
+    if run.frontier is None:
+        # Without trees nothing was merged, unless what was merged is not known any more.
+        if represents == "node" and run.accounting.spent < run.accounting.entries.numel() * (
+            spans.context_length
+        ):
+            raise ReportError(
+                "This result was loaded from a file, which holds merged entries but not the "
+                "tokens that each stands for. Write the report from the result of compress, "
+                "beside result.save."
+            )
+        return found
+
+    node, start, end = _laid_out(run.frontier, cache.length)
+    forest = run.frontier.forest
+    in_trees = torch.nonzero(position < int(forest.end[: forest.slots].max())).flatten()
+    here = position[in_trees]
+    if len(here) != len(node) or bool(((here < start) | (here >= end)).any()):
+        raise ReportError(
+            f"The cache holds {len(here)} entries of the trees, the frontier {len(node)}, or they "
+            f"lie elsewhere: the packer did not keep the frontier's nodes in order, so there is "
+            f"nothing to report. Packers must follow gracekv.cache.Packer."
+        )
+    starts, ends = position.clone(), position + 1
+    if represents == "node":
+        starts[in_trees], ends[in_trees] = start, end
+    depth = torch.full(position.shape, -1, dtype=torch.int16)
+    depth[in_trees] = forest.level.cpu()[node].to(torch.int16)
+    floor = None
+    if run.floor is not None:
+        floor = torch.zeros(position.shape, dtype=torch.bool)
+        floor[in_trees] = reached(run.floor).cpu()[node]
+    return replace(found, start=starts, end=ends, depth=depth, floor=floor)
+
+
+def reached(frontier: Frontier) -> Tensor:
+    """bool [V]: nodes that some executed operation put into the cache, split later or not."""
+    forest = frontier.forest
+    inside = torch.zeros_like(frontier.split)
+    inside[: forest.trees] = frontier.added
+    inner = forest.parent >= 0
+    inside[inner] = frontier.split[forest.parent[inner]]
+    return inside
+
+
+def _context_entries(cache: RaggedCache, region: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Position, multiplicity and layer * G + head of all entries that lie in `region`."""
+    parts = []
+    for number, layer in enumerate(cache.layers):
+        head = torch.repeat_interleave(
+            torch.arange(layer.heads) + number * layer.heads, layer.lengths
+        )
+        position = layer.positions.cpu().long()
+        inside = (position >= region[0]) & (position < region[1])
+        weight = layer.log_multiplicity.float().cpu().exp()
+        parts.append((position[inside], weight[inside], head[inside]))
+    position, multiplicity, head = (torch.cat(part) for part in zip(*parts, strict=True))
+    return position, multiplicity, head
+
+
+def _counts(head: Tensor, heads: int) -> Tensor:
+    return torch.bincount(head, minlength=heads).cumsum(0)
+
+
+def _laid_out(frontier: Frontier, covered: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Node and interval of each entry of the trees, by (head, start), on the CPU.
+
+    Nodes that stay token by token are one entry a token; nothing reaches beyond `covered`.
+    """
+    forest = frontier.forest
+    node = torch.nonzero(frontier.kept).flatten()
+    head, start = forest.head_of_node()[node].cpu(), forest.start[node].cpu()
+    end, entries = forest.end[node].cpu(), forest.entries[node].cpu()
+    order = (head * (int(forest.end.max()) + 1) + start).argsort()
+    node, start, end, entries = node.cpu()[order], start[order], end[order], entries[order]
+    which = torch.repeat_interleave(torch.arange(len(node)), entries)
+    step = torch.arange(len(which)) - (entries.cumsum(0) - entries)[which]
+    exact = entries[which] > 1
+    first = start[which] + step
+    last = torch.where(exact, first + 1, end[which]).clamp(max=covered)
+    inside = first < last
+    return node[which[inside]], first[inside], last[inside]

@@ -1,0 +1,127 @@
+"""`absorbed`: what became of one token in every layer and head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ReportError
+from gracekv.report.data import Result
+from gracekv.report.entries import kept_entries
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """A token in one head.
+
+    Attributes:
+        layer: of the head.
+        head: KV head.
+        state: "exact", "merged" or "dropped".
+        start: first absolute position of the entry that holds it; -1 where it was dropped.
+        end: exclusive.
+        multiplicity: how many tokens the entry weighs as in attention; 0.0 where dropped.
+        depth: level of the entry's node in its tree; -1 outside of trees, or unknown.
+        floor: the floor bought the entry; None if that is not known.
+        relevance: the token's worth in this head; None outside of the trees, or unknown.
+    """
+
+    layer: int
+    head: int
+    state: str
+    start: int
+    end: int
+    multiplicity: float
+    depth: int
+    floor: bool | None
+    relevance: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fates:
+    """A token in all heads; iterate over its L*G rows, or print it as a table.
+
+    Attributes:
+        position: of the token, absolute.
+        rows: by layer, then head.
+    """
+
+    position: int
+    rows: tuple[Fate, ...]
+
+    def __iter__(self) -> Iterator[Fate]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def count(self, state: str) -> int:
+        """Heads in which the token is "exact", "merged" or "dropped"."""
+        return sum(row.state == state for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [
+            f"token {self.position}: exact in {self.count('exact')} heads, merged in "
+            f"{self.count('merged')}, dropped in {self.count('dropped')}",
+            f"{'layer':>5} {'head':>4} {'state':<8} {'entry':>15} {'tokens':>6} {'weight':>7} "
+            f"{'depth':>5} {'floor':>5} {'relevance':>9}",
+        ]
+        for row in self.rows:
+            gone = row.state == "dropped"
+            entry = "–" if gone else f"[{row.start}, {row.end})"
+            tokens = "–" if gone else str(row.end - row.start)
+            weight = "–" if gone else f"{row.multiplicity:.2f}"
+            depth = "–" if row.depth < 0 else str(row.depth)
+            floor = "–" if row.floor is None or gone else ("yes" if row.floor else "no")
+            relevance = "–" if row.relevance is None else f"{row.relevance:.2e}"
+            lines.append(
+                f"{row.layer:>5} {row.head:>4} {row.state:<8} {entry:>15} {tokens:>6} "
+                f"{weight:>7} {depth:>5} {floor:>5} {relevance:>9}"
+            )
+        return "\n".join(lines)
+
+
+def absorbed(result: Result, position: int) -> Fates:
+    """Which entry of each head took in the prompt token at `position`.
+
+        print(gracekv.report.absorbed(result, 1203))
+
+    Tokens of prefix and suffix are exact in every head; so is the last prompt token, which is not
+    in the cache but fed again. Negative positions count from the prompt's end.
+
+    Raises `ReportError` if there is no such token, or as `kept_entries` does.
+    """
+    spans, run = result.prompt.spans, result.run
+    given, position = position, position + spans.length if position < 0 else position
+    if not 0 <= position < spans.length:
+        raise ReportError(
+            f"The prompt has the tokens 0 to {spans.length - 1}; got {given}. Negative positions "
+            f"count from the end."
+        )
+    entries = kept_entries(run, spans, result.pipeline.pack.represents)
+    first, last = entries.region
+    if not first <= position < last:
+        holder = torch.full((entries.layers * entries.heads,), -2)
+    else:
+        holder = entries.holders(position)
+    relevance: Tensor | None = None
+    if run.relevance is not None and 0 <= position - first < run.relevance.tokens.shape[-1]:
+        relevance = run.relevance.tokens[..., position - first].flatten().cpu()
+    rows = []
+    for unit, entry in enumerate(holder.tolist()):
+        start, end, weight, depth, floor = -1, -1, 0.0, -1, None
+        if entry == -2:
+            start, end, weight = position, position + 1, 1.0
+        elif entry >= 0:
+            start, end = int(entries.start[entry]), int(entries.end[entry])
+            weight = float(entries.multiplicity[entry])
+            depth = -1 if entries.depth is None else int(entries.depth[entry])
+            floor = None if entries.floor is None else bool(entries.floor[entry])
+        state = "dropped" if entry == -1 else "merged" if end - start > 1 else "exact"
+        layer, head = divmod(unit, entries.heads)
+        worth = None if relevance is None else float(relevance[unit])
+        rows.append(Fate(layer, head, state, start, end, weight, depth, floor, worth))
+    return Fates(position, tuple(rows))

@@ -1,0 +1,187 @@
+"""Figures for papers, drawn by matplotlib without touching its global state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from gracekv.errors import MissingDependencyError, ReportError
+from gracekv.report.auction import auction_curve
+from gracekv.report.data import Result, outcome
+from gracekv.report.entries import kept_entries
+from gracekv.report.page import default_label
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Longest merged entries of each bar but the last, which takes all longer ones. Source: ours.
+_BINS = (2, 4, 8, 16, 32, 64)
+# Columns of a map of the prompt. Source: ours.
+_COLUMNS = 600
+# Okabe and Ito's colours, told apart by colour-blind readers; hatches do for print.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_HATCHES = ("", "//", "..", "xx", "\\\\", "--")
+
+
+def plot_entries(results: Result | Mapping[str, Result]) -> Figure:
+    """One heat map [L, G] a result of the context entries kept in each head.
+
+    All maps share one logarithmic colour scale, so their colours can be compared. `results` is one
+    result, or several by label. Raises `MissingDependencyError` without matplotlib.
+    """
+    from matplotlib.colors import LogNorm
+
+    named = _named(results)
+    tables = [result.accounting.entries for result in named.values()]
+    scale = LogNorm(
+        max(1, min(int(t.min()) for t in tables)), max(2, max(int(t.max()) for t in tables))
+    )
+    figure = _figure(2.6 * len(tables) + 1.2, 6.5)
+    axes = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
+    for axis, label, table in zip(axes, named, tables, strict=True):
+        layers, heads = table.shape
+        image = axis.imshow(
+            table.clamp(min=1).numpy(), norm=scale, aspect="auto", cmap="viridis", origin="lower"
+        )
+        axis.set_title(f"{label}\n{int(table.sum()):,} entries", fontsize=10)
+        axis.set_xticks(range(heads))
+        axis.set_yticks(range(0, layers, max(1, layers // 10)))
+        axis.set_xlabel("KV head")
+    axes[0].set_ylabel("layer")
+    figure.colorbar(image, ax=list(axes), label="context entries kept (log scale)")
+    return figure
+
+
+def plot_resolution(results: Result | Mapping[str, Result]) -> Figure:
+    """Bars: the share of tokens (over all heads) dropped, exact, and merged by entry length.
+
+    Raises `ReportError` as `result.report` does, `MissingDependencyError` without matplotlib.
+    """
+    named = _named(results)
+    names = ["dropped", "exact", "2"]
+    names += [f"{low + 1}–{high}" for low, high in pairwise(_BINS)]
+    names.append(f"> {_BINS[-1]}")
+    figure = _figure(7.0, 3.4)
+    axis = figure.subplots()
+    width = 0.8 / len(named)
+    for number, (label, result) in enumerate(named.items()):
+        made = outcome(label, result.run, result.prompt.spans, result.pipeline)
+        counts = made.resolution().double()
+        length = torch.arange(len(counts))
+        place = torch.bucketize(length, torch.tensor((0, 1, *_BINS)))
+        sums = torch.zeros(len(names), dtype=torch.float64).index_add_(0, place, counts)
+        axis.bar(
+            [at + width * (number - (len(named) - 1) / 2) for at in range(len(names))],
+            (sums / counts.sum().clamp(min=1) * 100).tolist(),
+            width,
+            label=label,
+            color=_COLOURS[number % len(_COLOURS)],
+            hatch=_HATCHES[number % len(_HATCHES)],
+            edgecolor="white",
+        )
+    axis.set_xticks(range(len(names)), names)
+    axis.set_xlabel("tokens of the entry that holds the token")
+    axis.set_ylabel("share of (token, head) pairs, %")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    return figure
+
+
+def plot_map(result: Result) -> Figure:
+    """A picture, heads by position: how finely each stretch of the context is kept.
+
+    Colour is the mean of 1 / tokens of the entry that holds a token, 0 for dropped ones; layer 0
+    is at the bottom. Raises `ReportError` as `result.report` does, `MissingDependencyError` without
+    matplotlib.
+    """
+    figure = _figure(8.0, 4.2)
+    entries = kept_entries(result.run, result.prompt.spans, result.pipeline.pack.represents)
+    lengths = entries.coverage()
+    share = torch.where(lengths > 0, 1.0 / lengths.clamp(min=1), 0.0)
+    first, last = entries.region
+    columns = max(1, min(_COLUMNS, last - first))
+    column = torch.arange(last - first) * columns // max(1, last - first)
+    sums = torch.zeros(len(share), columns).index_add_(1, column, share)
+    means = sums / torch.bincount(column, minlength=columns).clamp(min=1)
+    axis = figure.subplots()
+    image = axis.imshow(
+        means.numpy(),
+        aspect="auto",
+        cmap="viridis",
+        origin="lower",
+        interpolation="nearest",
+        extent=(first, last, 0, entries.layers),
+        vmin=0.0,
+        vmax=1.0,
+    )
+    axis.set_xlabel("position in the prompt")
+    axis.set_ylabel(f"layer ({entries.heads} KV heads each)")
+    axis.set_title(default_label(result), fontsize=10)
+    figure.colorbar(image, ax=axis, label="entries per token")
+    return figure
+
+
+def plot_auction(results: Result | Mapping[str, Result]) -> Figure:
+    """Utility over entries, one panel a result; dashed, the certified upper bound if there is one.
+
+    Raises `ReportError` if a result holds no forest (FullKV, or loaded from a file),
+    `MissingDependencyError` without matplotlib.
+    """
+    named = _named(results)
+    curves = {label: auction_curve(r.run, r.pipeline) for label, r in named.items()}
+    if without := [label for label, curve in curves.items() if curve is None]:
+        raise ReportError(
+            f"{', '.join(map(repr, without))} held no auction, or was loaded from a file, which "
+            f"does not keep it. Draw it from the result of compress."
+        )
+    figure = _figure(4.6 * len(curves), 3.4)
+    panels = figure.subplots(1, len(curves), squeeze=False)[0]
+    for axis, (label, curve) in zip(panels, curves.items(), strict=True):
+        assert curve is not None  # checked above
+        axis.plot(curve.entries.numpy(), curve.utility.numpy(), color=_COLOURS[0], label="bought")
+        if curve.floor_entries:
+            axis.axvspan(0, curve.floor_entries, color=_COLOURS[0], alpha=0.12, lw=0, label="floor")
+        if len(curve.bound):
+            axis.plot(
+                [0, *curve.bound_entries.tolist()],
+                [0.0, *curve.bound.tolist()],
+                "--",
+                color=_COLOURS[5],
+                label="upper bound",
+            )
+        axis.set_title(label, fontsize=10)
+        axis.set_xlabel("entries spent")
+        axis.set_ylim(bottom=0)
+        axis.set_xlim(left=0)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, loc="lower right")
+    panels[0].set_ylabel("utility")
+    return figure
+
+
+def _named(
+    results: Result | Mapping[str, Result],
+) -> Mapping[str, Result]:
+    if not isinstance(results, Mapping):
+        return {default_label(results): results}
+    if not results:
+        raise ReportError("A figure needs at least one result; got none.")
+    return results
+
+
+def _figure(width: float, height: float) -> Figure:
+    """A figure of that many inches."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Figures need the package 'matplotlib'. Install it with: pip install 'gracekv[cli]'"
+        ) from error
+    # The object interface draws without a display and leaves matplotlib's global state alone.
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

@@ -1,0 +1,248 @@
+"""Report data as bytes: what the page's script unpacks again (assets/codec.js).
+
+Everything that grows with the prompt goes into one block of bytes; a table says where each part
+lies. A head's context is a chain of pieces, so 32K tokens of 112 heads take a few megabytes:
+
+    piece = (tokens << 2) | kind      kind 0: dropped, 1: exact, 2: one merged entry
+
+as variable-length integers (7 bits a byte, the lowest first, the top bit says that more follow).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gracekv.report.data import Outcome, ReportData
+from gracekv.report.entries import KeptEntries
+
+DROPPED, EXACT, MERGED = 0, 1, 2
+
+# Bytes that the relevance of all outcomes together may take before heads, then layers, are
+# averaged: with the pieces, a page of 32K tokens stays below 15 MB. Source: ours.
+_RELEVANCE_BYTES = 7 * 2**20
+# Relevances below this share of the largest are shown as 0. Source: ours.
+_FAINT = 1e-7
+
+
+@dataclass(slots=True)
+class Block:
+    """Bytes under construction, and where each part lies: {name: [offset, bytes]}."""
+
+    parts: list[bytes] = field(default_factory=list)
+    table: dict[str, list[int]] = field(default_factory=dict)
+    size: int = 0
+
+    def add(self, name: str, data: bytes) -> None:
+        """Append a part; every part begins at a multiple of 4, as typed arrays want."""
+        self.table[name] = [self.size, len(data)]
+        padded = data + b"\0" * (-len(data) % 4)
+        self.parts.append(padded)
+        self.size += len(padded)
+
+    def bytes(self) -> bytes:
+        """All parts."""
+        return b"".join(self.parts)
+
+
+def pack(data: ReportData) -> tuple[dict[str, Any], bytes]:
+    """`data` as a plain header and a block of bytes."""
+    block = Block()
+    block.add("text", "".join(data.tokens).encode("utf-8", "replace"))
+    # Scripts count text in units of UTF-16.
+    units = [len(text.encode("utf-16-le", "replace")) // 2 for text in data.tokens]
+    block.add("lengths", varints(np.array(units, dtype=np.int64)))
+    entries, spans = data.outcomes[0].entries, data.spans
+    outcomes = [_outcome(block, number, data) for number in range(len(data.outcomes))]
+    header = {
+        "model": data.model,
+        "spans": [spans.context_start, spans.context_end, spans.question_end, spans.length],
+        "layers": entries.layers,
+        "heads": entries.heads,
+        "region": list(entries.region),
+        "outcomes": outcomes,
+        "parts": block.table,
+    }
+    return header, block.bytes()
+
+
+def _outcome(block: Block, number: int, data: ReportData) -> dict[str, Any]:
+    outcome = data.outcomes[number]
+    entries, kept = outcome.entries, outcome.accounting
+    stream, starts = pieces(entries)
+    merged = entries.length > 1
+    block.add(f"pieces.{number}", stream)
+    block.add(f"pieceStarts.{number}", _u32(starts))
+    block.add(f"entryStarts.{number}", _u32(entries.offsets))
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), merged.long().cumsum(0)])
+    block.add(f"mergedStarts.{number}", _u32(before[entries.offsets]))
+    share = entries.multiplicity[merged] / entries.length[merged]
+    block.add(f"weights.{number}", _u8((share * 255).round().clamp(0, 255)))
+    if entries.depth is not None:
+        depth = torch.where(entries.depth < 0, 127, entries.depth.clamp(max=126))
+        floor = 0 if entries.floor is None else entries.floor * 128
+        block.add(f"origins.{number}", _u8(depth + floor))
+    if outcome.slots is not None:
+        block.add(f"slots.{number}", _u32(outcome.slots))
+    return {
+        "label": outcome.label,
+        "answer": outcome.answer,
+        "represents": outcome.represents,
+        "pipeline": stages(outcome),
+        "accounting": {
+            "budget": kept.budget,
+            "spent": kept.spent,
+            "floorSpent": kept.floor_spent,
+            "recent": kept.recent,
+            "bytes": kept.bytes,
+            "metadataBytes": kept.metadata_bytes,
+            "fullBytes": kept.full_bytes,
+            "backendBytes": kept.backend_bytes,
+            "utility": kept.utility,
+            "bound": kept.bound,
+            "certifiedRatio": kept.certified_ratio,
+            "entries": kept.entries.tolist(),
+        },
+        "timings": dict(outcome.timings.as_dict()),
+        "hasFloor": entries.floor is not None,
+        "relevance": _relevance(block, number, data.outcomes),
+        "curve": _curve(outcome),
+    }
+
+
+def pieces(entries: KeptEntries) -> tuple[bytes, Tensor]:
+    """The chains of all heads, and int64 [L*G+1] the byte at which each head's begins."""
+    first, last = entries.region
+    heads, width = len(entries.offsets) - 1, last - first
+    head, start, end = entries.head_of_entry(), entries.start, entries.end
+    begins = torch.ones(len(start), dtype=torch.bool)
+    begins[1:] = head[1:] != head[:-1]
+    before = torch.where(begins, first, end.roll(1))
+    exact = end - start == 1
+    # Exact tokens side by side are one piece.
+    joins = exact & exact.roll(1) & (start == before) & ~begins
+    run = (~joins).cumsum(0) - 1
+    opening = torch.nonzero(~joins).flatten()
+    tokens = torch.zeros(len(opening), dtype=torch.int64).index_add_(0, run, end - start)
+    kinds = torch.where(exact[opening], EXACT, MERGED)
+
+    gaps = torch.nonzero(start > before).flatten()
+    ends = torch.full((heads,), first)
+    filled = torch.nonzero(entries.offsets.diff() > 0).flatten()
+    ends[filled] = end[entries.offsets[1:][filled] - 1]
+    open_end = torch.nonzero(ends < last).flatten()
+    where = torch.cat(
+        [
+            head[opening] * width + start[opening] - first,
+            head[gaps] * width + before[gaps] - first,
+            open_end * width + ends[open_end] - first,
+        ]
+    )
+    values = torch.cat(
+        [
+            tokens * 4 + kinds,
+            (start - before)[gaps] * 4 + DROPPED,
+            (last - ends)[open_end] * 4 + DROPPED,
+        ]
+    )
+    order = where.argsort()
+    numbers = values[order].numpy()
+    sizes = torch.from_numpy(_varint_sizes(numbers))
+    bytes_per_head = torch.zeros(heads, dtype=torch.int64)
+    bytes_per_head.index_add_(0, where[order] // max(1, width), sizes)
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), bytes_per_head.cumsum(0)])
+    return varints(numbers), starts
+
+
+def varints(numbers: np.ndarray) -> bytes:
+    """Whole numbers from 0 to 2^35 as variable-length integers."""
+    sizes = _varint_sizes(numbers)
+    begins = np.cumsum(sizes) - sizes
+    out = np.zeros(int(sizes.sum()), dtype=np.uint8)
+    for place in range(int(sizes.max(initial=0))):
+        here = sizes > place
+        more = (sizes[here] > place + 1) * 128
+        out[begins[here] + place] = ((numbers[here] >> (7 * place)) & 127) + more
+    return out.tobytes()
+
+
+def _varint_sizes(numbers: np.ndarray) -> np.ndarray:
+    sizes = np.ones(len(numbers), dtype=np.int64)
+    for bits in (7, 14, 21, 28):
+        sizes += numbers >= 1 << bits
+    return sizes
+
+
+def quantised(relevance: Tensor) -> tuple[Tensor, float, float]:
+    """Relevance as uint8 on a logarithmic scale, with the logs that 1 and 255 stand for.
+
+    `relevance` is [..., N], each row in multiples of its mean; 0 stays 0, and what is faint beside
+    the largest becomes 0. Others are off by at most half a step, (high - low) / 508.
+    """
+    scaled = relevance.double()
+    largest = float(scaled.max()) if scaled.numel() else 0.0
+    if largest <= 0:
+        return torch.zeros(scaled.shape, dtype=torch.uint8), 0.0, 0.0
+    seen = scaled >= largest * _FAINT
+    high, low = math.log(largest), math.log(float(scaled[seen].min()))
+    step = (high - low) / 254 or 1.0
+    codes = ((scaled.clamp(min=math.exp(low)).log() - low) / step).round() + 1
+    return torch.where(seen, codes, 0).to(torch.uint8), low, high
+
+
+def _relevance(block: Block, number: int, outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
+    worth = outcomes[number].relevance
+    if worth is None:
+        return None
+    mean = worth.double().mean(-1, keepdim=True)
+    scaled = torch.where(mean > 0, worth.double() / mean, 0.0)
+    everything = sum(x.relevance.numel() for x in outcomes if x.relevance is not None)
+    if everything > _RELEVANCE_BYTES:
+        scaled, everything = scaled.mean(1, keepdim=True), everything // worth.shape[1]
+    if everything > _RELEVANCE_BYTES:
+        scaled = scaled.mean(0, keepdim=True)
+    codes, low, high = quantised(scaled)
+    block.add(f"relevance.{number}", codes.numpy().tobytes())
+    layers, heads, length = codes.shape
+    return {"layers": layers, "heads": heads, "length": length, "low": low, "high": high}
+
+
+def _curve(outcome: Outcome) -> dict[str, Any] | None:
+    curve = outcome.curve
+    if curve is None:
+        return None
+    return {
+        "entries": curve.entries.tolist(),
+        "utility": curve.utility.tolist(),
+        "floorEntries": curve.floor_entries,
+        "boundEntries": curve.bound_entries.tolist(),
+        "bound": curve.bound.tolist(),
+    }
+
+
+def stages(outcome: Outcome) -> list[list[str]]:
+    """Stage and setting, as text, one pair a line."""
+    lines = []
+    for stage, setting in outcome.pipeline.items():
+        if isinstance(setting, dict):
+            fields = dict(setting)
+            name = fields.pop("name", "")
+            inside = ", ".join(f"{key}={value}" for key, value in fields.items())
+            lines.append([stage, f"{name}({inside})" if inside else str(name)])
+        else:
+            lines.append([stage, str(setting)])
+    return lines
+
+
+def _u32(values: Tensor) -> bytes:
+    return values.numpy().astype("<u4").tobytes()
+
+
+def _u8(values: Tensor) -> bytes:
+    return values.to(torch.uint8).numpy().tobytes()

@@ -1,0 +1,54 @@
+"""Results without a model: synthetic prefills through real pipelines."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gracekv import Prompt
+from gracekv.allocate import Budget
+from gracekv.pipeline import Pipeline
+from gracekv.testing import synthetic_prefill
+
+
+class Words:
+    """A tokenizer whose ids are words, one in seven with a line break."""
+
+    def __init__(self, special=None):
+        self.special = special or {}
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(self.word(number) for number in ids.tolist())
+
+    def word(self, number):
+        if number in self.special:
+            return self.special[number]
+        return f" word{number}" + (".\n" if number % 7 == 6 else "")
+
+
+def make_result(
+    recipe="gracekv", ratio=3, *, seed=0, tokenizer=None, fields=None, layers=2, kv_heads=2, **sizes
+):
+    prefill = synthetic_prefill(seed=seed, layers=layers, kv_heads=kv_heads, **sizes)
+    pipeline = Pipeline.named(recipe)
+    # A short recent window, so that trees have something to spend on such short contexts.
+    data = {**pipeline.to_dict(), "window": {"size": 4, "minimum": 2}, **(fields or {})}
+    pipeline = Pipeline.from_dict(data)
+    run = pipeline.run(prefill, Budget.ratio(ratio))
+    spans = prefill.spans
+    prompt = Prompt(torch.arange(spans.length), spans, None, tokenizer or Words())
+    model = SimpleNamespace(config=SimpleNamespace(name_or_path="somebody/a-model"))
+    return SimpleNamespace(
+        model=model, prompt=prompt, run=run, pipeline=pipeline, accounting=run.accounting,
+        prefill=prefill,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def make():
+    return make_result
+
+
+@pytest.fixture(scope="session")
+def words():
+    return Words

@@ -1,0 +1,150 @@
+"""What the report says of the cache is what the frontier and the packed tensors say."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv import recipes
+from gracekv.cache.layout import layer_layouts
+from gracekv.errors import ReportError
+from gracekv.report.entries import kept_entries
+
+RECIPES = [name for name in recipes.names() if name != "fullkv"]
+
+
+def entries_of(result):
+    return kept_entries(result.run, result.prompt.spans, result.pipeline.pack.represents)
+
+
+def plain(entries):
+    """[head] -> list of (start, end, multiplicity, depth, floor), with loops."""
+    lists = []
+    for unit in range(entries.layers * entries.heads):
+        at = range(int(entries.offsets[unit]), int(entries.offsets[unit + 1]))
+        lists.append([(int(entries.start[e]), int(entries.end[e])) for e in at])
+    return lists
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@settings(max_examples=4)
+@given(seed=st.integers(0, 99), ratio=st.sampled_from(["1.3", 2, 4, 7]))
+def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
+    result = make(recipe, ratio, seed=seed, context=64)
+    entries, spans = entries_of(result), result.prompt.spans
+    first, last = entries.region
+    assert (first, last) == (spans.context_start, spans.context_end)
+    assert torch.equal(entries.per_head(), result.accounting.entries)
+    assert int(entries.per_head().sum()) == result.accounting.spent
+    merges = result.pipeline.pack.represents == "node"
+    for layer, layout in enumerate(layer_layouts(result.prefill, result.run.frontier)):
+        packed = result.run.cache.layers[layer]
+        for head in range(entries.heads):
+            mine = plain(entries)[layer * entries.heads + head]
+            positions = packed.head(head)[2].tolist()
+            inside = [p for p in positions if first <= p < last]
+            assert all(a <= p < b for (a, b), p in zip(mine, inside, strict=True))
+            rows = layout.head == head
+            starts, ends = layout.start[rows].tolist(), layout.end[rows].tolist()
+            nodes = [(a, b) for a, b in zip(starts, ends, strict=True) if first <= a < last]
+            assert mine == (nodes if merges else [(p, p + 1) for p in inside])
+    longest = entries.length.float() + 1e-3
+    assert (entries.multiplicity <= longest).all()
+    assert (entries.multiplicity >= 1 - 1e-3).all()
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 99))
+def test_depth_and_floor_are_those_of_the_nodes(make, seed):
+    result = make("gracekv", 3, seed=seed)
+    entries, run = entries_of(result), result.run
+    forest, floor = run.forest, run.floor
+    kept = run.frontier.kept
+    known = {
+        (int(forest.tree[v]) // forest.slots, int(forest.start[v])): v
+        for v in torch.nonzero(kept).flatten().tolist()
+    }
+    heads = entries.head_of_entry().tolist()
+    for e, (head, start) in enumerate(zip(heads, entries.start.tolist(), strict=True)):
+        node = known.get((head, start))
+        if node is None:
+            # The recent window, which no tree covers.
+            assert int(entries.depth[e]) == -1
+            assert not bool(entries.floor[e])
+            continue
+        assert int(entries.depth[e]) == int(forest.level[node])
+        parent = int(forest.parent[node])
+        bought = floor.added[node] if parent < 0 else floor.split[parent]
+        assert bool(entries.floor[e]) == bool(bought)
+    assert 0 < int(entries.floor.sum()) <= result.accounting.floor_spent
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 99), recipe=st.sampled_from(["gracekv", "snapkv", "fullkv"]))
+def test_lookups_agree_with_loops(make, seed, recipe):
+    result = make(recipe, 4, seed=seed, context=48)
+    entries = entries_of(result)
+    lists, (first, last) = plain(entries), entries.region
+    coverage = entries.coverage()
+    assert coverage.shape == (len(lists), last - first)
+    for position in range(first, last):
+        holders = entries.holders(position).tolist()
+        for unit, intervals in enumerate(lists):
+            found = [i for i, (a, b) in enumerate(intervals) if a <= position < b]
+            expected = int(entries.offsets[unit]) + found[0] if found else -1
+            assert holders[unit] == expected
+            a, b = intervals[found[0]] if found else (0, 0)
+            assert int(coverage[unit, position - first]) == b - a
+
+
+@pytest.mark.parametrize("recipe", ["gracekv", "snapkv", "fullkv"])
+def test_a_prompt_that_ends_with_its_context(make, recipe):
+    result = make(recipe, 3, question=0, tail=0)
+    entries, spans = entries_of(result), result.prompt.spans
+    # The last token is fed again and not in the cache.
+    assert entries.region == (spans.context_start, spans.length - 1)
+    assert int(entries.end.max()) <= spans.length - 1
+
+
+def test_fullkv_keeps_every_token(make):
+    result = make("fullkv", 1)
+    entries = entries_of(result)
+    assert torch.equal(entries.per_head(), result.accounting.entries)
+    assert (entries.length == 1).all()
+    assert entries.depth is None
+    assert entries.floor is None
+
+
+def loaded(run):
+    """What `gracekv.load` gives back of a run."""
+    return dataclasses.replace(
+        run, partition=None, relevance=None, forest=None, frontier=None, floor=None
+    )
+
+
+def test_of_a_loaded_result_only_original_tokens_are_known(make):
+    evicted = make("snapkv", 3)
+    before = entries_of(evicted)
+    evicted.run = loaded(evicted.run)
+    assert torch.equal(entries_of(evicted).start, before.start)
+    assert entries_of(evicted).depth is None
+    merged = make("gracekv", 3)
+    merged.run = loaded(merged.run)
+    with pytest.raises(ReportError, match=r"loaded from a file.*beside result\.save"):
+        entries_of(merged)
+    whole = make("gracekv", 1)
+    assert (entries_of(whole).length == 1).all()
+
+
+def test_a_packer_that_does_not_follow_the_frontier_is_told(make):
+    result = make("gracekv", 3)
+    layer = result.run.cache.layers[0]
+    moved = layer.positions.clone()
+    moved[layer.offsets[0] : layer.offsets[1]] = moved[layer.offsets[0] : layer.offsets[1]].flip(0)
+    broken = dataclasses.replace(layer, positions=moved)
+    cache = dataclasses.replace(result.run.cache, layers=(broken, *result.run.cache.layers[1:]))
+    result.run = dataclasses.replace(result.run, cache=cache)
+    with pytest.raises(ReportError, match="did not keep the frontier's nodes in order"):
+        entries_of(result)
