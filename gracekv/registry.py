@@ -83,7 +83,10 @@ class Registry(Generic[S]):
         self._classes: dict[str, type[S]] = {}
 
     def register(self, name: str) -> Callable[[type[C]], type[C]]:
-        """Class decorator: make a strategy available under `name`; a duplicate raises."""
+        """Class decorator: make a strategy available under `name`.
+
+        Raises `ConfigError` if the name is taken.
+        """
 
         def add(cls: type[C]) -> type[C]:
             if name in self._classes:
@@ -113,7 +116,10 @@ class Registry(Generic[S]):
         return self.get(name).from_dict(params)
 
     def parse(self, spec: object) -> S:
-        """A strategy from its name, from ``{"name": ..., **fields}``, or from itself."""
+        """A strategy from its name, from ``{"name": ..., **fields}``, or from itself.
+
+        Raises `ConfigError` for anything else, `UnknownStrategyError` for an unknown name.
+        """
         if isinstance(spec, str):
             return self.build(spec)
         if isinstance(spec, Mapping):

@@ -30,6 +30,9 @@ class Rope:
 
     Only the first d_rot of a head's d features rotate (partial rotary if d_rot < d). The table may
     lie on another device than what it rotates.
+
+    Raises:
+        ShapeError: cos and sin do not fit one another.
     """
 
     cos: Tensor
@@ -61,7 +64,7 @@ class Rope:
         return _apply(x, cos, sin, torch.empty_like(x) if out is None else out)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """R(t)^-1 x, the key before rotation; shapes as in `rotate`."""
+        """R(t)^-1 x, the key before rotation, for x [..., n, d] and positions as in `rotate`."""
         cos, sin = self._at(positions, x)
         norm = cos * cos + sin * sin
         return _apply(x, cos / norm, -sin / norm, torch.empty_like(x))

@@ -37,6 +37,9 @@ class AdaptiveHeads(Quota):
         rule: "mix", the official one: (1 - floor) f_g + floor M / G. "safeguard", as in other
             implementations: each head is sure of the share `floor` of its equal part, recent
             window included; the layer's best fill the rest.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     floor: float = 0.2

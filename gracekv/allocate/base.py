@@ -96,7 +96,14 @@ class Floor(Strategy, abc.ABC):
     def realize(
         self, forest: Forest, candidates: Tensor | None, plan: BudgetPlan, quota: Tensor | None
     ) -> Frontier:
-        """Buy the candidates' paths, within B_base and `quota`; the auction starts from there."""
+        """Buy the candidates' paths, within B_base and `quota`; the auction starts from there.
+
+        Args:
+            forest: the trees, whose leaves the candidates become.
+            candidates: [L, G, N] float64 as returned by `candidates`, or None.
+            plan: the budget in entries.
+            quota: int64 [L, G] caps, or None.
+        """
 
 
 class Quota(Strategy, abc.ABC):

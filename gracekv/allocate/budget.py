@@ -27,6 +27,9 @@ class RecentWindow(Configurable):
         share: r takes at most this share of the budget (ours; 1.0 is the paper).
         rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1,
             whatever the other fields say (H2O's published split).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     size: int = 32
@@ -85,6 +88,10 @@ class Budget:
     """How much of the context's cache may stay: by ratio, entries per head, or bytes of K/V.
 
     Build it by `Budget.ratio`, `Budget.entries_per_head` or `Budget.kv_bytes`.
+
+    Attributes:
+        kind: which of the three.
+        amount: the ratio, the entries of each head, or the bytes; exact.
     """
 
     kind: str
@@ -92,7 +99,10 @@ class Budget:
 
     @classmethod
     def ratio(cls, ratio: int | float | str | Fraction) -> Budget:
-        """x >= 1: the context keeps floor(L G N_ctx / x) entries (paper, Eq. app_total_budget)."""
+        """x >= 1: the context keeps floor(L G N_ctx / x) entries (paper, Eq. app_total_budget).
+
+        Raises `BudgetError` for a smaller one, or what is no number.
+        """
         amount = _rational(ratio, "ratio")
         if amount < 1:
             raise BudgetError(
@@ -103,14 +113,20 @@ class Budget:
 
     @classmethod
     def entries_per_head(cls, entries: int) -> Budget:
-        """L G `entries` entries for the context in all, shared out by the allocator."""
+        """L G `entries` entries for the context in all, shared out by the allocator.
+
+        Raises `BudgetError` unless it is a positive whole number.
+        """
         if isinstance(entries, bool) or not isinstance(entries, int) or entries < 1:
             raise BudgetError(f"entries_per_head is a positive whole number; got {entries!r}.")
         return cls("entries_per_head", Fraction(entries))
 
     @classmethod
     def kv_bytes(cls, size: int | str) -> Budget:
-        """Bytes of context K and V together, a number or text such as "64MiB" (ours)."""
+        """Bytes of context K and V together, a number or text such as "64MiB" (ours).
+
+        Raises `BudgetError` for an unknown unit or a size that is not positive.
+        """
         if isinstance(size, str):
             match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", size)
             if not match or match[2].lower() not in _UNITS:

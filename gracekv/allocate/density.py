@@ -37,6 +37,9 @@ class Density(Quota):
 
     Attributes:
         epsilon: in the denominator of the normalisation (the code's 1e-6).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     uses_columns: ClassVar[bool] = True
@@ -60,7 +63,7 @@ class Density(Quota):
     def __call__(
         self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
     ) -> Tensor | None:
-        """Caps that add up to B_base. Raises `MissingCaptureError` without `columns`."""
+        """Caps [L, G] that add up to B_base. Raises `MissingCaptureError` without `columns`."""
         if columns is None:
             raise MissingCaptureError(
                 "The quota 'density' reads the column sums of every query head; pass "

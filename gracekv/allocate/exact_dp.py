@@ -34,6 +34,9 @@ class ExactDP(Allocator):
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
         max_operations: largest number of open operations that is attempted (ours).
         max_cells: largest table, operations times budget (ours; 8 bytes each).
+
+    Raises:
+        ConfigError: a field lies outside what it takes, or the problem outgrows a limit.
     """
 
     elastic: bool = False

@@ -47,6 +47,9 @@ class Lagrangian(Allocator):
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0.
         sweeps: most evaluations of the dual per bracket; fewer are made once it is tight.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     elastic: bool = False
@@ -82,7 +85,7 @@ def upper_bound(
     """Most utility (`Frontier.utility`) that any allocation from `start` can reach, or more.
 
     The Lagrangian dual, exact up to rounding of the sums (relative 1e-12); what `start` holds is
-    included. Any allocator's result can be divided by it.
+    included. Any allocator's result can be divided by it. Source: ours; departures 9.
 
     Args:
         start: what is bought already (the floor); its `budget` is the limit.

@@ -31,6 +31,9 @@ class Milp(Allocator):
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
         max_operations: largest number of open operations that is attempted (ours).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     elastic: bool = False

@@ -131,7 +131,7 @@ class Operations:
         return key
 
     def sequence(self, index: Tensor) -> Tensor:
-        """int64, as `index`: the tie order layer, head, slot, start, parent before child.
+        """int64 [n], as `index` [n]: the tie order layer, head, slot, start, parent before child.
 
         Inside a tree this is the pre-order.
         """
@@ -142,7 +142,7 @@ class Operations:
         return (self.tree[index] * (last - first + 1) + forest.start[node] - first) * levels + level
 
     def head(self, index: Tensor | None = None) -> Tensor:
-        """int64: layer * G + head of the operations at `index` (of all)."""
+        """int64 [n]: layer * G + head of the operations at `index` [n] (of all)."""
         return (self.tree if index is None else self.tree[index]) // self.forest.slots
 
 

@@ -33,6 +33,9 @@ class Pyramid(Quota):
 
     Attributes:
         beta: mean share over the last layer's (PyramidKV's 20).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     beta: float = 20.0

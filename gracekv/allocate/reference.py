@@ -67,7 +67,10 @@ def realize_floor(
     plan: BudgetPlan,
     quota: Tensor | None,
 ) -> Frontier:
-    """What `Singleton.realize` returns. Source: Eq. app_floor_cap."""
+    """What `Singleton.realize` returns, of candidates and quota of the same shapes [L, G, ...].
+
+    Source: the paper, Eq. app_floor_cap.
+    """
     frontier = Frontier.empty(forest, plan.base)
     if candidates is None:
         return frontier

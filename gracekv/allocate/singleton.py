@@ -39,6 +39,9 @@ class Singleton(Floor):
         pool: odd width of the max pooling in tokens (paper 7).
         head_cap: no head's floor costs more than this many equal shares of the floor's budget
             (ours 2.0; the paper has such a cap but not its value).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     alpha: float = 0.6
@@ -101,7 +104,8 @@ class Singleton(Floor):
     ) -> Frontier:
         """Buy the candidates' paths by falling score; ties by layer, head, token.
 
-        A candidate that its forest cannot make exact (its leaf was pruned) is left out.
+        A candidate that its forest cannot make exact (its leaf was pruned) is left out. Raises
+        `ShapeError` unless `candidates` is [L, G, N] of this forest.
         """
         start = Frontier.empty(forest, plan.base)
         if candidates is None:

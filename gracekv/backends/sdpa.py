@@ -45,6 +45,9 @@ class Sdpa(Backend):
     Keys and values are never copied or padded. A few queries per head read them through
     `Windows`, whose index and bias are built at the first step and held; many (a long turn) go
     head by head.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     kernel: Literal["auto", "fused", "plain"] = "auto"

@@ -62,6 +62,9 @@ class Triton(Backend):
 
     Needs the extra `gracekv[triton]` and a GPU of compute capability 8.0 or newer. Reads float32,
     float16 and bfloat16 with heads of dimension 256 or less. Nothing is copied or padded.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     pieces_per_processor: int = 2

@@ -96,7 +96,14 @@ def plan(offsets: Tensor, sequences: int, pieces: int, block: int, device: torch
 
 
 def work_list(offsets: Tensor, sequences: int, size: int, block: int) -> WorkList:
-    """Rows cut into equal pieces of at most about `size` entries, whole blocks each."""
+    """Rows cut into equal pieces of at most about `size` entries, whole blocks each.
+
+    Args:
+        offsets: int64 [S*G+1] on the CPU, of a `RaggedLayer`.
+        sequences: S.
+        size: entries of a piece.
+        block: entries that a kernel reads at once.
+    """
     lengths = offsets.diff()
     count = _ceil(lengths, lengths.new_tensor(size))
     even = _round_up(_ceil(lengths, count.clamp(min=1)), block).clamp(min=block)

@@ -98,7 +98,7 @@ class Windows:
     plans: dict[Key, Plan | None] = field(default_factory=dict)
 
     def plan(self, shape: tuple[int, ...], rows: Tensor | None) -> Plan | None:
-        """The plan for queries of `shape` (B, H, Tq); built once as long as it and `rows` stay.
+        """The plan for queries of `shape` (B, H, Tq) and `rows` [B]; built once while both stay.
 
         None if no windows suit it: there are no entries, or too many queries per head.
         """

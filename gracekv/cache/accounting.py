@@ -74,9 +74,16 @@ class Accounting:
 class Timings:
     """Wall seconds per stage.
 
-    `prefill` is the standard forward pass; `surprisal`, `projections` and `reconstruction` (a
-    second pass over the context, for the scorer that needs one) are what the capture does after
-    it; the rest are the pipeline's stages.
+    Attributes:
+        prefill: the standard forward pass.
+        surprisal: what the capture adds for it: the logits of all positions.
+        projections: what the capture adds for head sensitivity.
+        reconstruction: a second pass over the context, for the scorer that needs one.
+        segment: the pipeline's stage, as are those below.
+        value: token worth and head sensitivity.
+        tree: quotas and candidates included.
+        allocate: floor and auction.
+        pack: the physical cache.
     """
 
     prefill: float = 0.0

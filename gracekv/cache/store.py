@@ -28,7 +28,7 @@ _PARTS = ("keys", "values", "positions", "log_multiplicity", "offsets")
 def write_cache(
     path: Path, cache: RaggedCache, header: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write `cache` with a `header` of plain data and more `tensors`, atomically.
+    """Write `cache` with a `header` of plain data and more `tensors` [any shape], atomically.
 
     Raises `MissingDependencyError` without the safetensors package.
     """
@@ -90,6 +90,8 @@ def read_cache(
     path: Path, devices: list[torch.device]
 ) -> tuple[RaggedCache, dict[str, Any], dict[str, Tensor]]:
     """The cache, each layer on its of `devices`, with header and further tensors (on the CPU).
+
+    Tensors have the shapes that they were written with; a layer's are [E, d] and [E].
 
     Raises `SavedCacheError` as `read_header` does, and if a tensor is missing or its checksum
     differs.

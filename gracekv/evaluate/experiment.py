@@ -22,7 +22,12 @@ _GIVEN = "longbench:"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One method at one budget; no budget for a method that keeps everything."""
+    """One method at one budget.
+
+    Attributes:
+        method: what runs.
+        budget: of the context; None for a method that keeps everything.
+    """
 
     method: Method
     budget: Budget | None
@@ -69,6 +74,9 @@ class Panel(Configurable):
         answer_words: most words of the reference answer that are fed.
         max_prompt: most prompt tokens; None: what the model's positions allow.
         truncate: what happens to longer prompts: "middle", "start", "error" or "skip".
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     tasks: tuple[str, ...] = ()
@@ -141,6 +149,9 @@ class Experiment(Configurable):
         panels: what to run.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         data: folder of essays, questions and LongBench files; see `Sources`.
+
+    Raises:
+        ConfigError: there is no panel.
     """
 
     model: str
@@ -154,7 +165,10 @@ class Experiment(Configurable):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`. Without `panels`, a panel's fields stand beside the model's."""
+        """The inverse of `to_dict`. Without `panels`, a panel's fields stand beside the model's.
+
+        Raises `ConfigError` for an unknown field or a value of the wrong type, and without a model.
+        """
         if not isinstance(data, Mapping):
             raise ConfigError(f"An experiment is a mapping of its fields; got {data!r}.")
         own = {field.name for field in dataclasses.fields(cls)}

@@ -12,7 +12,13 @@ from gracekv.evaluate.sample import Sample
 
 
 class Answer(NamedTuple):
-    """Generated text, its tokens, and wall seconds from the first to the last."""
+    """What was generated, and how fast.
+
+    Attributes:
+        text: without the prompt and special tokens.
+        tokens: how many were generated.
+        seconds: wall time from the first token to the last.
+    """
 
     text: str
     tokens: int

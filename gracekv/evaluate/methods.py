@@ -16,7 +16,12 @@ _SPEC = re.compile(r"(?P<base>[^\[\]]+?)(?:\[(?P<changes>[^\[\]]*)\])?")
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A pipeline and what the tables call it."""
+    """A pipeline and what the tables call it.
+
+    Attributes:
+        label: the text that named it.
+        pipeline: what runs.
+    """
 
     label: str
     pipeline: Pipeline

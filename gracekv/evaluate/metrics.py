@@ -54,7 +54,10 @@ def score(sample: Sample, prediction: str | None) -> dict[str, float]:
 
 
 def evaluate(name: str, prediction: str, sample: Sample) -> float:
-    """Metric `name` of a prediction against the sample's references."""
+    """Metric `name` of a prediction against the sample's references.
+
+    Raises `ConfigError` for an unknown metric.
+    """
     if name in ("set_recall", "set_any", "strict_recall"):
         return _found(name, prediction, sample.answers)
     if sample.first_line:

@@ -34,7 +34,13 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Attributes: units to run; cells that were there before; those of them that had failed."""
+    """What a run has to do.
+
+    Attributes:
+        units: to run.
+        done: cells that were there before.
+        failed: those of them that had failed.
+    """
 
     units: tuple[Unit, ...]
     done: int

@@ -27,6 +27,9 @@ class Sample:
         first_line: score the first line that is not empty only.
         stop: the answer ends at this text.
         classes: all class names, for classification.
+
+    Raises:
+        ConfigError: there is no reference answer, or an empty one.
     """
 
     task: str

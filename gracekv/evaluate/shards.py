@@ -12,7 +12,12 @@ from gracekv.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part `index` (from 0) of `count`."""
+    """One process's part of a run.
+
+    Attributes:
+        index: which part, from 0.
+        count: of how many parts.
+    """
 
     index: int = 0
     count: int = 1

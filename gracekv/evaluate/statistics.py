@@ -22,7 +22,14 @@ _BATCH = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean, its 95 % interval (NaN where a task has fewer than two samples), and samples."""
+    """A mean and its 95 % interval.
+
+    Attributes:
+        mean: of the samples' values.
+        low: the interval's lower end; NaN where a task has fewer than two samples.
+        high: its upper end; NaN likewise.
+        samples: how many there are.
+    """
 
     mean: float
     low: float

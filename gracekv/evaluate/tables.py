@@ -18,7 +18,15 @@ FULL = "full"
 
 @dataclass(frozen=True, slots=True)
 class Title:
-    """What all rows of a block have in common; scores on different scales never meet."""
+    """What all rows of a block have in common; scores on different scales never meet.
+
+    Attributes:
+        model: name and dtype.
+        protocol: "query_aware" or "query_agnostic".
+        group: a suite or a task.
+        metric: what the numbers are.
+        length: total tokens of RULER's samples; None for given texts.
+    """
 
     model: str
     protocol: str

@@ -105,7 +105,10 @@ def attention(
 def tail_mask(
     *, kv_length: int, kv_offset: int = 0, attention_mask: Tensor | None = None, **kwargs: Any
 ) -> Tensor | None:
-    """Stock sdpa mask of the tail; raises `CacheError` if a 2D mask does not fit the cache."""
+    """Stock sdpa mask [B, 1, Tq, S] of the tail, or None where causality says it all.
+
+    Raises `CacheError` if a 2D `attention_mask` [B, length] does not fit the cache.
+    """
     if kv_offset and attention_mask is not None:
         _check_positions(attention_mask.shape[-1], int(kv_offset) + int(kv_length))
     mask: Tensor | None = sdpa_mask(

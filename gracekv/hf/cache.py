@@ -29,6 +29,9 @@ class GraceCache(Cache):  # type: ignore[misc]
         packed: the compressed cache of one prompt, or of several.
         backend: who attends to it; default `Auto()`.
 
+    Attributes:
+        layers: packed part and tail of each layer.
+
     The model must be attached (`gracekv.hf.attach`); without, the first step raises `CacheError`.
     """
 

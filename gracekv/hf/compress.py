@@ -174,7 +174,10 @@ def chosen_budget(
 
 
 def chosen_pipeline(pipeline: str | Pipeline, backend: str | Backend | None) -> Pipeline:
-    """The pipeline of that name, or itself, with the backend if one is given."""
+    """The pipeline of that name, or itself, with the backend if one is given.
+
+    Raises `ConfigError` if it is neither.
+    """
     from gracekv.pipeline import Pipeline
 
     if isinstance(pipeline, str):

@@ -17,7 +17,7 @@ from gracekv.prefill.prompt import Prompt
 
 
 def padded_inputs(model: Any, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-    """ "input_ids" and "attention_mask" of `prompts`, padded on the left, on the model's device."""
+    """ "input_ids" and "attention_mask" [B, T], padded on the left, on the model's device."""
     longest = max(len(prompt.ids) for prompt in prompts)
     ids = torch.full((len(prompts), longest), _padding_id(model, prompts[0]))
     mask = torch.zeros_like(ids)
@@ -59,7 +59,7 @@ def continue_ids(
 
 
 def decode_rows(prompts: Sequence[Prompt], rows: Tensor) -> list[str]:
-    """Each of `rows` as text; raises `PromptError` if the prompts have no tokenizer."""
+    """Each of `rows` [B, n] as text; raises `PromptError` if the prompts have no tokenizer."""
     tokenizer = prompts[0].tokenizer
     if tokenizer is None:
         raise PromptError(

@@ -215,7 +215,10 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -`tokens_to_remove` tokens (transformers counts them negatively)."""
+        """Forget the last -`tokens_to_remove` tokens (transformers counts them negatively).
+
+        Raises `CacheError` for a positive number, and beyond the tail.
+        """
         if tokens_to_remove > 0:
             raise CacheError(
                 f"crop takes minus the number of tokens to remove; got {tokens_to_remove}. To keep "

@@ -65,6 +65,9 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         Returns:
             For each question {"question", "answer", "budget", "spent", "kv_bytes", "full_bytes"}:
             texts, context entries, bytes of keys and values. A list for a list.
+
+        Raises:
+            PromptError: `question` is an empty list.
         """
         prompt_options, options, _ = self._sanitize_parameters(**kwargs)
         prompt_options = self._preprocess_params | prompt_options

@@ -85,6 +85,10 @@ class Prefill:
             "reconstruction").
 
     Needs no model: build one from plain tensors to test an algorithm.
+
+    Raises:
+        ShapeError: the tensors do not fit one another.
+        NonFiniteError: a tensor holds NaN or infinity.
     """
 
     spans: PromptSpans

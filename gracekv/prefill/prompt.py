@@ -23,6 +23,9 @@ class Prompt:
         parts: the text of prefix, context, question and tail, which add up to the rendered
             prompt; None if the prompt was made from ids.
         tokenizer: what made the ids, for decoding; None if the prompt was made without one.
+
+    Raises:
+        PromptError: the ids are not one sequence of the length that the spans say.
     """
 
     ids: Tensor

@@ -101,7 +101,7 @@ def reconstruction(
 
 
 def repetitions(prompt: Prompt, chunk: int = _CHUNK) -> Iterator[tuple[Region, Tensor]]:
-    """The context's chunks as absolute positions, and the ids that are read to repeat each."""
+    """The context's chunks as absolute positions, and the ids [n] that are read to repeat each."""
     spans, ids, tokenizer = prompt.spans, prompt.ids, prompt.tokenizer
     tail = ids[spans.question_end :]
     for first in range(spans.context_start, spans.context_end, chunk):

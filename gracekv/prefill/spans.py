@@ -9,7 +9,12 @@ from gracekv.errors import PromptError
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The compressible positions C = [start, end), absolute."""
+    """The compressible positions C = [start, end), absolute.
+
+    Attributes:
+        start: first token position.
+        end: exclusive.
+    """
 
     start: int
     end: int

@@ -150,7 +150,7 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> str:
-    """One line: what the recipe is and where it comes from."""
+    """One line: what the recipe is and where it comes from; else `UnknownStrategyError`."""
     if name not in RECIPES:
         raise UnknownStrategyError(f"Unknown recipe {name!r}. Recipes: {', '.join(names())}.")
     recipe = RECIPES[name]

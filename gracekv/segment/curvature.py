@@ -37,6 +37,9 @@ class Curvature(Configurable):
         stability: lambda_stab, weight of the standard deviation across layers and windows that is
             taken off their mean (Eq. app_stabilized_curvature).
         epsilon: smallest norm that a vector is divided by (Eq. app_hidden_normalization).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     depths: tuple[float, ...] = (0.33, 0.5, 0.67)

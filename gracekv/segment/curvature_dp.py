@@ -48,6 +48,9 @@ class CurvatureDP(Segmenter):
         cut_cost: c_cut, paid for every slot but the first (Eq. app_segmentation_defaults).
         curvature: how kappa is computed. Its sampled layers and epsilon also serve dispersion
             and robust normalisation, as in the paper.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     min_length: int = 16

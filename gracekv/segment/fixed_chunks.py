@@ -24,6 +24,9 @@ class FixedChunks(Segmenter):
 
     Attributes:
         size: tokens per chunk (ChunkKV's 10).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     size: int = 10

@@ -26,6 +26,9 @@ class Uniform(Segmenter):
 
     Attributes:
         target_length: tokens per slot (the paper's 64, Section app:why_curvature).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     target_length: int = 64

@@ -33,7 +33,11 @@ class MixedDevicesError(RuntimeError):
 
 
 class Elsewhere(Tensor):
-    """A tensor of the second device; `held` has its values."""
+    """A tensor of the second device.
+
+    Attributes:
+        held: the tensor [any shape] with its values, on the CPU.
+    """
 
     held: Tensor
 

@@ -10,7 +10,7 @@ from gracekv.prefill import Prefill
 
 
 def kept_positions(run: Run, prefill: Prefill, layer: int, head: int) -> Tensor:
-    """int64: context positions of one head's packed entries, in packing order."""
+    """int64 [E]: context positions of one head's packed entries, in packing order."""
     spans = prefill.spans
     positions = run.cache.layers[layer].head(head)[2].long()
     inside = (positions >= spans.context_start) & (positions < spans.context_end)

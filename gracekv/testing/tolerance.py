@@ -37,7 +37,7 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = {
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """||got - want||_F / ||want||_F in float64; 0 if both are 0."""
+    """||got - want||_F / ||want||_F in float64 for tensors [any shape]; 0 if both are 0."""
     got, want = got.double(), want.double()
     difference = float(torch.linalg.vector_norm(got - want))
     return difference / max(float(torch.linalg.vector_norm(want)), 1e-300) if difference else 0.0

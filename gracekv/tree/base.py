@@ -39,6 +39,9 @@ class Forest:
             prototype or singleton; its token count for a node kept as its original tokens.
         add_gain: float64 [R], Delta_add, Eq. app_operation_gains (not clipped).
         split_gain: float64 [V], Delta_split (not clipped); 0 for leaves.
+
+    Raises:
+        ShapeError: an array has another length than its nodes or trees.
     """
 
     layers: int

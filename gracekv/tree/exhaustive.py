@@ -39,6 +39,9 @@ class Exhaustive(Refiner):
 
     Attributes:
         reward: lambda_kappa for cuts, the paper's 0.05.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     lifts_candidates: ClassVar[bool] = True

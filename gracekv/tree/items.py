@@ -72,15 +72,18 @@ class Items:
         )
 
     def head(self, item: Tensor) -> Tensor:
-        """int64, as `item`: its row in `forced`, `tokens` and `sensitivity`."""
+        """int64 [n], as `item` [n]: its row in `forced`, `tokens` and `sensitivity`."""
         return item // (len(self.origin) // len(self.tokens))
 
     def offset(self, item: Tensor, token: Tensor) -> Tensor:
-        """int64: place in the region of a token (relative to the slot) of an item; broadcasts."""
+        """int64 [...]: place in the region of an item's token (relative to its slot)."""
         return self.origin[item] - self.region_start + token
 
     def curvatures(self, item: Tensor, token: Tensor) -> Tensor:
-        """kappa [V, w] float64 of tokens [V, w] of items [V]."""
+        """kappa [V, w] float64 of tokens [V, w] of items [V].
+
+        Raises `ConfigError` if no curvature was computed.
+        """
         if self.curvature is None:
             raise ConfigError(
                 "This refiner cuts at curvature peaks, but none was computed. Set candidates=0 and "

@@ -30,6 +30,9 @@ class PrototypeRule(Configurable):
             sums to 1 over all of a head's tokens, so the paper's usual 1e-6 would shrink values).
         multiplicity: add log m_eff to the logit (the paper); False drops the bias (ours, for
             ablation).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     uniform_base: float = 0.1
@@ -46,9 +49,9 @@ class PrototypeRule(Configurable):
         """m_eff of intervals, elementwise.
 
         Args:
-            mean_norm: |mean_t k_t^o|.
-            norm_mean: mean_t |k_t^o|.
-            count: n, tokens in the interval.
+            mean_norm: |mean_t k_t^o|, [...].
+            norm_mean: mean_t |k_t^o|, [...].
+            count: n, tokens in the interval, [...].
         """
         if not self.multiplicity:
             return torch.ones_like(mean_norm)
@@ -57,7 +60,10 @@ class PrototypeRule(Configurable):
 
 
 def representative_positions(start: Tensor, end: Tensor) -> Tensor:
-    """p_v, int64: the mean of the absolute positions [start, end), rounded half to even."""
+    """p_v, int64 [V]: the mean of the absolute positions from start to end, rounded half to even.
+
+    `start` and `end` are int64 [V], `end` exclusive.
+    """
     total = start + end - 1
     half = total // 2
     return half + (total % 2) * (half % 2)

@@ -48,7 +48,7 @@ class ProbedHeads:
 
     @classmethod
     def of(cls, context: TreeContext, layers: Sequence[int], probes: Tensor) -> ProbedHeads:
-        """Gather some layers; probes that see none of the region are left out."""
+        """Gather some layers; of `probes` [n], those that see none of the region are left out."""
         prefill, region = context.prefill, context.partition.region
         device = prefill.keys[layers[0]].device
         inside = slice(region.start, region.end)

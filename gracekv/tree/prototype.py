@@ -72,6 +72,9 @@ class Prototype(Distortion):
         engine: "compiled" (a CPU kernel, needs `gracekv[cpu]`), "triton" (an NVIDIA kernel, needs
             `gracekv[triton]`), "torch" (any device), or "auto": a kernel where one can be had, else
             torch (ours). They agree to float32's rounding.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     lambda_z: float = 0.25

@@ -18,7 +18,14 @@ from gracekv.tree.prototype import Prototype
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferencePrototype:
-    """One merged entry: key [d] (rotated), value [d], absolute position, m_eff."""
+    """One merged entry.
+
+    Attributes:
+        key: [d], rotated to `position`.
+        value: [d].
+        position: absolute token position.
+        multiplicity: m_eff, in tokens.
+    """
 
     key: Tensor
     value: Tensor

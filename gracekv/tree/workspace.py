@@ -30,7 +30,7 @@ class Workspace:
         self._taken = 0
 
     def take(self, *shape: int) -> Tensor:
-        """The next contiguous tensor of this shape; its contents are undefined."""
+        """The next contiguous tensor [*shape], float32; its contents are undefined."""
         first = self._taken
         self._taken += math.prod(shape)
         if self._taken > self._arena.numel():

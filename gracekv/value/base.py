@@ -21,6 +21,10 @@ class TokenScores:
         evidence: S-hat [N] float32, the head-averaged direct score that picks evidence probes.
         columns: [L, H, T] float32, all the attention that each prompt position received, per query
             head, for the stages that read it; None if the scorer did not compute it on its way.
+
+    Raises:
+        ShapeError: tokens and evidence do not fit one another.
+        NonFiniteError: a score is NaN or infinite.
     """
 
     tokens: Tensor

@@ -39,6 +39,9 @@ class ChunkOrder(Scorer):
             own.
         reuse: every so many layers rank anew, those between follow (ChunkKV's layer-wise index
             reuse; 1 is without).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     of: Scorer = field(default_factory=lambda: WindowAttention(pooling="none"))

@@ -50,6 +50,9 @@ class ExpectedAttention(Scorer):
         covariance: use Sigma; without it the mean query alone counts.
         value_norm: multiply by |v|.
         epsilon: added to the expected attention before that (0).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     future: int = 512

@@ -27,6 +27,9 @@ class KVzipTwoPass(Scorer):
 
     Attributes:
         sinks: first prompt tokens that outrank all others (4).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     sinks: int = 4

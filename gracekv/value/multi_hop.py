@@ -44,6 +44,9 @@ class MultiHop(Scorer):
         max_seeds: M_seed, most seeds of a hop, "Direct relevance"; for later hops ours.
         epsilon: guards denominators; the value is ours, small enough that a head's R sums to 1
             even if it gives the context a millionth of its attention.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     question: int = 32

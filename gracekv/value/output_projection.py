@@ -30,6 +30,9 @@ class OutputProjection(Sensitivity):
 
     Attributes:
         epsilon: guards the mean's denominator; the value is ours.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     epsilon: float = 1e-12

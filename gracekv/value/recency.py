@@ -28,6 +28,9 @@ class Recency(Scorer):
 
     Attributes:
         sinks: first tokens of the prompt that outrank all others (StreamingLLM's 4).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     sinks: int = 4

@@ -204,7 +204,10 @@ def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Regi
 
 
 def output_projection(sensitivity: OutputProjection, prefill: Prefill) -> Tensor:
-    """Omega [L, G] float64, Eqs. app_head_sensitivity_raw and app_head_sensitivity."""
+    """Omega [L, G] float64, Eqs. app_head_sensitivity_raw and app_head_sensitivity.
+
+    Raises `MissingCaptureError` if the prefill lacks the projections' norms.
+    """
     if prefill.projection_norms is None or prefill.projected_norms is None:
         raise MissingCaptureError("The reference needs projection_norms and projected_norms too.")
     raw = torch.zeros(prefill.layers, prefill.kv_heads, dtype=torch.float64)

@@ -38,6 +38,9 @@ class Scissorhands(Scorer):
 
     Attributes:
         history: last prompt queries that count (400).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     history: int = 400

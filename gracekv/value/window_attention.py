@@ -42,6 +42,9 @@ class WindowAttention(Scorer):
         pooling: "max" (SnapKV's benchmark setting; pads with -infinity), "avg" (pads with zeros
             that count in the denominator) or "none".
         kernel: pooling width in tokens, odd (SnapKV's benchmark setting, 7).
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     window: int = 32
