@@ -147,7 +147,13 @@ class Allocator(Strategy, abc.ABC):
     prunable: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier: ...
+    def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
+        """`start` and what the rest of its budget buys.
+
+        Args:
+            start: what the floor bought.
+            quota: int64 [L, G] most entries of each head, floor included, or None.
+        """
 
 
 FLOORS: Registry[Floor] = Registry("floor", "which exact tokens are protected before the auction")

@@ -22,8 +22,8 @@ class RecentWindow(Configurable):
     """The last context tokens, kept exactly in every head and paid for.
 
     Attributes:
-        size: r, the paper's 32.
-        minimum: r never shrinks below this, the paper's 4.
+        size: r in tokens, the paper's 32.
+        minimum: r never shrinks below this many tokens, the paper's 4.
         share: r takes at most this share of the budget (ours; 1.0 is the paper).
         rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1,
             whatever the other fields say (H2O's published split).

@@ -39,7 +39,7 @@ class Plan:
     Attributes:
         units: to run.
         done: cells that were there before.
-        failed: those of them that had failed.
+        failed: cells among them that had failed.
     """
 
     units: tuple[Unit, ...]

@@ -44,6 +44,11 @@ class Handle:
 
     Only gracekv's attention function can open it. Any other one touches an attribute or hands it
     to torch, and then learns what to do about it.
+
+    Attributes:
+        layer: the layer of the cache.
+        keys: [B, G, S, d] of the tail.
+        values: [B, G, S, d] of the tail.
     """
 
     __slots__ = ("keys", "layer", "values")

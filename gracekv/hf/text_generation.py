@@ -91,6 +91,7 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         return answers[0] if isinstance(question, str) else answers
 
     def preprocess(self, inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """The prompt of one question. Raises `ConfigError` if the pipeline has no tokenizer."""
         if self.tokenizer is None:
             raise ConfigError(
                 f"{TASK} needs a tokenizer. Use pipeline({TASK!r}, model=model, "
@@ -122,6 +123,7 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         }
 
     def postprocess(self, outputs: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """What a call returns for one question, as `_forward` made it."""
         return outputs
 
 

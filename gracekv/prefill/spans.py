@@ -31,7 +31,7 @@ class PromptSpans:
 
     Attributes:
         context_start: c_s, absolute token position.
-        context_end: c_e, exclusive.
+        context_end: c_e, absolute token position, exclusive.
         question_end: q_e; what lies in [q_e, T) is the chat template's tail and answer prefix.
         length: T, in tokens.
 

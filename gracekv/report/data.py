@@ -27,15 +27,24 @@ class Result(Protocol):
     """What a report reads of a `gracekv.CompressionResult`."""
 
     @property
-    def model(self) -> Any: ...
+    def model(self) -> Any:
+        """Whose cache it is."""
+
     @property
-    def prompt(self) -> Prompt: ...
+    def prompt(self) -> Prompt:
+        """What was compressed."""
+
     @property
-    def run(self) -> Run: ...
+    def run(self) -> Run:
+        """What each stage made."""
+
     @property
-    def pipeline(self) -> Pipeline: ...
+    def pipeline(self) -> Pipeline:
+        """The stages' strategies."""
+
     @property
-    def accounting(self) -> Accounting: ...
+    def accounting(self) -> Accounting:
+        """Entries and bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,7 +33,13 @@ _FAINT = 1e-7
 
 @dataclass(slots=True)
 class Block:
-    """Bytes under construction, and where each part lies: {name: [offset, bytes]}."""
+    """Bytes under construction, and where each part lies.
+
+    Attributes:
+        parts: padded, in order.
+        table: {name: [offset, bytes]}, without padding.
+        size: bytes so far.
+    """
 
     parts: list[bytes] = field(default_factory=list)
     table: dict[str, list[int]] = field(default_factory=dict)

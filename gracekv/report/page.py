@@ -74,13 +74,20 @@ class Batch(Protocol):
     """What a report reads of a `gracekv.BatchResult`."""
 
     @property
-    def model(self) -> Any: ...
+    def model(self) -> Any:
+        """Whose cache it is."""
+
     @property
-    def prompts(self) -> tuple[Prompt, ...]: ...
+    def prompts(self) -> tuple[Prompt, ...]:
+        """What was compressed, a prompt a row."""
+
     @property
-    def runs(self) -> tuple[Run, ...]: ...
+    def runs(self) -> tuple[Run, ...]:
+        """What each stage made, of each row."""
+
     @property
-    def pipeline(self) -> Pipeline: ...
+    def pipeline(self) -> Pipeline:
+        """The stages' strategies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -73,7 +73,8 @@ class Segmenter(Strategy, abc.ABC):
     """
 
     @abc.abstractmethod
-    def __call__(self, prefill: Prefill, region: Region) -> Partition: ...
+    def __call__(self, prefill: Prefill, region: Region) -> Partition:
+        """The slots of `region`, bounds int64 [J+1]."""
 
     def needs(self) -> Needs:
         """What the prefill must have captured."""

@@ -61,7 +61,6 @@ class Refiner(Strategy, abc.ABC):
         exact_roots: roots are kept as their original tokens, an entry a token, not as a prototype.
         max_cost: most entries that one of its splits adds.
         lifts_candidates: a node with a floor candidate is split by lifting the best one out.
-        uses_curvature: `table` must hold kappa.
     """
 
     exact_roots: ClassVar[bool] = False
@@ -70,6 +69,7 @@ class Refiner(Strategy, abc.ABC):
 
     @property
     def uses_curvature(self) -> bool:
+        """Nodes are cut where curvature peaks, so `table` must hold kappa."""
         return False
 
     @abc.abstractmethod

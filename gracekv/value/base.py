@@ -67,7 +67,8 @@ class Scorer(Strategy, abc.ABC):
     """
 
     @abc.abstractmethod
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores: ...
+    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+        """Scores [L, G, N] of the tokens of `region`."""
 
     def needs(self) -> Needs:
         """What the prefill must have captured beyond the direct probes' queries."""
@@ -78,7 +79,8 @@ class Sensitivity(Strategy, abc.ABC):
     """How much each (layer, KV head) matters for the output: [L, G] float32 of mean 1."""
 
     @abc.abstractmethod
-    def __call__(self, prefill: Prefill) -> Tensor: ...
+    def __call__(self, prefill: Prefill) -> Tensor:
+        """omega [L, G] float32, positive, of mean 1."""
 
     def needs(self) -> Needs:
         """What the prefill must have captured."""

@@ -9,7 +9,15 @@ from typing import NamedTuple
 
 
 class Texts(NamedTuple):
-    """Instruction, context, question, given start of the answer, and the answers."""
+    """The texts of one sample.
+
+    Attributes:
+        instruction: what stands before the long text.
+        context: the long text.
+        question: what stands after it.
+        answer_prefix: the given start of the answer.
+        answers: the references.
+    """
 
     instruction: str
     context: str
