@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from gracekv.errors import CacheError
-from gracekv.hf.feeding import before_forward
+from gracekv.hf.feeding import before_forward, check_positions
 from gracekv.hf.layer import Handle
 from gracekv.prefill.substitute import base_attention
 from gracekv.prefill.supported import check_model
@@ -87,7 +87,7 @@ def attention(
     positions = kwargs.get("position_ids")
     if attention_mask is None:
         if tokens > 1 and positions is not None:
-            _check_positions(int(positions.max()) + 1, layer.logical_length)
+            check_positions(int(positions.max()) + 1, layer.logical_length)
     elif attention_mask.shape[-1] != layer.tail_length:
         raise CacheError(
             f"A prepared attention mask must cover the {layer.tail_length} tokens since "
@@ -110,7 +110,7 @@ def tail_mask(
     Raises `CacheError` if a 2D `attention_mask` [B, length] does not fit the cache.
     """
     if kv_offset and attention_mask is not None:
-        _check_positions(attention_mask.shape[-1], int(kv_offset) + int(kv_length))
+        check_positions(attention_mask.shape[-1], int(kv_offset) + int(kv_length))
     mask: Tensor | None = sdpa_mask(
         kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **kwargs
     )
@@ -124,14 +124,4 @@ def _check_window(window: int | None, seen: int) -> None:
             f"The sequence has grown to {seen} tokens, past the model's sliding window of "
             f"{window}, so the compressed cache no longer fits. Generate fewer tokens, or use a "
             f"model with full attention in every layer."
-        )
-
-
-def _check_positions(told: int, known: int) -> None:
-    """The tokens that the model was told of must be those that the cache has seen."""
-    if told != known and not torch.compiler.is_compiling():
-        raise CacheError(
-            f"The model was given tokens up to position {told - 1}, but with them the cache covers "
-            f"{known}. Feed the whole sequence, of which all but the new tokens are cached, and a "
-            f"fresh cache (result.cache) for each new start."
         )

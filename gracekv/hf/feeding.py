@@ -26,7 +26,7 @@ def before_forward(
     - A batch of prompts of several lengths gets its mask and positions if it comes without.
 
     Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, or the
-    positions are not those of a batch's rows.
+    positions are not those that follow the cached tokens.
     """
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, GraceCache) or torch.compiler.is_compiling():
@@ -46,6 +46,9 @@ def before_forward(
         fed -= again
         if positions is not None and positions.shape[-1] > fed:
             kwargs["position_ids"] = positions = positions[..., -fed:]
+    if mask is None and positions is not None and fed > 1 and not any(cache.padding):
+        # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
+        check_positions(int(positions.max()) + 1, again + fed)
     if not any(cache.padding):
         if flat is not None:
             _check_hidden(flat, flat.new_ones(1, cache.packed_length, dtype=torch.bool))
@@ -70,6 +73,19 @@ def before_forward(
             f"position_ids out."
         )
     return (), kwargs
+
+
+def check_positions(told: int, known: int) -> None:
+    """The tokens that the model was told of must be those that the cache has seen, or `CacheError`.
+
+    `told` and `known` count all tokens, those fed now included.
+    """
+    if told != known and not torch.compiler.is_compiling():
+        raise CacheError(
+            f"The model was given tokens up to position {told - 1}, but with them the cache covers "
+            f"{known}. Feed the whole sequence, of which all but the new tokens are cached, and a "
+            f"fresh cache (result.cache) for each new start."
+        )
 
 
 def _whole(mask: Tensor | None, positions: Tensor | None, fed: int) -> bool:

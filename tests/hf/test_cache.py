@@ -225,9 +225,17 @@ def twice(model):
     model(ones(3, 1), past_key_values=cache)
 
 
+def as_if_fresh(model):
+    """A cache that has generated already, given to a new start."""
+    cache = GraceCache(packed())
+    generate(past_key_values=cache)(model)
+    generate(past_key_values=cache)(model)
+
+
 @pytest.mark.parametrize(
     ("use", "message"),
     [
+        (as_if_fresh, "up to position 30, but with them the cache covers"),
         # All of the prompt is packed: transformers would silently feed all of it again.
         (
             generate(inputs=ones(1, PACKED), attention_mask=ones(1, PACKED)),
