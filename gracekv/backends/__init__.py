@@ -2,8 +2,19 @@
 
 from gracekv.backends.auto import Auto
 from gracekv.backends.base import BACKENDS, Backend, Partial, combine
+from gracekv.backends.compiled import Compiled
 from gracekv.backends.eager import Eager
 from gracekv.backends.sdpa import Sdpa
 from gracekv.backends.triton import Triton
 
-__all__ = ["BACKENDS", "Auto", "Backend", "Eager", "Partial", "Sdpa", "Triton", "combine"]
+__all__ = [
+    "BACKENDS",
+    "Auto",
+    "Backend",
+    "Compiled",
+    "Eager",
+    "Partial",
+    "Sdpa",
+    "Triton",
+    "combine",
+]

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, Backend, Partial
-from gracekv.backends.triton import Triton
 from gracekv.cache.base import RaggedLayer
 
 # Fastest first; one that cannot run there is passed over.
-_PREFERRED = {"cuda": ("triton", "sdpa")}
+_PREFERRED = {"cuda": ("triton", "sdpa"), "cpu": ("compiled", "sdpa")}
 _ELSEWHERE = ("sdpa",)
 
 
@@ -47,7 +46,7 @@ class Auto(Backend):
         """The backend for caches on `device`, with heads of dimension `dim` in `dtype`."""
         for name in _PREFERRED.get(device.type, _ELSEWHERE):
             backend = BACKENDS.build(name)
-            if not isinstance(backend, Triton) or backend.obstacle(device, dtype, dim) is None:
+            if backend.obstacle(device, dtype, dim) is None:
                 break
         return backend
 
@@ -56,8 +55,10 @@ class Auto(Backend):
         device = torch.device(device)
         backend = self.pick(device)
         line = f"auto -> {backend.name} on {device}: {backend.summary()}"
-        if backend.name != "triton" and "triton" in _PREFERRED.get(device.type, ()):
-            line += f" Not triton: {Triton().obstacle(device)}"
+        for name in _PREFERRED.get(device.type, ()):
+            if name == backend.name:
+                break
+            line += f" Not {name}: {BACKENDS.build(name).obstacle(device)}"
         return line
 
     def prepare(self, layer: RaggedLayer) -> Chosen:

@@ -31,7 +31,7 @@ def combine(first: Partial, second: Partial) -> Tensor:
     """[B, H, Tq, d]: attention over the union of two disjoint parts.
 
     o = (e^{lse1} o1 + e^{lse2} o2) / (e^{lse1} + e^{lse2}), with the larger lse subtracted; a row
-    that sees nothing in either part gives 0.
+    that sees nothing in either part gives 0. Source: flash decoding (Dao et al., 2023).
     """
     top = torch.maximum(first.lse, second.lse)
     top = torch.where(top == -torch.inf, 0.0, top)
@@ -70,6 +70,15 @@ class Backend(Strategy, abc.ABC):
     order, each by B // S consecutive rows. Softmax statistics are float32 or better. Results of
     all backends agree within the tolerances of `gracekv.testing.tolerance`.
     """
+
+    def obstacle(
+        self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
+    ) -> str | None:
+        """Why caches on `device`, of `dtype` and dimension `dim`, cannot be read; None if they can.
+
+        The line also says what to do about it.
+        """
+        return None
 
     @abc.abstractmethod
     def prepare(self, layer: RaggedLayer) -> Any:

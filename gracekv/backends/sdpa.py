@@ -79,7 +79,8 @@ class Sdpa(Backend):
         scale: float,
         rows: Tensor | None = None,
     ) -> Tensor:
-        plan = prepared.plan(query.shape[:3], rows) if query.shape[2] == 1 else None
+        one = query.shape[2] == 1 and keys.shape[2] > 0
+        plan = prepared.plan(query.shape[:3], rows) if one else None
         if plan is None:
             return super().__call__(query, prepared, keys, values, mask, scale, rows)
         # What `packed`, `tail` and `combine` do one after the other, in half as many calls: at a

@@ -1,0 +1,48 @@
+"""Run a C function on the threads that torch has already started.
+
+A pool of our own would compete with torch's, whose threads wait for more work by spinning: on a
+machine whose cores are all in use by one of the pools, the other one waits for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def _parallel() -> Any:
+    """OpenMP's call for a parallel region, of the library that torch is linked to; None if none."""
+    found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    if found is not None:
+        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        found.restype = None
+    return found
+
+
+def obstacle() -> str | None:
+    """Why torch's threads cannot be used; None if they can, or there is one only."""
+    if torch.get_num_threads() == 1 or _parallel() is not None:
+        return None
+    return (
+        "This build of torch has no OpenMP threads that can be shared (builds for Linux have). "
+        "Call torch.set_num_threads(1), or use backend 'sdpa'."
+    )
+
+
+def run(function: Any, argument: int, most: int) -> None:
+    """Call function(argument) on every thread of a team, and wait for all of them.
+
+    Args:
+        function: a C callback of numba, void (void*).
+        argument: an address.
+        most: threads that have something to do; torch's number is taken if that is less.
+    """
+    threads = min(torch.get_num_threads(), most)
+    if threads == 1:
+        function.ctypes(argument)
+    else:
+        _parallel()(function.address, argument, threads, 0)
