@@ -60,7 +60,7 @@ class Triton(Backend):
         processors: how many to plan for; None: those of the cache's GPU. A fixed number gives the
             same bits on GPUs of different size.
 
-    Needs the extra `gracekv[triton]` and a GPU of compute capability 8.0 or newer. Reads float32,
+    Needs: the extra `gracekv[triton]` and a GPU of compute capability 8.0 or newer. Reads float32,
     float16 and bfloat16 with heads of dimension 256 or less. Nothing is copied or padded.
 
     Raises:
