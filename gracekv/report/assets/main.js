@@ -29,6 +29,7 @@ async function start() {
   };
   const chooseToken = (position, move = false) => {
     view.cursor = position;
+    words.repaint();
     words.point(position, move);
     drawInspector(report, chooseToken);
   };
@@ -49,6 +50,7 @@ async function start() {
     byId("right").value = view.right;
     markMaps(report);
     drawResolution(report);
+    drawLegend(report);
     words.repaint();
     drawInspector(report, chooseToken);
     track();
@@ -83,6 +85,7 @@ async function start() {
   }
   byId("slots").addEventListener("change", () => {
     view.slots = byId("slots").checked;
+    drawLegend(report);
     words.repaint();
   });
   byId("extra").addEventListener("click", () => {
@@ -158,6 +161,7 @@ function followSearch(report, chooseToken) {
     event.preventDefault();
     const wanted = byId("wanted").value;
     const said = byId("found");
+    view.match = [-1, -1];
     const number = /^#\s*(\d+)$/.exec(wanted.trim());
     if (number) {
       const position = Number(number[1]);
@@ -171,12 +175,17 @@ function followSearch(report, chooseToken) {
     const same = plain.length === report.text.length;
     if (!same) plain = report.text;
     const words = same ? wanted.toLowerCase() : wanted;
-    // From behind the cursor on, then from the start.
+    const places = [];
+    for (let at = plain.indexOf(words); at >= 0; at = plain.indexOf(words, at + words.length)) places.push(at);
+    if (!places.length) return void (said.value = "not in the prompt");
+    // The first one behind the cursor, or the first of all.
     const from = view.cursor < 0 ? 0 : report.begins[view.cursor + 1];
-    let at = plain.indexOf(words, from);
-    if (at < 0) at = plain.indexOf(words);
-    said.value = at < 0 ? "not in the prompt" : `token #${report.tokenAt(at)}`;
-    if (at >= 0) chooseToken(report.tokenAt(at), true);
+    const turn = Math.max(0, places.findIndex((at) => at >= from));
+    const at = places[turn];
+    const token = report.tokenAt(at);
+    view.match = [token, report.tokenAt(at + words.length - 1) + 1];
+    said.value = `${turn + 1} of ${places.length}, token #${token}`;
+    chooseToken(token, true);
   });
 }
 

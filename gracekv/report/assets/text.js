@@ -191,12 +191,30 @@ class Words {
   }
 }
 
+/** What the shades mean, in the view as it is now. */
+function drawLegend(report) {
+  const sample = (name, text) => el("span", { class: `t ${name}` }, text);
+  const parts =
+    view.mode === "head"
+      ? [
+          [[sample("n1", "exact")], "its own entry"],
+          [[sample("n2 begin", "2"), sample("n5 begin", "16"), sample("n8 begin", "65")], "tokens merged in one entry"],
+          [[sample("n0", "dropped")], ""],
+        ]
+      : [[[..."012345678"].map((step) => sample(`a${step}`, ((step / 8) ** 2).toFixed(2))), `entries per token, mean of ${view.scope()}`]];
+  parts.push([[sample("kept", "outside")], "the context, kept whole"]);
+  if (view.slots && view.shown(report).some((x) => x.slots)) parts.push([[sample("slot", "slot")], "begins here"]);
+  byId("legend").replaceChildren(...parts.map(([samples, said]) => el("span", {}, ...samples, ` ${said}`)));
+}
+
 /** A function from token to class names, for one outcome in the view as it is now. */
 function shader(report, outcome) {
   const units = view.units(report);
   const borders = view.slots && outcome.slots ? new Set(outcome.slots) : null;
   const border = (token) => (borders?.has(token) ? " slot" : "");
-  const cursor = (token) => (token === view.cursor ? " cursor" : "");
+  const [from, until] = view.match;
+  const cursor = (token) =>
+    (token >= from && token < until ? " match" : "") + (token === view.cursor ? " cursor" : "");
   const fixed = (token) => token < report.first || token >= report.last;
   if (view.mode === "head") {
     const { length, start } = outcome.lengths(units[0]);

@@ -9,6 +9,8 @@ const view = {
   right: -1,
   slots: true,
   cursor: -1,
+  /** First token of what was found, and the one after its last. */
+  match: [-1, -1],
   /** Heads that the text is shaded by. */
   units(report) {
     if (this.mode === "all") return [...Array(report.units).keys()];

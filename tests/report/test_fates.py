@@ -1,0 +1,75 @@
+"""`absorbed`: the entry that took a token in, head by head."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import ReportError
+from gracekv.report import absorbed
+from gracekv.report.entries import kept_entries
+
+
+@pytest.mark.parametrize("recipe", ["gracekv", "snapkv", "d2o", "fullkv"])
+@settings(max_examples=8)
+@given(seed=st.integers(0, 99), data=st.data())
+def test_rows_are_the_entries(make, recipe, seed, data):
+    result = make(recipe, 3, seed=seed)
+    spans = result.prompt.spans
+    position = data.draw(st.integers(0, spans.length - 1))
+    fates = absorbed(result, position)
+    assert [(row.layer, row.head) for row in fates] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sum(fates.count(state) for state in ("exact", "merged", "dropped")) == len(fates)
+    entries = kept_entries(result.run, spans, result.pipeline.pack.represents)
+    for unit, row in enumerate(fates):
+        at = range(int(entries.offsets[unit]), int(entries.offsets[unit + 1]))
+        held = [e for e in at if entries.start[e] <= position < entries.end[e]]
+        if not spans.context_start <= position < spans.context_end:
+            assert (row.state, row.start, row.end) == ("exact", position, position + 1)
+        elif not held:
+            assert (row.state, row.start, row.end, row.multiplicity) == ("dropped", -1, -1, 0.0)
+        else:
+            (e,) = held
+            assert (row.start, row.end) == (int(entries.start[e]), int(entries.end[e]))
+            assert row.multiplicity == float(entries.multiplicity[e])
+            assert row.state == ("merged" if row.end - row.start > 1 else "exact")
+        relevance = result.run.relevance
+        if relevance is not None and row.relevance is not None:
+            at = position - spans.context_start
+            assert row.relevance == float(relevance.tokens[row.layer, row.head, at])
+
+
+def test_recent_tokens_have_no_relevance(make):
+    result = make("gracekv", 3)
+    last = result.prompt.spans.context_end - 1
+    assert {row.relevance for row in absorbed(result, last)} == {None}
+    assert {row.state for row in absorbed(result, last)} == {"exact"}
+
+
+def test_prints_as_a_table(make):
+    result = make("gracekv", 4)
+    tables = [str(absorbed(result, p)) for p in range(result.prompt.spans.length)]
+    assert all(len(table.splitlines()) == 2 + 4 for table in tables)
+    assert {len(line) for table in tables for line in table.splitlines()[1:]} == {
+        len(tables[0].splitlines()[1])
+    }
+    assert any("merged" in table.splitlines()[2] for table in tables)
+
+
+def test_positions_count_from_the_end_too(make):
+    result = make("gracekv", 3)
+    assert absorbed(result, -20).rows == absorbed(result, result.prompt.spans.length - 20).rows
+
+
+@pytest.mark.parametrize("position", [10**6, -(10**6)])
+def test_a_token_that_is_not_there(make, position):
+    result = make("gracekv", 3)
+    with pytest.raises(ReportError, match=rf"tokens 0 to 110; got {position}\."):
+        absorbed(result, position)
+
+
+def test_relevance_lies_where_its_head_lies(make):
+    result = make("gracekv", 3, layers=3, kv_heads=2)
+    fates = absorbed(result, 30)
+    expected = result.run.relevance.tokens[..., 30 - result.prompt.spans.context_start]
+    assert torch.tensor([row.relevance for row in fates]).equal(expected.flatten())

@@ -1,0 +1,199 @@
+"""The page as text: one file, nothing from elsewhere, no prompt as markup; what cannot be shown."""
+
+import base64
+import dataclasses
+import json
+import re
+import zlib
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gracekv
+from gracekv import Prompt
+from gracekv.cache import Accounting, Timings
+from gracekv.errors import ReportError
+from gracekv.prefill import PromptSpans
+from gracekv.report import KeptEntries, Outcome, ReportData, compare, write, write_all
+from gracekv.report.page import default_label, render
+
+ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+class Tags(HTMLParser):
+    """Elements, their attributes, and the text of scripts by id."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.addresses, self.scripts, self.inside = [], [], {}, None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        named = dict(attributes)
+        self.addresses += [named[name] for name in ("src", "href", "action") if name in named]
+        if tag == "script":
+            self.inside = named.get("id")
+            self.scripts[self.inside] = ""
+
+    def handle_endtag(self, tag):
+        if tag == "script":
+            self.inside = "none"
+
+    def handle_data(self, data):
+        if self.inside in self.scripts:
+            self.scripts[self.inside] += data
+
+
+def test_one_file_and_nothing_from_elsewhere(make, tmp_path):
+    path = tmp_path / "folder" / "page.html"
+    write(path, make("gracekv", 3))
+    assert [found.name for found in path.parent.iterdir()] == ["page.html"]
+    found = Tags(path.read_text(encoding="utf-8"))
+    assert set(found.addresses) == {"#words", "data:,"}
+    assert "link" in found.tags
+    assert "default-src 'none'" in path.read_text(encoding="utf-8")
+    # The namespace of SVG is a name, not an address that is read.
+    text = re.sub(r"http://www\.w3\.org/2000/svg", "", path.read_text(encoding="utf-8"))
+    assert "http://" not in text
+    assert "https://" not in text
+
+
+def test_texts_are_never_markup(make, words):
+    result = make("gracekv", 3, tokenizer=words(dict.fromkeys(range(200), ATTACK)))
+    plain = Tags(render(ReportData.of({"a": make("gracekv", 3)})))
+    text = render(ReportData.of({f"label {ATTACK}": result}, {f"label {ATTACK}": ATTACK}))
+    found = Tags(text)
+    assert found.tags == plain.tags
+    assert ATTACK not in text
+    header = json.loads(found.scripts["header"])
+    assert header["outcomes"][0]["label"] == f"label {ATTACK}"
+    assert header["outcomes"][0]["answer"] == ATTACK
+    block = zlib.decompress(base64.b64decode(found.scripts["block"]))
+    offset, size = header["parts"]["text"]
+    assert block[offset : offset + size].decode() == ATTACK * result.prompt.spans.length
+
+
+def test_marks_of_the_template_in_a_label_stay_text(make):
+    text = render(ReportData.of({"{{script}} {{block}}": make("snapkv", 3)}))
+    assert "<title>{{script}} {{block}} – gracekv report</title>" in text
+
+
+def test_the_page_is_written_whole_or_not_at_all(make, tmp_path, monkeypatch):
+    path = tmp_path / "page.html"
+    path.write_text("before")
+    broken = make("gracekv", 3)
+    broken.run = dataclasses.replace(broken.run, frontier=None, forest=None)
+    with pytest.raises(ReportError):
+        write(path, broken)
+    assert path.read_text() == "before"
+
+
+def test_labels_by_default(make):
+    assert default_label(make("gracekv", 4, context=400)) == "compressed 4x"
+    assert default_label(make("fullkv", 4)) == "full cache"
+
+
+def test_the_model_is_named_but_no_folder(make):
+    result = make("snapkv", 3)
+    assert ReportData.of({"a": result}).model == "somebody/a-model"
+    for name in ("/home/me/models/mine", "/home/me/models/mine/", "C:\\models\\mine"):
+        result.model = SimpleNamespace(config=SimpleNamespace(name_or_path=name))
+        assert ReportData.of({"a": result}).model.endswith("mine")
+        assert "home" not in ReportData.of({"a": result}).model
+    result.model = SimpleNamespace()
+    assert ReportData.of({"a": result}).model == "SimpleNamespace"
+
+
+def test_a_batch_has_a_page_a_prompt(make, tmp_path):
+    one, two = make("gracekv", 3), make("gracekv", 3, seed=1, context=60)
+    batch = SimpleNamespace(
+        model=one.model, prompts=(one.prompt, two.prompt), runs=(one.run, two.run),
+        pipeline=one.pipeline,
+    )  # fmt: skip
+    written = write_all(tmp_path / "page.html", batch, answers=["first", "second"])
+    assert written == (tmp_path / "page-1.html", tmp_path / "page-2.html")
+    for path, result, answer in zip(written, (one, two), ("first", "second"), strict=True):
+        header = json.loads(Tags(path.read_text(encoding="utf-8")).scripts["header"])
+        assert header["outcomes"][0]["accounting"]["spent"] == result.accounting.spent
+        assert header["outcomes"][0]["answer"] == answer
+    with pytest.raises(ReportError, match="each of the 2 prompts; got 1"):
+        write_all(tmp_path / "page.html", batch, answers=["first"])
+    with pytest.raises(ReportError, match=r"is a batch.*batch\.report\(path\)"):
+        compare({"b": batch}, tmp_path / "page.html")
+
+
+def other_prompt(make):
+    result = make("snapkv", 3)
+    result.prompt = Prompt(result.prompt.ids.flip(0), result.prompt.spans)
+    return result
+
+
+def other_spans(make):
+    result = make("snapkv", 3)
+    moved = dataclasses.replace(result.prompt.spans, context_end=90)
+    result.prompt = dataclasses.replace(result.prompt, spans=moved)
+    return result
+
+
+WRONG = [
+    (lambda make: {}, None, "at least one result; got none"),
+    (lambda make: {"a": make("snapkv", 3), "b": other_prompt(make)}, None, "different token ids"),
+    (lambda make: {"a": make("snapkv", 3), "b": other_spans(make)}, None, "the same context"),
+    (lambda make: {"a": make("snapkv", 3), "b": make("snapkv", 3, layers=3)}, None, "of one model"),
+    (lambda make: {"a": "page.html"}, None, r"what gracekv\.compress returns; got str"),
+    (lambda make: {"a": make("snapkv", 3)}, {"z": "no"}, "by the labels of the results, a; got z"),
+]
+
+
+@pytest.mark.parametrize(("results", "answers", "message"), WRONG)
+def test_what_cannot_stand_side_by_side(make, tmp_path, results, answers, message):
+    with pytest.raises(ReportError, match=message):
+        compare(results(make), tmp_path / "page.html", answers=answers)
+    assert not list(tmp_path.iterdir())
+
+
+def long_data(tokens, layers, heads, ratio, outcomes=2):
+    """A long prompt: random intervals that cover half of the context, as scattered as can be."""
+    spans = PromptSpans(40, 40 + tokens, tokens + 70, tokens + 80)
+    made = []
+    for number in range(outcomes):
+        rng = torch.Generator().manual_seed(number)
+        per_head, units = tokens // ratio, layers * heads
+        start = torch.rand(units, tokens - 1, generator=rng).argsort(1)[:, :per_head]
+        start = start.sort(1).values
+        end = torch.cat([start[:, 1:], torch.full((units, 1), tokens)], 1)
+        wide = torch.rand(start.shape, generator=rng) < 0.5
+        end = torch.where(wide & (number == 0), end, start + 1)
+        start, end = start.flatten() + 40, end.flatten() + 40
+        entries = KeptEntries(
+            layers, heads, (40, 40 + tokens), torch.arange(units + 1) * per_head, start, end,
+            1 + 0.7 * (end - start - 1).float(),
+            torch.randint(0, 9, start.shape, generator=rng).to(torch.int16),
+            torch.rand(start.shape, generator=rng) < 0.3,
+        )  # fmt: skip
+        accounting = Accounting(
+            budget=len(start), spent=len(start), floor_spent=0, recent=32,
+            entries=entries.per_head(), bytes=1, metadata_bytes=1, full_bytes=ratio,
+        )  # fmt: skip
+        worth = torch.rand(layers, heads, tokens - 32, generator=rng) ** 6
+        slots = torch.arange(40, tokens + 41, 64)
+        made.append(
+            Outcome(
+                f"made {number}", {}, "node", entries, slots, worth, None, accounting, Timings()
+            )
+        )
+    texts = [" the", " rabbit", " ran", " away", ".\n", " because", " it", " was", " late", ","]
+    words = [texts[i * i % 10] for i in range(spans.length)]
+    return ReportData("a model", spans, tuple(words), tuple(made))
+
+
+def test_two_results_of_32k_tokens_stay_below_15_megabytes():
+    text = render(long_data(32768, 28, 4, ratio=4))
+    assert len(text.encode()) < 15e6
+
+
+def test_the_package_offers_its_report():
+    assert gracekv.report.compare is compare

@@ -1,0 +1,73 @@
+"""Token texts add up to the prompt, whatever the tokenizer."""
+
+import pytest
+import torch
+
+from gracekv import Prompt
+from gracekv.report.texts import token_texts
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXT = "Caf\u00e9 🙂\n\n<script>alert(1)</script> \u05d0\u05d1 end."
+
+
+@pytest.fixture(scope="module")
+def by_bytes():
+    """A fast tokenizer with a token a byte, so that characters fall apart."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    vocabulary["<s>"] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def test_texts_are_cut_from_the_prompt(by_bytes):
+    prompt = Prompt.from_chat(by_bytes, context=TEXT, question="Why 🙂?", template=False)
+    texts = token_texts(prompt)
+    assert len(texts) == len(prompt.ids)
+    assert "".join(texts) == "".join(prompt.parts)
+    # Four bytes share one character: one token has it.
+    assert texts.count("🙂") == 2
+    assert texts.count("") == 2 * 3 + 1 + 2
+
+
+def test_texts_are_decoded_without_the_prompts_text(by_bytes):
+    made = Prompt.from_chat(by_bytes, context=TEXT, question="Why?", template=False)
+    bare = Prompt.from_ids(made.ids, (0, 10), tokenizer=by_bytes)
+    texts = token_texts(bare)
+    assert len(texts) == len(bare.ids)
+    assert "".join(texts) == "".join(made.parts)
+
+
+def test_bytes_that_are_no_text_do_not_swallow_the_rest(by_bytes):
+    wrong = by_bytes.convert_tokens_to_ids("ð")
+    letters = [by_bytes.convert_tokens_to_ids(letter) for letter in "abc"]
+    prompt = Prompt.from_ids([wrong] * 6 + letters, (0, 5), tokenizer=by_bytes)
+    texts = token_texts(prompt)
+    assert len(texts) == 9
+    assert "".join(texts).endswith("abc")
+
+
+def test_a_special_token_shows_its_name(by_bytes):
+    ids = [by_bytes.bos_token_id, *by_bytes("ab", add_special_tokens=False)["input_ids"]]
+    prompt = Prompt(torch.tensor(ids), Prompt.from_ids(ids, (1, 3)).spans, ("", "ab", "", ""))
+    # The text does not hold it, so tokenising it again gives other ids, and they are decoded.
+    known = Prompt(prompt.ids, prompt.spans, prompt.parts, by_bytes)
+    assert token_texts(known) == ["<s>", "a", "b"]
+
+
+def test_without_a_tokenizer_ids_stand_for_themselves():
+    prompt = Prompt.from_ids([7, 0, 96], (0, 2))
+    assert token_texts(prompt) == ["⟨7⟩ ", "⟨0⟩ ", "⟨96⟩ "]
+
+
+def test_a_plain_decoder_keeps_its_blanks(words):
+    prompt = Prompt.from_ids(range(9), (0, 5), tokenizer=words())
+    texts = token_texts(prompt)
+    assert texts[3] == " word3"
+    assert texts[6] == " word6.\n"
