@@ -7,21 +7,23 @@ multiplied, and the other way round. Whoever finishes the last piece of a head p
 together, in their order. What a piece gives depends on nothing but the piece, so that results are
 the same to the bit on any number of threads.
 
-Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing. numba's cache on
-disk looks at this file alone: who changes what it imports must touch it too.
+Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
+from gracekv.kernels import halves_cpu, intrinsics_cpu
 from gracekv.kernels.halves_cpu import as_float32
 from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer, prefetch
 
@@ -104,19 +106,11 @@ def _products(
 
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def _mixtures(
-    weights: Any,
-    count: int,
-    values: Any,
-    first: int,
-    entries: int,
-    ahead: Any,
-    at: int,
-    out: Any,
-    slot: int,
+    weights: Any, count: int, values: Any, first: int, entries: int, ahead: Any, at: int, out: Any
 ) -> None:
-    """out[slot + j, :d] = sum_e w_je v_e, four values a round, while `ahead` is fetched."""
+    """out[j, :d] = sum_e w_je v_e, four values a round, while `ahead` is fetched."""
     dim = values.shape[1]
-    out[slot : slot + count, :dim] = np.float32(0)
+    out[:count, :dim] = np.float32(0)
     e = 0
     while e + 4 <= entries:
         prefetch(ahead, at + e, 4)
@@ -124,7 +118,7 @@ def _mixtures(
         for j in range(count):
             w0, w1, w2, w3 = weights[j, e], weights[j, e + 1], weights[j, e + 2], weights[j, e + 3]
             for i in range(dim):
-                out[slot + j, i] += (
+                out[j, i] += (
                     w0 * values[r, i]
                     + w1 * values[r + 1, i]
                     + w2 * values[r + 2, i]
@@ -134,7 +128,7 @@ def _mixtures(
     while e < entries:
         for j in range(count):
             for i in range(dim):
-                out[slot + j, i] += weights[j, e] * values[first + e, i]
+                out[j, i] += weights[j, e] * values[first + e, i]
         e += 1
 
 
@@ -252,7 +246,7 @@ def _work(task: Any, keys: Any, values: Any, tail_keys: Any, tail_values: Any) -
         v, at = as_float32(v_rows, first, entries, wide)
         # Tails are short, and often still near; their keys are not fetched ahead.
         ahead = pieces[upcoming, 1] if upcoming < task.packed_pieces else first
-        _mixtures(weights, count, v, at, entries, keys, ahead, partial, slot)
+        _mixtures(weights, count, v, at, entries, keys, ahead, partial[slot:])
 
         opening, closing = member_start[sequence], member_start[sequence + 1]
         own = row_pieces[row + 1] - row_pieces[row]
@@ -270,31 +264,8 @@ def _work(task: Any, keys: Any, values: Any, tail_keys: Any, tail_values: Any) -
                 _combine(partial, slots, own + tail_pieces, output, of)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def _start(task: Any, dtype: Any) -> None:
-    tail_rows = task.batch * task.heads * task.tail
-    _work(
-        task,
-        carray(pointer(task.keys), (task.entries, task.dim), dtype),
-        carray(pointer(task.values), (task.entries, task.dim), dtype),
-        carray(pointer(task.tail_keys), (tail_rows, task.dim), dtype),
-        carray(pointer(task.tail_values), (tail_rows, task.dim), dtype),
-    )
-
-
-def _float32(address: Any) -> None:
-    _start(carray(address, (1,), _TASK)[0], np.float32)
-
-
-def _bfloat16(address: Any) -> None:
-    _start(carray(address, (1,), _TASK)[0], np.uint16)
-
-
-def _float16(address: Any) -> None:
-    _start(carray(address, (1,), _TASK)[0], np.int16)
-
-
-_BODIES = {torch.float32: _float32, torch.bfloat16: _bfloat16, torch.float16: _float16}
+# What rows of a dtype are to numba (see `halves_cpu`).
+_NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 
 
 @functools.cache
@@ -303,4 +274,23 @@ def attend(dtype: torch.dtype) -> Any:
 
     The first call on a machine compiles for some seconds; later ones find the result on disk.
     """
-    return cfunc(types.void(types.voidptr), cache=True)(_BODIES[dtype])
+    number, sources = _NUMBERS[dtype], _sources()
+
+    def body(address: Any) -> None:
+        # numba looks for changes in this file alone, but what a function closes over counts too.
+        _ = sources
+        task = carray(address, (1,), _TASK)[0]
+        packed, tails = (task.entries, task.dim), (task.batch * task.heads * task.tail, task.dim)
+        keys = carray(pointer(task.keys), packed, number)
+        values = carray(pointer(task.values), packed, number)
+        tail_keys = carray(pointer(task.tail_keys), tails, number)
+        tail_values = carray(pointer(task.tail_values), tails, number)
+        _work(task, keys, values, tail_keys, tail_values)
+
+    return cfunc(types.void(types.voidptr), cache=True)(body)
+
+
+def _sources() -> str:
+    """Digest of the files that are compiled into the kernel beside this one."""
+    texts = [Path(module.__file__).read_bytes() for module in (halves_cpu, intrinsics_cpu)]
+    return hashlib.sha256(b"".join(texts)).hexdigest()

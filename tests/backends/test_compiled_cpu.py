@@ -1,8 +1,11 @@
 """The compiled kernel for steps of one token: equal to float64, whoever does which piece."""
 
+import ast
+import importlib
 import importlib.util
 import math
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,6 +162,21 @@ def test_logits_that_are_far_apart():
 
     want = reference(query * 1000, layer, keys, values, None, 1.0, None)
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
+
+
+@pytest.mark.usefixtures("no_detour")
+def test_what_is_hidden_weighs_nothing():
+    rng = torch.Generator().manual_seed(15)
+    layer = ragged(rng, [40])
+    query, keys, values = step(rng, layer, 2, 1, 12)
+    mask = torch.ones(1, 1, 1, 12, dtype=torch.bool)
+    mask[..., 4:] = False
+    prepared = Compiled().prepare(layer)
+    want = Compiled()(query, prepared, keys, values, mask, 0.125)
+
+    values[:, :, 4:] = 3e38
+
+    assert torch.equal(Compiled()(query, prepared, keys, values, mask, 0.125), want)
 
 
 @pytest.fixture
@@ -422,3 +440,19 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch, threads):
     _without_numba(monkeypatch)
     with pytest.raises(BackendUnavailableError, match="numba is not installed"):
         Compiled().prepare(layer)
+
+
+def test_a_kernel_on_disk_is_not_taken_for_one_of_other_sources(monkeypatch):
+    from gracekv.kernels import attention_cpu
+
+    words = ast.walk(ast.parse(Path(attention_cpu.__file__).read_text(encoding="utf-8")))
+    used = {node.module for node in words if isinstance(node, ast.ImportFrom)}
+    ours = {name for name in used if name.startswith("gracekv.kernels.")}
+    before, read = attention_cpu._sources(), Path.read_bytes
+    for name in ours:
+        file = Path(importlib.import_module(name).__file__)
+        monkeypatch.setattr(
+            Path, "read_bytes", lambda path, file=file: read(path) + b"#" * (path == file)
+        )
+        assert attention_cpu._sources() != before
+    assert len(ours) == 2
