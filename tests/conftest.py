@@ -1,7 +1,8 @@
-"""Settings that hold for every test, and the other library that some compare with."""
+"""Settings that hold for every test, the browser, and the other library that some compare with."""
 
 import importlib
 import importlib.util
+import shutil
 import sys
 from types import ModuleType
 
@@ -13,6 +14,23 @@ settings.register_profile(
     "gracekv", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("gracekv")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """The system's Chromium without a window, driven by playwright."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        # Containers run as root and have little shared memory.
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        started = driver.chromium.launch(executable_path=found, args=arguments)
+        yield started
+        started.close()
 
 
 @pytest.fixture(scope="session")

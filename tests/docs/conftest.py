@@ -1,6 +1,7 @@
 """What stands in for models, texts and long runs while the pages' code is executed."""
 
 import dataclasses
+import importlib
 import shutil
 from importlib.resources import files
 
@@ -9,6 +10,18 @@ import torch
 from page_blocks import ROOT
 
 VOCABULARY = 2000
+
+
+def tool(name):
+    """A module of `docs/tools`, which mkdocs loads and nobody installs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs" / "tools")
+        return importlib.import_module(name)
+
+
+@pytest.fixture(scope="session")
+def strategy_tables():
+    return tool("strategy_tables")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,213 @@
+"""What each public name's docstring lacks, read from the source without importing it."""
+
+import ast
+import re
+from dataclasses import dataclass, field
+
+from page_blocks import ROOT
+
+from gracekv import errors
+
+PACKAGE = ROOT / "gracekv"
+NAMED_ERRORS = {name for name, made in vars(errors).items() if isinstance(made, type)}
+_TENSOR = re.compile(r"\bTensor\b")
+_SHAPE = re.compile(r"\[[^\]]*\]|\bscalar\b")
+# What a number may count or measure; the field's own name and its class's first line count too.
+_UNIT = re.compile(
+    r"\b(?:token|position|entr|byte|second|share|weight|times|width|most|many|least|layer|head|"
+    r"probe|cap|ratio|seed|quer|row|column|count|denominator|guard|budget|index|piece|slot|node|"
+    r"sequence|worth|utility|gain|bound|mean|interval|sample|cell|evaluation|processor|length|part|"
+    r"logarithm|hop|candidate|cut|operation|warp|stage|digit|feature|factor|error|reward|probability)"
+    r"|(?-i:\b[LGHNTVRJPBdES]\b)",
+    re.IGNORECASE,
+)
+
+
+@dataclass
+class Function:
+    """A public function or method.
+
+    Attributes:
+        place: file and line.
+        name: with its class.
+        own: its docstring, or "".
+        said: its docstring, or the nearest base's; of `__call__` and its like, the class's too.
+        signature: arguments and result as written.
+        raises: named errors that its body raises itself.
+    """
+
+    place: str
+    name: str
+    own: str
+    said: str
+    signature: str
+    raises: set
+
+
+@dataclass
+class Class:
+    """A public class.
+
+    Attributes:
+        place: file and line.
+        name: as written.
+        said: its docstring, or "".
+        fields: annotated attributes and their annotations.
+        bases: as written.
+        methods: its functions as syntax, by name.
+        plain: it is neither a dataclass nor a named tuple, so its annotations are no fields.
+    """
+
+    place: str
+    name: str
+    said: str
+    fields: dict = field(default_factory=dict)
+    bases: list = field(default_factory=list)
+    methods: dict = field(default_factory=dict)
+    plain: bool = True
+
+
+def described(text, name):
+    """What a docstring says of a field: the lines after `name:`, or ""."""
+    found = re.search(rf"^( *){name}(?: \([^)]*\))?: *(.*(?:\n\1 +\S.*)*)", text, re.MULTILINE)
+    return found[2] if found else ""
+
+
+def public_files():
+    """Every module, but the commands', whose docstrings are what --help prints."""
+    return [p for p in sorted(PACKAGE.rglob("*.py")) if p.name != "commands.py"]
+
+
+def classes_and_functions(files=None):
+    """Everything public below `gracekv/`, in order of files."""
+    classes, functions = [], []
+    for path in files or public_files():
+        inside = path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else path.name
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes.append(_class(node, inside))
+            elif isinstance(node, ast.FunctionDef) and not _hidden(node):
+                functions.append(_function(node, inside, node.name, _doc(node)))
+    by_name = {made.name: made for made in classes}
+    for made in classes:
+        for name, node in made.methods.items():
+            said = _doc(node) or _inherited(made, name, by_name)
+            if name.startswith("__"):
+                said += "\n" + made.said
+            functions.append(
+                _function(node, made.place.partition(":")[0], f"{made.name}.{name}", said)
+            )
+    return classes, functions
+
+
+def _doc(node):
+    return ast.get_docstring(node) or ""
+
+
+def _hidden(node):
+    """Nobody's name: private, or one of a function's further signatures."""
+    overload = any(ast.unparse(made) == "overload" for made in node.decorator_list)
+    return overload or re.match("_$|_[^_]|__getattr__|__dir__", node.name)
+
+
+def _class(node, inside):
+    made = Class(f"{inside}:{node.lineno}", node.name, _doc(node))
+    made.bases = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+    decorators = " ".join(ast.unparse(x) for x in node.decorator_list)
+    made.plain = "dataclass" not in decorators and "NamedTuple" not in made.bases
+    for part in node.body:
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+            note = ast.unparse(part.annotation)
+            if not part.target.id.startswith("_") and "ClassVar" not in note:
+                made.fields[part.target.id] = note
+        elif isinstance(part, ast.FunctionDef) and not _hidden(part):
+            made.methods[part.name] = part
+    return made
+
+
+def _function(node, inside, name, said):
+    result = ast.unparse(node.returns) if node.returns else ""
+    raised = {
+        ast.unparse(part.exc.func if isinstance(part.exc, ast.Call) else part.exc)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Raise) and part.exc is not None
+    }
+    return Function(
+        f"{inside}:{node.lineno}",
+        name,
+        _doc(node),
+        said,
+        f"{ast.unparse(node.args)} -> {result}",
+        raised & NAMED_ERRORS,
+    )
+
+
+def _inherited(made, name, by_name):
+    """The docstring of the nearest base's method of that name; other libraries' count as said."""
+    for base in made.bases:
+        if base not in by_name:
+            if base not in ("ABC", "Generic", "NamedTuple", "Protocol", "object"):
+                return f"See {base}.{name}. [its shapes]"
+            continue
+        above = by_name[base]
+        if name in above.methods and _doc(above.methods[name]):
+            return _doc(above.methods[name])
+        if found := _inherited(above, name, by_name):
+            return found
+    return ""
+
+
+def undocumented(classes, functions):
+    """Classes without a docstring, fields and functions without a word."""
+    for made in classes:
+        if not made.said:
+            yield f"{made.place} {made.name} has no docstring"
+    for made, name, _, said in fields(classes):
+        if not said:
+            yield f"{made.place} {made.name} does not say what {name} is"
+    for made in functions:
+        if not made.said.strip():
+            yield f"{made.place} {made.name} has no docstring"
+
+
+def exported(path):
+    """The names in a module's `__all__`."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def fields(classes):
+    """(class, field's name, annotation, what is said of it) of all data classes."""
+    for made in classes:
+        if not made.plain:
+            for name, note in made.fields.items():
+                yield made, name, note, described(made.said, name)
+
+
+def without_shapes(classes, functions):
+    """Fields and functions of tensors that name no shape in brackets."""
+    for made, name, note, said in fields(classes):
+        if _TENSOR.search(note) and not _SHAPE.search(said):
+            yield f"{made.place} {made.name}.{name} is a tensor of unknown shape"
+    for made in functions:
+        if _TENSOR.search(made.signature) and not _SHAPE.search(made.said):
+            yield f"{made.place} {made.name} takes or returns tensors of unknown shape"
+
+
+def without_units(classes):
+    """Fields that are numbers, but nobody says of what."""
+    for made, name, note, said in fields(classes):
+        first = made.said.partition("\n")[0]
+        words = f"{name.replace('_', ' ')}: {said} {first}"
+        if re.match(r"(int|float)\b", note) and not _UNIT.search(words):
+            yield f"{made.place} {made.name}.{name} does not say what it counts"
+
+
+def without_errors(functions):
+    """Functions that raise a named error which their docstring does not name."""
+    for made in functions:
+        for error in sorted(made.raises):
+            if error not in made.said:
+                yield f"{made.place} {made.name} does not name {error}"

@@ -1,0 +1,105 @@
+"""Every public name is documented: shapes, units, errors and, where it is a method, its source."""
+
+import ast
+import re
+
+import pytest
+from public_names import (
+    PACKAGE,
+    classes_and_functions,
+    exported,
+    undocumented,
+    without_errors,
+    without_shapes,
+    without_units,
+)
+
+from gracekv.pipeline import REGISTRIES
+
+CLASSES, FUNCTIONS = classes_and_functions()
+STAGES = ("segment", "value", "tree", "allocate", "cache", "backends", "prefill")
+SOURCE = re.compile(r"Eqs?\.|[Pp]aper|Source|\b[Oo]urs\b|arXiv|departures")
+
+
+def test_every_name_has_a_docstring():
+    assert not list(undocumented(CLASSES, FUNCTIONS))
+
+
+def test_tensors_have_shapes():
+    assert not list(without_shapes(CLASSES, FUNCTIONS))
+
+
+def test_numbers_have_units():
+    assert not list(without_units(CLASSES))
+
+
+def test_errors_are_named():
+    assert not list(without_errors(FUNCTIONS))
+
+
+@pytest.mark.parametrize("stage", REGISTRIES)
+def test_strategies_name_source_and_cost(stage, strategy_tables):
+    for name in REGISTRIES[stage]:
+        assert strategy_tables.describe(REGISTRIES[stage].get(name)).cost
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_exported_functions_name_their_source(stage):
+    exports = set(exported(PACKAGE / stage / "__init__.py"))
+    for path in (PACKAGE / stage).glob("*.py"):
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        for node in module.body:
+            if isinstance(node, ast.FunctionDef) and node.name in exports:
+                said = f"{ast.get_docstring(node)} {ast.get_docstring(module)}"
+                assert SOURCE.search(said), f"{path.name}: {node.name} names no source"
+
+
+BAD = '''
+class Loose:
+    """A class."""
+
+    def method(self): ...
+
+
+@dataclass
+class Holder:
+    """A holder.
+
+    Attributes:
+        x: a tensor.
+        n: something.
+    """
+
+    x: Tensor
+    n: int
+    rest: str
+
+    def __post_init__(self):
+        raise ShapeError("no")
+
+
+def function(x: Tensor) -> None:
+    """Does it."""
+    raise ConfigError("no")
+'''
+
+
+def test_each_gap_is_seen(tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text(BAD)
+    classes, functions = classes_and_functions([path])
+    assert [line.partition(" ")[2] for line in undocumented(classes, functions)] == [
+        "Holder does not say what rest is",
+        "Loose.method has no docstring",
+    ]
+    assert [line.partition(" ")[2] for line in without_shapes(classes, functions)] == [
+        "Holder.x is a tensor of unknown shape",
+        "function takes or returns tensors of unknown shape",
+    ]
+    assert [line.partition(" ")[2] for line in without_units(classes)] == [
+        "Holder.n does not say what it counts"
+    ]
+    assert [line.partition(" ")[2] for line in without_errors(functions)] == [
+        "function does not name ConfigError",
+        "Holder.__post_init__ does not name ShapeError",
+    ]
