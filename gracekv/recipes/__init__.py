@@ -26,6 +26,34 @@ _RIVAL: Mapping[str, Any] = {
     "sensitivity": "none",
     "quota": {"name": "per_head", "remainder": True},
 }
+# What an answer will read: what a second reading would look at, tempered by where the question
+# points and by what the prompt looked at all along. Docs: quality.md.
+_FORESEEN: Mapping[str, Any] = {
+    "name": "value_norm",
+    "score": {
+        "name": "mixture",
+        "rule": "geometric",
+        "parts": [
+            {
+                "name": "mixture",
+                "rule": "rms",
+                "weights": [1.0, 0.5],
+                "parts": [
+                    "replay",
+                    {"name": "read_ahead", "question": 0, "length": 1, "power": 2.0},
+                ],
+            },
+            {"name": "mixture", "rule": "sum", "parts": ["read_ahead", "mean_attention"]},
+        ],
+    },
+}
+# One top-k over all heads by that worth; of recent tokens only the last few are sure of a place.
+_PLUS: Mapping[str, Any] = {
+    **_TOKENS,
+    "value": _FORESEEN,
+    "sensitivity": "none",
+    "window": {"size": 4, "minimum": 4},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +73,16 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "gracekv": Recipe("The paper's method, to the letter", "paper, Method"),
+    "gracekv-plus": Recipe(
+        "One top-k over all heads by what the answer is foreseen to read, nothing merged",
+        "ours: replayed context queries, read-ahead and mean attention, times value norms",
+        _PLUS,
+    ),
+    "gracekv-plus-trees": Recipe(
+        "The worth of gracekv-plus under the paper's slots, trees, floor and auction",
+        "ours: what merging adds to a better worth, or costs",
+        {"value": _FORESEEN},
+    ),
     "fullkv": Recipe("Nothing removed, whatever the budget", "paper, FullKV", {"keep_all": True}),
     "gracekv-no-multihop": Recipe(
         "Direct relevance only, no hops along attention",

@@ -5,11 +5,16 @@ from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.column_sums import ColumnSums
 from gracekv.value.expected_attention import ExpectedAttention
 from gracekv.value.kvzip_two_pass import KVzipTwoPass
+from gracekv.value.mean_attention import MeanAttention
+from gracekv.value.mixture import Mixture
 from gracekv.value.multi_hop import MultiHop
 from gracekv.value.none import NoSensitivity
 from gracekv.value.output_projection import OutputProjection
+from gracekv.value.read_ahead import ReadAhead
 from gracekv.value.recency import Recency
+from gracekv.value.replay import Replay
 from gracekv.value.scissorhands import Scissorhands
+from gracekv.value.value_norm import ValueNorm
 from gracekv.value.window_attention import WindowAttention
 
 __all__ = [
@@ -19,14 +24,19 @@ __all__ = [
     "ColumnSums",
     "ExpectedAttention",
     "KVzipTwoPass",
+    "MeanAttention",
+    "Mixture",
     "MultiHop",
     "NoSensitivity",
     "OutputProjection",
+    "ReadAhead",
     "Recency",
     "Relevance",
+    "Replay",
     "Scissorhands",
     "Scorer",
     "Sensitivity",
     "TokenScores",
+    "ValueNorm",
     "WindowAttention",
 ]

@@ -77,7 +77,7 @@ def received(
     total = torch.zeros(prefill.query_heads, region.length, device=device)
     share = torch.ones(len(at)) if weights is None else weights
     share = share.to(device=device, dtype=torch.float32)
-    block = block or _block_rows(prefill, device)
+    block = block or block_rows(prefill, device)
     for first in range(0, len(at), block):
         rows = slice(first, first + block)
         seen = probabilities(prefill, layer, at[rows])[..., region.start : region.end]
@@ -85,7 +85,8 @@ def received(
     return total
 
 
-def _block_rows(prefill: Prefill, device: torch.device) -> int:
+def block_rows(prefill: Prefill, device: torch.device) -> int:
+    """Probes whose logits over the whole prompt suit the device's memory at once."""
     limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
     return max(_LEAST_ROWS, limit // (4 * prefill.query_heads * prefill.spans.length))
 
@@ -119,7 +120,7 @@ def column_sums(
     keys = prefill.keys[layer].float().transpose(1, 2)
     queries = rearrange(queries, "(g n) t d -> g n t d", g=heads)
     device = keys.device
-    block = min(block or _block_rows(prefill, device), length)
+    block = min(block or block_rows(prefill, device), length)
     logits, shares = torch.empty(2, heads * group * block * length, device=device)
     later = torch.ones(block, block, dtype=torch.bool, device=device).triu(1)
     total = torch.zeros(heads * group, length, device=device)

@@ -1,0 +1,108 @@
+"""Attention from the prompt's end, handed on to the tokens that come after those it meets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+from gracekv.errors import ConfigError, PromptError
+from gracekv.prefill import Prefill, Region
+from gracekv.value.attention import probabilities
+from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.evidence import mean_evidence
+
+
+@final
+@SCORERS.register("read_ahead")
+@dataclass(frozen=True, slots=False)
+class ReadAhead(Scorer):
+    """What the prompt's end attends to, and the 15 tokens behind each place.
+
+    The question's last tokens look at where an answer begins; its later tokens are read only once
+    the ones before them have been generated, which no query of the prompt can show. So a token is
+    worth what it and the tokens just before it receive.
+
+    Source: ours; the score under it is the paper's direct relevance (Eq. app_direct_score).
+
+    Cost: attention rows of 48 probes in every layer: O(L H P T d), about 1 % of a prefill.
+
+    Attributes:
+        question: probes from the end of the question (the paper's 32).
+        tail: probes from the end of the prompt (the paper's 16).
+        length: tokens that share what each place receives, itself included; 1 does not read ahead.
+        power: 1 is the mean over probes and query heads, 2 the root of the mean square, which a
+            single probe's interest survives.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
+    """
+
+    question: int = 32
+    tail: int = 16
+    length: int = 16
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.question < 0 or self.tail < 0 or self.question + self.tail < 1:
+            raise ConfigError(
+                f"ReadAhead takes question >= 0 and tail >= 0 probes, at least one in all; got "
+                f"question={self.question!r}, tail={self.tail!r}."
+            )
+        if self.length < 1 or self.power < 1:
+            raise ConfigError(
+                f"ReadAhead takes length >= 1 tokens and power >= 1; got length={self.length!r}, "
+                f"power={self.power!r}. length=1 with power=1 is the mean attention itself."
+            )
+
+    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+        """Attention mass, float32 [L, G, N], not normalised: heads compete by what they look at.
+
+        What the prefix receives does not flow into the region. Raises `PromptError` if the prompt
+        has no such probe.
+        """
+        probes = prefill.spans.direct_probes(self.question, self.tail)
+        if not probes:
+            raise PromptError(
+                f"The prompt has no position among its last {self.question} question and "
+                f"{self.tail} tail positions. Give tail >= 1."
+            )
+        device = prefill.keys[0].device
+        tokens = torch.stack(
+            [
+                self._layer(prefill, layer, probes, region).to(device)
+                for layer in range(prefill.layers)
+            ]
+        )
+        return TokenScores(tokens, mean_evidence(tokens))
+
+    def _layer(self, prefill: Prefill, layer: int, probes: list[int], region: Region) -> Tensor:
+        """[G, N]."""
+        chances = probabilities(prefill, layer, probes)[..., region.start : region.end]
+        mean = reduce(chances**self.power, "(g n) p t -> g t", "mean", g=prefill.kv_heads)
+        # A probe inside the region sees less than all of it.
+        seen = mean.new_zeros(prefill.kv_heads, region.length)
+        seen[:, : mean.shape[-1]] = mean
+        return read_ahead(seen, self.length) ** (1.0 / self.power)
+
+
+def read_ahead(score: Tensor, length: int) -> Tensor:
+    """Mean of each token's score and its `length - 1` predecessors' (fewer count as 0).
+
+    Args:
+        score: [..., N], non-negative.
+        length: tokens, at least 1.
+
+    Returns [..., N] in score's dtype. Sums run in float64: differences of running sums would
+    otherwise leave noise where nothing was received.
+    """
+    if length == 1:
+        return score
+    sums = torch.nn.functional.pad(score.double().cumsum(-1), (1, 0))
+    width = score.shape[-1]
+    stop = torch.arange(1, width + 1, device=score.device)
+    window = sums[..., stop] - sums[..., (stop - length).clamp(min=0)]
+    return (window.clamp(min=0) / length).to(score.dtype)
