@@ -1,6 +1,6 @@
 """Draw every figure of the site, light and dark, into docs/assets/figures.
 
-    python docs/figures/all.py [FOLDER]     # in FOLDER instead
+python docs/figures/all.py [FOLDER]     # in FOLDER instead
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import auction
+import construction
+import decode
 import entries
 import flow
 import slots
@@ -18,6 +20,8 @@ from style import TARGET, THEMES, save
 
 FIGURES = {
     "auction": auction.draw,
+    "construction": construction.draw,
+    "decode": decode.draw,
     "entries": entries.draw,
     "flow": flow.draw,
     "slots": slots.draw,

@@ -18,10 +18,14 @@ def draw(theme: Theme) -> Figure:
         entries = np.array(table).T
         share = entries.sum() / entries.size
         axes = figure.add_axes((0.115, 0.735 - 0.285 * number, 0.775, 0.17))
-        image = axes.imshow(entries / share, cmap=colours, norm=norm, aspect="auto")
         plain_axes(axes, theme)
-        axes.set_yticks(range(len(entries)))
-        axes.set_xticks(range(0, entries.shape[1], 5))
+        image = axes.pcolormesh(
+            entries / share, cmap=colours, norm=norm, edgecolors=theme.panel, linewidth=0.8
+        )
+        axes.invert_yaxis()
+        axes.set_yticks(np.arange(len(entries)) + 0.5, labels=range(len(entries)))
+        ticks = np.arange(0, entries.shape[1], 5)
+        axes.set_xticks(ticks + 0.5, labels=ticks)
         axes.set_title(
             f"{ratio}x: {entries.sum():,} entries, an equal share would be {share:.0f} a head; "
             f"heads hold {entries.min()} to {entries.max()}",

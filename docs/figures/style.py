@@ -57,7 +57,7 @@ LIGHT = Theme(
 )
 DARK = Theme(
     name="dark",
-    panel="#1b1e26",
+    panel="#1e2129",
     ink="#e8eaed",
     muted="#9aa3b0",
     faint="#353b48",

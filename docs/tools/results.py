@@ -37,20 +37,36 @@ class Known:
     Attributes:
         command: what measures it again.
         page: another page that has its tables and says what they mean; they are folded here.
+        figure: name of what docs/figures draws of it, or None.
+        alt: what that figure shows, in words.
     """
 
     command: str
     page: str | None = None
+    figure: str | None = None
+    alt: str = ""
 
 
 KNOWN = {
     "smollm2": Known("gracekv evaluate --config benchmarks/smollm2_suite.yaml --out runs/smollm2"),
-    "construction-cpu": Known("python benchmarks/construction.py"),
-    "decode": Known("python benchmarks/decode.py"),
+    "construction-cpu": Known(
+        "python benchmarks/construction.py",
+        figure="construction",
+        alt="Seconds of the prefill, and of trees, surprisal and the rest on top of it",
+    ),
+    "decode": Known(
+        "python benchmarks/decode.py",
+        figure="decode",
+        alt="Speed-up of attention beside the factor of fewer bytes, and of whole steps",
+    ),
     "rivals": Known("python benchmarks/rivals.py"),
     "allocation_quality": Known("python benchmarks/allocation_quality.py", "allocation.md"),
     "allocate": Known("python benchmarks/allocate.py"),
 }
+
+_PLOT = re.compile(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*")
+# A heading whose text is what a program printed.
+_OUTPUT = re.compile(r"^##+ ([^\n]+)\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class ResultError(ValueError):
@@ -142,34 +158,29 @@ def _section(result: Result) -> str:
     parts = [f"## {result.title} {{ #{result.anchor} }}"]
     if known is not None:
         parts.append(f"`{known.command}`")
+    if known is not None and known.figure is not None:
+        parts.append(_figure(known.figure, known.alt))
     parts += [f"![{result.title}](assets/results/{plot.name})" for plot in result.plots]
     parts.append(_folded("How it was measured", "\n".join(f"- {note}" for note in result.notes)))
-    pieces = re.split(r"^## (.+)$", result.body, flags=re.MULTILINE)
-    body = [pieces[0].strip()]
-    for heading, text in zip(pieces[1::2], pieces[2::2], strict=True):
-        if text.strip().startswith("```"):
-            body.append(_folded(heading, _with_language(text.strip())))
-        else:
-            body.append(f"### {heading}\n\n{_with_language(text.strip())}")
-    whole = "\n\n".join(part for part in body if part)
     # The plots stand above, from where the site can show them.
-    whole = re.sub(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*", "", whole)
+    whole = _PLOT.sub("", result.body)
+    whole = _OUTPUT.sub(lambda x: _folded(x[1], f"```text\n{x[2]}```"), whole)
+    whole = re.sub(r"^##+ (.+)$", r"### \1", whole, flags=re.MULTILINE)
     if known is not None and known.page is not None:
         parts.append(f"What it means is told on [a page of its own]({known.page}).")
         whole = _folded("All tables", re.sub(r"^### (.+)$", r"**\1**", whole, flags=re.MULTILINE))
-    return "\n\n".join([*parts, whole, ""])
+    return "\n\n".join([*parts, whole.strip(), ""])
+
+
+def _figure(name: str, alt: str) -> str:
+    return "\n".join(
+        f"![{alt}](assets/figures/{name}-{theme}.svg#only-{theme})" for theme in ("light", "dark")
+    )
 
 
 def _folded(title: str, text: str) -> str:
     indented = "\n".join(f"    {line}" if line else "" for line in text.splitlines())
     return f'??? note "{title}"\n\n{indented}'
-
-
-def _with_language(text: str) -> str:
-    """Blocks of output are marked as such."""
-    fences = iter(range(text.count("```")))
-    return re.sub(r"^```$", lambda _: "```text" if next(fences) % 2 == 0 else "```", text,
-                  flags=re.MULTILINE)  # fmt: skip
 
 
 def main() -> None:
