@@ -32,7 +32,7 @@ from gracekv.prefill.capture import _query_positions, capture
 
 PREFIX, SUFFIX = 16, 48
 STAGES = ("segment", "value", "tree", "allocate", "pack")
-AFTER_PREFILL = ("surprisal", "projections", "reconstruction")
+AFTER_PREFILL = ("surprisal", "projections", "reconstruction", "draft")
 # Rare enough that the best of two costs little, common enough that one slow call does not decide.
 REPEATS = 2
 MIB = 2**20
@@ -68,6 +68,7 @@ def narrowed(full: Prefill, prompt: Prompt, needs: Needs) -> Prefill:
         "surprisal": needs.surprisal,
         "projections": needs.head_outputs,
         "reconstruction": needs.reconstruction,
+        "draft": needs.draft > 0,
     }
     return dataclasses.replace(
         full,
@@ -79,6 +80,7 @@ def narrowed(full: Prefill, prompt: Prompt, needs: Needs) -> Prefill:
         projected_norms=full.projected_norms if needs.head_outputs else None,
         projection_norms=full.projection_norms if needs.head_outputs else None,
         reconstruction=full.reconstruction if needs.reconstruction else None,
+        draft=full.draft if needs.draft else None,
         seconds={k: s for k, s in full.seconds.items() if extras.get(k, True)},
     )
 

@@ -79,6 +79,7 @@ class Timings:
         surprisal: what the capture adds for it: the logits of all positions.
         projections: what the capture adds for head sensitivity.
         reconstruction: a second pass over the context, for the scorer that needs one.
+        draft: decoding the answer's first tokens, for the scorer that reads them.
         segment: the pipeline's stage, as are those below.
         value: token worth and head sensitivity.
         tree: quotas and candidates included.
@@ -90,6 +91,7 @@ class Timings:
     surprisal: float = 0.0
     projections: float = 0.0
     reconstruction: float = 0.0
+    draft: float = 0.0
     segment: float = 0.0
     value: float = 0.0
     tree: float = 0.0

@@ -29,6 +29,7 @@ class Needs:
             context, at every layer (observation windows). Much less memory than `context_queries`.
         reconstruction: the most attention that each context token gets while the model repeats the
             context, which is a second pass and takes longer than the first.
+        draft: what this many greedy answer tokens look at, each a decoding step on the full cache.
     """
 
     context_queries: bool = False
@@ -37,6 +38,7 @@ class Needs:
     head_outputs: bool = False
     last_queries: int = 0
     reconstruction: bool = False
+    draft: int = 0
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(
@@ -46,6 +48,7 @@ class Needs:
             head_outputs=self.head_outputs or other.head_outputs,
             last_queries=max(self.last_queries, other.last_queries),
             reconstruction=self.reconstruction or other.reconstruction,
+            draft=max(self.draft, other.draft),
         )
 
 
@@ -77,12 +80,14 @@ class Prefill:
         projection_norms: [L, H] float32, ||W_O^{l,h}||_F.
         reconstruction: [L, G, N_ctx] float32, the most attention that each context token got in the
             second pass; None if there was none.
+        draft: [L, G, S, N_ctx] float32, attention that the answer's S first tokens, drafted
+            greedily, pay each context token; None if nothing was drafted.
         logits: [vocab] of the last position, or None for a prefill built from tensors.
         token_ids: int64 [T], or None for a prefill built from tensors.
         fingerprint: identifies model and tokenizer (names, config hash), for saved caches.
         seconds: wall seconds of the capture by part: "prefill" is the forward pass, the others
-            are what the capture added after it ("surprisal", "projections", and the second pass,
-            "reconstruction").
+            are what the capture added after it ("surprisal", "projections", the second pass,
+            "reconstruction", and the "draft").
 
     Needs no model: build one from plain tensors to test an algorithm.
 
@@ -104,6 +109,7 @@ class Prefill:
     projected_norms: Tensor | None = None
     projection_norms: Tensor | None = None
     reconstruction: Tensor | None = None
+    draft: Tensor | None = None
     logits: Tensor | None = None
     token_ids: Tensor | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -184,6 +190,7 @@ class Prefill:
             "surprisal": needs.surprisal,
             "projections": needs.head_outputs,
             "reconstruction": needs.reconstruction,
+            "draft": needs.draft > 0,
         }
         return {part: taken for part, taken in self.seconds.items() if asked.get(part, True)}
 

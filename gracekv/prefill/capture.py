@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gracekv.errors import PromptError, UnsupportedModelError
 from gracekv.prefill.base import Needs, Prefill, depth_layers
+from gracekv.prefill.draft import draft
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.lengths import check_prompt_length
 from gracekv.prefill.projection import projected_norms, projection_norms
@@ -31,7 +32,7 @@ EVERYTHING = Needs(
     head_outputs=True,
 )
 """What `capture` keeps unless told less: all that the strategies with default fields read of one
-pass. A second one (`reconstruction`) is made only when asked for."""
+pass. What runs the model again (`reconstruction`, `draft`) is made only when asked for."""
 
 # Queries kept beside the direct probes: the observation windows of window-based scorers.
 _WINDOW = 32
@@ -97,6 +98,14 @@ def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
                 [x[i] for i in range(len(layers))] for x in (record.keys, record.values)
             )
             repeated = reconstruction(model, prompt, keys, values, ids.device)
+    drafted = None
+    if needs.draft:
+        with _clock(seconds, "draft", ids.device):
+            keys, values = (
+                [x[i] for i in range(len(layers))] for x in (record.keys, record.values)
+            )
+            last = output.logits[0, -1]
+            drafted = draft(model, prompt, keys, values, last, needs.draft, ids.device)
     outputs = projected = weights = None
     if needs.head_outputs:
         with _clock(seconds, "projections", ids.device):
@@ -132,6 +141,7 @@ def capture(model: Any, prompt: Prompt, needs: Needs | None = None) -> Prefill:
         projected_norms=projected,
         projection_norms=weights,
         reconstruction=repeated,
+        draft=drafted,
         logits=output.logits[0, -1],
         token_ids=prompt.ids,
         fingerprint=fingerprint(model, prompt.tokenizer),

@@ -28,25 +28,23 @@ _RIVAL: Mapping[str, Any] = {
 }
 # What an answer will read: what a second reading would look at, tempered by where the question
 # points and by what the prompt looked at all along. Docs: quality.md.
-_FORESEEN: Mapping[str, Any] = {
-    "name": "value_norm",
-    "score": {
-        "name": "mixture",
-        "rule": "geometric",
-        "parts": [
-            {
-                "name": "mixture",
-                "rule": "rms",
-                "weights": [1.0, 0.5],
-                "parts": [
-                    "replay",
-                    {"name": "read_ahead", "question": 0, "length": 1, "power": 2.0},
-                ],
-            },
-            {"name": "mixture", "rule": "sum", "parts": ["read_ahead", "mean_attention"]},
-        ],
-    },
+_READING: Mapping[str, Any] = {
+    "name": "mixture",
+    "rule": "geometric",
+    "parts": [
+        {
+            "name": "mixture",
+            "rule": "rms",
+            "weights": [1.0, 0.5],
+            "parts": [
+                "replay",
+                {"name": "read_ahead", "question": 0, "length": 1, "power": 2.0},
+            ],
+        },
+        {"name": "mixture", "rule": "sum", "parts": ["read_ahead", "mean_attention"]},
+    ],
 }
+_FORESEEN: Mapping[str, Any] = {"name": "value_norm", "score": _READING}
 # One top-k over all heads by that worth; of recent tokens only the last few are sure of a place.
 _PLUS: Mapping[str, Any] = {
     **_TOKENS,
@@ -77,6 +75,17 @@ RECIPES: dict[str, Recipe] = {
         "One top-k over all heads by what the answer is foreseen to read, nothing merged",
         "ours: replayed context queries, read-ahead and mean attention, times value norms",
         _PLUS,
+    ),
+    "gracekv-draft": Recipe(
+        "gracekv-plus after a look at what 16 drafted answer tokens read",
+        "ours: 16 decoding steps on the full cache come before compression",
+        {
+            **_PLUS,
+            "value": {
+                "name": "value_norm",
+                "score": {"name": "mixture", "parts": ["draft_attention", _READING]},
+            },
+        },
     ),
     "gracekv-plus-trees": Recipe(
         "The worth of gracekv-plus under the paper's slots, trees, floor and auction",

@@ -76,5 +76,6 @@ def synthetic_prefill(
         projected_norms=to(normal(layers, kv_heads, probes).abs().float() + 0.1),
         projection_norms=to(normal(layers, heads).abs().float() + 0.1),
         reconstruction=to(normal(layers, kv_heads, context).abs().float().tanh()),
+        draft=to(normal(layers, kv_heads, 5, context).float().softmax(dim=-1)),
         token_ids=torch.arange(length),
     )

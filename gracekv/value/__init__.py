@@ -3,6 +3,7 @@
 from gracekv.value.base import SCORERS, SENSITIVITIES, Relevance, Scorer, Sensitivity, TokenScores
 from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.column_sums import ColumnSums
+from gracekv.value.draft_attention import DraftAttention
 from gracekv.value.expected_attention import ExpectedAttention
 from gracekv.value.kvzip_two_pass import KVzipTwoPass
 from gracekv.value.mean_attention import MeanAttention
@@ -22,6 +23,7 @@ __all__ = [
     "SENSITIVITIES",
     "ChunkOrder",
     "ColumnSums",
+    "DraftAttention",
     "ExpectedAttention",
     "KVzipTwoPass",
     "MeanAttention",

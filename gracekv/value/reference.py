@@ -18,6 +18,7 @@ from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.expected_attention import ExpectedAttention
 from gracekv.value.multi_hop import MultiHop
 from gracekv.value.output_projection import OutputProjection
+from gracekv.value.read_ahead import ReadAhead
 from gracekv.value.window_attention import WindowAttention
 
 
@@ -218,3 +219,37 @@ def output_projection(sensitivity: OutputProjection, prefill: Prefill) -> Tensor
             given = [float(norm) for norm in prefill.projected_norms[layer, g]]
             raw[layer, g] = math.sqrt(static * sum(given) / len(given))
     return raw / (float(raw.sum()) / raw.numel() + sensitivity.epsilon)
+
+
+def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
+    """[L, G, N] float64, each token's window added up by itself."""
+    probes = prefill.spans.direct_probes(scorer.question, scorer.tail)
+    mean = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
+    for layer in range(prefill.layers):
+        for head in range(prefill.query_heads):
+            for probe in probes:
+                row = attention_probability(prefill, layer, head, probe)
+                for t in range(region.start, min(region.end, probe + 1)):
+                    share = row[t] ** scorer.power / len(probes) / prefill.group
+                    mean[layer, head // prefill.group, t - region.start] += share
+    ahead = torch.zeros_like(mean)
+    for t in range(region.length):
+        ahead[..., t] = mean[..., max(0, t - scorer.length + 1) : t + 1].sum(-1) / scorer.length
+    return ahead ** (1 / scorer.power)
+
+
+def replay(prefill: Prefill, at: Tensor, weights: Tensor, region: Region) -> Tensor:
+    """[L, G, N] float64: root of sum_u w_u p_{u,t}^2, queries `at` asked from the last position."""
+    rope = Rope(prefill.rope.cos.double(), prefill.rope.sin.double())
+    last = prefill.spans.length - 1
+    total = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
+    for layer in range(prefill.layers):
+        for head in range(prefill.query_heads):
+            keys = prefill.keys[layer][head // prefill.group].double()
+            for u, weight in zip(at.tolist(), weights.tolist(), strict=True):
+                query = prefill.queries_at(layer, [u])[head].double()
+                plain = rope.unrotate(query, torch.tensor([u]))
+                asked = rope.rotate(plain, torch.tensor([last]))[0]
+                row = (prefill.scale * keys @ asked).softmax(0)[region.start : region.end]
+                total[layer, head // prefill.group] += weight * row**2 / prefill.group
+    return total.sqrt()

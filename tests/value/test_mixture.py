@@ -1,0 +1,136 @@
+"""Mixtures of scores, value norms, mean attention and drafts."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv import Budget, Pipeline
+from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.prefill import Needs, Region
+from gracekv.testing import synthetic_prefill
+from gracekv.value import (
+    SCORERS,
+    ColumnSums,
+    DraftAttention,
+    MeanAttention,
+    Mixture,
+    ReadAhead,
+    ValueNorm,
+    reference,
+)
+
+REGION = Region(4, 36)
+
+
+def small(seed=0, context=40):
+    return synthetic_prefill(dim=8, context=context, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("rule", "want"),
+    [
+        ("sum", lambda a, b: 0.25 * a + 0.75 * b),
+        ("rms", lambda a, b: (0.25 * a**2 + 0.75 * b**2).sqrt()),
+        ("geometric", lambda a, b: a**0.25 * b**0.75),
+        ("max", lambda a, b: torch.maximum(a, 3 * b)),
+    ],
+)
+def test_rules(rule, want):
+    prefill, parts = small(), (ReadAhead(), MeanAttention())
+    a, b = (part(prefill, REGION).tokens.double() for part in parts)
+    got = Mixture(parts, (1.0, 3.0), rule)(prefill, REGION).tokens
+    torch.testing.assert_close(got.double(), want(a, b), rtol=1e-5, atol=1e-9)
+
+
+def test_weights_default_to_equal_and_survive_plain_data():
+    prefill, parts = small(), (ReadAhead(), MeanAttention())
+    even = Mixture(parts)
+    assert torch.equal(
+        even(prefill, REGION).tokens, Mixture(parts, (2.0, 2.0))(prefill, REGION).tokens
+    )
+    nested = Mixture((even, SCORERS.build("recency")), (1.0, 0.5), "max")
+    assert SCORERS.parse(nested.to_dict()) == nested
+
+
+def test_needs_what_its_parts_need_and_hands_on_columns():
+    both = Mixture((SCORERS.build("window_attention"), ColumnSums()))
+    assert both.needs() == Needs(context_queries=True, last_queries=32)
+    assert both(small(), REGION).columns is not None
+    assert ValueNorm(both).needs() == both.needs()
+    assert ValueNorm(both)(small(), REGION).columns is not None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parts": ()},
+        {"weights": (1.0,)},
+        {"weights": (1.0, 0.0)},
+        {"weights": (1.0, float("inf"))},
+        {"rule": "median"},
+    ],
+)
+def test_refuses(fields):
+    with pytest.raises(ConfigError, match="Mixture"):
+        Mixture(**fields)
+
+
+def test_value_norm_multiplies_by_the_length_of_values():
+    prefill = small()
+    plain, weighted = ReadAhead()(prefill, REGION), ValueNorm()(prefill, REGION)
+    norms = torch.stack(prefill.values)[:, :, 4:36].norm(dim=-1)
+    torch.testing.assert_close(weighted.tokens, plain.tokens * norms)
+
+
+def test_mean_attention_is_column_sums_over_the_prompt_length():
+    prefill = small()
+    got = MeanAttention()(prefill, REGION).tokens
+    want = ColumnSums()(prefill, REGION).tokens / prefill.spans.length
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32 - 1), queries=st.integers(1, 30))
+def test_a_sample_of_queries_is_even_and_ends_with_the_last(seed, queries):
+    prefill = small(seed)
+    length = prefill.spans.length
+    probes = [(i + 1) * length // queries - 1 for i in range(queries)]
+    assert probes[-1] == length - 1
+    assert len(set(probes)) == queries
+    want = reference.group_sums(prefill, dict.fromkeys(probes, 1 / queries / prefill.group), REGION)
+    got = MeanAttention(queries)(prefill, REGION).tokens
+    torch.testing.assert_close(got.double(), want, rtol=5e-5, atol=1e-7)
+
+
+def test_draft_attention_is_the_mean_of_the_first_rows():
+    prefill = small()
+    got = DraftAttention(3)(prefill, REGION).tokens
+    torch.testing.assert_close(got, prefill.draft[:, :, :3, :32].mean(2))
+    everything = DraftAttention(99)(prefill, REGION).tokens
+    torch.testing.assert_close(everything, prefill.draft[..., :32].mean(2))
+    assert DraftAttention(3).needs() == Needs(draft=3)
+
+
+def test_draft_attention_without_a_draft_says_how_to_get_one():
+    with pytest.raises(MissingCaptureError, match="drafted"):
+        DraftAttention()(dataclasses.replace(small(), draft=None), REGION)
+    with pytest.raises(ConfigError, match="tokens"):
+        DraftAttention(0)
+    with pytest.raises(ConfigError, match="max_queries"):
+        MeanAttention(0)
+
+
+def test_plus_keeps_its_best_tokens_of_all_heads_together():
+    prefill, pipeline = small(context=200), Pipeline.named("gracekv-plus")
+    run = pipeline.run(prefill, Budget.ratio(8))
+    plan = run.plan
+    assert plan.recent == 4
+    assert run.accounting.spent == plan.total
+    worth = run.relevance.tokens.flatten()
+    best = worth.topk(plan.base).indices
+    assert set(best.tolist()) == set(run.frontier.added.nonzero()[:, 0].tolist())
+    # Exact tokens and nothing else.
+    assert all(bool((layer.log_multiplicity == 0).all()) for layer in run.cache.layers)

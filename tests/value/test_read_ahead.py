@@ -1,0 +1,63 @@
+"""Reading ahead, against a plain reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, PromptError
+from gracekv.prefill import Region
+from gracekv.testing import synthetic_prefill
+from gracekv.value import ReadAhead, reference
+from gracekv.value.read_ahead import read_ahead
+
+
+def small(**changes):
+    sizes = {"prefix": 2, "context": 24, "question": 3, "tail": 2}
+    return synthetic_prefill(dim=8, **(sizes | changes))
+
+
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    length=st.integers(1, 30),
+    power=st.sampled_from([1.0, 2.0]),
+    question=st.integers(0, 2),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_equals_the_reference(seed, length, power, question, dtype):
+    prefill = small(seed=seed, dtype=dtype)
+    # Probes of the tail reach into the region: they see less than all of it.
+    region, scorer = Region(2, 28), ReadAhead(question, 4, length, power)
+    got = scorer(prefill, region).tokens
+    want = reference.read_ahead(scorer, prefill, region)
+    torch.testing.assert_close(got.double(), want, rtol=5e-5, atol=1e-7)
+
+
+def test_a_spike_is_handed_on_and_nothing_before_it():
+    spike = torch.tensor([0.0, 0, 4, 0, 0, 0, 0])
+    assert read_ahead(spike, 4).tolist() == [0, 0, 1, 1, 1, 1, 0]
+    assert read_ahead(spike, 1) is spike
+
+
+def test_length_one_is_the_mean_attention_of_the_probes():
+    prefill, region = small(), Region(2, 26)
+    direct = ReadAhead(length=1)(prefill, region).tokens
+    probes = prefill.spans.direct_probes()
+    probes = dict.fromkeys(probes, 1 / 2 / len(probes))
+    want = reference.group_sums(prefill, probes, region)
+    torch.testing.assert_close(direct.double(), want, rtol=5e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"question": -1}, {"question": 0, "tail": 0}, {"length": 0}, {"power": 0.5}]
+)
+def test_refuses(fields):
+    with pytest.raises(ConfigError, match="ReadAhead takes"):
+        ReadAhead(**fields)
+
+
+def test_a_prompt_without_a_question_has_no_question_probes():
+    prefill = small(question=0, tail=2)
+    with pytest.raises(PromptError, match="tail >= 1"):
+        ReadAhead(question=3, tail=0)(prefill, Region(2, 20))

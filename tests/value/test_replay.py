@@ -1,0 +1,100 @@
+"""Context queries asked again, against a plain reference."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.prefill import Region
+from gracekv.testing import synthetic_prefill
+from gracekv.value import ReadAhead, Replay, reference
+from gracekv.value.replay import replayed_squares
+
+
+def small(**changes):
+    sizes = {"layers": 2, "prefix": 2, "context": 20, "question": 3, "tail": 1}
+    return synthetic_prefill(dim=8, **(sizes | changes))
+
+
+@settings(max_examples=10)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    group=st.integers(1, 3),
+    queries=st.integers(2, 20),
+    even=st.sampled_from([0.0, 0.5, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_equals_the_reference(seed, group, queries, even, dtype):
+    prefill = small(seed=seed, group=group, dtype=dtype)
+    region, scorer = prefill.spans.region(2), Replay(even=even, max_queries=queries)
+    at, weights = scorer.queries(prefill, region)
+    got = scorer(prefill, region).tokens
+    want = reference.replay(prefill, at, weights, region)
+    torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-7)
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    queries=st.integers(2, 60),
+    even=st.sampled_from([0.0, 0.3, 1.0]),
+)
+def test_queries_are_few_distinct_and_inside_and_their_weights_sum_to_one(seed, queries, even):
+    prefill = small(context=40, seed=seed)
+    region = prefill.spans.region(4)
+    at, weights = Replay(max_queries=queries, even=even).queries(prefill, region)
+    assert len(at) == min(queries, 36)
+    assert bool((at.diff() > 0).all())
+    assert region.start <= int(at[0])
+    assert int(at[-1]) < region.end
+    torch.testing.assert_close(weights.sum(), torch.tensor(1.0))
+    assert bool((weights >= 0).all())
+
+
+def test_blocks_change_nothing_but_rounding():
+    prefill, region = small(), Region(2, 20)
+    at, weights = torch.arange(2, 20), torch.full((18,), 1 / 18)
+    whole = replayed_squares(prefill, 1, at, weights, region, block=18)
+    parts = replayed_squares(prefill, 1, at, weights, region, block=5)
+    torch.testing.assert_close(whole, parts, rtol=1e-5, atol=1e-8)
+
+
+def test_even_weights_do_not_read_the_question():
+    prefill, region = small(), Region(2, 20)
+    at, weights = Replay(even=1.0).queries(prefill, region)
+    assert at.tolist() == list(range(2, 20))
+    torch.testing.assert_close(weights, torch.full((18,), 1 / 18))
+
+
+def test_likely_words_weigh_most_and_all_weights_follow_the_evidence():
+    prefill, region = small(), Region(2, 20)
+    _, weights = Replay(even=0.0, evidence=ReadAhead(length=1)).queries(prefill, region)
+    seen = ReadAhead(length=1)(prefill, region).tokens
+    likely = (seen / seen.sum(-1, keepdim=True)).amax(1).mean(0)
+    assert torch.equal(weights.argsort(), likely.argsort())
+    torch.testing.assert_close(weights, likely**3 / (likely**3).sum(), rtol=1e-4, atol=1e-7)
+
+
+def test_a_query_finds_what_came_after_it():
+    """A head that looks for what follows its own token cannot see it at the first reading."""
+    prefill = small(layers=1, kv_heads=1, group=1)
+    keys, last = prefill.keys[0], torch.tensor([prefill.spans.length - 1])
+    # The longest key: no other has a larger product with its direction.
+    later = int(keys[0, 9:20].norm(dim=-1).argmax()) + 9
+    plain = prefill.rope.unrotate(keys[:, later : later + 1], last)
+    prefill.queries[0][:, 8] = 50 * prefill.rope.rotate(plain, torch.tensor([8]))[:, 0]
+    squares = replayed_squares(prefill, 0, torch.tensor([8]), torch.ones(1), Region(2, 20))
+    assert int(squares[0].argmax()) + 2 == later
+
+
+def test_needs_every_query_of_the_context(without_context_queries):
+    assert Replay().needs().context_queries
+    with pytest.raises(MissingCaptureError, match="not captured"):
+        Replay()(without_context_queries(small(context=60)), Region(2, 40))
+
+
+@pytest.mark.parametrize("fields", [{"power": 0.0}, {"even": 1.5}, {"max_queries": 1}])
+def test_refuses(fields):
+    with pytest.raises(ConfigError, match="Replay takes"):
+        Replay(**fields)
