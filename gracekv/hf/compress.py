@@ -78,7 +78,9 @@ def compress(
 
     Raises:
         BudgetError: not exactly one budget is given, or it is too small for the prompt.
-        UnsupportedModelError, PromptError, NonFiniteError: see `capture`.
+        UnsupportedModelError: as `capture` does.
+        PromptError: as `capture` does, and for an empty list.
+        NonFiniteError: as `capture` does.
     """
     budget = chosen_budget(ratio, entries_per_head, kv_bytes)
     pipe = chosen_pipeline(pipeline, backend)

@@ -154,9 +154,12 @@ LOOK = """() => {
     const flat = [...document.querySelectorAll("math")].filter(
         x => x.checkVisibility() && x.getBoundingClientRect().height < 4);
     const broken = [...document.images].filter(x => x.complete && !x.naturalWidth);
+    // On a phone equations scroll in boxes of their own.
+    const long = [...document.querySelectorAll(".equation")].filter(
+        x => window.innerWidth > 1000 && x.scrollWidth > x.clientWidth);
     return {
         wide: document.scrollingElement.scrollWidth - window.innerWidth,
-        flat: flat.map(x => x.getAttribute("alttext")),
+        flat: [...flat, ...long.flatMap(x => [...x.children])].map(x => x.getAttribute("alttext")),
         broken: broken.map(x => x.src),
     };
 }"""
