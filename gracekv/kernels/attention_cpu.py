@@ -292,5 +292,5 @@ def attend(dtype: torch.dtype) -> Any:
 
 def _sources() -> str:
     """Digest of the files that are compiled into the kernel beside this one."""
-    texts = [Path(module.__file__).read_bytes() for module in (halves_cpu, intrinsics_cpu)]
+    texts = [Path(module.__file__ or "").read_bytes() for module in (halves_cpu, intrinsics_cpu)]
     return hashlib.sha256(b"".join(texts)).hexdigest()
