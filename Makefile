@@ -23,7 +23,7 @@ types: $(STAMP)
 
 # Triton interprets or compiles, which it decides once a process; its kernels are tested both ways.
 unit: $(STAMP)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/triton
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/triton_kernels
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 
 format: $(STAMP)

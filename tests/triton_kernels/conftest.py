@@ -1,6 +1,7 @@
 """These tests run kernels in Triton's interpreter, so they need a process of their own.
 
-The interpreter is chosen when triton is first imported: TRITON_INTERPRET=1 pytest tests/triton.
+The interpreter is chosen when triton is first imported: TRITON_INTERPRET=1 pytest
+tests/triton_kernels.
 """
 
 import os
