@@ -87,7 +87,7 @@ class Fates:
 def absorbed(result: Result, position: int) -> Fates:
     """Which entry of each head took in the prompt token at `position`.
 
-        print(gracekv.report.absorbed(result, 1203))
+        print(gracekv.report.absorbed(result, 203))
 
     Tokens of prefix and suffix are exact in every head; so is the last prompt token, which is not
     in the cache but fed again. Negative positions count from the prompt's end.

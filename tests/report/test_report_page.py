@@ -9,15 +9,13 @@ from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import gracekv
 from gracekv import Prompt
-from gracekv.cache import Accounting, Timings
 from gracekv.errors import ReportError
-from gracekv.prefill import PromptSpans
-from gracekv.report import KeptEntries, Outcome, ReportData, compare, write, write_all
+from gracekv.report import ReportData, compare, write, write_all
 from gracekv.report.page import default_label, render
+from gracekv.testing.reports import long_report
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
@@ -155,43 +153,8 @@ def test_what_cannot_stand_side_by_side(make, tmp_path, results, answers, messag
     assert not list(tmp_path.iterdir())
 
 
-def long_data(tokens, layers, heads, ratio, outcomes=2):
-    """A long prompt: random intervals that cover half of the context, as scattered as can be."""
-    spans = PromptSpans(40, 40 + tokens, tokens + 70, tokens + 80)
-    made = []
-    for number in range(outcomes):
-        rng = torch.Generator().manual_seed(number)
-        per_head, units = tokens // ratio, layers * heads
-        start = torch.rand(units, tokens - 1, generator=rng).argsort(1)[:, :per_head]
-        start = start.sort(1).values
-        end = torch.cat([start[:, 1:], torch.full((units, 1), tokens)], 1)
-        wide = torch.rand(start.shape, generator=rng) < 0.5
-        end = torch.where(wide & (number == 0), end, start + 1)
-        start, end = start.flatten() + 40, end.flatten() + 40
-        entries = KeptEntries(
-            layers, heads, (40, 40 + tokens), torch.arange(units + 1) * per_head, start, end,
-            1 + 0.7 * (end - start - 1).float(),
-            torch.randint(0, 9, start.shape, generator=rng).to(torch.int16),
-            torch.rand(start.shape, generator=rng) < 0.3,
-        )  # fmt: skip
-        accounting = Accounting(
-            budget=len(start), spent=len(start), floor_spent=0, recent=32,
-            entries=entries.per_head(), bytes=1, metadata_bytes=1, full_bytes=ratio,
-        )  # fmt: skip
-        worth = torch.rand(layers, heads, tokens - 32, generator=rng) ** 6
-        slots = torch.arange(40, tokens + 41, 64)
-        made.append(
-            Outcome(
-                f"made {number}", {}, "node", entries, slots, worth, None, accounting, Timings()
-            )
-        )
-    texts = [" the", " rabbit", " ran", " away", ".\n", " because", " it", " was", " late", ","]
-    words = [texts[i * i % 10] for i in range(spans.length)]
-    return ReportData("a model", spans, tuple(words), tuple(made))
-
-
 def test_two_results_of_32k_tokens_stay_below_15_megabytes():
-    text = render(long_data(32768, 28, 4, ratio=4))
+    text = render(long_report(32768, layers=28, heads=4, ratio=4))
     assert len(text.encode()) < 15e6
 
 

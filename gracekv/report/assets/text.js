@@ -46,8 +46,10 @@ class Words {
     return blocks;
   }
 
-  /** Empty boxes for all blocks; those near the window fill as soon as they are observed. */
+  /** Empty boxes for all blocks, filled near the window; what was being read stays in its place. */
   layOut() {
+    const read = this.rows.findIndex((row) => row.getBoundingClientRect().bottom > 0);
+    const old = read < 0 ? null : this.rows[read].getBoundingClientRect();
     this.watch.disconnect();
     this.seen.clear();
     this.width = this.box.clientWidth;
@@ -65,6 +67,15 @@ class Words {
       return row;
     });
     this.box.replaceChildren(...this.rows);
+    if (old && old.top < 0) {
+      this.fill(read);
+      const now = this.rows[read].getBoundingClientRect();
+      scrollBy({ top: now.top - (old.top / old.height) * now.height, behavior: "instant" });
+    }
+    const places = this.rows.map((row) => row.getBoundingClientRect());
+    places.forEach((at, number) => {
+      if (at.bottom > -NEAR && at.top < innerHeight + NEAR) this.fill(number);
+    });
     this.rows.forEach((row) => this.watch.observe(row));
   }
 

@@ -1,0 +1,161 @@
+"""Reports from the public API and the command line, of real results of a tiny model."""
+
+import io
+import json
+import re
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv import commands, demo
+from gracekv.cli import main
+from gracekv.errors import ReportError
+from gracekv.testing.models import tiny_llama
+
+TEXT = "The rabbit ran away because it was late. Alice followed it down the hole.\n" * 4
+
+
+class Letters:
+    """A tokenizer with a token a character."""
+
+    def __call__(self, text, add_special_tokens, truncation):
+        return {"input_ids": [ord(letter) % 128 for letter in text]}
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(map(chr, ids.tolist()))
+
+    def get_vocab(self):
+        return {chr(number): number for number in range(128)}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(vocabulary=128)
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return gracekv.Prompt.from_chat(Letters(), context=TEXT, question="Who was late?")
+
+
+def header(path):
+    text = path.read_text(encoding="utf-8")
+    return json.loads(re.search(r'id="header">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_a_result_writes_its_report(model, prompt, tmp_path):
+    result = gracekv.compress(model, prompt, ratio=4)
+    result.report(tmp_path / "page.html", label="mine", answer="Alice")
+    (outcome,) = header(tmp_path / "page.html")["outcomes"]
+    assert (outcome["label"], outcome["answer"]) == ("mine", "Alice")
+    assert outcome["accounting"]["spent"] == result.accounting.spent
+    assert outcome["accounting"]["backendBytes"] == result.accounting.backend_bytes
+    result.report(tmp_path / "page.html")
+    assert header(tmp_path / "page.html")["outcomes"][0]["label"] == "compressed 4x"
+
+
+def test_a_batch_writes_a_page_a_prompt(model, prompt, tmp_path):
+    other = gracekv.Prompt.from_chat(prompt.tokenizer, context=TEXT[:200], question="Why?")
+    batch = gracekv.compress(model, [prompt, other], ratio=3)
+    pages = batch.report(tmp_path / "page.html", answers=batch.generate(4))
+    assert [page.name for page in pages] == ["page-1.html", "page-2.html"]
+    for page, kept in zip(pages, batch.accountings, strict=True):
+        found = header(page)["outcomes"][0]["accounting"]
+        assert found["entries"] == kept.entries.tolist()
+
+
+def test_a_loaded_result_reports_or_says_why_not(model, prompt, tmp_path):
+    page = tmp_path / "page.html"
+    for pipeline in ("snapkv", "fullkv"):
+        result = gracekv.compress(model, prompt, ratio=3, pipeline=pipeline)
+        result.save(tmp_path / "saved")
+        again = gracekv.load(tmp_path / "saved", model, tokenizer=Letters())
+        again.report(page)
+        assert header(page)["outcomes"][0]["relevance"] is None
+        gracekv.report.compare({"then": result, "now": again}, page)
+        then, now = header(page)["outcomes"]
+        assert then["accounting"]["entries"] == now["accounting"]["entries"]
+        page.unlink()
+    gracekv.compress(model, prompt, ratio=3).save(tmp_path / "saved")
+    again = gracekv.load(tmp_path / "saved", model)
+    with pytest.raises(ReportError, match="loaded from a file"):
+        again.report(page)
+    assert not page.exists()
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, model, tmp_path):
+    """Run `gracekv compress` on the tiny model: (exit status, stdout, stderr)."""
+    monkeypatch.setattr(commands, "_load_model", lambda name, dtype: (model, Letters()))
+    story = tmp_path / "story.txt"
+    story.write_text(TEXT)
+
+    def run(*argv):
+        always = ["--model", "m", "--context", story, "--question", "Who?", "--max-new-tokens", 6]
+        monkeypatch.setattr(sys, "argv", ["gracekv", "compress", *map(str, [*always, *argv])])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        shown = capsys.readouterr()
+        return caught.value.code or 0, shown.out, shown.err
+
+    return run
+
+
+def test_the_command_writes_a_report(run, tmp_path):
+    status, out, _ = run("--report", tmp_path / "new" / "page.html")
+    assert status == 0
+    (outcome,) = header(tmp_path / "new" / "page.html")["outcomes"]
+    assert outcome["answer"] + "\n" == out
+
+
+def test_the_command_compares(run, model, tmp_path):
+    page = tmp_path / "page.html"
+    argv = ("--ratio", 3, "--compare", "snapkv", "--compare", "gracekv-no-floor", "--report", page)
+    status, out, _ = run(*argv)
+    assert status == 0
+    outcomes = header(page)["outcomes"]
+    assert [x["label"] for x in outcomes] == ["gracekv", "snapkv", "gracekv-no-floor"]
+    prompt = gracekv.Prompt.from_chat(Letters(), context=TEXT, question="Who?")
+    for outcome in outcomes:
+        alone = gracekv.compress(model, prompt, ratio=3, pipeline=outcome["label"])
+        assert outcome["accounting"]["entries"] == alone.accounting.entries.tolist()
+        assert outcome["answer"] == alone.generate(6)
+    assert outcomes[0]["answer"] + "\n" == out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--compare", "snapkv"], "add --report page.html"),
+        (["--compare", "gracekv", "--report", "p.html"], "must name different pipelines"),
+        (["--compare", "h2o", "--compare", "h2o", "--report", "p.html"], "different pipelines"),
+        (["--compare", "snapkw", "--report", "p.html"], "Did you mean 'snapkv'?"),
+    ],
+)
+def test_what_the_command_refuses(run, argv, message):
+    status, _, err = run(*argv)
+    assert status == 2
+    assert message in err
+
+
+def test_the_demo_writes_one(model, monkeypatch, tmp_path):
+    from rich.console import Console
+
+    monkeypatch.setattr(demo, "load_smollm2", lambda: (model, Letters()))
+    monkeypatch.setattr(demo, "Console", lambda: Console(file=io.StringIO(), width=200))
+    from_chat = gracekv.Prompt.from_chat
+
+    class Short:
+        @staticmethod
+        def from_chat(tokenizer, *, context, **texts):
+            return from_chat(tokenizer, context=context[:700], **texts)
+
+    monkeypatch.setattr(gracekv, "Prompt", Short, raising=False)
+    demo.run_demo(tmp_path, max_new_tokens=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["entries.png", "report.html"]
+    found = header(tmp_path / "report.html")["outcomes"]
+    assert [x["label"] for x in found] == ["GraceKV 8x", "SnapKV 8x", "GraceKV 4x", "GraceKV 16x"]
+    assert all(x["answer"] for x in found)
