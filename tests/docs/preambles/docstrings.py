@@ -1,0 +1,20 @@
+from pathlib import Path
+
+import transformers
+
+import gracekv
+import gracekv.hf
+import gracekv.report
+from gracekv.evaluate import Experiment, Panel
+
+model = transformers.AutoModelForCausalLM.from_pretrained("")
+tokenizer = transformers.AutoTokenizer.from_pretrained("")
+text = Path("book.txt").read_text()
+prompt = gracekv.Prompt.from_chat(tokenizer, context=text, question="Who is Dinah?")
+compress_prefill = gracekv.compress_prefill
+result = grace = gracekv.compress(model, prompt, ratio=8)
+snap = gracekv.compress(model, prompt, ratio=8, pipeline="snapkv")
+suite = Experiment(
+    model="smollm2",
+    panels=(Panel(tasks=("ruler:niah_single_1",), ratios=(8.0,), lengths=(1024,)),),
+)

@@ -1,0 +1,99 @@
+"""Code in docstrings, which the site shows too, is executed after `preambles/docstrings.py`."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from public_names import PACKAGE
+
+PREAMBLE = Path(__file__).parent / "preambles" / "docstrings.py"
+# Modules whose docstrings set off formulas as code is set off.
+FORMULAS = {
+    "cache/cam.py",
+    "cache/d2o.py",
+    "report/packing.py",
+    "rope.py",
+    "segment/curvature.py",
+    "tree/merge.py",
+    "tree/prototype.py",
+    "value/expected_attention.py",
+}
+
+
+def docstrings(path):
+    """Every docstring of a file, with the line that it begins on."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            text = ast.get_docstring(node, clean=False)
+            if text is not None:
+                yield node.body[0].lineno, inspect.cleandoc(text)
+
+
+def indented(text):
+    """The blocks of a docstring that are set off by a blank line and four spaces."""
+    return [
+        inspect.cleandoc(found[1])
+        for found in re.finditer(r"\n\n((?: {4}.*\n*)+)", text + "\n")
+        if not found[1].startswith(" " * 8)
+    ]
+
+
+def parses(code):
+    try:
+        ast.parse(code)
+    except SyntaxError:
+        return False
+    return True
+
+
+BLOCKS = [
+    (f"{path.relative_to(PACKAGE).as_posix()}:{line}", block)
+    for path in sorted(PACKAGE.rglob("*.py"))
+    for line, text in docstrings(path)
+    for block in indented(text)
+]
+
+
+@pytest.fixture
+def names(reader):
+    space = {"__name__": "__main__"}
+    exec(compile(PREAMBLE.read_text(), str(PREAMBLE), "exec"), space)
+    return space
+
+
+def test_blocks_run(names, reader):
+    import yaml
+
+    (reader / "suite.yaml").write_text(yaml.safe_dump(names["suite"].to_dict()))
+    for place, block in BLOCKS:
+        if place.partition(":")[0] not in FORMULAS:
+            exec(compile(block, place, "exec"), dict(names))
+
+
+def test_formulas_are_no_code():
+    assert not [
+        place for place, code in BLOCKS if place.partition(":")[0] in FORMULAS and parses(code)
+    ]
+    homes = {place.partition(":")[0] for place, _ in BLOCKS}
+    assert homes > FORMULAS
+
+
+def test_blocks_of_a_docstring():
+    text = inspect.cleandoc(
+        """A line.
+
+        Text:
+
+            one
+            two
+
+        Attributes:
+            name: not code.
+
+        Args:
+            more: neither.
+        """
+    )
+    assert indented(text) == ["one\ntwo"]
