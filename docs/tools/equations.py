@@ -14,6 +14,8 @@ _INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL
 _BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
 # The subscript of these stands below them in a displayed equation.
 _LIMITS = {"max", "min", "argmax", "argmin", "mean", "median", "sup", "inf", "∑", "∏"}
+# How many parts each of these has.
+_PARTS = {"mfrac": 2, "msub": 2, "msup": 2, "munder": 2, "mover": 2, "msubsup": 3, "munderover": 3}
 _FUNCTIONS = {"log", "exp", "sin", "cos"}
 
 
@@ -46,10 +48,11 @@ def to_mathml(latex: str, *, block: bool) -> str:
     for element in root.iter():
         unknown = (element.text or "").startswith("\\")
         # Browsers draw no other variant; the converter writes letters of their own for \mathcal{}.
-        if unknown or element.get("mathvariant", "normal") != "normal":
+        short = len(element) != _PARTS.get(element.tag.rpartition("}")[2], len(element))
+        if unknown or short or element.get("mathvariant", "normal") != "normal":
             raise EquationError(
-                f"Cannot render {latex!r}: {element.text!r} was not understood. Write "
-                f"\\mathcal{{S}} with braces, and only commands that latex2mathml knows."
+                f"Cannot render {latex!r}: {ElementTree.tostring(element)!r} was not understood. "
+                f"Write \\mathcal{{S}} with braces, and only commands that latex2mathml knows."
             )
     _join_upright(root)
     _keep_bars_short(root)
