@@ -13,9 +13,9 @@ def draw(theme: Theme) -> Figure:
     figure = new_figure(theme, 8.4, 4.7)
     colours = {
         "not bought": theme.faint,
-        "floor": theme.orange,
+        "floor": theme.blue,
         "Add": theme.green,
-        "Split": theme.blue,
+        "Split": theme.orange,
     }
     _budget(figure, theme, colours)
 

@@ -40,7 +40,7 @@ def draw(theme: Theme) -> Figure:
         if not kept:
             axes.add_patch(_box(0, len(words), row, theme.panel, theme.muted, dashed=True))
         for a, b in kept:
-            colour = theme.orange if b - a == 1 else theme.blue
+            colour = theme.blue if b - a == 1 else theme.orange
             axes.add_patch(_box(a - start, b - start, row, colour, theme.panel))
             if b - a > 1:
                 axes.text(

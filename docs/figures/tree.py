@@ -22,7 +22,7 @@ def draw(theme: Theme) -> Figure:
     for a, b, level, kept, split in nodes:
         exact = b - a == 1
         if kept:
-            face, edge, ink = theme.orange if exact else theme.blue, theme.panel, theme.panel
+            face, edge, ink = theme.blue if exact else theme.orange, theme.panel, theme.panel
         elif split:
             face, edge, ink = theme.panel, theme.ink, theme.ink
         else:
@@ -54,8 +54,8 @@ def draw(theme: Theme) -> Figure:
         )  # fmt: skip
     legend = (
         (theme.panel, theme.ink, "split: replaced by its children"),
-        (theme.blue, theme.panel, "kept as one merged entry"),
-        (theme.orange, theme.panel, "kept exactly"),
+        (theme.orange, theme.panel, "kept as one merged entry"),
+        (theme.blue, theme.panel, "kept exactly"),
         (theme.faint, theme.panel, "not bought"),
     )
     x = 0.075
