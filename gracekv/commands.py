@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import gracekv
+from gracekv import recipes
 from gracekv.errors import ConfigError
 from gracekv.files import read_text, write_atomically
 
@@ -75,7 +76,7 @@ def compress(
     ] = "",
     pipeline: Annotated[
         str, typer.Option(help="A recipe's name, or a .yaml, .toml or .json file.")
-    ] = "gracekv",
+    ] = recipes.DEFAULT,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     json_out: Annotated[

@@ -154,12 +154,12 @@ def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
     assert call["context"] == "Once “upon” a time."
     assert (call["question"], call["instruction"]) == ("Why?", "Read.")
     assert (call["ratio"], call["entries_per_head"], call["kv_bytes"]) == ("8", None, None)
-    assert call["pipeline"] == Pipeline()
+    assert call["pipeline"] == Pipeline.named("gracekv-plus")
     record = json.loads(target.read_text())
     assert record["answer"] == "5 tokens"
     assert record["entries_per_head"] == [[10, 10]] * 3
     assert record["seconds"]["prefill"] == 2.0
-    assert Pipeline.from_dict(record["pipeline"]) == Pipeline()
+    assert Pipeline.from_dict(record["pipeline"]) == Pipeline.named("gracekv-plus")
     assert [path.name for path in target.parent.iterdir()] == ["out.json"]
 
 

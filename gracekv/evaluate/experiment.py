@@ -80,7 +80,7 @@ class Panel(Configurable):
     """
 
     tasks: tuple[str, ...] = ()
-    methods: tuple[str, ...] = ("fullkv", "gracekv")
+    methods: tuple[str, ...] = ("fullkv", "gracekv-plus", "gracekv")
     ratios: tuple[float, ...] = ()
     entries: tuple[int, ...] = ()
     lengths: tuple[int, ...] = (4096,)

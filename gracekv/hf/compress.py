@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
 import torch
 
+from gracekv import recipes
 from gracekv.allocate import Budget
 from gracekv.backends import BACKENDS, Backend
 from gracekv.errors import BudgetError, CacheError, ConfigError, PromptError
@@ -35,7 +36,7 @@ def compress(
     ratio: Ratio | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
-    pipeline: str | Pipeline = "gracekv",
+    pipeline: str | Pipeline = recipes.DEFAULT,
     backend: str | Backend | None = None,
 ) -> CompressionResult: ...
 @overload
@@ -46,7 +47,7 @@ def compress(
     ratio: Ratio | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
-    pipeline: str | Pipeline = "gracekv",
+    pipeline: str | Pipeline = recipes.DEFAULT,
     backend: str | Backend | None = None,
 ) -> BatchResult: ...
 def compress(
@@ -56,7 +57,7 @@ def compress(
     ratio: Ratio | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
-    pipeline: str | Pipeline = "gracekv",
+    pipeline: str | Pipeline = recipes.DEFAULT,
     backend: str | Backend | None = None,
 ) -> CompressionResult | BatchResult:
     """Prefill once, compress the context's cache to a budget, and be ready to generate.
@@ -71,7 +72,8 @@ def compress(
         ratio: how many times fewer entries the context keeps, at least 1.
         entries_per_head: entries per KV head and layer on average, instead of a ratio.
         kv_bytes: bytes of the context's keys and values, or text such as "64MiB", instead.
-        pipeline: the name of a pipeline, or one of your own.
+        pipeline: the name of a recipe, or a pipeline of your own; default: "gracekv-plus", which
+            merges nothing. "gracekv" is the paper's method.
         backend: who attends while decoding; default: the pipeline's.
 
     Each prompt of a list has this budget for itself.
@@ -100,7 +102,7 @@ def compress_prefill(
     ratio: Ratio | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
-    pipeline: str | Pipeline = "gracekv",
+    pipeline: str | Pipeline = recipes.DEFAULT,
     backend: str | Backend | None = None,
 ) -> CompressionResult:
     """`compress` for a prompt that was prefilled before: one prefill, many budgets and pipelines.

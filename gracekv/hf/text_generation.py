@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from gracekv import pipeline as stages
+from gracekv import recipes
 from gracekv.allocate import Budget
 from gracekv.errors import ConfigError, PromptError
 from gracekv.hf.compress import chosen_budget, chosen_pipeline, result_of_run
@@ -104,7 +105,9 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
     ) -> dict[str, Any]:
         compression = {name: options.pop(name) for name in _COMPRESSION if name in options}
         budget = chosen_budget(*(compression.get(name) for name in _BUDGET))
-        pipe = chosen_pipeline(compression.get("pipeline", "gracekv"), compression.get("backend"))
+        pipe = chosen_pipeline(
+            compression.get("pipeline", recipes.DEFAULT), compression.get("backend")
+        )
         prompt = inputs["prompt"]
         prefill = capture(self.model, prompt, pipe.needs())
         partition = _shared_partition(pipe, prefill, budget, shared)

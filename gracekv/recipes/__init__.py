@@ -12,6 +12,10 @@ from typing import Any
 
 from gracekv.errors import UnknownStrategyError
 
+DEFAULT = "gracekv-plus"
+"""What `gracekv.compress` and the command line use unless told: the recipe that keeps the most
+answers. "gracekv" is the paper's method."""
+
 # What all selections of single tokens share: each token is a slot that stays or goes.
 _TOKENS: Mapping[str, Any] = {
     "segment": "tokens",

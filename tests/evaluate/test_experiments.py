@@ -40,11 +40,15 @@ def test_cells_are_methods_times_budgets_and_fullkv_once():
     cells = Experiment.from_dict(FLAT).panels[0].cells()
     assert [(c.method.label, c.column) for c in cells] == [
         ("fullkv", "full"),
+        ("gracekv-plus", "1.5x"),
+        ("gracekv-plus", "8x"),
+        ("gracekv-plus", "64 entries"),
         ("gracekv", "1.5x"),
         ("gracekv", "8x"),
         ("gracekv", "64 entries"),
     ]
-    assert [list(c.options()) for c in cells[1:]] == [["ratio"], ["ratio"], ["entries_per_head"]]
+    budgets = [["ratio"], ["ratio"], ["entries_per_head"]]
+    assert [list(c.options()) for c in cells[1:]] == 2 * budgets
 
 
 @pytest.mark.parametrize(
@@ -188,7 +192,7 @@ def test_a_yaml_file_says_the_same(cli, model_folder, tmp_path):
     )
     code, _, told = cli("evaluate", "--config", config, "--out", tmp_path / "runs")
     assert code == 0
-    assert "2 cells run" in told
+    assert "3 cells run" in told
 
 
 @pytest.mark.parametrize(

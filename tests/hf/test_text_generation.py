@@ -111,10 +111,11 @@ def test_a_list_answers_as_calls_of_their_own_would(model, tokenizer, seed, leng
 
 
 def test_questions_share_one_segmentation(pipe, segmentations):
-    pipe(context=CONTEXT, question=QUESTIONS, ratio=4, max_new_tokens=2)
+    paper = {"ratio": 4, "pipeline": "gracekv", "max_new_tokens": 2}
+    pipe(context=CONTEXT, question=QUESTIONS, **paper)
     assert len(segmentations) == 1
     for question in QUESTIONS:
-        pipe(context=CONTEXT, question=question, ratio=4, max_new_tokens=2)
+        pipe(context=CONTEXT, question=question, **paper)
     assert len(segmentations) == 4
 
 
@@ -129,7 +130,7 @@ def test_slots_do_not_see_the_question(pipe, monkeypatch):
 
     monkeypatch.setattr(gracekv.Pipeline, "run", kept)
     for question in (QUESTIONS[0], text(9, 150)):
-        pipe(context=CONTEXT, question=question, ratio=4, max_new_tokens=1)
+        pipe(context=CONTEXT, question=question, ratio=4, pipeline="gracekv", max_new_tokens=1)
     assert torch.equal(partitions[0].bounds, partitions[1].bounds)
     assert partitions[0].curvature.shape == (220,)
     torch.testing.assert_close(partitions[0].curvature, partitions[1].curvature)
