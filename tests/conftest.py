@@ -22,10 +22,9 @@ def browser():
     names = ("chromium", "chromium-browser", "google-chrome")
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
-        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
+        pytest.skip("there is no Chromium on this machine; .ci/browser installs one")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as driver:
         # Containers run as root and have little shared memory.
         arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
         started = driver.chromium.launch(executable_path=found, args=arguments)
