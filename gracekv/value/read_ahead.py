@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final, get_args
 
 import torch
 from einops import reduce
 from torch import Tensor
+from torch.nn import functional
 
 from gracekv.errors import ConfigError, PromptError
 from gracekv.prefill import Prefill, Region
@@ -15,16 +16,18 @@ from gracekv.value.attention import probabilities
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.evidence import mean_evidence
 
+Kernel = Literal["geometric", "flat"]
+
 
 @final
 @SCORERS.register("read_ahead")
 @dataclass(frozen=True, slots=False)
 class ReadAhead(Scorer):
-    """What the prompt's end attends to, and the 15 tokens behind each place.
+    """What the prompt's end attends to, and the tokens that follow each place.
 
     The question's last tokens look at where an answer begins; its later tokens are read only once
     the ones before them have been generated, which no query of the prompt can show. So a token is
-    worth what it and the tokens just before it receive.
+    worth what it and the tokens before it receive, the nearer the more.
 
     Source: ours; the score under it is the paper's direct relevance (Eq. app_direct_score).
 
@@ -33,7 +36,10 @@ class ReadAhead(Scorer):
     Attributes:
         question: probes from the end of the question (the paper's 32).
         tail: probes from the end of the prompt (the paper's 16).
-        length: tokens that share what each place receives, itself included; 1 does not read ahead.
+        length: mean reach in tokens (25: at each token the reading goes on with probability 0.96);
+            1 does not read ahead. Ours: shorter ones lose the ends of long answers, longer ones
+            spread thin.
+        kernel: "geometric", or "flat", in which `length` tokens share alike.
         power: 1 is the mean over probes and query heads, 2 the root of the mean square, which a
             single probe's interest survives.
 
@@ -43,7 +49,8 @@ class ReadAhead(Scorer):
 
     question: int = 32
     tail: int = 16
-    length: int = 16
+    length: int = 25
+    kernel: Kernel = "geometric"
     power: float = 1.0
 
     def __post_init__(self) -> None:
@@ -52,10 +59,11 @@ class ReadAhead(Scorer):
                 f"ReadAhead takes question >= 0 and tail >= 0 probes, at least one in all; got "
                 f"question={self.question!r}, tail={self.tail!r}."
             )
-        if self.length < 1 or self.power < 1:
+        if self.length < 1 or self.power < 1 or self.kernel not in get_args(Kernel):
             raise ConfigError(
-                f"ReadAhead takes length >= 1 tokens and power >= 1; got length={self.length!r}, "
-                f"power={self.power!r}. length=1 with power=1 is the mean attention itself."
+                f"ReadAhead takes length >= 1 tokens, power >= 1 and the kernel 'geometric' or "
+                f"'flat'; got length={self.length!r}, power={self.power!r}, "
+                f"kernel={self.kernel!r}. length=1 with power=1 is the mean attention itself."
             )
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
@@ -86,23 +94,32 @@ class ReadAhead(Scorer):
         # A probe inside the region sees less than all of it.
         seen = mean.new_zeros(prefill.kv_heads, region.length)
         seen[:, : mean.shape[-1]] = mean
-        return read_ahead(seen, self.length) ** (1.0 / self.power)
+        return read_ahead(seen, self.length, self.kernel) ** (1.0 / self.power)
 
 
-def read_ahead(score: Tensor, length: int) -> Tensor:
-    """Mean of each token's score and its `length - 1` predecessors' (fewer count as 0).
+def read_ahead(score: Tensor, length: int, kernel: Kernel) -> Tensor:
+    """What each token and its predecessors were given, weighed by a kernel of sum 1.
 
     Args:
         score: [..., N], non-negative.
         length: tokens, at least 1.
+        kernel: "flat" weighs `length` tokens alike, "geometric" the i-th before by
+            (1 - 1/length)^i / length, without an end.
 
-    Returns [..., N] in score's dtype. Sums run in float64: differences of running sums would
-    otherwise leave noise where nothing was received.
+    Returns [..., N] in score's dtype; sums run in float64.
     """
     if length == 1:
         return score
-    sums = torch.nn.functional.pad(score.double().cumsum(-1), (1, 0))
-    width = score.shape[-1]
-    stop = torch.arange(1, width + 1, device=score.device)
-    window = sums[..., stop] - sums[..., (stop - length).clamp(min=0)]
-    return (window.clamp(min=0) / length).to(score.dtype)
+    width, sums = score.shape[-1], score.double() / length
+    if kernel == "flat":
+        sums = functional.pad(sums.cumsum(-1), (1, 0))
+        stop = torch.arange(1, width + 1, device=score.device)
+        # Differences of running sums leave noise where nothing was given.
+        window = sums[..., stop] - sums[..., (stop - length).clamp(min=0)]
+        return window.clamp(min=0).to(score.dtype)
+    # What the last `reach` tokens give, then twice as many, until the rest cannot be seen.
+    reach, left = 1, 1.0 - 1.0 / length
+    while reach < width and left > 1e-12:
+        sums = sums + left * functional.pad(sums[..., :-reach], (reach, 0))
+        reach, left = 2 * reach, left * left
+    return sums.to(score.dtype)

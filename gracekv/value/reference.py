@@ -234,7 +234,10 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
                     mean[layer, head // prefill.group, t - region.start] += share
     ahead = torch.zeros_like(mean)
     for t in range(region.length):
-        ahead[..., t] = mean[..., max(0, t - scorer.length + 1) : t + 1].sum(-1) / scorer.length
+        for i in range(t + 1):
+            weight = (1 - 1 / scorer.length) ** i if scorer.kernel == "geometric" else 1.0
+            if scorer.kernel == "geometric" or i < scorer.length:
+                ahead[..., t] += weight * mean[..., t - i] / scorer.length
     return ahead ** (1 / scorer.power)
 
 

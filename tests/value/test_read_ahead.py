@@ -21,14 +21,15 @@ def small(**changes):
 @given(
     seed=st.integers(0, 2**32 - 1),
     length=st.integers(1, 30),
+    kernel=st.sampled_from(["geometric", "flat"]),
     power=st.sampled_from([1.0, 2.0]),
     question=st.integers(0, 2),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_the_reference(seed, length, power, question, dtype):
+def test_equals_the_reference(seed, length, kernel, power, question, dtype):
     prefill = small(seed=seed, dtype=dtype)
     # Probes of the tail reach into the region: they see less than all of it.
-    region, scorer = Region(2, 28), ReadAhead(question, 4, length, power)
+    region, scorer = Region(2, 28), ReadAhead(question, 4, length, kernel, power)
     got = scorer(prefill, region).tokens
     want = reference.read_ahead(scorer, prefill, region)
     torch.testing.assert_close(got.double(), want, rtol=5e-5, atol=1e-7)
@@ -36,8 +37,16 @@ def test_equals_the_reference(seed, length, power, question, dtype):
 
 def test_a_spike_is_handed_on_and_nothing_before_it():
     spike = torch.tensor([0.0, 0, 4, 0, 0, 0, 0])
-    assert read_ahead(spike, 4).tolist() == [0, 0, 1, 1, 1, 1, 0]
-    assert read_ahead(spike, 1) is spike
+    assert read_ahead(spike, 4, "flat").tolist() == [0, 0, 1, 1, 1, 1, 0]
+    assert read_ahead(spike, 2, "geometric").tolist() == [0, 0, 2, 1, 0.5, 0.25, 0.125]
+    assert read_ahead(spike, 1, "geometric") is spike
+
+
+def test_a_kernel_hands_on_all_that_it_is_given():
+    spike = torch.zeros(3000)
+    spike[0] = 1.0
+    for kernel in ("flat", "geometric"):
+        torch.testing.assert_close(read_ahead(spike, 25, kernel).sum(), torch.tensor(1.0))
 
 
 def test_length_one_is_the_mean_attention_of_the_probes():
@@ -50,7 +59,14 @@ def test_length_one_is_the_mean_attention_of_the_probes():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"question": -1}, {"question": 0, "tail": 0}, {"length": 0}, {"power": 0.5}]
+    "fields",
+    [
+        {"question": -1},
+        {"question": 0, "tail": 0},
+        {"length": 0},
+        {"power": 0.5},
+        {"kernel": "square"},
+    ],
 )
 def test_refuses(fields):
     with pytest.raises(ConfigError, match="ReadAhead takes"):
