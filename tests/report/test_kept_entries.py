@@ -99,13 +99,20 @@ def test_lookups_agree_with_loops(make, seed, recipe):
             assert int(coverage[unit, position - first]) == b - a
 
 
-@pytest.mark.parametrize("recipe", ["gracekv", "snapkv", "fullkv"])
-def test_a_prompt_that_ends_with_its_context(make, recipe):
-    result = make(recipe, 3, question=0, tail=0)
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("recipe", ["gracekv", "gracekv-no-multiresolution", "snapkv", "fullkv"])
+def test_a_prompt_that_ends_with_its_context(make, recipe, window):
+    fields = {"window": {"size": window, "minimum": window}}
+    result = make(recipe, "1.5", question=0, tail=0, fields=fields)
     entries, spans = entries_of(result), result.prompt.spans
-    # The last token is fed again and not in the cache.
+    # The last token is fed again and not in the cache; a node that held it ends before it.
     assert entries.region == (spans.context_start, spans.length - 1)
     assert int(entries.end.max()) <= spans.length - 1
+    if recipe == "gracekv":
+        assert int(entries.end.max()) == spans.length - 1
+    for unit, intervals in enumerate(plain(entries)):
+        packed = result.run.cache.layers[unit // 2].head(unit % 2)[2].tolist()
+        assert len(intervals) == sum(p >= spans.context_start for p in packed)
 
 
 def test_fullkv_keeps_every_token(make):
