@@ -32,21 +32,21 @@ _RIVAL: Mapping[str, Any] = {
 }
 # What an answer will read: what a second reading would look at, tempered by where the question
 # points and by what the prompt looked at all along. Docs: quality.md.
+_REPLAYED: Mapping[str, Any] = {
+    "name": "mixture",
+    "rule": "rms",
+    "weights": [1.0, 0.5],
+    "parts": ["replay", {"name": "read_ahead", "question": 0, "length": 1, "power": 2.0}],
+}
+_POINTED: Mapping[str, Any] = {
+    "name": "mixture",
+    "rule": "sum",
+    "parts": ["read_ahead", "mean_attention"],
+}
 _READING: Mapping[str, Any] = {
     "name": "mixture",
     "rule": "geometric",
-    "parts": [
-        {
-            "name": "mixture",
-            "rule": "rms",
-            "weights": [1.0, 0.5],
-            "parts": [
-                "replay",
-                {"name": "read_ahead", "question": 0, "length": 1, "power": 2.0},
-            ],
-        },
-        {"name": "mixture", "rule": "sum", "parts": ["read_ahead", "mean_attention"]},
-    ],
+    "parts": [_REPLAYED, _POINTED],
 }
 _FORESEEN: Mapping[str, Any] = {"name": "value_norm", "score": _READING}
 # One top-k over all heads by that worth; of recent tokens only the last few are sure of a place.
@@ -56,6 +56,11 @@ _PLUS: Mapping[str, Any] = {
     "sensitivity": "none",
     "window": {"size": 4, "minimum": 4},
 }
+
+
+def _by(score: object) -> dict[str, Any]:
+    """gracekv-plus with another score under its value norms."""
+    return {**_PLUS, "value": {"name": "value_norm", "score": score}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +88,32 @@ RECIPES: dict[str, Recipe] = {
     "gracekv-draft": Recipe(
         "gracekv-plus after a look at what 16 drafted answer tokens read",
         "ours: 16 decoding steps on the full cache come before compression",
-        {
-            **_PLUS,
-            "value": {
-                "name": "value_norm",
-                "score": {"name": "mixture", "parts": ["draft_attention", _READING]},
-            },
-        },
+        _by({"name": "mixture", "parts": ["draft_attention", _READING]}),
+    ),
+    "gracekv-plus-no-replay": Recipe(
+        "gracekv-plus by read-ahead and mean attention alone",
+        "ours: an ablation",
+        _by(_POINTED),
+    ),
+    "gracekv-plus-only-replay": Recipe(
+        "gracekv-plus by replayed queries and the prompt's tail alone",
+        "ours: an ablation",
+        _by(_REPLAYED),
+    ),
+    "gracekv-plus-no-read-ahead": Recipe(
+        "gracekv-plus whose read-ahead only picks the queries that are replayed",
+        "ours: an ablation",
+        _by({"name": "mixture", "rule": "geometric", "parts": [_REPLAYED, "mean_attention"]}),
+    ),
+    "gracekv-plus-no-mean-attention": Recipe(
+        "gracekv-plus without what the prompt looked at all along",
+        "ours: an ablation",
+        _by({"name": "mixture", "rule": "geometric", "parts": [_REPLAYED, "read_ahead"]}),
+    ),
+    "gracekv-plus-no-norms": Recipe(
+        "gracekv-plus by attention alone, whatever it brings",
+        "ours: an ablation",
+        {**_PLUS, "value": _READING},
     ),
     "gracekv-plus-trees": Recipe(
         "The worth of gracekv-plus under the paper's slots, trees, floor and auction",
