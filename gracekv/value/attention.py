@@ -13,6 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from gracekv.gemm import linear
 from gracekv.prefill import Prefill, Region
 
 # Bytes of logits that are held at once: near a CPU's cache; on a GPU, enough work for each launch.
@@ -73,22 +74,32 @@ def received(
     Raises `MissingCaptureError` if a probe's query was not captured.
     """
     at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
-    device = prefill.keys[layer].device
-    total = torch.zeros(prefill.query_heads, region.length, device=device)
+    keys, groups = prefill.keys[layer].float(), prefill.kv_heads
+    device = keys.device
+    total = torch.zeros(groups, prefill.group, region.length, device=device)
     share = torch.ones(len(at)) if weights is None else weights
     share = share.to(device=device, dtype=torch.float32)
-    block = block or block_rows(prefill, device)
+    block = block or block_rows(prefill, device, prefill.group)
     for first in range(0, len(at), block):
-        rows = slice(first, first + block)
-        seen = probabilities(prefill, layer, at[rows])[..., region.start : region.end]
-        total[:, : seen.shape[-1]] += share[rows] @ seen
-    return total
+        rows = at[first : first + block]
+        after, stop = int(rows.min()) + 1, int(rows.max()) + 1
+        queries = prefill.queries_at(layer, rows).float() * prefill.scale
+        shared = rearrange(queries, "(g n) p d -> g (n p) d", g=groups)
+        unseen = (torch.arange(after, stop) > rows[:, None]).to(device)
+        # Head by head: what one product makes is still in the cache when it is read again.
+        for head in range(groups):
+            logits = linear(shared[head], keys[head, :stop]).view(-1, len(rows), stop)
+            logits[..., after:].masked_fill_(unseen, -torch.inf)
+            chance = torch.softmax(logits, dim=-1, out=logits)
+            seen = chance[..., region.start : region.end]
+            total[head, :, : seen.shape[-1]] += share[first : first + block] @ seen
+    return total.flatten(0, 1)
 
 
-def block_rows(prefill: Prefill, device: torch.device) -> int:
-    """Probes whose logits over the whole prompt suit the device's memory at once."""
+def block_rows(prefill: Prefill, device: torch.device, heads: int) -> int:
+    """Probes whose logits in `heads` query heads over the whole prompt suit the device at once."""
     limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
-    return max(_LEAST_ROWS, limit // (4 * prefill.query_heads * prefill.spans.length))
+    return max(_LEAST_ROWS, limit // (4 * heads * prefill.spans.length))
 
 
 def all_column_sums(prefill: Prefill) -> Tensor:
@@ -120,7 +131,7 @@ def column_sums(
     keys = prefill.keys[layer].float().transpose(1, 2)
     queries = rearrange(queries, "(g n) t d -> g n t d", g=heads)
     device = keys.device
-    block = min(block or block_rows(prefill, device), length)
+    block = min(block or block_rows(prefill, device, heads * group), length)
     logits, shares = torch.empty(2, heads * group * block * length, device=device)
     later = torch.ones(block, block, dtype=torch.bool, device=device).triu(1)
     total = torch.zeros(heads * group, length, device=device)

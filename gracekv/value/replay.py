@@ -136,7 +136,7 @@ def replayed_squares(
     rope = Rope(prefill.rope.cos.to(device), prefill.rope.sin.to(device))
     last = torch.full_like(at, length - 1)
     share = (weights / group).to(device)
-    block = min(block or block_rows(prefill, device), len(at))
+    block = min(block or block_rows(prefill, device, group), len(at))
     total = torch.zeros(heads, region.length, device=device)
     for first in range(0, len(at), block):
         some = at[first : first + block]
