@@ -140,7 +140,7 @@ def _attend(
     from gracekv.kernels.attention_cpu import Task
 
     batch, heads, _, dim = query.shape
-    groups, length = keys.shape[1:3]
+    length = keys.shape[2]
     if not _rows_are_whole(keys, values):
         keys, values = keys.contiguous(), values.contiguous()
     if mask is not None:
@@ -159,8 +159,7 @@ def _attend(
     task.tail, task.tail_pieces = length, tail_pieces
     task.tail_batch, task.tail_head = (stride // dim for stride in keys.stride()[:2])
     task.scale = scale
-    pieces = len(plan.pieces) + batch * groups * tail_pieces
-    team.run(_kernel(query.dtype), ctypes.addressof(task), pieces)
+    team.run(_kernel(query.dtype), ctypes.addressof(task))
     return output if output.dtype == query.dtype else output.to(query.dtype)
 
 

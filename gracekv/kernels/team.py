@@ -33,15 +33,17 @@ def obstacle() -> str | None:
     )
 
 
-def run(function: Any, argument: int, most: int) -> None:
-    """Call function(argument) on every thread of a team, and wait for all of them.
+def run(function: Any, argument: int) -> None:
+    """Call function(argument) on all of torch's threads, and wait for them.
+
+    On all of them whatever there is to do: OpenMP ends the threads that a smaller team leaves out,
+    and the next operation of torch would have to start them again.
 
     Args:
         function: a C callback of numba, void (void*).
         argument: an address.
-        most: threads that have something to do; torch's number is taken if that is less.
     """
-    threads = min(torch.get_num_threads(), most)
+    threads = torch.get_num_threads()
     if threads == 1:
         function.ctypes(argument)
     else:
