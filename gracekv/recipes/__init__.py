@@ -41,6 +41,7 @@ _REPLAYED: Mapping[str, Any] = {
 _POINTED: Mapping[str, Any] = {
     "name": "mixture",
     "rule": "sum",
+    "weights": [2.0, 1.0],
     "parts": ["read_ahead", "mean_attention"],
 }
 _READING: Mapping[str, Any] = {
