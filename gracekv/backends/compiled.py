@@ -114,12 +114,23 @@ class Compiled(Backend):
 
 
 def _suits(query: Tensor, layer: RaggedLayer, keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernel can take the step: one token of plain tensors, nothing to record."""
+    """Whether the kernel can take the step: one token of plain tensors, nothing to record.
+
+    The kernel reads addresses, so whatever does not fit is left to torch, which says what is wrong.
+    """
+    batch, heads, tokens, dim = query.shape
+    length = keys.shape[2]
     return (
-        query.shape[2] == 1
-        and keys.shape[2] > 0
+        tokens == 1
+        and length > 0
         and type(query) is Tensor
-        and query.dtype == keys.dtype == layer.keys.dtype
+        and query.dtype == keys.dtype == values.dtype == layer.keys.dtype
+        and query.is_cpu
+        and keys.is_cpu
+        and values.is_cpu
+        and keys.shape == values.shape == (batch, layer.heads, length, layer.keys.shape[1])
+        and heads % layer.heads == 0
+        and dim == layer.keys.shape[1]
         and not (
             torch.is_grad_enabled()
             and (query.requires_grad or keys.requires_grad or values.requires_grad)

@@ -359,6 +359,32 @@ def test_what_does_not_suit_goes_to_sdpa(monkeypatch, why):
         assert bool(query.grad.isfinite().all())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda query, keys, values: (query[..., :32], keys, values),
+        lambda query, keys, values: (query[:, :3], keys, values),
+        lambda query, keys, values: (query[:1], keys, values),
+        lambda query, keys, values: (query, keys[:, :1], values[:, :1]),
+        lambda query, keys, values: (query, keys[..., :32], values[..., :32]),
+        lambda query, keys, values: (query, keys, values[:, :, :5]),
+        lambda query, keys, values: (query, keys, values.half()),
+        lambda query, keys, values: (query.half(), keys, values),
+        lambda query, keys, values: (query, keys.to("meta"), values.to("meta")),
+    ],
+)
+def test_addresses_are_only_read_where_everything_fits(monkeypatch, change):
+    rng = torch.Generator().manual_seed(16)
+    layer = ragged(rng, [40, 11])
+    asked = step(rng, layer, 2, 2, 12)
+    query, keys, values = change(*asked)
+    monkeypatch.setattr(Sdpa, "__call__", lambda *args: "torch's affair")
+    prepared = Compiled().prepare(layer)
+
+    assert Compiled()(query, prepared, keys, values, None, 0.125) == "torch's affair"
+    assert torch.is_tensor(Compiled()(asked[0], prepared, *asked[1:], None, 0.125))
+
+
 def test_a_plan_serves_all_steps_of_a_batch_and_then_makes_room():
     layer = ragged(torch.Generator().manual_seed(10), [90, 60, 30, 20], sequences=2)
     plans = Compiled().prepare(layer).plans
