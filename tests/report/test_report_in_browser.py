@@ -250,6 +250,9 @@ def test_a_chosen_token_shows_its_entry_in_every_head(page, pair, data):
             assert entry == ("–" if gone else f"[{fate.start}, {fate.end})")
             assert tokens == ("–" if gone else str(fate.end - fate.start))
             assert depth == ("–" if fate.depth < 0 else str(fate.depth))
+    said = page.locator("#announce").text_content()
+    assert f"token {token}. Grace: " in said
+    assert f"in layer {page.locator('#layerShown').inner_text()}, head " in said
     page.locator("#inspector [data-unit='5']").first.click()
     assert page.locator("#layerShown").inner_text() == "2"
     assert page.locator("#headShown").inner_text() == "1"

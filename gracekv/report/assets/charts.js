@@ -17,7 +17,7 @@ const FIGURES = [
 function drawSummary(report) {
   const context = report.contextEnd - report.contextStart;
   const full = context * report.units;
-  byId("title").textContent = report.outcomes.map((x) => x.label).join(" beside ");
+  byId("title").textContent = report.outcomes.map((x) => x.label).join(report.outcomes.length > 2 ? ", " : " beside ");
   byId("facts").textContent =
     `${report.model} · ${count(report.length)} prompt tokens, ${count(context)} of them context · ` +
     `${report.layers} layers × ${report.heads} KV heads`;

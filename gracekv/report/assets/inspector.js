@@ -76,7 +76,7 @@ function drawInspector(report, choose) {
   panel.className = "open";
   const lead = el(
     "p",
-    { class: "lead", "aria-live": "polite" },
+    { class: "lead" },
     el("b", {}, visible(report.token(position))),
     el("span", { class: "place" }, ` #${position}, ${report.partOf(position)}`),
   );
@@ -98,6 +98,9 @@ function drawInspector(report, choose) {
     );
   });
   panel.replaceChildren(close, lead, ...parts);
+  // Read aloud from a place of its own, which stays in the document as screen readers want it.
+  const said = parts.map((part) => `${part.dataset.label}: ${part.querySelector("p").textContent}`);
+  byId("announce").textContent = `${visible(report.token(position))}, token ${position}. ${said.join(". ")}`;
 }
 
 /** The text of a merged entry, the token marked. */
