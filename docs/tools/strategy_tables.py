@@ -130,16 +130,16 @@ def _needs(cls: type[Any]) -> str:
 
 def _strategies(stage: str) -> str:
     registry = _registry(stage)
-    default = getattr(Pipeline(), stage).name
-    # The default first: it is what a reader without a question should look at.
-    names = sorted(registry, key=lambda name: (name != default, name))
+    badges = _badges(stage)
+    # First what the paper and the default recipe take: a reader without a question looks there.
+    names = sorted(registry, key=lambda name: (name not in badges, name))
     rows, details = [], []
     for name in names:
         cls = registry.get(name)
         about = describe(cls)
         path = f"{public_module(cls)}.{cls.__qualname__}"
-        badge = ' <span class="default">default</span>' if name == default else ""
-        title = f"[`{name}`](#{path}){badge} {_cell(about.summary)}"
+        badge = "".join(f'<span class="badge">{text}</span> ' for text in badges.get(name, ()))
+        title = f"[`{name}`](#{path}) {badge}{_cell(about.summary)}"
         cells = zip(
             _COLUMNS, (about.source, about.cost, about.needs, about.departures), strict=True
         )
@@ -162,6 +162,14 @@ def _strategies(stage: str) -> str:
     return "\n".join([*table, "", *details])
 
 
+def _badges(stage: str) -> dict[str, list[str]]:
+    """By name, who takes a strategy: "default" is the recipe that `compress` uses unless told."""
+    found: dict[str, list[str]] = {}
+    for text, pipeline in (("paper", Pipeline()), ("default", Pipeline.named(recipes.DEFAULT))):
+        found.setdefault(getattr(pipeline, stage).name, []).append(text)
+    return found
+
+
 def _details(name: str, path: str) -> str:
     """The class under its registered name: its fields with defaults, and its whole docstring."""
     return (
@@ -175,13 +183,16 @@ def _details(name: str, path: str) -> str:
 
 
 def _stages() -> str:
-    rows = ["| stage | decides | default | strategies |", "|---|---|---|---|"]
+    default = Pipeline.named(recipes.DEFAULT)
+    rows = [
+        f"| stage | decides | paper | `{recipes.DEFAULT}` | all |",
+        "|---|---|---|---|---|",
+    ]
     for stage, registry in REGISTRIES.items():
-        default = getattr(Pipeline(), stage).name
         link = PAGES[stage].removeprefix("stages/")
         rows.append(
-            f"| [`{stage}`]({link}) | {registry.summary} | `{default}` | "
-            f"{', '.join(f'`{name}`' for name in registry)} |"
+            f"| [`{stage}`]({link}) | {registry.summary} | `{getattr(Pipeline(), stage).name}` | "
+            f"`{getattr(default, stage).name}` | {len(registry)} |"
         )
     return "\n".join(rows)
 

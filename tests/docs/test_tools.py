@@ -58,7 +58,8 @@ def test_every_strategy_is_in_its_table_and_described_below_it():
         for name in registry:
             assert f"[`{name}`](#" in shown
             assert f"heading: '{name}'" in shown
-        assert shown.count('class="default"') == 1
+        # The paper's choice, and the default recipe's.
+        assert shown.count(">paper</span>") == shown.count(">default</span>") == 1
 
 
 def test_other_tables():
