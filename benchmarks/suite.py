@@ -148,7 +148,7 @@ def main() -> None:
             write_atomically(RESULTS / f"{args.name}{suffix}.png", plot(drawn, shown))
         parts += [f"## {shown.title}", "", markdown(found, shown).replace("\n### ", "\n#### "), ""]
     parts.append(footer(rows))
-    write_atomically(RESULTS / f"{args.name}.md", "\n".join(parts))
+    write_atomically(RESULTS / f"{args.name}.md", "\n".join(parts).encode())
 
 
 if __name__ == "__main__":
