@@ -48,7 +48,10 @@ class Known:
 
 
 KNOWN = {
-    "smollm2": Known("gracekv evaluate --config benchmarks/smollm2_suite.yaml --out runs/smollm2"),
+    "smollm2": Known(
+        "gracekv evaluate --config benchmarks/smollm2_suite.yaml --out runs/smollm2",
+        page="quality.md",
+    ),
     "construction-cpu": Known(
         "python benchmarks/construction.py",
         figure="construction",
