@@ -55,5 +55,5 @@ class DraftAttention(Scorer):
             )
         first = region.start - prefill.spans.context_start
         rows = prefill.draft[:, :, : self.tokens, first : first + region.length]
-        tokens = rows.float().mean(dim=2)
+        tokens = rows.float().mean(dim=2).to(prefill.keys[0].device)
         return TokenScores(tokens, mean_evidence(tokens))

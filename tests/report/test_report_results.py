@@ -79,7 +79,8 @@ def test_a_loaded_result_reports_or_says_why_not(model, prompt, tmp_path):
         then, now = header(page)["outcomes"]
         assert then["accounting"]["entries"] == now["accounting"]["entries"]
         page.unlink()
-    gracekv.compress(model, prompt, ratio=3).save(tmp_path / "saved")
+    merged = gracekv.compress(model, prompt, ratio=3, pipeline="gracekv")
+    merged.save(tmp_path / "saved")
     again = gracekv.load(tmp_path / "saved", model)
     with pytest.raises(ReportError, match="loaded from a file"):
         again.report(page)
@@ -117,7 +118,7 @@ def test_the_command_compares(run, model, tmp_path):
     status, out, _ = run(*argv)
     assert status == 0
     outcomes = header(page)["outcomes"]
-    assert [x["label"] for x in outcomes] == ["gracekv", "snapkv", "gracekv-no-floor"]
+    assert [x["label"] for x in outcomes] == ["gracekv-plus", "snapkv", "gracekv-no-floor"]
     prompt = gracekv.Prompt.from_chat(Letters(), context=TEXT, question="Who?")
     for outcome in outcomes:
         alone = gracekv.compress(model, prompt, ratio=3, pipeline=outcome["label"])
@@ -130,7 +131,7 @@ def test_the_command_compares(run, model, tmp_path):
     ("argv", "message"),
     [
         (["--compare", "snapkv"], "add --report page.html"),
-        (["--compare", "gracekv", "--report", "p.html"], "must name different pipelines"),
+        (["--compare", "gracekv-plus", "--report", "p.html"], "must name different pipelines"),
         (["--compare", "h2o", "--compare", "h2o", "--report", "p.html"], "different pipelines"),
         (["--compare", "snapkw", "--report", "p.html"], "Did you mean 'snapkv'?"),
     ],
@@ -157,5 +158,7 @@ def test_the_demo_writes_one(model, monkeypatch, tmp_path):
     demo.run_demo(tmp_path, max_new_tokens=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["entries.png", "report.html"]
     found = header(tmp_path / "report.html")["outcomes"]
-    assert [x["label"] for x in found] == ["GraceKV 8x", "SnapKV 8x", "GraceKV 4x", "GraceKV 16x"]
+    assert [x["label"] for x in found] == [
+        "gracekv 8x", "Paper 8x", "SnapKV 8x", "gracekv 4x", "gracekv 16x",
+    ]  # fmt: skip
     assert all(x["answer"] for x in found)
