@@ -94,7 +94,8 @@ def placed(found: Sequence[Block]) -> list[Block]:
 
 def means(found: Sequence[Block], methods: Sequence[str], shown: Measure) -> str:
     """Unweighted mean over the groups, a row a method."""
-    found = [block for block in found if (OURS, "8x") in block.cells]
+    # Groups that were run at every ratio, so that columns compare.
+    found = [block for block in found if (OURS, "64x") in block.cells]
     columns = sorted(
         {c for block in found for c in block.columns if c.endswith("x")},
         key=lambda c: float(c[:-1]),

@@ -173,7 +173,7 @@ def _by_cache(title: str, trials: Sequence[Trial], rows: Mapping[str, Sequence[s
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for trial in trials:
-        table.add_column(trial.label, justify="right", no_wrap=True)
+        table.add_column(trial.label.replace(" ", "\n"), justify="right", no_wrap=True)
     for name, cells in rows.items():
         table.add_row(name, *cells)
     return table
