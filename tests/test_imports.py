@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "gracekv"
 COMMON = {"gracekv.errors", "gracekv.gemm", "gracekv.registry", "gracekv.rope"}
 KNOWS = {
     "kernels": set(),
-    "prefill": set(),
+    "prefill": {"gracekv.kernels"},
     "segment": {"gracekv.prefill"},
     "value": {"gracekv.prefill"},
     "tree": {"gracekv.kernels", "gracekv.prefill", "gracekv.segment", "gracekv.value"},

@@ -1,328 +1,238 @@
-"""D of node ends in one compiled pass per node, for CPUs.
+"""Judging nodes, and splitting them in the same pass, compiled for CPUs.
 
-The equations are those of `gracekv.tree.prototype`; there each is a sweep over memory, here a
-node's numbers never leave the cache. All loops over probes run over contiguous memory, so that the
-compiler turns them into vector instructions. Sums over tokens go in the tokens' order, whatever
-else is in the batch: a node's result depends on nothing but the node.
+All threads run the same function and fetch their next nodes from one counter. What is found of a
+node depends on nothing but the node, so results are the same to the bit on any number of threads.
 
 Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
 """
 
 from __future__ import annotations
 
-import math
+import ctypes
+import functools
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped,unused-ignore]
+from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-_MAX_EXPONENT = np.float32(20.0)
-_LOG2_E = np.float32(1.4426950408889634)
-# ln 2 in two parts, so that x - n ln 2 keeps its digits.
-_LN2_HIGH = np.float32(0.693359375)
-_LN2_LOW = np.float32(-2.12194440e-4)
-_LEAST = np.float32(-87.0)
+from gracekv.kernels import (
+    cuts_cpu,
+    exponential_cpu,
+    intrinsics_cpu,
+    node_cpu,
+    node_data_cpu,
+    products_cpu,
+)
+from gracekv.kernels.cuts_cpu import best_cut, candidates, highest, lifting
+from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer
+from gracekv.kernels.node_cpu import gather, masses, read, settle
+from gracekv.kernels.node_data_cpu import Heads, Node, scratch
 
-
-@njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
-def _dot(a: Any, b: Any, row: int, first: int) -> Any:
-    """sum over i >= first of a_i b_{row, i}; a view for each call would cost more than the sum."""
-    total = np.float32(0.0)
-    for i in range(first, len(a)):
-        total += a[i] * b[row, i]
-    return total
-
-
-@njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
-def _row_dot(a: Any, at: int, b: Any, row: int, first: int) -> Any:
-    """As `_dot`, of row `at` of a."""
-    total = np.float32(0.0)
-    for i in range(first, a.shape[1]):
-        total += a[at, i] * b[row, i]
-    return total
+# Nodes that a thread fetches at a time.
+_NODES = 4
 
 
-@njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
-def _square(a: Any) -> Any:
-    total = np.float32(0.0)
-    for i in range(len(a)):
-        total += a[i] * a[i]
-    return total
+class Task(ctypes.Structure):
+    """What the kernel is to do: addresses, all of contiguous arrays, and sizes.
 
-
-@njit(nogil=True, cache=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
-def _exp(x: Any, bits: Any, power: Any) -> None:
-    """x <- e^x in place for float32 x <= 20; `power` is `bits` (int32) seen as float32."""
-    for q in range(len(x)):
-        y = max(x[q], _LEAST)
-        n = np.floor(y * _LOG2_E + np.float32(0.5))
-        r = y - n * _LN2_HIGH - n * _LN2_LOW
-        s = np.float32(1.9875691500e-4)
-        s = s * r + np.float32(1.3981999507e-3)
-        s = s * r + np.float32(8.3334519073e-3)
-        s = s * r + np.float32(4.1665795894e-2)
-        s = s * r + np.float32(1.6666665459e-1)
-        s = s * r + np.float32(5.0000001201e-1)
-        x[q] = s * r * r + r + np.float32(1.0)
-        bits[q] = (np.int32(n) + np.int32(127)) << np.int32(23)
-    for q in range(len(x)):
-        x[q] *= power[q]
-
-
-@njit(nogil=True, cache=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
-def node_ends(
-    head: Any,
-    first: Any,
-    length: Any,
-    lifted: Any,
-    exponentials: Any,
-    mass_of: Any,
-    plain_keys: Any,
-    key_norms: Any,
-    values: Any,
-    worth: Any,
-    readers: Any,
-    top: Any,
-    inverse_total: Any,
-    seeing: Any,
-    before: Any,
-    cos: Any,
-    sin: Any,
-    region_start: int,
-    lambda_z: float,
-    lambda_m: float,
-    epsilon: float,
-    uniform_base: float,
-    rule_epsilon: float,
-    multiplicity: bool,
-    prefix: Any,
-    suffix: Any,
-    mass: Any,
-    drop: Any,
-) -> None:
-    """Fill the `NodeEnds` of V nodes: `prefix`, `suffix`, `mass` [V, w] and `drop` [V], float32.
-
-    Args:
-        head: int64 [V].
-        first: int64 [V], place of the node's first token in the region.
-        length: int64 [V], tokens.
+    Fields, with V nodes, U heads, N tokens a head, P probes, Q the next multiple of
+    `products_cpu.COLUMNS`:
+        exponentials ... sin: as in `node_data_cpu.Heads`.
+        kappa: float64 [T]; 0: it is not read.
+        forced: float64 [U, N] floor scores, -inf: no candidate; 0: no floor.
+        head, first, length: int64 [V]: head, place in the region, and tokens of each node.
+        counter: int64, 0.
+        widest: tokens of the longest node.
+        mode: `JUDGE`, `SPLIT` or `SPLIT_ROOTS`.
+    To judge:
         lifted: int64 [V]: -1, or the token whose two sides are all that is asked for.
-        exponentials: [U*N, P], and `mass_of`, `key_norms`, `worth` [U*N], `plain_keys`, `values`
-            [U*N, d], `top`, `inverse_total` [U, P], `seeing` [N], `before` [N+1]: as in
-            `gracekv.tree.probed.ProbedHeads`.
-        readers: scaled queries [U, d, P].
-        cos, sin: [T, d_rot] rotations of absolute positions.
-        region_start: position of the region's first token.
-        lambda_z, lambda_m, epsilon: weights of the distortion.
-        uniform_base, rule_epsilon, multiplicity: how tokens merge.
+        prefix, suffix, mass: float32 [V, widest], and drop [V], as in `NodeEnds`.
+    To split:
+        whole: float64 [V], D of each node; of roots it is found, and their drop float32 [V].
+        most, reward: as in `cuts_cpu`; most < 0: no cuts.
+        lifts: whether a token may be lifted out.
+        low, high: int64 [V], cuts counted from the node's start.
+        parts: float64 [V, 2], D of the tokens before `low` and of those from `high` on.
     """
-    probes, tokens, dim = exponentials.shape[1], len(seeing), values.shape[1]
-    half = cos.shape[1] // 2
-    widest = 0
-    for v in range(len(length)):
-        widest = max(widest, length[v])
-    one, zero = np.float32(1.0), np.float32(0.0)
-    lz, lm, eps = np.float32(lambda_z), np.float32(lambda_m), np.float32(epsilon)
-    ub, reps = np.float32(uniform_base), np.float32(rule_epsilon)
-    gram = np.empty((widest, widest), np.float32)
-    columns = np.empty((dim, widest), np.float32)
-    plain_sum, weighted_sum = np.empty(widest, np.float32), np.empty(widest, np.float32)
-    share = np.empty(widest, np.float32)
-    key_sum, rotated = np.empty(dim, np.float32), np.empty(dim, np.float32)
-    z, z_tilde = np.empty(probes, np.float32), np.empty(probes, np.float32)
-    m_square, m_dot_v = np.empty(probes, np.float32), np.empty(probes, np.float32)
-    m_dot_new = np.empty(probes, np.float32)
-    bits = np.empty(probes, np.int32)
-    power = bits.view(np.float32)
 
-    for v in range(len(length)):
-        n, u = length[v], head[v]
-        base_row = u * tokens + first[v]
-        end = first[v] + n - 1
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "exponentials", "mass_of", "plain_keys", "key_norms", "values", "worth", "readers",
+            "top", "inverse_total", "seeing", "before", "cos", "sin", "kappa", "forced", "head",
+            "first", "length", "counter", "lifted", "prefix", "suffix", "mass", "drop", "whole",
+            "low", "high", "parts", "heads", "tokens", "probes", "padded", "dim", "positions",
+            "rotated", "region_start", "multiplicity", "nodes", "widest", "mode", "most", "lifts",
+        )),
+        *((name, ctypes.c_double) for name in (
+            "lambda_z", "lambda_m", "epsilon", "uniform_base", "rule_epsilon", "reward",
+        )),
+    ]  # fmt: skip
 
-        # Gram matrix of the values, a row at a time over contiguous columns.
-        for t in range(n):
-            for i in range(dim):
-                columns[i, t] = values[base_row + t, i]
-        for t in range(n):
-            for s in range(t + 1):
-                gram[t, s] = zero
-            i = 0
-            while i + 8 <= dim:
-                r = base_row + t
-                x0, x1, x2, x3 = values[r, i], values[r, i + 1], values[r, i + 2], values[r, i + 3]
-                i += 4
-                x4, x5, x6, x7 = values[r, i], values[r, i + 1], values[r, i + 2], values[r, i + 3]
-                i -= 4
-                for s in range(t + 1):
-                    gram[t, s] += (
-                        x0 * columns[i, s]
-                        + x1 * columns[i + 1, s]
-                        + x2 * columns[i + 2, s]
-                        + x3 * columns[i + 3, s]
-                        + x4 * columns[i + 4, s]
-                        + x5 * columns[i + 5, s]
-                        + x6 * columns[i + 6, s]
-                        + x7 * columns[i + 7, s]
-                    )
-                i += 8
-            while i < dim:
-                x = values[base_row + t, i]
-                for s in range(t + 1):
-                    gram[t, s] += x * columns[i, s]
-                i += 1
-            for s in range(t):
-                gram[s, t] = gram[t, s]
 
-        hidden = before[end]
-        total_mass = zero
-        if lifted[v] >= 0:
-            pass
-        elif before[first[v]] == hidden:
-            for t in range(n):
-                mass[v, t] = mass_of[base_row + t] / seeing[end]
-                total_mass += mass[v, t]
-        else:
-            # Probes inside a node do not see its later tokens.
-            for t in range(n):
-                found = _row_dot(exponentials, base_row + t, inverse_total, u, hidden)
-                mass[v, t] = found / seeing[end]
-                total_mass += mass[v, t]
-        drop[v] = total_mass
+JUDGE, SPLIT, SPLIT_ROOTS = 0, 1, 2
 
-        for direction in range(2):
-            z[:] = zero
-            m_square[:] = zero
-            key_sum[:] = zero
-            plain_sum[:n] = zero
-            weighted_sum[:n] = zero
-            norm_sum, worth_sum = zero, zero
-            columns_asked = n
-            if lifted[v] >= 0:
-                columns_asked = lifted[v] if direction == 0 else n - 1 - lifted[v]
-            for j in range(columns_asked):
-                asked = j > 0 and (lifted[v] < 0 or j == columns_asked - 1)
-                t = j if direction == 0 else n - 1 - j
-                low, high = (0, j) if direction == 0 else (n - 1 - j, n - 1)
-                count = np.float32(j + 1)
-                at, w = base_row + t, worth[base_row + t]
-                norm_sum += key_norms[at]
-                worth_sum += w
-                for i in range(dim):
-                    key_sum[i] += plain_keys[at, i]
-                for s in range(n):
-                    plain_sum[s] += gram[t, s]
-                    weighted_sum[s] += w * gram[t, s]
+_TASK = np.dtype(Task)
 
-                # Cross terms of |M|^2 with the new token, four tokens a round.
-                for q in range(probes):
-                    m_dot_new[q] = zero
-                a, b = (low, high) if direction == 0 else (low + 1, high + 1)
-                s = a
-                while s + 4 <= b:
-                    g0, g1, g2, g3 = gram[t, s], gram[t, s + 1], gram[t, s + 2], gram[t, s + 3]
-                    r = base_row + s
-                    for q in range(probes):
-                        p0, p1 = exponentials[r, q], exponentials[r + 1, q]
-                        p2, p3 = exponentials[r + 2, q], exponentials[r + 3, q]
-                        m_dot_new[q] += g0 * p0 + g1 * p1 + g2 * p2 + g3 * p3
-                    s += 4
-                while s < b:
-                    g0 = gram[t, s]
-                    for q in range(probes):
-                        m_dot_new[q] += g0 * exponentials[base_row + s, q]
-                    s += 1
-                diagonal = gram[t, t]
-                for q in range(probes):
-                    x = exponentials[at, q]
-                    z[q] += x
-                    m_square[q] += x * (np.float32(2.0) * m_dot_new[q] + x * diagonal)
-                if not asked:
-                    continue
-                # v~ = sum_t w_t v_t with normalised weights; share_s = v~.v_s.
-                if worth_sum > zero:
-                    base = ub * worth_sum / count
-                    scale = one / (worth_sum + base * count + reps)
-                    mix = one
-                else:
-                    base, scale, mix = one, one / count, zero
-                v_square = zero
-                for s in range(low, high + 1):
-                    share[s] = scale * (mix * weighted_sum[s] + base * plain_sum[s])
-                    v_square += scale * (mix * worth[base_row + s] + base) * share[s]
-                for q in range(probes):
-                    m_dot_v[q] = zero
-                s = low
-                while s + 4 <= high + 1:
-                    h0, h1, h2, h3 = share[s], share[s + 1], share[s + 2], share[s + 3]
-                    r = base_row + s
-                    for q in range(probes):
-                        p0, p1 = exponentials[r, q], exponentials[r + 1, q]
-                        p2, p3 = exponentials[r + 2, q], exponentials[r + 3, q]
-                        m_dot_v[q] += h0 * p0 + h1 * p1 + h2 * p2 + h3 * p3
-                    s += 4
-                while s <= high:
-                    h0 = share[s]
-                    for q in range(probes):
-                        m_dot_v[q] += h0 * exponentials[base_row + s, q]
-                    s += 1
 
-                # The prototype's logit: mean key, rotated to the middle, log multiplicity.
-                square = _square(key_sum)
-                log_m = zero
-                if multiplicity:
-                    coherence = (math.sqrt(square) / count) / (norm_sum / count + reps)
-                    effective = min(max(count * coherence * coherence, one), count)
-                    log_m = np.float32(math.log(effective))
-                both = 2 * (first[v] + region_start) + low + high
-                middle = both // 2
-                middle += (both % 2) * (middle % 2)
-                for i in range(half):
-                    x, y = key_sum[i] / count, key_sum[i + half] / count
-                    rotated[i] = x * cos[middle, i] - y * sin[middle, i]
-                    rotated[i + half] = y * cos[middle, i + half] + x * sin[middle, i + half]
-                for i in range(2 * half, dim):
-                    rotated[i] = key_sum[i] / count
-                for q in range(probes):
-                    z_tilde[q] = log_m - top[u, q]
-                i = 0
-                while i + 8 <= dim:
-                    k0, k1, k2, k3 = rotated[i], rotated[i + 1], rotated[i + 2], rotated[i + 3]
-                    i += 4
-                    k4, k5, k6, k7 = rotated[i], rotated[i + 1], rotated[i + 2], rotated[i + 3]
-                    i -= 4
-                    for q in range(probes):
-                        z_tilde[q] += (
-                            k0 * readers[u, i, q]
-                            + k1 * readers[u, i + 1, q]
-                            + k2 * readers[u, i + 2, q]
-                            + k3 * readers[u, i + 3, q]
-                            + k4 * readers[u, i + 4, q]
-                            + k5 * readers[u, i + 5, q]
-                            + k6 * readers[u, i + 6, q]
-                            + k7 * readers[u, i + 7, q]
-                        )
-                    i += 8
-                while i < dim:
-                    for q in range(probes):
-                        z_tilde[q] += rotated[i] * readers[u, i, q]
-                    i += 1
-                for q in range(probes):
-                    z_tilde[q] = min(z_tilde[q], _MAX_EXPONENT)
-                _exp(z_tilde, bits, power)
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _heads(task: Any) -> Any:
+    """The task's `Heads`."""
+    f, rows = np.float32, task.heads * task.tokens
+    return Heads(
+        carray(pointer(task.exponentials), (rows, task.probes), f),
+        carray(pointer(task.mass_of), (rows,), f),
+        carray(pointer(task.plain_keys), (rows, task.dim), f),
+        carray(pointer(task.key_norms), (rows,), f),
+        carray(pointer(task.values), (rows, task.dim), f),
+        carray(pointer(task.worth), (rows,), f),
+        carray(pointer(task.readers), (task.heads * task.dim, task.padded), f),
+        carray(pointer(task.top), (task.heads, task.padded), f),
+        carray(pointer(task.inverse_total), (task.heads, task.padded), f),
+        carray(pointer(task.seeing), (task.tokens,), f),
+        carray(pointer(task.before), (task.tokens + 1,), np.int64),
+        carray(pointer(task.cos), (task.positions, task.rotated), f),
+        carray(pointer(task.sin), (task.positions, task.rotated), f),
+        task.region_start,
+        f(task.lambda_z),
+        f(task.lambda_m),
+        f(task.epsilon),
+        f(task.uniform_base),
+        f(task.rule_epsilon),
+        task.multiplicity != 0,
+    )
 
-                for q in range(probes):
-                    x, y, square_q = z[q], z_tilde[q], max(m_square[q], zero)
-                    m_error = m_square[q] + y * (y * v_square - np.float32(2.0) * m_dot_v[q])
-                    m_error = lm * max(m_error, zero) / (square_q + eps)
-                    z_error = lz * (x - y) * (x - y) / (x * x + eps)
-                    z_tilde[q] = x * (m_error + z_error)
-                last = end if direction else first[v] + t
-                seen = before[last]
-                found = _dot(z_tilde, inverse_total, u, seen) / seeing[last]
-                if direction == 0:
-                    prefix[v, j] = found
-                else:
-                    suffix[v, t] = found
-        prefix[v, 0] = zero
-        suffix[v, n - 1] = zero
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _judge(task: Any, v: int, node: Any, heads: Any, space: Any, chosen: Any, found: Any) -> None:
+    """All ends of a node, or the two sides of the token that will be lifted out."""
+    n, width = node.length, task.widest
+    lifted = carray(pointer(task.lifted), (task.nodes,), np.int64)[v]
+    prefix = carray(pointer(task.prefix), (task.nodes, width), np.float32)
+    suffix = carray(pointer(task.suffix), (task.nodes, width), np.float32)
+    mass = carray(pointer(task.mass), (task.nodes, width), np.float32)
+    drop = carray(pointer(task.drop), (task.nodes,), np.float32)
+    drop[v] = masses(node, heads, mass[v]) if lifted < 0 else np.float32(0)
+    chosen[:n] = lifted < 0
+    if lifted > 0:
+        chosen[lifted - 1] = True
+    waiting = read(node, heads, space, False, chosen, found, 0)
+    chosen[:n] = lifted < 0
+    if 0 <= lifted < n - 1:
+        chosen[lifted + 1] = True
+    waiting = read(node, heads, space, True, chosen, found, waiting)
+    settle(node, heads, space, found, waiting)
+    found[0, 0] = found[1, n - 1] = np.float32(0)
+    for k in range(n):
+        prefix[v, k], suffix[v, k] = found[0, k], found[1, k]
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _split(
+    task: Any, v: int, node: Any, heads: Any, space: Any, chosen: Any, asked: Any, found: Any,
+    mass: Any, best: Any,
+) -> None:  # fmt: skip
+    """The better of a cut and a lifted token; nothing else is judged than what that takes."""
+    n, tokens, roots = node.length, task.tokens, task.mode == SPLIT_ROOTS
+    kappa = carray(pointer(task.kappa), (task.positions,), np.float64)
+    forced = carray(pointer(task.forced), (task.heads * tokens,), np.float64)
+    whole = carray(pointer(task.whole), (task.nodes,), np.float64)
+    low = carray(pointer(task.low), (task.nodes,), np.int64)
+    high = carray(pointer(task.high), (task.nodes,), np.int64)
+    parts = carray(pointer(task.parts), (task.nodes, 2), np.float64)
+    drop = carray(pointer(task.drop), (task.nodes,), np.float32)
+
+    # Two tokens can only be parted, and a root of one not even that.
+    divides, place = n > 2, node.first + heads.region_start
+    cuts, lift, must_lift = divides and task.most >= 0, -1, False
+    if roots or (divides and task.lifts != 0):
+        total = masses(node, heads, mass)
+        if roots:
+            drop[v] = total
+    if divides and task.lifts != 0:
+        lift = highest(mass, 0, n)
+        if task.forced != 0:
+            scored = highest(forced, node.row, n)
+            if forced[node.row + scored] > -np.inf:
+                lift, must_lift, cuts = scored, True, False
+    chosen[:n] = False
+    if cuts:
+        candidates(kappa, place, n, task.most, chosen, best)
+
+    waiting = 0
+    asked[0] = asked[n - 1] = False
+    for k in range(1, n - 1):
+        asked[k] = chosen[k + 1] or k == lift - 1
+    waiting = read(node, heads, space, False, asked, found, waiting)
+    for k in range(1, n - 1):
+        asked[k] = chosen[k] or k == lift + 1
+    asked[0] = roots and n > 1
+    waiting = read(node, heads, space, True, asked, found, waiting)
+    settle(node, heads, space, found, waiting)
+    found[0, 0] = found[1, n - 1] = np.float32(0)
+
+    if roots:
+        whole[v] = found[1, 0]
+    at = n // 2
+    gain, past = -np.inf, at
+    if cuts:
+        at, gain = best_cut(whole[v], found, n, chosen, kappa, place, task.reward)
+        past = at
+    if lift >= 0 and (must_lift or lifting(whole[v], found, n, lift) > gain):
+        at, past = lift, lift + 1
+    low[v], high[v] = at, past
+    parts[v, 0] = found[0, at - 1] if divides and at > 0 else 0.0
+    parts[v, 1] = found[1, past] if divides and past < n else 0.0
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _work(task: Any) -> None:
+    """Fetch nodes until there are none left."""
+    heads, widest = _heads(task), max(task.widest, 1)
+    head = carray(pointer(task.head), (task.nodes,), np.int64)
+    first = carray(pointer(task.first), (task.nodes,), np.int64)
+    length = carray(pointer(task.length), (task.nodes,), np.int64)
+    space = scratch(widest, task.dim, task.padded)
+    chosen, asked = np.empty(widest, np.bool_), np.empty(widest, np.bool_)
+    found, mass = np.zeros((2, widest), np.float32), np.empty(widest, np.float32)
+    best = np.empty(max(task.most, 1), np.int64)
+    counter = pointer(task.counter)
+    while True:
+        start = fetch_and_add(counter, 0) * _NODES
+        if start >= task.nodes:
+            return
+        for v in range(start, min(start + _NODES, task.nodes)):
+            row = head[v] * task.tokens + first[v]
+            node = Node(head[v], first[v], length[v], row)
+            if node.length > 2 or task.mode != SPLIT:
+                gather(node, heads, space)
+            if task.mode == JUDGE:
+                _judge(task, v, node, heads, space, chosen, found)
+            else:
+                _split(task, v, node, heads, space, chosen, asked, found, mass, best)
+
+
+@functools.cache
+def ends() -> Any:
+    """The kernel: a C callback that takes a `Task`'s address.
+
+    The first call on a machine compiles for some seconds; later ones find the result on disk.
+    """
+    sources = _sources()
+
+    def body(address: Any) -> None:
+        # numba looks for changes in this file alone, but what a function closes over counts too.
+        _ = sources
+        _work(carray(address, (1,), _TASK)[0])
+
+    return cfunc(types.void(types.voidptr), cache=True)(body)
+
+
+def _sources() -> str:
+    """Digest of the files that are compiled into the kernel beside this one."""
+    modules = (
+        cuts_cpu, exponential_cpu, intrinsics_cpu, node_cpu, node_data_cpu, products_cpu,
+    )  # fmt: skip
+    texts = [Path(module.__file__ or "").read_bytes() for module in modules]
+    return hashlib.sha256(b"".join(texts)).hexdigest()

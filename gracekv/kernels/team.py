@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -37,7 +39,8 @@ def run(function: Any, argument: int) -> None:
     """Call function(argument) on all of torch's threads, and wait for them.
 
     On all of them whatever there is to do: OpenMP ends the threads that a smaller team leaves out,
-    and the next operation of torch would have to start them again.
+    and the next operation of torch would have to start them again. Where they cannot be had (see
+    `obstacle`), on as many threads of our own.
 
     Args:
         function: a C callback of numba, void (void*).
@@ -46,5 +49,16 @@ def run(function: Any, argument: int) -> None:
     threads = torch.get_num_threads()
     if threads == 1:
         function.ctypes(argument)
+        return
+    parallel = _parallel()
+    if parallel is not None:
+        parallel(function.address, argument, threads, 0)
     else:
-        _parallel()(function.address, argument, threads, 0)
+        # A call of a C function lets go of Python's lock.
+        list(_pool(os.getpid(), threads).map(function.ctypes, [argument] * threads))
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """The threads of this process, kept; a forked one has none of its parent's."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="gracekv")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gracekv.gemm import linear
+from gracekv.prefill.logsumexp import fastest
 from gracekv.prefill.plain import plain_weight
 
 # Logits (positions x vocabulary entries) held at once, in float32: 8 MiB, which stays in a CPU's
@@ -55,18 +56,13 @@ def _by_blocks(final: Tensor, head: Any, following: Tensor, vocabulary: int) -> 
     final, following = final.to(device), following.to(device)
     block = _GPU_BLOCK if device.type == "cuda" else _BLOCK
     parts = []
+    kind = fastest(device)
     for rows, targets in zip(final.split(_ROWS), following.split(_ROWS), strict=True):
-        top = torch.full(targets.shape, -torch.inf, device=device)
-        total = torch.zeros_like(top)
+        sums = kind(len(rows), device)
         for columns in weight.split(max(1, block // len(rows))):
-            logits = linear(rows, columns).float()
-            peak = torch.maximum(top, logits.amax(dim=-1))
-            total.mul_((top - peak).exp_())
-            # In the logits' own memory: a copy of the block costs more than its sums.
-            total.add_(logits.sub_(peak[:, None]).exp_().sum(dim=-1))
-            top = peak
+            sums.add(linear(rows, columns).float())
         chosen = (rows.float() * weight[targets].float()).sum(dim=-1)
-        parts.append(total.log_().add_(top).sub_(chosen))
+        parts.append(sums.result().sub_(chosen))
     return torch.cat(parts)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.errors import ConfigError
 from gracekv.tree.distortion import Nodes, NodeTable
-from gracekv.tree.refine import REFINERS, Children, Proposal, Refiner
+from gracekv.tree.refine import REFINERS, Children, Proposal, Refiner, Rule
 
 
 def normalized_curvature(kappa: Tensor, valid: Tensor) -> Tensor:
@@ -81,6 +81,9 @@ class Binary(Refiner):
     @property
     def uses_curvature(self) -> bool:
         return self.candidates > 0 or self.reward > 0
+
+    def rule(self) -> Rule:
+        return Rule(self.candidates, self.reward, lifts=False)
 
     def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
         best = binary_proposal(nodes, table, self.candidates, self.reward)

@@ -10,7 +10,7 @@ import torch
 from gracekv.tree.binary import binary_proposal, check_cut_fields
 from gracekv.tree.distortion import Nodes, NodeTable
 from gracekv.tree.extract import extract_proposal
-from gracekv.tree.refine import REFINERS, Children, Refiner
+from gracekv.tree.refine import REFINERS, Children, Refiner, Rule
 
 
 @final
@@ -43,6 +43,9 @@ class BinaryExtract(Refiner):
     @property
     def uses_curvature(self) -> bool:
         return self.candidates > 0 or self.reward > 0
+
+    def rule(self) -> Rule:
+        return Rule(self.candidates, self.reward, lifts=True)
 
     def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
         cut = binary_proposal(nodes, table, self.candidates, self.reward)

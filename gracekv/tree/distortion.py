@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,10 @@ from gracekv.registry import Registry, Strategy
 from gracekv.tree.context import TreeContext
 from gracekv.tree.items import Items
 from gracekv.tree.workspace import Workspace
+
+if TYPE_CHECKING:
+    from gracekv.tree.refine import Refiner
+    from gracekv.tree.split import Splitter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +91,10 @@ class Judge(abc.ABC):
     def __call__(self, nodes: Nodes) -> NodeEnds:
         """The ends of V >= 1 nodes, best of similar length: the widest makes all rows wide."""
 
+    def splitter(self, refiner: Refiner) -> Splitter | None:
+        """What judges and refines in one pass; None: the refiner looks up what was judged."""
+        return None
+
 
 class Distortion(Strategy, abc.ABC):
     """How much is lost when an interval is stored as one entry, or not at all.
@@ -118,6 +127,7 @@ class NodeTable:
         nodes: the nodes.
         items: what is known of their heads and slots.
         ends: D of their ends.
+        whole: D of the nodes themselves, float64 [V].
 
     Attributes:
         nodes: as given.
@@ -129,12 +139,12 @@ class NodeTable:
         mass: mean normalised probe mass of token k, float32 [V, w].
     """
 
-    def __init__(self, nodes: Nodes, items: Items, ends: NodeEnds) -> None:
+    def __init__(self, nodes: Nodes, items: Items, ends: NodeEnds, whole: Tensor) -> None:
         self.nodes, self._items, self._ends = nodes, items, ends
         step = torch.arange(ends.mass.shape[1], device=nodes.start.device)
         self.valid = step < nodes.length[:, None]
         prefix, suffix = ends.sides.double()
-        self.whole = suffix[:, :1]
+        self.whole = whole[:, None]
         self.before = torch.nn.functional.pad(prefix[:, :-1], (1, 0))
         self.onward = suffix
         self.after = torch.nn.functional.pad(suffix[:, 1:], (0, 1))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.tree.distortion import Nodes, NodeTable
-from gracekv.tree.refine import REFINERS, Children, Proposal, Refiner
+from gracekv.tree.refine import REFINERS, Children, Proposal, Refiner, Rule
 
 
 def salient_token(table: NodeTable) -> Tensor:
@@ -50,6 +50,9 @@ class Extract(Refiner):
     """
 
     lifts_candidates: ClassVar[bool] = True
+
+    def rule(self) -> Rule:
+        return Rule(None, 0.0, lifts=True)
 
     def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
         best = extract_proposal(nodes, table)

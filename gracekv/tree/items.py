@@ -84,12 +84,16 @@ class Items:
 
         Raises `ConfigError` if no curvature was computed.
         """
+        return self.known_curvature()[self.origin[item][:, None] + token]
+
+    def known_curvature(self) -> Tensor:
+        """kappa [T] float64; raises `ConfigError` if none was computed."""
         if self.curvature is None:
             raise ConfigError(
                 "This refiner cuts at curvature peaks, but none was computed. Set candidates=0 and "
                 "reward=0, or give the trees a curvature."
             )
-        return self.curvature[self.origin[item][:, None] + token]
+        return self.curvature
 
     def floor_scores(self, item: Tensor, token: Tensor) -> Tensor | None:
         """Floor scores [V, w] float64 of tokens [V, w] of items [V]; None without a floor."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from gracekv.tree.distortion import Nodes, NodeTable
-from gracekv.tree.refine import REFINERS, Children, Refiner
+from gracekv.tree.refine import REFINERS, Children, Refiner, Rule
 
 
 @final
@@ -19,6 +19,9 @@ class Midpoint(Refiner):
 
     Cost: looks up one cut of a node among the ends that the distortion judged.
     """
+
+    def rule(self) -> Rule:
+        return Rule(0, 0.0, lifts=False)
 
     def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
         middle = (nodes.start + nodes.end) // 2

@@ -51,6 +51,22 @@ class Proposal:
     utility: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A refiner in numbers, for engines that judge and split in one pass.
+
+    Attributes:
+        cuts: tokens of highest kappa that a cut is considered at, besides the middle; None: nodes
+            are not cut.
+        reward: lambda_kappa.
+        lifts: whether the salient token may be lifted out, and a floor candidate must be.
+    """
+
+    cuts: int | None
+    reward: float
+    lifts: bool
+
+
 class Refiner(Strategy, abc.ABC):
     """Choose the children of every node; deterministic, and each node on its own.
 
@@ -71,6 +87,10 @@ class Refiner(Strategy, abc.ABC):
     def uses_curvature(self) -> bool:
         """Nodes are cut where curvature peaks, so `table` must hold kappa."""
         return False
+
+    def rule(self) -> Rule | None:
+        """What the refiner does, if numbers say all of it; None: it must be asked."""
+        return None
 
     @abc.abstractmethod
     def __call__(self, nodes: Nodes, table: NodeTable) -> Children:

@@ -1,0 +1,46 @@
+"""Tiles of small matrix products: right at every size, and the same bits in every tile."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+numba = pytest.importorskip("numba")
+
+from gracekv.kernels.products_cpu import COLUMNS, multiply  # noqa: E402
+
+
+@numba.njit
+def product(a, b, c, first, stop):
+    multiply(
+        a.ctypes.data, a.shape[1], a.shape[0], b.ctypes.data, b.shape[1], c.ctypes.data,
+        c.shape[1], first, stop, c.shape[1],
+    )  # fmt: skip
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 11),
+    columns=st.integers(1, 9),
+    first=st.integers(0, 5),
+    summed=st.integers(0, 40),
+)
+def test_it_is_the_product(seed, rows, columns, first, summed):
+    rng = np.random.default_rng(seed)
+    stop = first + summed
+    # What lies beside the summed part must not be read.
+    a = np.full((rows, stop + 2), np.nan, np.float32)
+    b = np.full((stop + 1, COLUMNS * columns + 3), np.nan, np.float32)
+    a[:, first:stop] = rng.standard_normal((rows, summed))
+    b[first:stop, : COLUMNS * columns] = rng.standard_normal((summed, COLUMNS * columns))
+    found = np.full((rows, COLUMNS * columns), np.nan, np.float32)
+    product(a, b, found, first, stop)
+    want = a[:, first:stop].astype(np.float64) @ b[first:stop, : COLUMNS * columns]
+    np.testing.assert_allclose(found, want, rtol=0, atol=1e-5)
+    # A row alone, a column block alone: the same chain of sums.
+    one = np.empty_like(found[:1])
+    product(a[-1:].copy(), b, one, first, stop)
+    np.testing.assert_array_equal(one[0], found[-1])
+    part = np.empty((rows, COLUMNS), np.float32)
+    product(a, b[:, COLUMNS * (columns - 1) :].copy(), part, first, stop)
+    np.testing.assert_array_equal(part, found[:, -COLUMNS:])
