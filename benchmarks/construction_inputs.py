@@ -1,0 +1,85 @@
+"""What `construction.py` compresses: a book chapter, or a synthetic prefill of a model's shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import torch
+
+from gracekv import Prefill, Prompt
+from gracekv.prefill import PromptSpans, depth_layers
+from gracekv.rope import Rope
+
+PREFIX, SUFFIX = 16, 48
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shapes of a model."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    dim: int
+    width: int
+
+
+GEOMETRIES = {
+    "qwen2.5-7b": Geometry(28, 28, 4, 128, 3584),
+    "smollm2": Geometry(30, 9, 3, 64, 576),
+    "tiny": Geometry(2, 4, 2, 16, 32),
+}
+
+
+def synthetic(shape: Geometry, length: int, device: str, dtype: torch.dtype) -> Prefill:
+    """A prefill whose hidden states wander between topics; K, V and Q are projections of them."""
+    rng = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=rng, device=device)
+
+    # Real texts have slots of some 30 tokens: topics last as long on average.
+    turns = torch.rand(length, generator=rng, device=device) < 1 / 30
+    topic = turns.cumsum(0) % 64
+    hidden = 2.0 * normal(64, shape.width)[topic] + normal(length, shape.width)
+    normed = (hidden / hidden.square().mean(-1, keepdim=True).sqrt()).to(dtype)
+    rope = Rope.of_theta(length, shape.dim, 1e6, torch.device(device))
+    at = torch.arange(length, device=device)
+
+    def project(heads: int, rotates: bool) -> torch.Tensor:
+        weight = (normal(shape.width, heads * shape.dim) / shape.width**0.5).to(dtype)
+        flat = (normed @ weight).view(length, heads, shape.dim).transpose(0, 1)
+        if not rotates:
+            return flat.contiguous()
+        # Head by head: a float32 copy of all queries would be larger than all that is kept.
+        return torch.stack([rope.rotate(x.float(), at).to(dtype) for x in flat])
+
+    spans = PromptSpans(PREFIX, length - SUFFIX, length - 8, length)
+    probes = len(spans.question_probes())
+    layers = range(shape.layers)
+    return Prefill(
+        spans=spans,
+        keys=tuple(project(shape.kv_heads, True) for _ in layers),
+        values=tuple(project(shape.kv_heads, False) for _ in layers),
+        queries=tuple(project(shape.heads, True) for _ in layers),
+        query_positions=torch.arange(length),
+        rope=rope,
+        scale=shape.dim**-0.5,
+        hidden={
+            layer: hidden.to(dtype) for layer in depth_layers([0.33, 0.5, 0.67, 0.75], shape.layers)
+        },
+        surprisal=normal(length).abs(),
+        head_outputs=normal(shape.layers, shape.heads, probes, shape.dim).to(dtype),
+        projected_norms=normal(shape.layers, shape.kv_heads, probes).abs() + 0.1,
+        projection_norms=normal(shape.layers, shape.heads).abs() + 0.1,
+        token_ids=torch.arange(length),
+    )
+
+
+def prompt_of(tokenizer: Any, length: int) -> Prompt:
+    text = files("gracekv.data").joinpath("alice_chapter_1.txt").read_text(encoding="utf-8")
+    ids = tokenizer(text)["input_ids"]
+    ids = (ids * (length // len(ids) + 1))[:length]
+    return Prompt.from_ids(ids, context=(PREFIX, length - SUFFIX), question_end=length - 8)
