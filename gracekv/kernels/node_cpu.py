@@ -39,49 +39,72 @@ def _norm(a: Any) -> Any:
     return math.sqrt(total)
 
 
+@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+def _agreement(shares: Any, at: int, worth: Any, full: int, mix: Any, base: Any) -> Any:
+    """sum over s < full of (mix worth_s + base) share_s."""
+    total = np.float32(0.0)
+    for i in range(full):
+        total += (mix * worth[i] + base) * shares[at, i]
+    return total
+
+
+@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+def _seen(errors: Any, at: int, inverse_total: Any, u: int, first: int, stop: int) -> Any:
+    """sum over first <= q < stop of errors_q / Z_q; what lies beside may be anything."""
+    total, zero = np.float32(0.0), np.float32(0.0)
+    for q in range(errors.shape[1]):
+        total += (errors[at, q] if first <= q < stop else zero) * inverse_total[u, q]
+    return total
+
+
+@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+def _rotate(key: Any, factor: Any, cos: Any, sin: Any, place: int, keys: Any, at: int) -> None:
+    """keys[at] <- `factor` times key [d], rotated to the position `place`."""
+    half = cos.shape[1] // 2
+    for j in range(half):
+        x, y = key[j] * factor, key[j + half] * factor
+        keys[at, j] = x * cos[place, j] - y * sin[place, j]
+        keys[at, j + half] = y * cos[place, j + half] + x * sin[place, j + half]
+    for j in range(2 * half, len(key)):
+        keys[at, j] = key[j] * factor
+
+
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def masses(node: Any, heads: Any, mass: Any) -> Any:
     """Fill mass [n]: mean normalised probe mass of each token; returns their sum."""
-    last = node.first + node.length - 1
-    hidden, probes = heads.before[last], heads.exponentials.shape[1]
+    exponentials, inverse_total, all_masses = heads.exponentials, heads.inverse_total, heads.mass
+    last, row = node.first + node.length - 1, node.row
+    hidden, seeing = heads.before[last], heads.seeing[last]
     total = np.float32(0.0)
     # Probes inside a node do not see its later tokens.
     crossed = heads.before[node.first] != hidden
     for t in range(node.length):
-        found = heads.mass[node.row + t]
+        found = all_masses[row + t]
         if crossed:
-            found = _dot(
-                heads.exponentials, node.row + t, heads.inverse_total, node.head, hidden, probes
-            )
-        mass[t] = found / heads.seeing[last]
+            probes = exponentials.shape[1]
+            found = _dot(exponentials, row + t, inverse_total, node.head, hidden, probes)
+        mass[t] = found / seeing
         total += mass[t]
     return total
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def gather(node: Any, heads: Any, space: Any) -> None:
-    """Copy the node's exponentials, and make the Gram matrix of its values."""
-    n, dim, probes = node.length, heads.values.shape[1], heads.exponentials.shape[1]
-    full = (n + COLUMNS - 1) // COLUMNS * COLUMNS
-    wide = space.gram.shape[1]
+    """Copy what is read of the node again and again, and make the Gram matrix of its values."""
+    exponentials, values, columns, p = heads.exponentials, heads.values, space.columns, space.p
+    all_worth, worth = heads.worth, space.worth
+    n, row, dim, wide = node.length, node.row, values.shape[1], space.gram.shape[1]
     for t in range(n):
-        for q in range(probes):
-            space.p[t, q] = heads.exponentials[node.row + t, q]
+        for q in range(exponentials.shape[1]):
+            p[t, q] = exponentials[row + t, q]
         for i in range(dim):
-            space.columns[i, t] = heads.values[node.row + t, i]
-    for t in range(n, full):
-        for i in range(dim):
-            space.columns[i, t] = np.float32(0.0)
-    for t in range(0, n, 4):
-        rows = min(4, n - t)
-        multiply(
-            heads.values.ctypes.data + 4 * (node.row + t) * dim, dim, rows,
-            space.columns.ctypes.data, wide, space.gram.ctypes.data + 4 * t * wide, wide, 0, dim,
-            min((t + rows + COLUMNS - 1) // COLUMNS * COLUMNS, full),
-        )  # fmt: skip
-    for t in range(n):
-        for s in range(t):
-            space.gram[s, t] = space.gram[t, s]
+            columns[i, t] = values[row + t, i]
+        worth[t] = all_worth[row + t]
+    # Columns behind the node hold what was there before: they are multiplied, and never read.
+    multiply(
+        values.ctypes.data + 4 * row * dim, dim, n, columns.ctypes.data, wide,
+        space.gram.ctypes.data, wide, 0, dim, (n + COLUMNS - 1) // COLUMNS * COLUMNS,
+    )  # fmt: skip
 
 
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
@@ -97,20 +120,31 @@ def read(
         found: float32 [2, n]: D of prefixes and suffixes, filled by this and `settle`.
         waiting: how many intervals wait in `space` already.
     """
-    n, width, padded = node.length, space.p.shape[0], space.p.shape[1]
-    dim, half = heads.values.shape[1], heads.cos.shape[1] // 2
-    one, zero = np.float32(1.0), np.float32(0.0)
+    # Arrays by names of their own: a field of a tuple is counted at every use.
+    p, gram, cross, crossed = space.p, space.gram, space.cross, space.crossed
+    z, square, key, plain, weighted = (
+        space.z, space.square, space.key, space.plain, space.weighted,
+    )  # fmt: skip
+    zs, squares, shares, keys, spans, worth = (
+        space.zs, space.squares, space.shares, space.keys, space.spans, space.worth,
+    )  # fmt: skip
+    log_ms, v_squares = space.log_m, space.v_square
+    key_norms, plain_keys, cos, sin = heads.key_norms, heads.plain_keys, heads.cos, heads.sin
+    n, row, wide, padded = node.length, node.row, gram.shape[1], p.shape[1]
+    full = (n + COLUMNS - 1) // COLUMNS * COLUMNS
+    dim = plain_keys.shape[1]
+    one, two, zero = np.float32(1.0), np.float32(2.0), np.float32(0.0)
     stop = 0
     for j in range(1, n):
         if asked[n - 1 - j if backwards else j]:
             stop = j + 1
     if stop == 0:
         return waiting
-    space.z[:] = zero
-    space.square[:] = zero
-    space.key[:] = zero
-    space.plain[:n] = zero
-    space.weighted[:n] = zero
+    z[:] = zero
+    square[:] = zero
+    key[:] = zero
+    plain[:full] = zero
+    weighted[:full] = zero
     norm_sum, worth_sum = zero, zero
     for j in range(stop):
         t = n - 1 - j if backwards else j
@@ -120,35 +154,35 @@ def read(
             low, high = (n - j - rows + 1, n) if backwards else (0, j + rows - 1)
             for r in range(rows):
                 reader = t - r if backwards else t + r
-                for s in range(low, high):
-                    earlier = s > reader if backwards else s < reader
-                    space.cross[r, s] = space.gram[reader, s] if earlier else zero
+                for i in range(full):
+                    earlier = i > reader if backwards else i < reader
+                    cross[r, i] = gram[reader, i] if earlier else zero
             multiply(
-                space.cross.ctypes.data, width, rows, space.p.ctypes.data, padded,
-                space.crossed.ctypes.data, padded, low, high, padded,
+                cross.ctypes.data, wide, rows, p.ctypes.data, padded, crossed.ctypes.data, padded,
+                low, high, padded,
             )  # fmt: skip
         count = np.float32(j + 1)
-        at, diagonal = node.row + t, space.gram[t, t]
-        w = heads.worth[at]
-        norm_sum += heads.key_norms[at]
+        at, diagonal = row + t, gram[t, t]
+        w = worth[t]
+        norm_sum += key_norms[at]
         worth_sum += w
         for i in range(dim):
-            space.key[i] += heads.plain_keys[at, i]
-        for s in range(n):
-            space.plain[s] += space.gram[t, s]
-            space.weighted[s] += w * space.gram[t, s]
+            key[i] += plain_keys[at, i]
+        for i in range(full):
+            plain[i] += gram[t, i]
+            weighted[i] += w * gram[t, i]
         r = j % 4
-        for q in range(padded):
-            x = space.p[t, q]
-            space.z[q] += x
-            space.square[q] += x * (np.float32(2.0) * space.crossed[r, q] + x * diagonal)
+        for i in range(padded):
+            x = p[t, i]
+            z[i] += x
+            square[i] += x * (two * crossed[r, i] + x * diagonal)
         if j == 0 or not asked[t]:
             continue
 
         low, high = (t, n - 1) if backwards else (0, t)
-        for q in range(padded):
-            space.zs[waiting, q] = space.z[q]
-            space.squares[waiting, q] = space.square[q]
+        for i in range(padded):
+            zs[waiting, i] = z[i]
+            squares[waiting, i] = square[i]
         # v~ = sum_t w_t v_t with normalised weights; share_s = v~.v_s.
         if worth_sum > zero:
             base = heads.uniform_base * worth_sum / count
@@ -156,33 +190,22 @@ def read(
             mix = one
         else:
             base, scale, mix = one, one / count, zero
-        v_square = zero
-        for s in range(n):
-            space.shares[waiting, s] = zero
-        for s in range(low, high + 1):
-            share = scale * (mix * space.weighted[s] + base * space.plain[s])
-            space.shares[waiting, s] = share
-            v_square += scale * (mix * heads.worth[node.row + s] + base) * share
-        space.v_square[waiting] = v_square
+        for i in range(full):
+            share = scale * (mix * weighted[i] + base * plain[i])
+            shares[waiting, i] = share if low <= i <= high else zero
+        v_squares[waiting] = scale * _agreement(shares, waiting, worth, full, mix, base)
         # The prototype's key: their mean, rotated to the middle, with a log multiplicity.
         log_m = zero
         if heads.multiplicity:
-            coherence = (_norm(space.key) / count) / (norm_sum / count + heads.rule_epsilon)
+            coherence = (_norm(key) / count) / (norm_sum / count + heads.rule_epsilon)
             log_m = np.float32(math.log(min(max(count * coherence * coherence, one), count)))
-        space.log_m[waiting] = log_m
+        log_ms[waiting] = log_m
         both = 2 * (node.first + heads.region_start) + low + high
         middle = both // 2
         middle += (both % 2) * (middle % 2)
-        for i in range(half):
-            x, y = space.key[i] / count, space.key[i + half] / count
-            space.keys[waiting, i] = x * heads.cos[middle, i] - y * heads.sin[middle, i]
-            space.keys[waiting, i + half] = (
-                y * heads.cos[middle, i + half] + x * heads.sin[middle, i + half]
-            )
-        for i in range(2 * half, dim):
-            space.keys[waiting, i] = space.key[i] / count
-        space.spans[waiting, 0], space.spans[waiting, 1] = low, high
-        space.spans[waiting, 2], space.spans[waiting, 3] = 1 if backwards else 0, t
+        _rotate(key, one / count, cos, sin, middle, keys, waiting)
+        spans[waiting, 0], spans[waiting, 1] = low, high
+        spans[waiting, 2], spans[waiting, 3] = 1 if backwards else 0, t
         waiting += 1
         if waiting == WAITING:
             settle(node, heads, space, found, waiting)
@@ -193,36 +216,44 @@ def read(
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def settle(node: Any, heads: Any, space: Any, found: Any, waiting: int) -> None:
     """Find D of the intervals that wait."""
-    width, padded, dim = space.p.shape[0], space.p.shape[1], heads.values.shape[1]
-    probes, u = heads.exponentials.shape[1], node.head
+    p, zs, squares, logits, mixed = space.p, space.zs, space.squares, space.logits, space.mixed
+    shares, keys, spans, bits = space.shares, space.keys, space.spans, space.bits
+    log_m, v_squares, power = space.log_m, space.v_square, space.bits.view(np.float32)
+    top, inverse_total, readers = heads.top, heads.inverse_total, heads.readers
+    before, seeing = heads.before, heads.seeing
+    lambda_z, lambda_m, epsilon = heads.lambda_z, heads.lambda_m, heads.epsilon
+    wide, padded, dim = shares.shape[1], p.shape[1], keys.shape[1]
+    probes, u, first = heads.exponentials.shape[1], node.head, node.first
     zero, two = np.float32(0.0), np.float32(2.0)
     multiply(
-        space.keys.ctypes.data, dim, waiting, heads.readers.ctypes.data + 4 * u * dim * padded,
-        padded, space.logits.ctypes.data, padded, 0, dim, padded,
+        keys.ctypes.data, dim, waiting, readers.ctypes.data + 4 * u * dim * padded, padded,
+        logits.ctypes.data, padded, 0, dim, padded,
     )  # fmt: skip
     for r in range(0, waiting, 4):
         rows = min(4, waiting - r)
-        low, high = space.spans[r, 0], space.spans[r, 1]
+        low, high = spans[r, 0], spans[r, 1]
         for s in range(r + 1, r + rows):
-            low, high = min(low, space.spans[s, 0]), max(high, space.spans[s, 1])
+            low, high = min(low, spans[s, 0]), max(high, spans[s, 1])
         multiply(
-            space.shares.ctypes.data + 4 * r * width, width, rows, space.p.ctypes.data, padded,
-            space.mixed.ctypes.data + 4 * r * padded, padded, low, high + 1, padded,
+            shares.ctypes.data + 4 * r * wide, wide, rows, p.ctypes.data, padded,
+            mixed.ctypes.data + 4 * r * padded, padded, low, high + 1, padded,
         )  # fmt: skip
-    power = space.bits.view(np.float32)
     for r in range(waiting):
+        more = log_m[r]
+        for i in range(padded):
+            logit = logits[r, i] + (more - top[u, i])
+            logits[r, i] = min(logit, _MAX_EXPONENT)
+    whole = waiting * padded
+    exponential(logits.reshape(-1)[:whole], bits.reshape(-1)[:whole], power.reshape(-1)[:whole])
+    for r in range(waiting):
+        v_square = v_squares[r]
         for q in range(padded):
-            logit = space.logits[r, q] + (space.log_m[r] - heads.top[u, q])
-            space.logits[r, q] = min(logit, _MAX_EXPONENT)
-        exponential(space.logits[r], space.bits[r], power[r])
-        v_square = space.v_square[r]
-        for q in range(padded):
-            x, y, square = space.zs[r, q], space.logits[r, q], space.squares[r, q]
-            m_error = square + y * (y * v_square - two * space.mixed[r, q])
-            m_error = heads.lambda_m * max(m_error, zero) / (max(square, zero) + heads.epsilon)
-            z_error = heads.lambda_z * (x - y) * (x - y) / (x * x + heads.epsilon)
-            space.logits[r, q] = x * (m_error + z_error)
-        last = node.first + space.spans[r, 1]
+            x, y, x_square = zs[r, q], logits[r, q], squares[r, q]
+            m_error = x_square + y * (y * v_square - two * mixed[r, q])
+            m_error = lambda_m * max(m_error, zero) / (max(x_square, zero) + epsilon)
+            z_error = lambda_z * (x - y) * (x - y) / (x * x + epsilon)
+            logits[r, q] = x * (m_error + z_error)
+        last = first + spans[r, 1]
         # Only probes that see all of the interval are asked, and no padding ever is.
-        seen = _dot(space.logits, r, heads.inverse_total, u, heads.before[last], probes)
-        found[space.spans[r, 2], space.spans[r, 3]] = seen / heads.seeing[last]
+        seen = _seen(logits, r, inverse_total, u, before[last], probes)
+        found[spans[r, 2], spans[r, 3]] = seen / seeing[last]

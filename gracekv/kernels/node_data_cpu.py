@@ -62,10 +62,11 @@ class Scratch(NamedTuple):
     """What a thread works in, for nodes of up to w tokens (W: the next multiple of 16).
 
     Fields:
-        p: [w, Q] the node's exponentials; gram: [w, W] of its values; columns: [d, W] its values.
-        cross: [4, w] and crossed: [4, Q], for the cross terms of |M|^2.
-        z, square: [Q] running Z and |M|^2; key: [d]; plain, weighted: [w] running sums.
-        the rest, of waiting intervals: zs, squares, logits, mixed: [R, Q]; shares: [R, w]; keys:
+        p: [w, Q] the node's exponentials; gram: [w, W] of its values; columns: [d, W] its values;
+            worth: [W].
+        cross: [4, W] and crossed: [4, Q], for the cross terms of |M|^2.
+        z, square: [Q] running Z and |M|^2; key: [d]; plain, weighted: [W] running sums.
+        the rest, of waiting intervals: zs, squares, logits, mixed: [R, Q]; shares: [R, W]; keys:
             [R, d]; log_m, v_square: [R]; spans: int64 [R, 4], first and last token, whether a
             suffix, and which; bits: int32 [R, Q].
     """
@@ -73,6 +74,7 @@ class Scratch(NamedTuple):
     p: Any
     gram: Any
     columns: Any
+    worth: Any
     cross: Any
     crossed: Any
     z: Any
@@ -99,10 +101,10 @@ def scratch(widest: int, dim: int, padded: int) -> Any:
     many, f = WAITING, np.float32
     return Scratch(
         np.zeros((widest, padded), f), np.empty((widest, full), f), np.zeros((dim, full), f),
-        np.empty((4, widest), f), np.empty((4, padded), f), np.empty(padded, f),
-        np.empty(padded, f), np.empty(dim, f), np.empty(widest, f), np.empty(widest, f),
+        np.zeros(full, f), np.zeros((4, full), f), np.empty((4, padded), f), np.empty(padded, f),
+        np.empty(padded, f), np.empty(dim, f), np.empty(full, f), np.empty(full, f),
         np.empty((many, padded), f), np.empty((many, padded), f), np.empty((many, padded), f),
-        np.empty((many, padded), f), np.empty((many, widest), f), np.empty((many, dim), f),
+        np.empty((many, padded), f), np.empty((many, full), f), np.empty((many, dim), f),
         np.empty(many, f), np.empty(many, f), np.empty((many, 4), np.int64),
         np.empty((many, padded), np.int32),
     )  # fmt: skip
