@@ -38,11 +38,17 @@ _REPLAYED: Mapping[str, Any] = {
     "weights": [1.0, 0.5],
     "parts": ["replay", {"name": "read_ahead", "question": 0, "length": 1, "power": 2.0}],
 }
+_AHEAD: Mapping[str, Any] = {
+    "name": "mixture",
+    "rule": "sum",
+    "weights": [1.0, 0.02],
+    "parts": ["read_ahead", {"name": "read_ahead", "over": "max"}],
+}
 _POINTED: Mapping[str, Any] = {
     "name": "mixture",
     "rule": "sum",
     "weights": [2.0, 1.0],
-    "parts": ["read_ahead", "mean_attention"],
+    "parts": [_AHEAD, "mean_attention"],
 }
 _READING: Mapping[str, Any] = {
     "name": "mixture",
@@ -91,6 +97,11 @@ RECIPES: dict[str, Recipe] = {
         "ours: 16 decoding steps on the full cache come before compression",
         _by({"name": "mixture", "parts": ["draft_attention", _READING]}),
     ),
+    "foresight": Recipe(
+        "One top-k over all heads by what 64 tokens of FullKV's own answer read: a limit",
+        "ours: not a method, since it generates the answer first; what selection could reach",
+        _by({"name": "draft_attention", "tokens": 64}),
+    ),
     "gracekv-plus-no-replay": Recipe(
         "gracekv-plus by read-ahead and mean attention alone",
         "ours: an ablation",
@@ -109,7 +120,7 @@ RECIPES: dict[str, Recipe] = {
     "gracekv-plus-no-mean-attention": Recipe(
         "gracekv-plus without what the prompt looked at all along",
         "ours: an ablation",
-        _by({"name": "mixture", "rule": "geometric", "parts": [_REPLAYED, "read_ahead"]}),
+        _by({"name": "mixture", "rule": "geometric", "parts": [_REPLAYED, _AHEAD]}),
     ),
     "gracekv-plus-no-norms": Recipe(
         "gracekv-plus by attention alone, whatever it brings",

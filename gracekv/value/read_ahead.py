@@ -17,6 +17,7 @@ from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.evidence import mean_evidence
 
 Kernel = Literal["geometric", "flat"]
+Over = Literal["mean", "max"]
 
 
 @final
@@ -42,6 +43,8 @@ class ReadAhead(Scorer):
         kernel: "geometric", or "flat", in which `length` tokens share alike.
         power: 1 is the mean over probes and query heads, 2 the root of the mean square, which a
             single probe's interest survives.
+        over: "mean" over probes and query heads, or the "max": one probe that points at a place is
+            enough. Of several places that hold a part of the answer, each may have one of its own.
 
     Raises:
         ConfigError: a field lies outside what it takes.
@@ -52,6 +55,7 @@ class ReadAhead(Scorer):
     length: int = 25
     kernel: Kernel = "geometric"
     power: float = 1.0
+    over: Over = "mean"
 
     def __post_init__(self) -> None:
         if self.question < 0 or self.tail < 0 or self.question + self.tail < 1:
@@ -59,15 +63,19 @@ class ReadAhead(Scorer):
                 f"ReadAhead takes question >= 0 and tail >= 0 probes, at least one in all; got "
                 f"question={self.question!r}, tail={self.tail!r}."
             )
-        if self.length < 1 or self.power < 1 or self.kernel not in get_args(Kernel):
+        if self.length < 1 or self.power < 1:
             raise ConfigError(
-                f"ReadAhead takes length >= 1 tokens, power >= 1 and the kernel 'geometric' or "
-                f"'flat'; got length={self.length!r}, power={self.power!r}, "
-                f"kernel={self.kernel!r}. length=1 with power=1 is the mean attention itself."
+                f"ReadAhead takes length >= 1 tokens and power >= 1; got length={self.length!r}, "
+                f"power={self.power!r}. length=1 with power=1 is the mean attention itself."
+            )
+        if self.kernel not in get_args(Kernel) or self.over not in get_args(Over):
+            raise ConfigError(
+                f"ReadAhead takes the kernel 'geometric' or 'flat' over the 'mean' or the 'max'; "
+                f"got kernel={self.kernel!r}, over={self.over!r}."
             )
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Attention mass, float32 [L, G, N], not normalised: heads compete by what they look at.
+        """Attention shares, float32 [L, G, N], not normalised: heads compete by what they look at.
 
         What the prefix receives does not flow into the region. Raises `PromptError` if the prompt
         has no such probe.
@@ -90,10 +98,10 @@ class ReadAhead(Scorer):
     def _layer(self, prefill: Prefill, layer: int, probes: list[int], region: Region) -> Tensor:
         """[G, N]."""
         chances = probabilities(prefill, layer, probes)[..., region.start : region.end]
-        mean = reduce(chances**self.power, "(g n) p t -> g t", "mean", g=prefill.kv_heads)
+        paid = reduce(chances**self.power, "(g n) p t -> g t", self.over, g=prefill.kv_heads)
         # A probe inside the region sees less than all of it.
-        seen = mean.new_zeros(prefill.kv_heads, region.length)
-        seen[:, : mean.shape[-1]] = mean
+        seen = paid.new_zeros(prefill.kv_heads, region.length)
+        seen[:, : paid.shape[-1]] = paid
         return read_ahead(seen, self.length, self.kernel) ** (1.0 / self.power)
 
 

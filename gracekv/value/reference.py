@@ -225,19 +225,22 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
     """[L, G, N] float64, each token's window added up by itself."""
     probes = prefill.spans.direct_probes(scorer.question, scorer.tail)
     mean = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
+    most = torch.zeros_like(mean)
     for layer in range(prefill.layers):
         for head in range(prefill.query_heads):
             for probe in probes:
                 row = attention_probability(prefill, layer, head, probe)
                 for t in range(region.start, min(region.end, probe + 1)):
-                    share = row[t] ** scorer.power / len(probes) / prefill.group
-                    mean[layer, head // prefill.group, t - region.start] += share
-    ahead = torch.zeros_like(mean)
+                    share, place = row[t] ** scorer.power, t - region.start
+                    mean[layer, head // prefill.group, place] += share / len(probes) / prefill.group
+                    most[layer, head // prefill.group, place].clamp_(min=share)
+    paid = mean if scorer.over == "mean" else most
+    ahead = torch.zeros_like(paid)
     for t in range(region.length):
         for i in range(t + 1):
             weight = (1 - 1 / scorer.length) ** i if scorer.kernel == "geometric" else 1.0
             if scorer.kernel == "geometric" or i < scorer.length:
-                ahead[..., t] += weight * mean[..., t - i] / scorer.length
+                ahead[..., t] += weight * paid[..., t - i] / scorer.length
     return ahead ** (1 / scorer.power)
 
 

@@ -33,7 +33,9 @@ class Replay(Scorer):
 
     Root mean square over queries, so that a token that one of them needs outranks a token that all
     look at a little: dropping it changes one output much, and outputs err by squares. Half of the
-    weight goes to queries whose tokens the prompt's end reads ahead to, half to all alike.
+    weight goes to queries whose tokens the prompt's end reads ahead to, half to all alike. A token
+    is likely if in most layers some probe of some head points at it: in a list of answers each has
+    pointers of its own, which a mean over probes and heads would drown.
 
     Source: ours; that a repetition shows what an answer will read is from Kim et al. (2025), KVzip,
     arXiv:2505.23416, which runs the model a second time for it.
@@ -42,8 +44,9 @@ class Replay(Scorer):
     the queries of every position must be captured.
 
     Attributes:
-        evidence: what the likely words are found by.
-        power: exponent of their evidence: the larger, the fewer words hold its half of the weight.
+        evidence: what the likely words are found by: its maximum over a layer's heads, the mean
+            over layers.
+        power: exponent of that evidence: the larger, the fewer words hold its half of the weight.
         even: share of the weight that all queries have alike; 1 ignores the question.
         max_queries: most queries; of a longer context the likeliest words' and evenly spaced ones,
             half and half.
@@ -52,8 +55,8 @@ class Replay(Scorer):
         ConfigError: a field lies outside what it takes.
     """
 
-    evidence: ReadAhead = field(default_factory=ReadAhead)
-    power: float = 3.0
+    evidence: ReadAhead = field(default_factory=lambda: ReadAhead(length=12, over="max"))
+    power: float = 4.0
     even: float = 0.5
     max_queries: int = 1024
 
@@ -85,8 +88,7 @@ class Replay(Scorer):
     def queries(self, prefill: Prefill, region: Region) -> tuple[Tensor, Tensor]:
         """Positions that are asked again, int64 [Q] ascending on the CPU; weights [Q], sum 1."""
         seen = self.evidence(prefill, region).tokens
-        shares = seen / seen.sum(dim=-1, keepdim=True).clamp_min(1e-12)
-        likely = shares.amax(dim=1).mean(dim=0).double().cpu() ** self.power
+        likely = seen.amax(dim=1).mean(dim=0).double().cpu() ** self.power
         count = min(self.max_queries, region.length)
         spaced = torch.linspace(0, region.length - 1, max(1, count // 2)).round().long()
         # Ties toward the earlier token, as everywhere: a stable sort.

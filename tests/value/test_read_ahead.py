@@ -23,13 +23,14 @@ def small(**changes):
     length=st.integers(1, 30),
     kernel=st.sampled_from(["geometric", "flat"]),
     power=st.sampled_from([1.0, 2.0]),
+    over=st.sampled_from(["mean", "max"]),
     question=st.integers(0, 2),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_the_reference(seed, length, kernel, power, question, dtype):
+def test_equals_the_reference(seed, length, kernel, power, over, question, dtype):
     prefill = small(seed=seed, dtype=dtype)
     # Probes of the tail reach into the region: they see less than all of it.
-    region, scorer = Region(2, 28), ReadAhead(question, 4, length, kernel, power)
+    region, scorer = Region(2, 28), ReadAhead(question, 4, length, kernel, power, over)
     got = scorer(prefill, region).tokens
     want = reference.read_ahead(scorer, prefill, region)
     torch.testing.assert_close(got.double(), want, rtol=5e-5, atol=1e-7)
@@ -58,6 +59,23 @@ def test_length_one_is_the_mean_attention_of_the_probes():
     torch.testing.assert_close(direct.double(), want, rtol=5e-5, atol=1e-7)
 
 
+def test_one_probe_that_points_at_a_token_is_enough_for_the_maximum_alone():
+    """Sixteen probes glance at one token, one stares at another."""
+    prefill = small(layers=1, kv_heads=1, group=1, context=40, question=0, tail=17)
+    keys, queries = prefill.keys[0][0], prefill.queries[0][0]
+    glanced, stared = 5, 30
+    keys[:] = 0.0
+    keys[glanced, 0] = keys[stared, 1] = 1.0
+    queries[:] = 0.0
+    queries[-17:, 0] = 2 / prefill.scale
+    queries[-1] = 0.0
+    queries[-1, 1] = 8 / prefill.scale
+    region = Region(2, 42)
+    for over, best in (("mean", glanced), ("max", stared)):
+        tokens = ReadAhead(0, 17, 1, over=over)(prefill, region).tokens
+        assert int(tokens[0, 0].argmax()) + 2 == best
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -66,6 +84,7 @@ def test_length_one_is_the_mean_attention_of_the_probes():
         {"length": 0},
         {"power": 0.5},
         {"kernel": "square"},
+        {"over": "median"},
     ],
 )
 def test_refuses(fields):

@@ -69,9 +69,9 @@ def test_even_weights_do_not_read_the_question():
 
 def test_likely_words_weigh_most_and_all_weights_follow_the_evidence():
     prefill, region = small(), Region(2, 20)
-    _, weights = Replay(even=0.0, evidence=ReadAhead(length=1)).queries(prefill, region)
-    seen = ReadAhead(length=1)(prefill, region).tokens
-    likely = (seen / seen.sum(-1, keepdim=True)).amax(1).mean(0)
+    evidence = ReadAhead(length=3, over="max")
+    _, weights = Replay(even=0.0, evidence=evidence, power=3.0).queries(prefill, region)
+    likely = evidence(prefill, region).tokens.amax(1).mean(0)
     assert torch.equal(weights.argsort(), likely.argsort())
     torch.testing.assert_close(weights, likely**3 / (likely**3).sum(), rtol=1e-4, atol=1e-7)
 
