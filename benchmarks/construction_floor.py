@@ -14,7 +14,7 @@ from gracekv.gemm import linear
 from gracekv.tree import Nodes
 from gracekv.tree.compiled import CompiledJudge
 from gracekv.tree.fused import TritonJudge
-from gracekv.tree.prototype import PrototypeJudge
+from gracekv.tree.sweeps import PrototypeJudge
 
 
 @dataclass

@@ -1,10 +1,9 @@
 """D of intervals that begin or end where their node does, compiled: one node at a time.
 
-The equations are those of `gracekv.tree.prototype`; there each is a sweep over memory, here a
+The equations are those of `gracekv.tree.sweeps`; there each is a sweep over memory, here a
 node's numbers never leave the cache. A node is read forwards for its prefixes and backwards for its
 suffixes. What is asked for is gathered, and products with all probes are taken for many intervals
-at once. Sums over tokens go in the tokens' order, so that an interval's D depends on its node
-alone, and not on what else is asked.
+at once. An interval's D depends on its node alone, to the bit, and not on what else is asked.
 """
 
 from __future__ import annotations

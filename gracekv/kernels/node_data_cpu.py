@@ -16,15 +16,27 @@ WAITING = 32
 class Heads(NamedTuple):
     """What the probes see of U heads: `gracekv.tree.probed.ProbedHeads`, and weights.
 
-    Fields:
-        exponentials: [U*N, P]; mass, key_norms, worth: [U*N]; plain_keys, values: [U*N, d];
-            seeing: [N]; before: int64 [N+1]: as there.
+    Attributes:
+        exponentials: p [U*N, P].
+        mass: [U*N].
+        plain_keys: [U*N, d].
+        key_norms: [U*N].
+        values: [U*N, d].
+        worth: [U*N].
         readers: scaled queries [U*d, Q], Q the next multiple of `products_cpu.COLUMNS`.
-        top, inverse_total: [U, Q].
-        cos, sin: [T, d_rot] rotations of absolute positions.
+        top: [U, Q].
+        inverse_total: [U, Q].
+        seeing: [N].
+        before: int64 [N+1].
+        cos: [T, d_rot] of the rotations of absolute positions.
+        sin: likewise.
         region_start: position of the region's first token.
-        lambda_z, lambda_m, epsilon: weights of the distortion, float32.
-        uniform_base, rule_epsilon, multiplicity: how tokens merge.
+        lambda_z: weight of the distortion, as are the next two.
+        lambda_m: see there.
+        epsilon: see there.
+        uniform_base: how tokens merge (`gracekv.tree.merge.PrototypeRule`), as are the next two.
+        rule_epsilon: see there.
+        multiplicity: see there.
     """
 
     exponentials: Any
@@ -50,7 +62,14 @@ class Heads(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One node: its head, its tokens in the region, and their first row among all heads'."""
+    """One node.
+
+    Attributes:
+        head: which of the U heads.
+        first: place of its first token in the region.
+        length: tokens.
+        row: that of its first token among all heads' tokens.
+    """
 
     head: Any
     first: Any
@@ -61,14 +80,28 @@ class Node(NamedTuple):
 class Scratch(NamedTuple):
     """What a thread works in, for nodes of up to w tokens (W: the next multiple of 16).
 
-    Fields:
-        p: [w, Q] the node's exponentials; gram: [w, W] of its values; columns: [d, W] its values;
-            worth: [W].
-        cross: [4, W] and crossed: [4, Q], for the cross terms of |M|^2.
-        z, square: [Q] running Z and |M|^2; key: [d]; plain, weighted: [W] running sums.
-        the rest, of waiting intervals: zs, squares, logits, mixed: [R, Q]; shares: [R, W]; keys:
-            [R, d]; log_m, v_square: [R]; spans: int64 [R, 4], first and last token, whether a
-            suffix, and which; bits: int32 [R, Q].
+    Attributes:
+        p: [w, Q], the node's exponentials.
+        gram: [w, W], of its values.
+        columns: [d, W], its values.
+        worth: [W], of its tokens.
+        cross: [4, W], coefficients of the cross terms of |M|^2.
+        crossed: [4, Q], the cross terms.
+        z: [Q], running Z.
+        square: [Q], running |M|^2.
+        key: [d], running sum of keys.
+        plain: [W], running sum of rows of `gram`.
+        weighted: [W], the same times the tokens' worth.
+        zs: [R, Q], Z of R waiting intervals; all that follows is theirs.
+        squares: [R, Q], |M|^2.
+        logits: [R, Q], of the prototypes, and what becomes of them.
+        mixed: [R, Q], M.v~.
+        shares: [R, W], v~.v of the node's tokens, 0 outside the interval.
+        keys: [R, d], merged and rotated.
+        log_m: [R], log multiplicity.
+        v_square: [R], |v~|^2.
+        spans: int64 [R, 4], first and last token, whether a suffix, and which.
+        bits: int32 [R, Q], for exponentials.
     """
 
     p: Any

@@ -99,7 +99,14 @@ class CompiledJudge(Judge):
     def fill(
         self, nodes: Nodes, mode: int, tensors: dict[str, Tensor], numbers: dict[str, Any]
     ) -> None:
-        """Run the kernel on V >= 1 nodes: fields of `gracekv.kernels.ends_cpu.Task`."""
+        """Run the kernel on V >= 1 nodes.
+
+        Args:
+            nodes: which.
+            mode: `JUDGE`, `SPLIT` or `SPLIT_ROOTS` of `gracekv.kernels.ends_cpu`.
+            tensors: contiguous fields of its `Task` for that mode, [V, ...] as said there.
+            numbers: its other fields.
+        """
         from gracekv.kernels.ends_cpu import Task, ends
 
         length = nodes.length
