@@ -63,11 +63,11 @@ class Rope:
         cos, sin = self._at(positions, x)
         return _apply(x, cos, sin, torch.empty_like(x) if out is None else out)
 
-    def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """R(t)^-1 x, the key before rotation, for x [..., n, d] and positions as in `rotate`."""
+    def unrotate(self, x: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
+        """R(t)^-1 x, the key before rotation, for x [..., n, d]; all else as in `rotate`."""
         cos, sin = self._at(positions, x)
         norm = cos * cos + sin * sin
-        return _apply(x, cos / norm, -sin / norm, torch.empty_like(x))
+        return _apply(x, cos / norm, -sin / norm, torch.empty_like(x) if out is None else out)
 
     def _at(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the table, on x's device and in its dtype."""

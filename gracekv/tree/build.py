@@ -64,7 +64,7 @@ def _grow(
         judge = distortion.judge(context, layers, items, space)
         with pruner.part(len(layers) / prefill.layers):
             grown, dropped = grow(items, judge, refiner, pruner)
-        # What it gathered goes before the next group is gathered, and leaves its memory to that.
+        # The next group is gathered into the same memory.
         del judge
         drop[items.tree.to(device)] = dropped.to(device)
         for depth, level in enumerate(grown):

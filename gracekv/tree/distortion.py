@@ -108,7 +108,8 @@ class Distortion(Strategy, abc.ABC):
     ) -> Judge:
         """Who answers for the items of `layers`, which are on one device.
 
-        `space` lends scratch memory there, to one call of the judge at a time.
+        `space` lends scratch memory there, to one call of the judge at a time, and memory for what
+        the judge keeps: the next judge with that space takes it over.
         """
 
     def needs(self) -> Needs:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from gracekv.gemm import linear
+from gracekv.prefill import Region
 from gracekv.tree.context import TreeContext
 from gracekv.tree.probes import probe_queries
+from gracekv.tree.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,26 +50,36 @@ class ProbedHeads:
     before: Tensor
 
     @classmethod
-    def of(cls, context: TreeContext, layers: Sequence[int], probes: Tensor) -> ProbedHeads:
-        """Gather some layers; of `probes` [n], those that see none of the region are left out."""
+    def of(
+        cls, context: TreeContext, layers: Sequence[int], probes: Tensor, space: Workspace
+    ) -> ProbedHeads:
+        """Gather some layers; of `probes` [n], those that see none of the region are left out.
+
+        The large tensors lie in `space.lasting`, so the next call with that space voids them.
+        """
         prefill, region = context.prefill, context.partition.region
         device = prefill.keys[layers[0]].device
-        inside = slice(region.start, region.end)
-        keys = torch.cat([prefill.keys[layer][:, inside] for layer in layers]).float()
         # Heads take turns over all probes; only then those that see no compressible token go.
         queries = torch.cat([probe_queries(prefill, layer, probes) for layer in layers])
         queries = queries[:, probes >= region.start] * prefill.scale
         probes = probes[probes >= region.start].to(device)
+        heads, tokens, dim = len(queries), region.length, prefill.head_dim
+        room = space.lasting
+        room.reserve(heads * tokens * (len(probes) + 2 * dim))
         at = torch.arange(region.start, region.end, device=device)
-        logits = _products(keys, queries)
+        keys = room.take(heads, tokens, dim)
+        _copy([prefill.keys[layer] for layer in layers], region, keys)
+        logits = room.take(heads, tokens, len(probes))
+        _products(keys, queries, logits)
         blind = int((probes < region.end - 1).sum())
         logits[..., :blind].masked_fill_(at[:, None] > probes[:blind], -torch.inf)
         top = logits.amax(dim=1)
         exponentials = logits.sub_(top[:, None]).exp_()
         inverse_total = 1.0 / exponentials.sum(dim=1)
-        plain = prefill.rope.unrotate(keys, at)
-        del keys
-        values = torch.cat([prefill.values[layer][:, inside] for layer in layers])
+        plain = prefill.rope.unrotate(keys, at, out=room.take(heads, tokens, dim))
+        # Rotated keys are not read again.
+        values = keys
+        _copy([prefill.values[layer] for layer in layers], region, values)
         bounds = torch.arange(region.start, region.end + 1, device=device)
         return cls(
             positions=probes,
@@ -78,22 +90,27 @@ class ProbedHeads:
             mass=_weighted(exponentials, inverse_total),
             plain_keys=plain.flatten(0, 1),
             key_norms=plain.norm(dim=-1).flatten(),
-            values=values.float().flatten(0, 1),
+            values=values.flatten(0, 1),
             worth=context.tokens[list(layers)].to(device).float().flatten(),
             seeing=(len(probes) - torch.searchsorted(probes, at)).float(),
             before=torch.searchsorted(probes, bounds),
         )
 
 
-def _products(x: Tensor, y: Tensor) -> Tensor:
-    """x y^T of each head: [U, N, d] and [U, P, d] to [U, N, P]."""
+def _copy(layers: list[Tensor], region: Region, out: Tensor) -> None:
+    """The region's tokens of some layers [G, T, d] to out [U, N, d] float32."""
+    for own, layer in zip(out.chunk(len(layers)), layers, strict=True):
+        own.copy_(layer[:, region.start : region.end])
+
+
+def _products(x: Tensor, y: Tensor, out: Tensor) -> None:
+    """out <- x y^T of each head: [U, N, d] and [U, P, d] to [U, N, P]."""
     if x.device.type != "cpu":
-        return torch.bmm(x, y.mT)
+        torch.bmm(x, y.mT, out=out)
+        return
     # One product after the other: torch's own product of batches is half as fast here.
-    out = x.new_empty(*x.shape[:2], y.shape[1])
     for u in range(len(x)):
         out[u] = linear(x[u], y[u])
-    return out
 
 
 def _weighted(x: Tensor, weights: Tensor) -> Tensor:

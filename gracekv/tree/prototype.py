@@ -108,7 +108,7 @@ class Prototype(Distortion):
             slots=self.evidence_slots,
             per_slot=self.evidence_per_slot,
         )
-        probed = ProbedHeads.of(context, layers, probes)
+        probed = ProbedHeads.of(context, layers, probes, space)
         rope = context.prefill.rope
         engine = pick(self.engine, probed.values)
         if engine == "torch":

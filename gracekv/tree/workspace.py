@@ -22,10 +22,20 @@ class Workspace:
         self._device = device
         self._arena = torch.empty(0, dtype=torch.float32, device=device)
         self._taken = 0
+        self._lasting: Workspace | None = None
+
+    @property
+    def lasting(self) -> Workspace:
+        """A second arena, for what must outlive a batch: its batches are groups of layers."""
+        if self._lasting is None:
+            self._lasting = Workspace(self._device)
+        return self._lasting
 
     def reserve(self, numbers: int) -> None:
         """Begin a batch that will take at most `numbers` in all; what was taken before is void."""
         if self._arena.numel() < numbers:
+            # The old one goes first: both at once need not fit.
+            self._arena = self._arena[:0].clone()
             self._arena = torch.empty(numbers, dtype=torch.float32, device=self._device)
         self._taken = 0
 
