@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding, ir  # type: ignore[import-untyped,unused-ignore]
+from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
 from numba import njit, types  # type: ignore[import-untyped,unused-ignore]
 from numba.core import cgutils  # type: ignore[import-untyped,unused-ignore]
+from numba.core.codegen import (  # type: ignore[import-untyped,unused-ignore]
+    get_host_cpu_features,
+)
 from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
 
 COLUMNS = 16
 """Columns come in multiples of this; whoever has fewer pads them."""
 
 _ROWS = 4
-_WIDE = bool(binding.get_host_cpu_features().get("avx512f", False))
+_WIDE = "+avx512f" in get_host_cpu_features()
 # Numbers of a vector, and vectors of a row: the tile's sums take half of the registers or fewer.
 _LANES, _VECTORS = (16, 4) if _WIDE else (8, 2)
 _WIDEST = _LANES * _VECTORS

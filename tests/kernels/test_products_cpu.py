@@ -1,5 +1,8 @@
 """Tiles of small matrix products: right at every size, and the same bits in every tile."""
 
+import functools
+import importlib.util
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,17 +10,36 @@ from hypothesis import strategies as st
 
 numba = pytest.importorskip("numba")
 
-from gracekv.kernels.products_cpu import COLUMNS, multiply  # noqa: E402
+from gracekv.kernels import products_cpu  # noqa: E402
+
+COLUMNS = products_cpu.COLUMNS
 
 
-@numba.njit
-def product(a, b, c, first, stop):
-    multiply(
-        a.ctypes.data, a.shape[1], a.shape[0], b.ctypes.data, b.shape[1], c.ctypes.data,
-        c.shape[1], first, stop, c.shape[1],
-    )  # fmt: skip
+@functools.cache
+def product_of(wide):
+    """A function that multiplies arrays, on this machine or as on one of narrow registers."""
+    multiply = (products_cpu if wide else narrow()).multiply
+
+    @numba.njit
+    def product(a, b, c, first, stop):
+        multiply(
+            a.ctypes.data, a.shape[1], a.shape[0], b.ctypes.data, b.shape[1], c.ctypes.data,
+            c.shape[1], first, stop, c.shape[1],
+        )  # fmt: skip
+
+    return product
 
 
+def narrow():
+    spec = importlib.util.spec_from_file_location("narrow_products", products_cpu.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("numba.core.codegen.get_host_cpu_features", lambda: "")
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("wide", [True, False])
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 11),
@@ -25,8 +47,8 @@ def product(a, b, c, first, stop):
     first=st.integers(0, 5),
     summed=st.integers(0, 40),
 )
-def test_it_is_the_product(seed, rows, columns, first, summed):
-    rng = np.random.default_rng(seed)
+def test_it_is_the_product(wide, seed, rows, columns, first, summed):
+    product, rng = product_of(wide), np.random.default_rng(seed)
     stop = first + summed
     # What lies beside the summed part must not be read.
     a = np.full((rows, stop + 2), np.nan, np.float32)
