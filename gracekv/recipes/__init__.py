@@ -55,7 +55,7 @@ _READING: Mapping[str, Any] = {
     "rule": "geometric",
     "parts": [_REPLAYED, _POINTED],
 }
-_FORESEEN: Mapping[str, Any] = {"name": "value_norm", "score": _READING}
+_FORESEEN: Mapping[str, Any] = {"name": "value_norm", "relative": 0.5, "score": _READING}
 # One top-k over all heads by that worth; of recent tokens only the last few are sure of a place.
 _PLUS: Mapping[str, Any] = {
     **_TOKENS,
@@ -67,7 +67,7 @@ _PLUS: Mapping[str, Any] = {
 
 def _by(score: object) -> dict[str, Any]:
     """gracekv-plus with another score under its value norms."""
-    return {**_PLUS, "value": {"name": "value_norm", "score": score}}
+    return {**_PLUS, "value": {**_FORESEEN, "score": score}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A score times the length of the value that it stands for."""
+"""A score times the length of the value that it stands for, absolute or within its layer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 
+from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.evidence import mean_evidence
@@ -19,16 +20,33 @@ from gracekv.value.read_ahead import ReadAhead
 class ValueNorm(Scorer):
     """Another score times ||v||: what a dropped token takes from the head's output.
 
+    Values grow from layer to layer, and so does what they are added to: by absolute norms the first
+    layers lose their entries first, by norms relative to the layer's mean they keep too many once
+    few are left. Halfway serves from 1.5x to 64x.
+
     Source: Guo et al. (2024), VATP, arXiv:2406.12335; the Euclidean norm, as in Devoto et al.
-    (2025), arXiv:2510.00636, in place of its l1.
+    (2025), arXiv:2510.00636, in place of its l1. Relative norms are ours.
 
     Cost: one pass over the values.
 
     Attributes:
         score: what is weighted.
+        relative: power of the layer's mean norm over the region that divides: 0 absolute norms, 1
+            relative ones, 0.5 their geometric mean.
+
+    Raises:
+        ConfigError: a field lies outside what it takes.
     """
 
     score: Scorer = field(default_factory=ReadAhead)
+    relative: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.relative <= 1:
+            raise ConfigError(
+                f"ValueNorm.relative takes a number from 0 (absolute norms) to 1 (relative to the "
+                f"layer's mean); got {self.relative!r}."
+            )
 
     def needs(self) -> Needs:
         """What the score needs."""
@@ -44,5 +62,8 @@ class ValueNorm(Scorer):
                 for value in prefill.values
             ]
         )
+        if self.relative > 0:
+            layer = norms.mean(dim=(1, 2), keepdim=True)
+            norms = norms / layer.clamp_min(1e-12) ** self.relative
         tokens = scores.tokens * norms
         return TokenScores(tokens, mean_evidence(tokens), scores.columns)

@@ -85,6 +85,25 @@ def test_value_norm_multiplies_by_the_length_of_values():
     torch.testing.assert_close(weighted.tokens, plain.tokens * norms)
 
 
+@pytest.mark.parametrize("relative", [0.0, 0.5, 1.0])
+def test_relative_norms_are_those_of_their_layer(relative):
+    prefill = small()
+    prefill.values[1][:] *= 100.0
+    plain = ReadAhead()(prefill, REGION).tokens
+    got = ValueNorm(relative=relative)(prefill, REGION).tokens
+    for layer, value in enumerate(prefill.values):
+        norms = value[:, REGION.start : REGION.end].norm(dim=-1)
+        want = plain[layer] * norms / norms.mean() ** relative
+        torch.testing.assert_close(got[layer], want)
+    if relative == 1.0:  # The layer's scale is gone.
+        torch.testing.assert_close(ValueNorm(relative=1.0)(small(), REGION).tokens, got)
+
+
+def test_value_norms_refuse_more_than_relative():
+    with pytest.raises(ConfigError, match="relative takes"):
+        ValueNorm(relative=1.5)
+
+
 def test_mean_attention_is_column_sums_over_the_prompt_length():
     prefill = small()
     got = MeanAttention()(prefill, REGION).tokens
