@@ -97,7 +97,7 @@ RECIPES: dict[str, Recipe] = {
         "ours: 16 decoding steps on the full cache come before compression",
         _by({"name": "mixture", "parts": ["draft_attention", _READING]}),
     ),
-    "foresight": Recipe(
+    "gracekv-foresight": Recipe(
         "One top-k over all heads by what 64 tokens of FullKV's own answer read: a limit",
         "ours: not a method, since it generates the answer first; what selection could reach",
         _by({"name": "draft_attention", "tokens": 64}),
