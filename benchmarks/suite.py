@@ -112,6 +112,38 @@ def means(found: Sequence[Block], methods: Sequence[str], shown: Measure) -> str
     return "\n".join(lines)
 
 
+def answers(rows: Sequence[Row]) -> str:
+    """FullKV's score by task, and how much of it each method keeps: sums over the same prompts."""
+    scored = [row for row in rows if row.get("score") is not None]
+    full = {row["sample"]: row["score"] for row in scored if row["method"] == "fullkv"}
+    kept: dict[tuple[str, str], dict[str, tuple[float, float, int]]] = {}
+    for row in scored:
+        if row["method"] == "fullkv" or row["sample"] not in full:
+            continue
+        for task in (row["task"].partition(":")[2], "all"):
+            cells = kept.setdefault((row["method"], row["column"]), {})
+            got, of, count = cells.get(task, (0.0, 0.0, 0))
+            cells[task] = got + row["score"], of + full[row["sample"]], count + 1
+    tasks = sorted({task for cells in kept.values() for task in cells} - {"all"})
+    columns = sorted(kept, key=lambda key: (key[0], float(key[1].rstrip("x"))))
+    lines = [
+        f"| task | prompts | FullKV | {' | '.join(f'{m} {c}' for m, c in columns)} |",
+        "|---" + "|--:" * (len(columns) + 2) + "|",
+    ]
+    for task in [*tasks, "all"]:
+        most = max((cells[task] for cells in kept.values() if task in cells), key=lambda x: x[2])
+        shares = [
+            f"{kept[key][task][0] / kept[key][task][1]:.0%}"
+            # A method that ran some of the tasks has no share of all.
+            if task in kept[key] and kept[key][task][2] == most[2] and most[1]
+            else ""
+            for key in columns
+        ]
+        score = f"{most[1] / most[2]:.0%}"
+        lines.append(f"| {task} | {most[2]} | {score} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
 def head(rows: Sequence[Row]) -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
@@ -152,6 +184,10 @@ def main() -> None:
                 parts += [f"## {other.title}: mean over the groups", "", table, ""]
             text = standings(found, shown)
             parts += ["## Standings by log KL to FullKV", "", text, ""]
+            Console().print(text)
+        if name == "score":
+            text = answers(rows)
+            parts += ["## Answers kept: share of FullKV's score", "", text, ""]
             Console().print(text)
         if name != "top1":
             suffix = "" if name == "log_kl" else f"-{name}"
