@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unus
 from gracekv.kernels import halves_cpu, intrinsics_cpu
 from gracekv.kernels.halves_cpu import as_float32
 from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer, prefetch
+from gracekv.kernels.sources import digest
 
 
 class Task(ctypes.Structure):
@@ -274,10 +273,9 @@ def attend(dtype: torch.dtype) -> Any:
 
     The first call on a machine compiles for some seconds; later ones find the result on disk.
     """
-    number, sources = _NUMBERS[dtype], _sources()
+    number, sources = _NUMBERS[dtype], digest(halves_cpu, intrinsics_cpu)
 
     def body(address: Any) -> None:
-        # numba looks for changes in this file alone, but what a function closes over counts too.
         _ = sources
         task = carray(address, (1,), _TASK)[0]
         packed, tails = (task.entries, task.dim), (task.batch * task.heads * task.tail, task.dim)
@@ -288,9 +286,3 @@ def attend(dtype: torch.dtype) -> Any:
         _work(task, keys, values, tail_keys, tail_values)
 
     return cfunc(types.void(types.voidptr), cache=True)(body)
-
-
-def _sources() -> str:
-    """Digest of the files that are compiled into the kernel beside this one."""
-    texts = [Path(module.__file__ or "").read_bytes() for module in (halves_cpu, intrinsics_cpu)]
-    return hashlib.sha256(b"".join(texts)).hexdigest()

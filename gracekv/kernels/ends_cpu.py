@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,7 @@ from gracekv.kernels.cuts_cpu import best_cut, candidates, highest, lifting
 from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer
 from gracekv.kernels.node_cpu import gather, masses, read, settle
 from gracekv.kernels.node_data_cpu import Heads, Node, scratch
+from gracekv.kernels.sources import digest
 
 # Nodes that a thread fetches at a time.
 _NODES = 4
@@ -219,20 +218,12 @@ def ends() -> Any:
 
     The first call on a machine compiles for some seconds; later ones find the result on disk.
     """
-    sources = _sources()
+    sources = digest(
+        cuts_cpu, exponential_cpu, intrinsics_cpu, node_cpu, node_data_cpu, products_cpu
+    )
 
     def body(address: Any) -> None:
-        # numba looks for changes in this file alone, but what a function closes over counts too.
         _ = sources
         _work(carray(address, (1,), _TASK)[0])
 
     return cfunc(types.void(types.voidptr), cache=True)(body)
-
-
-def _sources() -> str:
-    """Digest of the files that are compiled into the kernel beside this one."""
-    modules = (
-        cuts_cpu, exponential_cpu, intrinsics_cpu, node_cpu, node_data_cpu, products_cpu,
-    )  # fmt: skip
-    texts = [Path(module.__file__ or "").read_bytes() for module in modules]
-    return hashlib.sha256(b"".join(texts)).hexdigest()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unus
 from gracekv.kernels import exponential_cpu, intrinsics_cpu
 from gracekv.kernels.exponential_cpu import exponential
 from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer
+from gracekv.kernels.sources import digest
 
 # Numbers of a piece, and rows that a thread fetches at a time.
 _PIECE = 1024
@@ -117,18 +116,10 @@ def accumulate() -> Any:
 
     The first call on a machine compiles for some seconds; later ones find the result on disk.
     """
-    sources = _sources()
+    sources = digest(exponential_cpu, intrinsics_cpu)
 
     def body(address: Any) -> None:
-        # numba looks for changes in this file alone, but what a function closes over counts too.
         _ = sources
         _work(carray(address, (1,), _TASK)[0])
 
     return cfunc(types.void(types.voidptr), cache=True)(body)
-
-
-def _sources() -> str:
-    """Digest of the files that are compiled into the kernel beside this one."""
-    modules = (exponential_cpu, intrinsics_cpu)
-    texts = [Path(module.__file__ or "").read_bytes() for module in modules]
-    return hashlib.sha256(b"".join(texts)).hexdigest()
