@@ -216,7 +216,7 @@ def _work(task: Any) -> None:
 def ends() -> Any:
     """The kernel: a C callback that takes a `Task`'s address.
 
-    The first call on a machine compiles for some seconds; later ones find the result on disk.
+    The first call on a machine compiles for 20 to 30 seconds; later ones find the result on disk.
     """
     sources = digest(
         cuts_cpu, exponential_cpu, intrinsics_cpu, node_cpu, node_data_cpu, products_cpu
