@@ -38,12 +38,8 @@ _REPLAYED: Mapping[str, Any] = {
     "weights": [1.0, 0.5],
     "parts": ["replay", {"name": "read_ahead", "question": 0, "length": 1, "power": 2.0}],
 }
-_AHEAD: Mapping[str, Any] = {
-    "name": "mixture",
-    "rule": "sum",
-    "weights": [1.0, 0.02],
-    "parts": ["read_ahead", {"name": "read_ahead", "over": "max"}],
-}
+# The mean over probes and the maximum, fifty to one.
+_AHEAD: Mapping[str, Any] = {"name": "read_ahead", "most": 1 / 51}
 _POINTED: Mapping[str, Any] = {
     "name": "mixture",
     "rule": "sum",

@@ -17,7 +17,6 @@ from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.evidence import mean_evidence
 
 Kernel = Literal["geometric", "flat"]
-Over = Literal["mean", "max"]
 
 
 @final
@@ -43,8 +42,9 @@ class ReadAhead(Scorer):
         kernel: "geometric", or "flat", in which `length` tokens share alike.
         power: 1 is the mean over probes and query heads, 2 the root of the mean square, which a
             single probe's interest survives.
-        over: "mean" over probes and query heads, or the "max": one probe that points at a place is
-            enough. Of several places that hold a part of the answer, each may have one of its own.
+        most: share of the maximum over probes and query heads beside their mean, from 0 to 1. One
+            probe that points at a place is enough for it: of several places that hold a part of the
+            answer, each may have one of its own.
 
     Raises:
         ConfigError: a field lies outside what it takes.
@@ -55,7 +55,7 @@ class ReadAhead(Scorer):
     length: int = 25
     kernel: Kernel = "geometric"
     power: float = 1.0
-    over: Over = "mean"
+    most: float = 0.0
 
     def __post_init__(self) -> None:
         if self.question < 0 or self.tail < 0 or self.question + self.tail < 1:
@@ -68,10 +68,10 @@ class ReadAhead(Scorer):
                 f"ReadAhead takes length >= 1 tokens and power >= 1; got length={self.length!r}, "
                 f"power={self.power!r}. length=1 with power=1 is the mean attention itself."
             )
-        if self.kernel not in get_args(Kernel) or self.over not in get_args(Over):
+        if self.kernel not in get_args(Kernel) or not 0 <= self.most <= 1:
             raise ConfigError(
-                f"ReadAhead takes the kernel 'geometric' or 'flat' over the 'mean' or the 'max'; "
-                f"got kernel={self.kernel!r}, over={self.over!r}."
+                f"ReadAhead takes the kernel 'geometric' or 'flat' and a share most from 0 to 1; "
+                f"got kernel={self.kernel!r}, most={self.most!r}."
             )
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
@@ -98,7 +98,10 @@ class ReadAhead(Scorer):
     def _layer(self, prefill: Prefill, layer: int, probes: list[int], region: Region) -> Tensor:
         """[G, N]."""
         chances = probabilities(prefill, layer, probes)[..., region.start : region.end]
-        paid = reduce(chances**self.power, "(g n) p t -> g t", self.over, g=prefill.kv_heads)
+        powers, heads = chances**self.power, prefill.kv_heads
+        paid = reduce(powers, "(g n) p t -> g t", "mean", g=heads)
+        if self.most > 0:
+            paid.lerp_(reduce(powers, "(g n) p t -> g t", "max", g=heads), self.most)
         # A probe inside the region sees less than all of it.
         seen = paid.new_zeros(prefill.kv_heads, region.length)
         seen[:, : paid.shape[-1]] = paid

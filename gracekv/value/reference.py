@@ -234,7 +234,7 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
                     share, place = row[t] ** scorer.power, t - region.start
                     mean[layer, head // prefill.group, place] += share / len(probes) / prefill.group
                     most[layer, head // prefill.group, place].clamp_(min=share)
-    paid = mean if scorer.over == "mean" else most
+    paid = (1 - scorer.most) * mean + scorer.most * most
     ahead = torch.zeros_like(paid)
     for t in range(region.length):
         for i in range(t + 1):

@@ -55,7 +55,7 @@ class Replay(Scorer):
         ConfigError: a field lies outside what it takes.
     """
 
-    evidence: ReadAhead = field(default_factory=lambda: ReadAhead(length=12, over="max"))
+    evidence: ReadAhead = field(default_factory=lambda: ReadAhead(length=12, most=1.0))
     power: float = 4.0
     even: float = 0.5
     max_queries: int = 1024

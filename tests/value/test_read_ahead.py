@@ -23,14 +23,14 @@ def small(**changes):
     length=st.integers(1, 30),
     kernel=st.sampled_from(["geometric", "flat"]),
     power=st.sampled_from([1.0, 2.0]),
-    over=st.sampled_from(["mean", "max"]),
+    most=st.sampled_from([0.0, 0.02, 1.0]),
     question=st.integers(0, 2),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_the_reference(seed, length, kernel, power, over, question, dtype):
+def test_equals_the_reference(seed, length, kernel, power, most, question, dtype):
     prefill = small(seed=seed, dtype=dtype)
     # Probes of the tail reach into the region: they see less than all of it.
-    region, scorer = Region(2, 28), ReadAhead(question, 4, length, kernel, power, over)
+    region, scorer = Region(2, 28), ReadAhead(question, 4, length, kernel, power, most)
     got = scorer(prefill, region).tokens
     want = reference.read_ahead(scorer, prefill, region)
     torch.testing.assert_close(got.double(), want, rtol=5e-5, atol=1e-7)
@@ -71,8 +71,8 @@ def test_one_probe_that_points_at_a_token_is_enough_for_the_maximum_alone():
     queries[-1] = 0.0
     queries[-1, 1] = 8 / prefill.scale
     region = Region(2, 42)
-    for over, best in (("mean", glanced), ("max", stared)):
-        tokens = ReadAhead(0, 17, 1, over=over)(prefill, region).tokens
+    for most, best in ((0.0, glanced), (1.0, stared)):
+        tokens = ReadAhead(0, 17, 1, most=most)(prefill, region).tokens
         assert int(tokens[0, 0].argmax()) + 2 == best
 
 
@@ -84,7 +84,7 @@ def test_one_probe_that_points_at_a_token_is_enough_for_the_maximum_alone():
         {"length": 0},
         {"power": 0.5},
         {"kernel": "square"},
-        {"over": "median"},
+        {"most": 1.5},
     ],
 )
 def test_refuses(fields):

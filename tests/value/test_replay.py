@@ -69,7 +69,7 @@ def test_even_weights_do_not_read_the_question():
 
 def test_likely_words_weigh_most_and_all_weights_follow_the_evidence():
     prefill, region = small(), Region(2, 20)
-    evidence = ReadAhead(length=3, over="max")
+    evidence = ReadAhead(length=3, most=1.0)
     _, weights = Replay(even=0.0, evidence=evidence, power=3.0).queries(prefill, region)
     likely = evidence(prefill, region).tokens.amax(1).mean(0)
     assert torch.equal(weights.argsort(), likely.argsort())
