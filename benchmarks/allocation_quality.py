@@ -161,7 +161,7 @@ def cells(
         run = pipeline.run(prefill, Budget.ratio(ratio))
         if run.forest is None or run.relevance is None or run.frontier is None:
             raise SystemExit(f"{case.name} is so short that nothing is compressed at {ratio}x")
-        tokens = run.relevance.tokens
+        tokens = run.relevance.scores
         candidates = pipeline.floor.candidates(tokens, run.plan)
         start = pipeline.floor.realize(run.forest, candidates, run.plan, None)
         bound, own = upper_bound(Frontier.empty(run.forest, run.plan.base)), upper_bound(start)

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from gracekv.gemm import linear
+from gracekv.linalg import linear
 from gracekv.tree import Nodes
-from gracekv.tree.compiled import CompiledJudge
-from gracekv.tree.fused import TritonJudge
-from gracekv.tree.sweeps import PrototypeJudge
+from gracekv.tree.prototype_numba import NumbaEvaluator
+from gracekv.tree.prototype_torch import TorchEvaluator
+from gracekv.tree.prototype_triton import TritonEvaluator
 
 
 @dataclass
@@ -35,23 +35,27 @@ class Judged:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count what every judge is asked meanwhile."""
-        judges = {CompiledJudge: "fill", PrototypeJudge: "__call__", TritonJudge: "__call__"}
-        before = {kind: getattr(kind, name) for kind, name in judges.items()}
+        """Count what every evaluator is asked meanwhile."""
+        evaluators = {
+            NumbaEvaluator: "fill",
+            TorchEvaluator: "__call__",
+            TritonEvaluator: "__call__",
+        }
+        before = {kind: getattr(kind, name) for kind, name in evaluators.items()}
 
         def wrap(call: Any) -> Any:
-            def counted(judge: Any, nodes: Nodes, *rest: Any) -> Any:
+            def counted(evaluator: Any, nodes: Nodes, *rest: Any) -> Any:
                 self._count(nodes, rest[-1].get("most") if rest else None)
-                return call(judge, nodes, *rest)
+                return call(evaluator, nodes, *rest)
 
             return counted
 
-        for kind, name in judges.items():
+        for kind, name in evaluators.items():
             setattr(kind, name, wrap(before[kind]))
         try:
             yield
         finally:
-            for kind, name in judges.items():
+            for kind, name in evaluators.items():
                 setattr(kind, name, before[kind])
 
     def _count(self, nodes: Nodes, cuts: int | None) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from gracekv.evaluate.formats import footer, markdown
 from gracekv.evaluate.measures import Measure, measure
 from gracekv.evaluate.plots import plot
-from gracekv.evaluate.store import Row, read_rows
+from gracekv.evaluate.result_rows import Row, read_rows
 from gracekv.evaluate.tables import Block, blocks
 from gracekv.files import write_atomically
 

@@ -165,7 +165,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
 ) -> None:
     """Answer a saved prompt's question again, without reading its context."""
-    from gracekv.cache.store import read_header
+    from gracekv.cache.serialization import read_header
 
     # A file that is no cache is told apart before a model is loaded.
     read_header(cache)

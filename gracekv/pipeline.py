@@ -174,14 +174,14 @@ class Pipeline(Configurable):
             return Needs()
         needs = self.segment.needs() | self.value.needs() | self.sensitivity.needs()
         needs |= self.distortion.needs()
-        if self.uses_columns:
+        if self.uses_column_sums:
             needs |= Needs(context_queries=True)
         return needs | Curvature().needs() if self.refine.uses_curvature else needs
 
     @property
-    def uses_columns(self) -> bool:
+    def uses_column_sums(self) -> bool:
         """Some stage reads the attention that each prompt position received in all."""
-        return self.quota.uses_columns or self.pack.uses_columns
+        return self.quota.uses_column_sums or self.pack.uses_column_sums
 
     def plan(self, prefill: Prefill, budget: Budget) -> BudgetPlan:
         """What `budget` comes to for this prefill; raises `BudgetError` if it is too small."""
@@ -217,13 +217,13 @@ class Pipeline(Configurable):
             )
         with clock("value"):
             scores = self.value(prefill, region)
-            relevance = Relevance(scores.tokens, scores.evidence, self.sensitivity(prefill))
-            columns = scores.columns
-            if columns is None and self.uses_columns:
-                columns = all_column_sums(prefill)
+            relevance = Relevance(scores.scores, scores.seed_scores, self.sensitivity(prefill))
+            column_sums = scores.column_sums
+            if column_sums is None and self.uses_column_sums:
+                column_sums = all_column_sums(prefill)
         with clock("tree"):
-            quota = self.quota(relevance.tokens, plan, columns)
-            candidates = self.floor.candidates(relevance.tokens, plan)
+            quota = self.quota(relevance.scores, plan, column_sums)
+            candidates = self.floor.candidates(relevance.scores, plan)
             curvature = partition.curvature
             if curvature is None and self.refine.uses_curvature:
                 curvature = Curvature()(prefill)
@@ -231,8 +231,8 @@ class Pipeline(Configurable):
                 TreeContext(
                     prefill=prefill,
                     partition=partition,
-                    tokens=relevance.tokens,
-                    evidence=relevance.evidence,
+                    scores=relevance.scores,
+                    seed_scores=relevance.seed_scores,
                     sensitivity=relevance.sensitivity,
                     rule=self.prototype,
                     forced=candidates,
@@ -251,7 +251,7 @@ class Pipeline(Configurable):
                 bound = upper_bound(empty, quota, elastic=elastic)
                 frontier = replace(frontier, bound=max(bound, frontier.utility))
         with clock("pack"):
-            cache = self.pack(prefill, frontier, relevance.tokens, self.prototype, columns)
+            cache = self.pack(prefill, frontier, relevance.scores, self.prototype, column_sums)
         entries = frontier.entries_per_head().cpu() + plan.recent
         accounting = Accounting(
             budget=plan.total,

@@ -15,14 +15,23 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, Generic, TypeVar
 
 from gracekv.errors import ConfigError, UnknownStrategyError
+from gracekv.hyperparameter import check_fields
 
 
 class Configurable:
-    """A frozen dataclass that turns into plain data and back.
+    """A frozen dataclass that checks its fields and turns into plain data and back.
 
     Fields may be numbers, strings, booleans, None, tuples of those, other `Configurable`s, or
-    `Strategy`s (stored as ``{"name": ..., **fields}``).
+    `Strategy`s (stored as ``{"name": ..., **fields}``). Types, choices (`Literal`) and bounds
+    (`gracekv.hyperparameter.bounded`) are checked when an instance is built.
     """
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self.check()
+
+    def check(self) -> None:
+        """Raise `ConfigError` if fields that are fine one by one do not fit together."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data (lists for tuples), ready for JSON, YAML or TOML."""

@@ -10,7 +10,14 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gracekv"
 
 # Every folder may use what stands for everyone, and itself.
-COMMON = {"gracekv.errors", "gracekv.gemm", "gracekv.registry", "gracekv.rope"}
+COMMON = {
+    "gracekv.errors",
+    "gracekv.hyperparameter",
+    "gracekv.linalg",
+    "gracekv.ragged",
+    "gracekv.registry",
+    "gracekv.rope",
+}
 KNOWS = {
     "kernels": set(),
     "prefill": {"gracekv.kernels"},

@@ -154,11 +154,11 @@ def fingerprint(pipeline: Pipeline, prefill: Prefill, ratio: int = 6) -> dict[st
     assert run.partition is not None
     assert run.relevance is not None
     assert run.forest is not None
-    candidates = pipeline.floor.candidates(run.relevance.tokens, run.plan)
-    quota = pipeline.quota(run.relevance.tokens, run.plan)
+    candidates = pipeline.floor.candidates(run.relevance.scores, run.plan)
+    quota = pipeline.quota(run.relevance.scores, run.plan)
     return {
         "partition": run.partition.bounds.tolist(),
-        "relevance": run.relevance.tokens.flatten().tolist(),
+        "relevance": run.relevance.scores.flatten().tolist(),
         "sensitivity": run.relevance.sensitivity.flatten().tolist(),
         "floor": [] if candidates is None else candidates.flatten().tolist(),
         "quota": [] if quota is None else quota.flatten().tolist(),

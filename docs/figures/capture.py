@@ -105,7 +105,7 @@ def _relevance(pipeline: Pipeline, run: Run, prefill: Prefill) -> list[tuple[str
     assert isinstance(scorer, MultiHop)
     assert run.relevance is not None
     region = prefill.spans.region(run.plan.recent)
-    score = run.relevance.evidence
+    score = run.relevance.seed_scores
     found = [("direct", score)]
     known = torch.zeros(region.length, dtype=torch.bool)
     layers = depth_layers(scorer.depths, prefill.layers)
@@ -118,7 +118,7 @@ def _relevance(pipeline: Pipeline, run: Run, prefill: Prefill) -> list[tuple[str
         score = torch.stack(reached).sum(0).masked_fill(known, 0)
         found.append((f"seeds {hop + 1}", torch.zeros(region.length).index_fill(0, seeds, 1.0)))
         found.append((f"hop {hop + 1}", score / score.sum()))
-    return [*found, ("worth", run.relevance.tokens.mean(dim=(0, 1)))]
+    return [*found, ("worth", run.relevance.scores.mean(dim=(0, 1)))]
 
 
 def _tree(run: Run) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _auction(run: Run, pipeline: Pipeline, prefill: Prefill) -> dict[str, Any]:
     assert frontier is not None
     assert run.relevance is not None
     ops = Operations.of(forest)
-    candidates = pipeline.floor.candidates(run.relevance.tokens, run.plan)
+    candidates = pipeline.floor.candidates(run.relevance.scores, run.plan)
     start = pipeline.floor.realize(forest, candidates, run.plan, None)
     floor = ops.executed(start)
     bought = ops.executed(frontier) & ~floor

@@ -110,10 +110,10 @@ class Quota(Strategy, abc.ABC):
     """Most entries that each (layer, KV head) may hold beside its recent window.
 
     Attributes:
-        uses_columns: it reads `columns`, which the pipeline then provides.
+        uses_column_sums: it reads `columns`, which the pipeline then provides.
     """
 
-    uses_columns: ClassVar[bool] = False
+    uses_column_sums: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(

@@ -42,7 +42,7 @@ class Density(Quota):
         ConfigError: a field lies outside what it takes.
     """
 
-    uses_columns: ClassVar[bool] = True
+    uses_column_sums: ClassVar[bool] = True
 
     epsilon: float = 1e-6
 

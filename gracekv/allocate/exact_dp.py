@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.greedy import auction
-from gracekv.allocate.operations import Operations, Purse
+from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.small import SmallProblem
 from gracekv.errors import ConfigError
 
@@ -52,7 +52,7 @@ class ExactDP(Allocator):
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)
         executed = ops.executed(start)
-        purse = Purse.of(ops, start, quota)
+        purse = RemainingBudget.of(ops, start, quota)
         problem = SmallProblem.of(
             ops, executed, elastic=self.elastic, most=self.max_operations, solver="ExactDP"
         )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
-from gracekv.allocate.operations import Operations, Purse
-from gracekv.allocate.picking import dense_rank, descending, positions
+from gracekv.allocate.operations import Operations, RemainingBudget
+from gracekv.allocate.ranking import dense_rank, descending, positions
 
 
 @final
@@ -51,11 +51,11 @@ class Greedy(Allocator):
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)
-        purse = Purse.of(ops, start, quota)
+        purse = RemainingBudget.of(ops, start, quota)
         return ops.frontier(start, auction(ops, ops.executed(start), purse, elastic=self.elastic))
 
 
-def auction(ops: Operations, executed: Tensor, purse: Purse, *, elastic: bool) -> Tensor:
+def auction(ops: Operations, executed: Tensor, purse: RemainingBudget, *, elastic: bool) -> Tensor:
     """bool [M]: `executed` and everything that the greedy auction adds to it within `purse`."""
     if purse.budget == 0:
         return executed
@@ -68,7 +68,7 @@ def auction(ops: Operations, executed: Tensor, purse: Purse, *, elastic: bool) -
         return _finish(ops, executed | bought, purse.less(ops, bought), elastic)
     bought = _cut(ops, wanted, key, purse.room)
     # The costs of all operations together: a budget that cannot refuse any.
-    endless = Purse(int(ops.cost.sum()), purse.room)
+    endless = RemainingBudget(int(ops.cost.sum()), purse.room)
     alone = _finish(ops, executed | bought, endless.less(ops, bought), elastic)
     bought = alone & ~executed
     if purse.less(ops, bought).budget >= 0:
@@ -116,7 +116,7 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
     return above | (tied & fits.index_select(0, tree))
 
 
-def _finish(ops: Operations, executed: Tensor, purse: Purse, elastic: bool) -> Tensor:
+def _finish(ops: Operations, executed: Tensor, purse: RemainingBudget, elastic: bool) -> Tensor:
     """bool [M]: the queue's own continuation from `executed`, on the few that can matter.
 
     Discards made earlier need no memory: what did not fit once fits even less now.
@@ -162,7 +162,7 @@ def _finish(ops: Operations, executed: Tensor, purse: Purse, elastic: bool) -> T
     return result
 
 
-def _shortlist(ops: Operations, executed: Tensor, purse: Purse, elastic: bool) -> Tensor:
+def _shortlist(ops: Operations, executed: Tensor, purse: RemainingBudget, elastic: bool) -> Tensor:
     """int64, ascending: the available operations that the queue could still buy.
 
     Among available operations of one cost c (and head, under quotas) at most floor(left / c) can

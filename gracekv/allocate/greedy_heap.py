@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
-from gracekv.allocate.operations import Operations, Purse
+from gracekv.allocate.operations import Operations, RemainingBudget
 
 
 @final
@@ -38,7 +38,7 @@ class GreedyHeap(Allocator):
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)
-        purse = Purse.of(ops, start, quota)
+        purse = RemainingBudget.of(ops, start, quota)
         budget = purse.budget
         room = None if purse.room is None else purse.room.tolist()
         done = ops.executed(start).tolist()

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.greedy import auction
-from gracekv.allocate.operations import Operations, Purse
-from gracekv.allocate.picking import positions
+from gracekv.allocate.operations import Operations, RemainingBudget
+from gracekv.allocate.ranking import positions
 from gracekv.errors import ConfigError
 
 _SWEEPS = 60
@@ -62,7 +62,7 @@ class Lagrangian(Allocator):
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)
         executed = ops.executed(start)
-        purse = Purse.of(ops, start, quota)
+        purse = RemainingBudget.of(ops, start, quota)
         dual = _Dual(ops, executed, purse, elastic=self.elastic)
         bound, low, high = dual.minimum(self.sweeps)
         bought = executed | dual.closures(high)
@@ -95,13 +95,17 @@ def upper_bound(
     """
     ops = Operations.of(start.forest)
     executed = ops.executed(start)
-    return _Dual(ops, executed, Purse.of(ops, start, quota), elastic=elastic).minimum(sweeps)[0]
+    return _Dual(ops, executed, RemainingBudget.of(ops, start, quota), elastic=elastic).minimum(
+        sweeps
+    )[0]
 
 
 class _Dual:
     """The dual function of what `executed` leaves open; prices are per head."""
 
-    def __init__(self, ops: Operations, executed: Tensor, purse: Purse, *, elastic: bool) -> None:
+    def __init__(
+        self, ops: Operations, executed: Tensor, purse: RemainingBudget, *, elastic: bool
+    ) -> None:
         live = ~executed
         if elastic:
             live &= ops.bottleneck(executed) > 0
@@ -192,7 +196,7 @@ class _Dual:
         )
 
 
-def _first_trees(ops: Operations, wanted: Tensor, purse: Purse) -> Tensor:
+def _first_trees(ops: Operations, wanted: Tensor, purse: RemainingBudget) -> Tensor:
     """bool [M]: of `wanted`, all of the first trees that fit head by head, then in all."""
     price = torch.zeros(ops.forest.trees, dtype=torch.int64, device=wanted.device)
     price.index_add_(0, ops.tree, torch.where(wanted, ops.cost, 0))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.greedy import auction
-from gracekv.allocate.operations import Operations, Purse
+from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.small import SmallProblem
 from gracekv.errors import ConfigError, GracekvError
 
@@ -46,7 +46,7 @@ class Milp(Allocator):
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)
         executed = ops.executed(start)
-        purse = Purse.of(ops, start, quota)
+        purse = RemainingBudget.of(ops, start, quota)
         problem = SmallProblem.of(
             ops, executed, elastic=self.elastic, most=self.max_operations, solver="Milp"
         )
@@ -55,7 +55,7 @@ class Milp(Allocator):
         return ops.frontier(start, auction(ops, bought, left, elastic=self.elastic))
 
 
-def _solve(problem: SmallProblem, purse: Purse) -> np.ndarray:
+def _solve(problem: SmallProblem, purse: RemainingBudget) -> np.ndarray:
     """bool [n]: an optimal choice."""
     # Importing scipy's solvers changes the warning filters, so only who solves imports them.
     from scipy.optimize import Bounds, LinearConstraint, milp

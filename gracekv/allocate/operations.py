@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import Frontier
-from gracekv.allocate.picking import positions
+from gracekv.allocate.ranking import positions
 from gracekv.errors import BudgetError, NonFiniteError, ShapeError
 from gracekv.tree.base import Forest
 
@@ -147,7 +147,7 @@ class Operations:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Purse:
+class RemainingBudget:
     """What is left to spend.
 
     Attributes:
@@ -159,7 +159,7 @@ class Purse:
     room: Tensor | None
 
     @classmethod
-    def of(cls, ops: Operations, start: Frontier, quota: Tensor | None) -> Purse:
+    def of(cls, ops: Operations, start: Frontier, quota: Tensor | None) -> RemainingBudget:
         """What `start` leaves of its budget and of `quota` ([L, G]).
 
         Raises `BudgetError` if `start` already holds more than it may, `ShapeError` if the quota
@@ -185,10 +185,10 @@ class Purse:
             )
         return quota.flatten().to(device=ops.cost.device, dtype=torch.int64)
 
-    def less(self, ops: Operations, bought: Tensor) -> Purse:
+    def less(self, ops: Operations, bought: Tensor) -> RemainingBudget:
         """The purse after paying for the operations `bought` (bool [M])."""
         paid = torch.where(bought, ops.cost, 0)
         if self.room is None:
-            return Purse(self.budget - int(paid.sum()), None)
+            return RemainingBudget(self.budget - int(paid.sum()), None)
         per_head = torch.zeros_like(self.room).index_add_(0, ops.head(), paid)
-        return Purse(self.budget - int(per_head.sum()), self.room - per_head)
+        return RemainingBudget(self.budget - int(per_head.sum()), self.room - per_head)

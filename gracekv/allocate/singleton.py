@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import FLOORS, Floor, Frontier
 from gracekv.allocate.budget import BudgetPlan
-from gracekv.allocate.operations import Operations, Purse
+from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.errors import ConfigError, ShapeError
 from gracekv.tree.base import Forest
 
@@ -111,7 +111,7 @@ class Singleton(Floor):
         if candidates is None:
             return start
         ops = Operations.of(forest)
-        caps = Purse.of(ops, start, quota).room
+        caps = RemainingBudget.of(ops, start, quota).room
         units = forest.layers * forest.heads
         room = [self.head_limit(plan)] * units
         if caps is not None:

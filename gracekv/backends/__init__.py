@@ -2,8 +2,8 @@
 
 from gracekv.backends.auto import Auto
 from gracekv.backends.base import BACKENDS, Backend, Partial, combine
-from gracekv.backends.compiled import Compiled
 from gracekv.backends.eager import Eager
+from gracekv.backends.numba import Numba
 from gracekv.backends.sdpa import Sdpa
 from gracekv.backends.triton import Triton
 
@@ -11,8 +11,8 @@ __all__ = [
     "BACKENDS",
     "Auto",
     "Backend",
-    "Compiled",
     "Eager",
+    "Numba",
     "Partial",
     "Sdpa",
     "Triton",

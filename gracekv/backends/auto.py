@@ -12,7 +12,7 @@ from gracekv.backends.base import BACKENDS, Backend, Partial
 from gracekv.cache.base import RaggedLayer
 
 # Fastest first; one that cannot run there is passed over.
-_PREFERRED = {"cuda": ("triton", "sdpa"), "cpu": ("compiled", "sdpa")}
+_PREFERRED = {"cuda": ("triton", "sdpa"), "cpu": ("numba", "sdpa")}
 _ELSEWHERE = ("sdpa",)
 
 

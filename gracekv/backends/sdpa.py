@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, Backend, Partial, sequence_of_row
 from gracekv.backends.eager import additive_mask
-from gracekv.backends.windows import Plan, Windows
+from gracekv.backends.kv_windows import Plan, Windows
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError, ConfigError
 

@@ -221,13 +221,13 @@ class Packer(Strategy, abc.ABC):
     dropped into them.
 
     Attributes:
-        uses_columns: it reads `columns`, which the pipeline then provides.
+        uses_column_sums: it reads `columns`, which the pipeline then provides.
         represents: what an entry of the region stands for: "node", all tokens of its node; "token",
             one of them, the others are gone; "mixture", one token and parts of tokens that are
             gone, wherever they were.
     """
 
-    uses_columns: ClassVar[bool] = False
+    uses_column_sums: ClassVar[bool] = False
     represents: ClassVar[Literal["node", "token", "mixture"]] = "node"
 
     @abc.abstractmethod

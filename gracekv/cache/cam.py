@@ -64,7 +64,7 @@ class CamPacker(Packer):
         ConfigError: a field lies outside what it takes.
     """
 
-    uses_columns: ClassVar[bool] = True
+    uses_column_sums: ClassVar[bool] = True
     represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
 
     merge: int = 32

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gracekv.evaluate.experiment import Experiment, Panel
+    from gracekv.evaluate.result_rows import read_rows
     from gracekv.evaluate.runner import Summary, run
-    from gracekv.evaluate.store import read_rows
     from gracekv.evaluate.tables import blocks
 
 _HOMES = {
@@ -22,7 +22,7 @@ _HOMES = {
     "Panel": "experiment",
     "Summary": "runner",
     "blocks": "tables",
-    "read_rows": "store",
+    "read_rows": "result_rows",
     "run": "runner",
 }
 

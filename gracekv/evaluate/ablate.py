@@ -9,7 +9,7 @@ from gracekv.errors import ConfigError
 from gracekv.evaluate.formats import difference
 from gracekv.evaluate.measures import Measure
 from gracekv.evaluate.methods import sweep
-from gracekv.evaluate.store import Row
+from gracekv.evaluate.result_rows import Row
 from gracekv.evaluate.tables import FULL, blocks
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from gracekv.errors import MissingDependencyError
 from gracekv.evaluate.experiment import Experiment
 from gracekv.evaluate.plan import Unit
-from gracekv.evaluate.store import Row
+from gracekv.evaluate.result_rows import Row
 
 
 class RemoteWorker:

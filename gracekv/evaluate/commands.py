@@ -13,7 +13,7 @@ from gracekv.files import write_atomically
 
 if TYPE_CHECKING:
     from gracekv.evaluate.experiment import Experiment
-    from gracekv.evaluate.store import Row
+    from gracekv.evaluate.result_rows import Row
 
 Model = Annotated[str | None, typer.Option(help="'smollm2', or a transformers name or folder.")]
 Tasks = Annotated[str | None, typer.Option(help="Tasks and suites, separated by commas.")]
@@ -113,7 +113,7 @@ def table(
     from gracekv.evaluate.formats import FORMATS, footer
     from gracekv.evaluate.measures import measure
     from gracekv.evaluate.plots import plot as drawn
-    from gracekv.evaluate.store import read_rows
+    from gracekv.evaluate.result_rows import read_rows
     from gracekv.evaluate.tables import blocks
 
     if format not in FORMATS:
@@ -166,7 +166,7 @@ def ablate(
     from gracekv.evaluate.ablate import deltas, variants
     from gracekv.evaluate.formats import footer
     from gracekv.evaluate.measures import measure
-    from gracekv.evaluate.store import read_rows
+    from gracekv.evaluate.result_rows import read_rows
 
     measures = [measure(name) for name in _list(metric)]
     settings = set_ or []

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from gracekv.evaluate.measures import Measure
+from gracekv.evaluate.result_rows import Row, latest
 from gracekv.evaluate.statistics import Interval
-from gracekv.evaluate.store import Row, latest
 from gracekv.evaluate.tables import FULL, Block
 
 _CSV = (

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from gracekv.evaluate.experiment import Cell, Experiment, Panel
+from gracekv.evaluate.result_rows import Row, latest
 from gracekv.evaluate.rows import row_key, sample_key
 from gracekv.evaluate.sources import Sources
-from gracekv.evaluate.store import Row, latest
 from gracekv.evaluate.tasks import Task
 from gracekv.evaluate.worker import Worker
 

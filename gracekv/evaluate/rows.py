@@ -14,7 +14,7 @@ from typing import Any
 import gracekv
 from gracekv.cache import Accounting, Timings
 from gracekv.evaluate.experiment import Cell, Panel
-from gracekv.evaluate.store import Row
+from gracekv.evaluate.result_rows import Row
 from gracekv.evaluate.tasks import Task
 from gracekv.prefill import PromptSpans
 

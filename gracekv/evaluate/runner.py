@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from gracekv.errors import ConfigError
 from gracekv.evaluate.experiment import Experiment
 from gracekv.evaluate.plan import Plan, Unit, make_plan
+from gracekv.evaluate.result_rows import Row, Store, read_rows
 from gracekv.evaluate.shards import Shard, local_device
 from gracekv.evaluate.sources import Sources
-from gracekv.evaluate.store import Row, Store, read_rows
 from gracekv.evaluate.worker import Worker
 
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from gracekv.errors import ConfigError
 from gracekv.evaluate.measures import Measure
+from gracekv.evaluate.result_rows import Row, latest
 from gracekv.evaluate.statistics import Comparison, Interval, Values, compare, holm, interval
-from gracekv.evaluate.store import Row, latest
 
 FULL = "full"
 

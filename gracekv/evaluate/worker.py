@@ -15,10 +15,10 @@ from gracekv.evaluate.fidelity import Forced, compare, force
 from gracekv.evaluate.generation import greedy
 from gracekv.evaluate.metrics import score
 from gracekv.evaluate.rendering import Rendered, render
+from gracekv.evaluate.result_rows import Row
 from gracekv.evaluate.rows import costs, failure, who
 from gracekv.evaluate.sample import Sample
 from gracekv.evaluate.sources import Sources
-from gracekv.evaluate.store import Row
 from gracekv.evaluate.tasks import Task
 from gracekv.pipeline import Pipeline
 from gracekv.prefill import Needs, Prefill

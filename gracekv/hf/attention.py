@@ -12,9 +12,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from gracekv.errors import CacheError
-from gracekv.hf.feeding import before_forward, check_positions
+from gracekv.hf.input_checks import before_forward, check_positions
 from gracekv.hf.layer import Handle
-from gracekv.prefill.substitute import base_attention
+from gracekv.prefill.attention_patch import base_attention
 from gracekv.prefill.supported import check_model
 
 NAME = "gracekv"

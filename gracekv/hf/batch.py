@@ -15,7 +15,7 @@ from gracekv.cache import Accounting, RaggedCache
 from gracekv.errors import PromptError
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
-from gracekv.hf.continuing import continue_ids, decode_rows, padded_inputs
+from gracekv.hf.generation import continue_ids, decode_rows, padded_inputs
 from gracekv.hf.saving import save_result
 from gracekv.prefill.prompt import Prompt
 

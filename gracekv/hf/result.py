@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.errors import ConfigError
 from gracekv.hf.cache import GraceCache
-from gracekv.hf.continuing import continue_ids, decode_rows, padded_inputs
+from gracekv.hf.generation import continue_ids, decode_rows, padded_inputs
 from gracekv.hf.saving import save_result
 from gracekv.prefill.prompt import Prompt
 

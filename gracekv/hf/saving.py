@@ -16,7 +16,7 @@ from gracekv.allocate.budget import BudgetPlan
 from gracekv.backends import BACKENDS, Backend
 from gracekv.cache import Accounting, Timings
 from gracekv.cache.base import RaggedCache
-from gracekv.cache.store import read_cache, read_header, write_cache
+from gracekv.cache.serialization import read_cache, read_header, write_cache
 from gracekv.errors import SavedCacheError
 from gracekv.prefill.capture import input_device
 from gracekv.prefill.fingerprint import fingerprint

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels import halves_cpu, intrinsics_cpu
-from gracekv.kernels.halves_cpu import as_float32
+from gracekv.kernels import half_precision, intrinsics_cpu
+from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer, prefetch
-from gracekv.kernels.sources import digest
+from gracekv.kernels.source_digest import digest
 
 
 class Task(ctypes.Structure):
@@ -263,7 +263,7 @@ def _work(task: Any, keys: Any, values: Any, tail_keys: Any, tail_values: Any) -
                 _combine(partial, slots, own + tail_pieces, output, of)
 
 
-# What rows of a dtype are to numba (see `halves_cpu`).
+# What rows of a dtype are to numba (see `half_precision`).
 _NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 
 
@@ -273,7 +273,7 @@ def attend(dtype: torch.dtype) -> Any:
 
     The first call on a machine compiles for some seconds; later ones find the result on disk.
     """
-    number, sources = _NUMBERS[dtype], digest(halves_cpu, intrinsics_cpu)
+    number, sources = _NUMBERS[dtype], digest(half_precision, intrinsics_cpu)
 
     def body(address: Any) -> None:
         _ = sources

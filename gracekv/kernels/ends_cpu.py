@@ -27,7 +27,7 @@ from gracekv.kernels.cuts_cpu import best_cut, candidates, highest, lifting
 from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer
 from gracekv.kernels.node_cpu import gather, masses, read, settle
 from gracekv.kernels.node_data_cpu import Heads, Node, scratch
-from gracekv.kernels.sources import digest
+from gracekv.kernels.source_digest import digest
 
 # Nodes that a thread fetches at a time.
 _NODES = 4
@@ -44,10 +44,10 @@ class Task(ctypes.Structure):
         head, first, length: int64 [V]: head, place in the region, and tokens of each node.
         counter: int64, 0.
         widest: tokens of the longest node.
-        mode: `JUDGE`, `SPLIT` or `SPLIT_ROOTS`.
-    To judge:
+        mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS`.
+    To evaluator:
         lifted: int64 [V]: -1, or the token whose two sides are all that is asked for.
-        prefix, suffix, mass: float32 [V, widest], and drop [V], as in `NodeEnds`.
+        prefix, suffix, mass: float32 [V, widest], and drop [V], as in `IntervalCosts`.
     To split:
         whole: float64 [V], D of each node; of roots it is found, and their drop float32 [V].
         most, reward: as in `cuts_cpu`; most < 0: no cuts.
@@ -70,7 +70,7 @@ class Task(ctypes.Structure):
     ]  # fmt: skip
 
 
-JUDGE, SPLIT, SPLIT_ROOTS = 0, 1, 2
+EVALUATE, SPLIT, SPLIT_ROOTS = 0, 1, 2
 
 _TASK = np.dtype(Task)
 
@@ -206,7 +206,7 @@ def _work(task: Any) -> None:
             node = Node(head[v], first[v], length[v], row)
             if node.length > 2 or task.mode != SPLIT:
                 gather(node, heads, space)
-            if task.mode == JUDGE:
+            if task.mode == EVALUATE:
                 _judge(task, v, node, heads, space, chosen, found)
             else:
                 _split(task, v, node, heads, space, chosen, asked, found, mass, best)

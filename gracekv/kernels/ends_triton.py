@@ -93,7 +93,7 @@ def node_ends(
     BLOCK_D: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Program (node, direction, part of the probes): its share of `NodeEnds`."""
+    """Program (node, direction, part of the probes): its share of `IntervalCosts`."""
     v = tl.program_id(0).to(tl.int64)
     backward = tl.program_id(1) == 1
     part = tl.program_id(2)

@@ -18,7 +18,7 @@ from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unus
 from gracekv.kernels import exponential_cpu, intrinsics_cpu
 from gracekv.kernels.exponential_cpu import exponential
 from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer
-from gracekv.kernels.sources import digest
+from gracekv.kernels.source_digest import digest
 
 # Numbers of a piece, and rows that a thread fetches at a time.
 _PIECE = 1024

@@ -1,6 +1,6 @@
 """D of intervals that begin or end where their node does, compiled: one node at a time.
 
-The equations are those of `gracekv.tree.sweeps`; there each is a sweep over memory, here a
+The equations are those of `gracekv.tree.prototype_torch`; there each is a sweep over memory, here a
 node's numbers never leave the cache. A node is read forwards for its prefixes and backwards for its
 suffixes. What is asked for is gathered, and products with all probes are taken for many intervals
 at once. An interval's D depends on its node alone, to the bit, and not on what else is asked.

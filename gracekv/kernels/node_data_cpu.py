@@ -14,7 +14,7 @@ WAITING = 32
 
 
 class Heads(NamedTuple):
-    """What the probes see of U heads: `gracekv.tree.probed.ProbedHeads`, and weights.
+    """What the probes see of U heads: `gracekv.tree.probe_attention.ProbeAttention`, and weights.
 
     Attributes:
         exponentials: p [U*N, P].

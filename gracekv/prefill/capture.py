@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import PromptError, UnsupportedModelError
+from gracekv.prefill.attention_patch import patched_attention
 from gracekv.prefill.base import Needs, Prefill, depth_layers
 from gracekv.prefill.draft import draft
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.lengths import check_prompt_length
+from gracekv.prefill.length_limits import check_prompt_length
 from gracekv.prefill.projection import projected_norms, projection_norms
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.reconstruction import reconstruction
-from gracekv.prefill.substitute import substituted
 from gracekv.prefill.supported import check_model
 from gracekv.prefill.surprisal import surprisal
 from gracekv.rope import Rope
@@ -221,7 +221,7 @@ def _listening(model: Any, layers: list[Any], record: _Record) -> Iterator[None]
         return attention
 
     with ExitStack() as undo:
-        undo.enter_context(substituted(model, recording))
+        undo.enter_context(patched_attention(model, recording))
         if record.needs.hidden_depths:
             for layer in depth_layers(sorted(record.needs.hidden_depths), len(layers)):
 

@@ -17,9 +17,9 @@ from einops import reduce
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.prefill.lengths import longest_sequence
+from gracekv.prefill.attention_patch import patched_attention
+from gracekv.prefill.length_limits import longest_sequence
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.substitute import substituted
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def draft(
 
     ends, head = _ends(model), model.get_output_embeddings()
     token, rows = logits.argmax().reshape(1, 1).to(device), []
-    with substituted(model, drafting):
+    with patched_attention(model, drafting):
         for step in range(tokens):
             place = torch.full((1, 1), length + step, device=device)
             hidden = model.get_decoder()(

@@ -9,7 +9,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from gracekv.kernels import team
+from gracekv.kernels import omp_threads
 
 
 class LogSumExp(abc.ABC):
@@ -50,7 +50,7 @@ class TorchLogSumExp(LogSumExp):
         return self._total.log().add_(self.top)
 
 
-class CompiledLogSumExp(LogSumExp):
+class NumbaLogSumExp(LogSumExp):
     """Each block read once, on as many threads as torch uses; for CPUs, with numba."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class CompiledLogSumExp(LogSumExp):
             rows,
             columns,
         )
-        team.run(accumulate(), ctypes.addressof(task))
+        omp_threads.run(accumulate(), ctypes.addressof(task))
 
     def result(self) -> Tensor:
         return self._total.log_().float().add_(self.top)
@@ -79,5 +79,5 @@ class CompiledLogSumExp(LogSumExp):
 def fastest(device: torch.device) -> type[LogSumExp]:
     """The kind for blocks that lie on `device`."""
     if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-        return CompiledLogSumExp
+        return NumbaLogSumExp
     return TorchLogSumExp

@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.prefill.plain import plain_weight
+from gracekv.prefill.plain_weight import plain_weight
 
 # Unit vectors that go through a projection at once.
 _ROWS = 1024

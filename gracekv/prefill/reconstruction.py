@@ -21,10 +21,10 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.prefill.lengths import longest_sequence
+from gracekv.prefill.attention_patch import base_attention, patched_attention
+from gracekv.prefill.length_limits import longest_sequence
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import Region
-from gracekv.prefill.substitute import base_attention, substituted
 
 _WHOLE = "\n\nRepeat the previous context exactly."
 _PART = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -93,7 +93,7 @@ def reconstruction(
 
             return attention
 
-        with substituted(model, reading):
+        with patched_attention(model, reading):
             model.get_decoder()(
                 input_ids=ids[None].to(device), position_ids=places[None], use_cache=False
             )

@@ -12,7 +12,7 @@ TESTED_MODEL_TYPES = frozenset({"gemma", "llama", "mistral", "phi3", "qwen2", "q
 
 TESTED_ROPE_TYPES = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "yarn"})
 """Rotations that rotate_half of one table of cosines and sines describes. "dynamic" and "longrope"
-also depend on the sequence's length: see `gracekv.prefill.lengths`."""
+also depend on the sequence's length: see `gracekv.prefill.length_limits`."""
 
 BASE_ATTENTION = ("sdpa", "eager")
 """Attention implementations of transformers that ours can stand in for."""

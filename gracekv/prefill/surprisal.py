@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.gemm import linear
+from gracekv.linalg import linear
 from gracekv.prefill.logsumexp import fastest
-from gracekv.prefill.plain import plain_weight
+from gracekv.prefill.plain_weight import plain_weight
 
 # Logits (positions x vocabulary entries) held at once, in float32: 4 MiB, which stays in a CPU's
 # cache between the product that makes them and the sums that read them.

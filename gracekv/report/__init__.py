@@ -8,16 +8,16 @@ matplotlib, which is imported when one is drawn.
 from gracekv.report.auction import AuctionCurve
 from gracekv.report.data import Outcome, ReportData
 from gracekv.report.entries import KeptEntries
-from gracekv.report.fates import Fates, absorbed
 from gracekv.report.figures import plot_auction, plot_entries, plot_map, plot_resolution
 from gracekv.report.page import compare, write, write_all
+from gracekv.report.token_status import TokenStatuses, absorbed
 
 __all__ = [
     "AuctionCurve",
-    "Fates",
     "KeptEntries",
     "Outcome",
     "ReportData",
+    "TokenStatuses",
     "absorbed",
     "compare",
     "plot_auction",

@@ -171,7 +171,7 @@ def outcome(
         slots = run.partition.bounds.cpu()
     relevance = None
     if run.relevance is not None:
-        relevance = run.relevance.tokens.detach().float().cpu()
+        relevance = run.relevance.scores.detach().float().cpu()
     return Outcome(
         label=label,
         pipeline=pipeline.to_dict(),

@@ -8,19 +8,21 @@ from functools import partial
 
 import torch
 
-from gracekv.tree import Items, Judge, NodeEnds, Nodes, Prototype, TreeContext
+from gracekv.tree import DistortionEvaluator, IntervalCosts, Items, Nodes, Prototype, TreeContext
 from gracekv.tree.engines import Engine
 from gracekv.tree.workspace import Workspace
 
 
-def judge_of(
+def evaluator_of(
     context: TreeContext, engine: Engine, distortion: Prototype | None = None
-) -> tuple[Judge, Items]:
+) -> tuple[DistortionEvaluator, Items]:
     """Who answers for all layers of `context`, and for which items."""
     layers = list(range(context.prefill.layers))
     items = Items.of(context, layers)
     chosen = dataclasses.replace(distortion or Prototype(), engine=engine)
-    return chosen.judge(context, layers, items, Workspace(context.prefill.keys[0].device)), items
+    return chosen.evaluator(
+        context, layers, items, Workspace(context.prefill.keys[0].device)
+    ), items
 
 
 def some_nodes(items: Items, seed: int, lengths: Sequence[int]) -> Nodes:
@@ -36,7 +38,11 @@ def some_nodes(items: Items, seed: int, lengths: Sequence[int]) -> Nodes:
 
 
 def assert_same_ends(
-    got: NodeEnds, want: NodeEnds, nodes: Nodes, tolerance: float = 1e-4, floor: float = 1e-8
+    got: IntervalCosts,
+    want: IntervalCosts,
+    nodes: Nodes,
+    tolerance: float = 1e-4,
+    floor: float = 1e-8,
 ) -> None:
     """Every number that belongs to a token, within `tolerance` of its size plus `floor`."""
     width = want.mass.shape[1]

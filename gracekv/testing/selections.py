@@ -67,7 +67,7 @@ def check_best_tokens(run: Run, prefill: Prefill) -> None:
     for layer, packed in enumerate(run.cache.layers):
         for head in range(packed.heads):
             count = int(run.accounting.entries[layer, head]) - recent
-            scores = run.relevance.tokens[layer, head].double()
+            scores = run.relevance.scores[layer, head].double()
             best = scores.sort(descending=True, stable=True).indices[:count] + origin
             got = kept_positions(run, prefill, layer, head)
             want = best.sort().values.to(got.device)

@@ -34,8 +34,8 @@ def tree_context(
     return TreeContext(
         prefill=prefill,
         partition=Partition(bounds),
-        tokens=tokens.to(device),
-        evidence=tokens.mean((0, 1)).to(device),
+        scores=tokens.to(device),
+        seed_scores=tokens.mean((0, 1)).to(device),
         sensitivity=(torch.rand(layers, 2, generator=rng) + 0.5).to(device),
         rule=PrototypeRule(),
         curvature=torch.rand(prefill.spans.length, generator=rng).to(device),

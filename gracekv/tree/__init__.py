@@ -5,7 +5,14 @@ from gracekv.tree.binary import Binary
 from gracekv.tree.binary_extract import BinaryExtract
 from gracekv.tree.build import build_forest
 from gracekv.tree.context import TreeContext
-from gracekv.tree.distortion import DISTORTIONS, Distortion, Judge, NodeEnds, Nodes, NodeTable
+from gracekv.tree.distortion import (
+    DISTORTIONS,
+    CostTable,
+    Distortion,
+    DistortionEvaluator,
+    IntervalCosts,
+    Nodes,
+)
 from gracekv.tree.exhaustive import Exhaustive
 from gracekv.tree.extract import Extract
 from gracekv.tree.items import Items
@@ -23,16 +30,16 @@ __all__ = [
     "Binary",
     "BinaryExtract",
     "Children",
+    "CostTable",
     "Distortion",
+    "DistortionEvaluator",
     "Exhaustive",
     "Extract",
     "Forest",
+    "IntervalCosts",
     "Items",
-    "Judge",
     "LeafOnly",
     "Midpoint",
-    "NodeEnds",
-    "NodeTable",
     "Nodes",
     "Prototype",
     "PrototypeRule",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError
-from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.distortion import CostTable, Nodes
 from gracekv.tree.refine import REFINERS, Children, Proposal, Refiner, Rule
 
 
@@ -39,7 +39,7 @@ def is_candidate(nodes: Nodes, inner: Tensor, kappa: Tensor | None, k: int | Non
 
 
 def binary_proposal(
-    nodes: Nodes, table: NodeTable, candidates: int | None, reward: float
+    nodes: Nodes, table: CostTable, candidates: int | None, reward: float
 ) -> Proposal:
     """The best cut of each node: argmax of D(I) - D(left) - D(right) + reward * kappa-hat.
 
@@ -85,7 +85,7 @@ class Binary(Refiner):
     def rule(self) -> Rule:
         return Rule(self.candidates, self.reward, lifts=False)
 
-    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
+    def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         best = binary_proposal(nodes, table, self.candidates, self.reward)
         return Children.of_cuts(nodes, best.low, best.high)
 

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 import torch
 
 from gracekv.tree.binary import binary_proposal, check_cut_fields
-from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.distortion import CostTable, Nodes
 from gracekv.tree.extract import extract_proposal
 from gracekv.tree.refine import REFINERS, Children, Refiner, Rule
 
@@ -47,7 +47,7 @@ class BinaryExtract(Refiner):
     def rule(self) -> Rule:
         return Rule(self.candidates, self.reward, lifts=True)
 
-    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
+    def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         cut = binary_proposal(nodes, table, self.candidates, self.reward)
         lift = extract_proposal(nodes, table)
         extracts = table.hold_candidates() | (lift.utility > cut.utility)

@@ -61,11 +61,11 @@ def _grow(
         where = prefill.keys[layers[0]].device
         items = Items.of(context, layers, refiner.lifts_candidates)
         space = spaces.setdefault(where, Workspace(where))
-        judge = distortion.judge(context, layers, items, space)
+        evaluator = distortion.evaluator(context, layers, items, space)
         with pruner.part(len(layers) / prefill.layers):
-            grown, dropped = grow(items, judge, refiner, pruner)
+            grown, dropped = grow(items, evaluator, refiner, pruner)
         # The next group is gathered into the same memory.
-        del judge
+        del evaluator
         drop[items.tree.to(device)] = dropped.to(device)
         for depth, level in enumerate(grown):
             levels[depth].append(level)

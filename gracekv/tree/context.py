@@ -21,8 +21,8 @@ class TreeContext:
     Attributes:
         prefill: one sequence.
         partition: J slots over the N compressible tokens.
-        tokens: R^tok [L, G, N] float32.
-        evidence: S-hat [N] float32.
+        scores: R^tok [L, G, N] float32.
+        seed_scores: S-hat [N] float32.
         sensitivity: omega [L, G] float32.
         rule: how tokens merge.
         forced: floor score [L, G, N] float64 of tokens that must be extracted first, -inf
@@ -32,8 +32,8 @@ class TreeContext:
 
     prefill: Prefill
     partition: Partition
-    tokens: Tensor
-    evidence: Tensor
+    scores: Tensor
+    seed_scores: Tensor
     sensitivity: Tensor
     rule: PrototypeRule
     forced: Tensor | None = None

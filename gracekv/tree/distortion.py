@@ -51,7 +51,7 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NodeEnds:
+class IntervalCosts:
     """D of every interval that shares an end with its node, of V nodes of up to w tokens.
 
     Columns beyond a node's length hold anything, and so do all but the two sides of the token that
@@ -79,16 +79,16 @@ class NodeEnds:
         """[V, w]: D of the tokens from k on."""
         return self.sides[1]
 
-    def __getitem__(self, rows: Tensor) -> NodeEnds:
+    def __getitem__(self, rows: Tensor) -> IntervalCosts:
         """Those of the nodes at `rows`, in that order."""
-        return NodeEnds(self.sides[:, rows], self.mass[rows], self.drop[rows])
+        return IntervalCosts(self.sides[:, rows], self.mass[rows], self.drop[rows])
 
 
-class Judge(abc.ABC):
+class DistortionEvaluator(abc.ABC):
     """Answers for the heads of some layers."""
 
     @abc.abstractmethod
-    def __call__(self, nodes: Nodes) -> NodeEnds:
+    def __call__(self, nodes: Nodes) -> IntervalCosts:
         """The ends of V >= 1 nodes, best of similar length: the widest makes all rows wide."""
 
     def splitter(self, refiner: Refiner) -> Splitter | None:
@@ -103,13 +103,13 @@ class Distortion(Strategy, abc.ABC):
     """
 
     @abc.abstractmethod
-    def judge(
+    def evaluator(
         self, context: TreeContext, layers: Sequence[int], items: Items, space: Workspace
-    ) -> Judge:
+    ) -> DistortionEvaluator:
         """Who answers for the items of `layers`, which are on one device.
 
-        `space` lends scratch memory there, to one call of the judge at a time, and memory for what
-        the judge keeps: the next judge with that space takes it over.
+        `space` lends scratch memory to one call of the evaluator at a time, and memory for what the
+        evaluator keeps: the next evaluator with that space takes it over.
         """
 
     def needs(self) -> Needs:
@@ -121,7 +121,7 @@ DISTORTIONS: Registry[Distortion] = Registry("distortion", "what merging or drop
 Distortion.registry = DISTORTIONS
 
 
-class NodeTable:
+class CostTable:
     """What a refiner may ask about V nodes of up to w tokens, on a grid [V, w] of their tokens.
 
     Args:
@@ -140,7 +140,7 @@ class NodeTable:
         mass: mean normalised probe mass of token k, float32 [V, w].
     """
 
-    def __init__(self, nodes: Nodes, items: Items, ends: NodeEnds, whole: Tensor) -> None:
+    def __init__(self, nodes: Nodes, items: Items, ends: IntervalCosts, whole: Tensor) -> None:
         self.nodes, self._items, self._ends = nodes, items, ends
         step = torch.arange(ends.mass.shape[1], device=nodes.start.device)
         self.valid = step < nodes.length[:, None]

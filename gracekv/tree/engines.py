@@ -11,22 +11,22 @@ from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.device import obstacle
 from gracekv.kernels.ends_tiles import LARGEST_DIM
 
-Engine = Literal["auto", "compiled", "torch", "triton"]
+Engine = Literal["auto", "numba", "torch", "triton"]
 
 
 def pick(engine: Engine, values: Tensor) -> Engine:
     """The engine for a cache whose values [..., d] these are; never "auto".
 
-    "auto" takes the fastest that can run there: "compiled" on CPUs, "triton" on GPUs, "torch" where
+    "auto" takes the fastest that can run there: "numba" on CPUs, "triton" on GPUs, "torch" where
     neither can be had. Raises `BackendUnavailableError` if `engine` names one that cannot run.
     """
     device = values.device
     # A subclass (traced, sharded ...) need not have memory that a kernel could read.
     plain = type(values) is Tensor
-    if engine in ("auto", "compiled"):
+    if engine in ("auto", "numba"):
         if plain and device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-            return "compiled"
-        if engine == "compiled":
+            return "numba"
+        if engine == "numba":
             raise BackendUnavailableError(
                 f"The compiled distortion needs a cache on a CPU, and numba; the cache lies on "
                 f'{device}. pip install "gracekv[cpu]", or choose engine="torch".'

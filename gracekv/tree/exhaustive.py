@@ -9,12 +9,12 @@ import torch
 
 from gracekv.errors import ConfigError
 from gracekv.tree.binary import binary_proposal
-from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.distortion import CostTable, Nodes
 from gracekv.tree.extract import extract_proposal
 from gracekv.tree.refine import REFINERS, Children, Proposal, Refiner
 
 
-def best_extraction(nodes: Nodes, table: NodeTable) -> Proposal:
+def best_extraction(nodes: Nodes, table: CostTable) -> Proposal:
     """The extraction of highest utility over all tokens of each node; ties go to the earlier."""
     step = torch.arange(table.valid.shape[1], device=nodes.start.device)
     sides = (step > 0).long() + (step + 1 < nodes.length[:, None])
@@ -56,7 +56,7 @@ class Exhaustive(Refiner):
     def uses_curvature(self) -> bool:
         return self.reward > 0
 
-    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
+    def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         cut = binary_proposal(nodes, table, None, self.reward)
         lift = best_extraction(nodes, table)
         forced = table.hold_candidates()

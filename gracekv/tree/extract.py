@@ -8,11 +8,11 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.distortion import CostTable, Nodes
 from gracekv.tree.refine import REFINERS, Children, Proposal, Refiner, Rule
 
 
-def salient_token(table: NodeTable) -> Tensor:
+def salient_token(table: CostTable) -> Tensor:
     """int64 [V]: the token to extract, counted from the node's start; ties go to the earlier one.
 
     The floor candidate of the highest floor score if the node holds one, else the token of the
@@ -25,7 +25,7 @@ def salient_token(table: NodeTable) -> Tensor:
     return mass.masked_fill(~table.valid, -torch.inf).argmax(dim=1)
 
 
-def extract_proposal(nodes: Nodes, table: NodeTable) -> Proposal:
+def extract_proposal(nodes: Nodes, table: CostTable) -> Proposal:
     """Extraction of each node's salient token: gain over 1 or 2 added entries.
 
     Source: the paper, Eqs. app_extract_split and app_split_choice; D of the singleton is 0.
@@ -54,6 +54,6 @@ class Extract(Refiner):
     def rule(self) -> Rule:
         return Rule(None, 0.0, lifts=True)
 
-    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
+    def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         best = extract_proposal(nodes, table)
         return Children.of_cuts(nodes, best.low, best.high)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.tree.distortion import Judge, Nodes
+from gracekv.tree.distortion import DistortionEvaluator, Nodes
 from gracekv.tree.items import Items
 from gracekv.tree.prune import Pruner
 from gracekv.tree.refine import Refiner
@@ -38,7 +38,7 @@ class Level:
 
 
 def grow(
-    items: Items, judge: Judge, refiner: Refiner, pruner: Pruner | None = None
+    items: Items, evaluator: DistortionEvaluator, refiner: Refiner, pruner: Pruner | None = None
 ) -> tuple[list[Level], Tensor]:
     """Every level from the roots down, and D^drop float64 [B] of the roots.
 
@@ -46,12 +46,12 @@ def grow(
 
     Args:
         items: the (head, slot) pairs of some layers.
-        judge: what their merging costs.
+        evaluator: what their merging costs.
         refiner: how nodes split.
         pruner: the auction's cut so far; it learns the operations of these trees. None: grow
             everything.
     """
-    splitter = judge.splitter(refiner) or TableSplitter(items, judge, refiner)
+    splitter = evaluator.splitter(refiner) or TableSplitter(items, evaluator, refiner)
     item = torch.arange(len(items.origin), device=items.origin.device)
     start, end = torch.zeros_like(item), items.length
     roots = splitter.roots(Nodes(item, start, end))

@@ -25,9 +25,9 @@ class Items:
         length: int64 [B] tokens.
         curvature: kappa [T], or None.
         forced: floor score [U, N] float64 (-inf: no candidate), or None.
-        tokens: R^tok [U, N] float64.
+        scores: R^tok [U, N] float64.
         sensitivity: omega [U] float64.
-        region_start: first compressible position, where `forced` and `tokens` start.
+        region_start: first compressible position, where `forced` and `scores` start.
         candidates_before: int64 [U, N+1] floor candidates before each token, or None.
         lifts: whether nodes with a candidate are split by lifting it, whatever their distortion.
     """
@@ -37,7 +37,7 @@ class Items:
     length: Tensor
     curvature: Tensor | None
     forced: Tensor | None
-    tokens: Tensor
+    scores: Tensor
     sensitivity: Tensor
     region_start: int
     candidates_before: Tensor | None
@@ -64,7 +64,7 @@ class Items:
             length=partition.lengths.to(device).repeat(heads),
             curvature=None if context.curvature is None else context.curvature.to(device).double(),
             forced=forced,
-            tokens=context.tokens[chosen].flatten(0, 1).to(device).double(),
+            scores=context.scores[chosen].flatten(0, 1).to(device).double(),
             sensitivity=context.sensitivity[chosen].flatten().to(device).double(),
             region_start=partition.region.start,
             candidates_before=before,
@@ -72,8 +72,8 @@ class Items:
         )
 
     def head(self, item: Tensor) -> Tensor:
-        """int64 [n], as `item` [n]: its row in `forced`, `tokens` and `sensitivity`."""
-        return item // (len(self.origin) // len(self.tokens))
+        """int64 [n], as `item` [n]: its row in `forced`, `scores` and `sensitivity`."""
+        return item // (len(self.origin) // len(self.scores))
 
     def offset(self, item: Tensor, token: Tensor) -> Tensor:
         """int64 [...]: place in the region of an item's token (relative to its slot)."""
@@ -139,7 +139,7 @@ class Items:
         node = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
         step = torch.arange(len(node), device=count.device) - (count.cumsum(0) - count)[node]
         position = self.offset(item, start)[node] + step
-        rows = self.tokens[self.head(item)[node], position]
+        rows = self.scores[self.head(item)[node], position]
         return torch.segment_reduce(rows, "sum", lengths=count, unsafe=True)
 
     def price(self, item: Tensor, worth: Tensor) -> Tensor:

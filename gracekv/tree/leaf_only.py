@@ -7,7 +7,7 @@ from typing import ClassVar, final
 
 import torch
 
-from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.distortion import CostTable, Nodes
 from gracekv.tree.refine import REFINERS, Children, Refiner
 
 
@@ -25,6 +25,6 @@ class LeafOnly(Refiner):
 
     exact_roots: ClassVar[bool] = True
 
-    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
+    def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         none = torch.empty(0, dtype=torch.int64, device=nodes.item.device)
         return Children(count=torch.zeros_like(nodes.item), start=none, end=none)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.distortion import CostTable, Nodes
 from gracekv.tree.refine import REFINERS, Children, Refiner, Rule
 
 
@@ -23,6 +23,6 @@ class Midpoint(Refiner):
     def rule(self) -> Rule:
         return Rule(0, 0.0, lifts=False)
 
-    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
+    def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         middle = (nodes.start + nodes.end) // 2
         return Children.of_cuts(nodes, middle, middle)

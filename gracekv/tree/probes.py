@@ -1,4 +1,4 @@
-"""The queries that judge how well a prototype stands in for its tokens.
+"""The queries that evaluator how well a prototype stands in for its tokens.
 
 Source: the paper, "Prototype distortion" (up to 32 + 16 + 2*8 probes, heads in turn); how the
 evidence slots' representatives are chosen: departures 4 (ours).

@@ -11,7 +11,7 @@ part of the whole compressible context, so D is comparable everywhere. Source: t
 app_original_attention_stats to app_node_and_drop_distortion; all ends of a node at once: departures
 7 (ours).
 
-What computes it: `gracekv.tree.sweeps` (torch), `gracekv.tree.compiled`, `gracekv.tree.fused`.
+Engines: `gracekv.tree.prototype_torch`, `prototype_numba` and `prototype_triton` beside it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import final, get_args
 
 from gracekv.errors import ConfigError
 from gracekv.prefill import Needs
-from gracekv.tree.compiled import CompiledJudge
 from gracekv.tree.context import TreeContext
-from gracekv.tree.distortion import DISTORTIONS, Distortion, Judge
+from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
 from gracekv.tree.engines import Engine, pick
-from gracekv.tree.fused import TritonJudge
 from gracekv.tree.items import Items
-from gracekv.tree.probed import ProbedHeads
+from gracekv.tree.probe_attention import ProbeAttention
 from gracekv.tree.probes import distortion_probes
-from gracekv.tree.sweeps import PrototypeJudge
+from gracekv.tree.prototype_numba import NumbaEvaluator
+from gracekv.tree.prototype_torch import TorchEvaluator
+from gracekv.tree.prototype_triton import TritonEvaluator
 from gracekv.tree.workspace import Workspace
 
 
@@ -57,7 +57,7 @@ class Prototype(Distortion):
         evidence_per_slot: probes of each, the paper's 2.
         memory_limit: bytes of working tensors per batch of "torch"; None: 32 MiB on a CPU, 1 GiB
             on a GPU (ours).
-        engine: "compiled" (a CPU kernel, needs `gracekv[cpu]`), "triton" (an NVIDIA kernel, needs
+        engine: "numba" (a CPU kernel, needs `gracekv[cpu]`), "triton" (an NVIDIA kernel, needs
             `gracekv[triton]`), "torch" (any device), or "auto": a kernel where one can be had, else
             torch (ours). They agree to float32's rounding.
 
@@ -96,22 +96,22 @@ class Prototype(Distortion):
     def needs(self) -> Needs:
         return Needs(context_queries=self.evidence_slots * self.evidence_per_slot > 0)
 
-    def judge(
+    def evaluator(
         self, context: TreeContext, layers: Sequence[int], items: Items, space: Workspace
-    ) -> Judge:
+    ) -> DistortionEvaluator:
         probes = distortion_probes(
             context.prefill,
             context.partition,
-            context.evidence,
+            context.seed_scores,
             question=self.question_probes,
             tail=self.tail_probes,
             slots=self.evidence_slots,
             per_slot=self.evidence_per_slot,
         )
-        probed = ProbedHeads.of(context, layers, probes, space)
+        probed = ProbeAttention.of(context, layers, probes, space)
         rope = context.prefill.rope
         engine = pick(self.engine, probed.values)
         if engine == "torch":
-            return PrototypeJudge(self, probed, items, rope, context.rule, space)
-        kernel = CompiledJudge if engine == "compiled" else TritonJudge
+            return TorchEvaluator(self, probed, items, rope, context.rule, space)
+        kernel = NumbaEvaluator if engine == "numba" else TritonEvaluator
         return kernel(self, probed, items, rope, context.rule)

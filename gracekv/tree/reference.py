@@ -49,7 +49,7 @@ def prototype_of(
         prefill.rope.unrotate(keys[t : t + 1], torch.tensor([t]))[0] for t in range(start, end)
     ]
     mean_key = sum(plain[1:], plain[0]) / count
-    worth = [float(context.tokens[layer, head, t - origin]) for t in range(start, end)]
+    worth = [float(context.scores[layer, head, t - origin]) for t in range(start, end)]
     weights = [r + rule.uniform_base * sum(worth) / count for r in worth]
     if sum(weights) <= 0:
         weights = [1.0] * count
@@ -76,7 +76,7 @@ class ReferenceDistortion:
         probes = distortion_probes(
             prefill,
             context.partition,
-            context.evidence,
+            context.seed_scores,
             question=rule.question_probes,
             tail=rule.tail_probes,
             slots=rule.evidence_slots,
@@ -142,14 +142,14 @@ class ReferenceDistortion:
 
 
 def refine_interval(
-    judge: ReferenceDistortion, start: int, end: int, candidates: int = 16, reward: float = 0.05
+    evaluator: ReferenceDistortion, start: int, end: int, candidates: int = 16, reward: float = 0.05
 ) -> list[tuple[int, int]]:
     """The children that `binary_extract` gives to [start, end), by exhaustive comparison.
 
     Source: the paper, "Recursive refinement rule"; ties and forcing: departures 5.
     """
-    context = judge.context
-    whole = judge.node(start, end)
+    context = evaluator.context
+    whole = evaluator.node(start, end)
 
     cuts = {(start + end) // 2}
     kappa = {t: float(context.curvature[t]) for t in range(start, end)} if (
@@ -161,14 +161,14 @@ def refine_interval(
     best_cut, best_rho = -1, -math.inf
     for cut in sorted(cuts):
         bonus = (kappa[cut] - low) / (high - low) if high > low else 0.0
-        rho = whole - judge.node(start, cut) - judge.node(cut, end) + reward * bonus
+        rho = whole - evaluator.node(start, cut) - evaluator.node(cut, end) + reward * bonus
         if rho > best_rho:
             best_cut, best_rho = cut, rho
 
     origin = context.partition.region.start
     forced: dict[int, float] = {}
     if context.forced is not None:
-        scores = context.forced[judge.layer, judge.head]
+        scores = context.forced[evaluator.layer, evaluator.head]
         forced = {
             t: float(scores[t - origin])
             for t in range(start, end)
@@ -177,18 +177,18 @@ def refine_interval(
     if forced:
         lifted = min(forced, key=lambda t: (-forced[t], t))
     else:
-        masses = judge.masses(start, end)
+        masses = evaluator.masses(start, end)
         lifted = start + max(range(end - start), key=lambda i: (masses[i], -i))
     children = [(start, lifted), (lifted, lifted + 1), (lifted + 1, end)]
     children = [(a, b) for a, b in children if a < b]
-    rho = (whole - sum(judge.node(a, b) for a, b in children)) / (len(children) - 1)
+    rho = (whole - sum(evaluator.node(a, b) for a, b in children)) / (len(children) - 1)
     if forced or rho > best_rho:
         return children
     return [(start, best_cut), (best_cut, end)]
 
 
 def grow_tree(
-    judge: ReferenceDistortion, start: int, end: int, candidates: int = 16, reward: float = 0.05
+    evaluator: ReferenceDistortion, start: int, end: int, candidates: int = 16, reward: float = 0.05
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """Children of every non-leaf node of the tree over [start, end)."""
     tree: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -196,6 +196,6 @@ def grow_tree(
     while pending:
         a, b = pending.pop()
         if b - a > 1:
-            tree[a, b] = refine_interval(judge, a, b, candidates, reward)
+            tree[a, b] = refine_interval(evaluator, a, b, candidates, reward)
             pending.extend(tree[a, b])
     return tree

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.registry import Registry, Strategy
-from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.distortion import CostTable, Nodes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ class Refiner(Strategy, abc.ABC):
         return None
 
     @abc.abstractmethod
-    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
+    def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         """The children of `nodes` (two tokens or more each); `table` answers about them."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.tree.distortion import Judge, NodeEnds, Nodes, NodeTable
+from gracekv.tree.distortion import CostTable, DistortionEvaluator, IntervalCosts, Nodes
 from gracekv.tree.items import Items
 from gracekv.tree.refine import Refiner
 
@@ -67,15 +67,15 @@ class TableSplitter(Splitter):
 
     Args:
         items: what is known of the nodes' heads and slots.
-        judge: D of their ends.
+        evaluator: D of their ends.
         refiner: how nodes split.
     """
 
-    def __init__(self, items: Items, judge: Judge, refiner: Refiner) -> None:
-        self._items, self._judge, self._refiner = items, judge, refiner
+    def __init__(self, items: Items, evaluator: DistortionEvaluator, refiner: Refiner) -> None:
+        self._items, self._evaluator, self._refiner = items, evaluator, refiner
 
     def roots(self, nodes: Nodes) -> Roots:
-        groups = self._judged(nodes)
+        groups = self._evaluated(nodes)
         distortion = torch.empty(len(nodes.item), dtype=torch.float64, device=nodes.item.device)
         drop = torch.empty_like(distortion)
         for rows, ends in groups:
@@ -88,19 +88,19 @@ class TableSplitter(Splitter):
         return Roots(distortion, drop, split)
 
     def __call__(self, nodes: Nodes, distortion: Tensor) -> Split:
-        return self._refined(nodes, distortion, self._judged(nodes))
+        return self._refined(nodes, distortion, self._evaluated(nodes))
 
-    def _judged(self, nodes: Nodes) -> list[tuple[Tensor, NodeEnds]]:
+    def _evaluated(self, nodes: Nodes) -> list[tuple[Tensor, IntervalCosts]]:
         """Rows of similar length, and what is known of them."""
-        return [(rows, self._judge(nodes[rows])) for rows in _by_length(nodes.length)]
+        return [(rows, self._evaluator(nodes[rows])) for rows in _by_length(nodes.length)]
 
     def _refined(
-        self, nodes: Nodes, distortion: Tensor, groups: list[tuple[Tensor, NodeEnds]]
+        self, nodes: Nodes, distortion: Tensor, groups: list[tuple[Tensor, IntervalCosts]]
     ) -> Split:
         """The refiner's children of nodes that were judged in groups of similar length."""
         counts, starts, ends, distortions = [], [], [], []
         for rows, judged in groups:
-            table = NodeTable(nodes[rows], self._items, judged, distortion[rows])
+            table = CostTable(nodes[rows], self._items, judged, distortion[rows])
             children = self._refiner(table.nodes, table)
             row = torch.arange(len(rows), device=rows.device)
             row = torch.repeat_interleave(row, children.count)
@@ -136,8 +136,8 @@ def _by_length(length: Tensor) -> list[Tensor]:
 
 
 def _restricted(
-    groups: list[tuple[Tensor, NodeEnds]], chosen: Tensor
-) -> list[tuple[Tensor, NodeEnds]]:
+    groups: list[tuple[Tensor, IntervalCosts]], chosen: Tensor
+) -> list[tuple[Tensor, IntervalCosts]]:
     """What is left of judged groups if only the nodes `chosen` (bool) go on."""
     place = chosen.cumsum(0) - 1
     found = []

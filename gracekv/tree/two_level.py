@@ -8,7 +8,7 @@ from typing import ClassVar, final
 
 import torch
 
-from gracekv.tree.distortion import Nodes, NodeTable
+from gracekv.tree.distortion import CostTable, Nodes
 from gracekv.tree.refine import REFINERS, Children, Refiner
 
 
@@ -28,7 +28,7 @@ class TwoLevel(Refiner):
 
     max_cost: ClassVar[float] = math.inf
 
-    def __call__(self, nodes: Nodes, table: NodeTable) -> Children:
+    def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         step = torch.arange(table.valid.shape[1], device=nodes.start.device)
         start = (nodes.start[:, None] + step)[table.valid]
         return Children(count=nodes.length, start=start, end=start + 1)

@@ -9,26 +9,32 @@ from typing import final
 import torch
 
 from gracekv.tree.context import TreeContext
-from gracekv.tree.distortion import DISTORTIONS, Distortion, Judge, NodeEnds, Nodes
+from gracekv.tree.distortion import (
+    DISTORTIONS,
+    Distortion,
+    DistortionEvaluator,
+    IntervalCosts,
+    Nodes,
+)
 from gracekv.tree.items import Items
 from gracekv.tree.workspace import Workspace
 
 
-class UnitJudge(Judge):
+class UnitEvaluator(DistortionEvaluator):
     """Nothing is distorted, everything dropped costs 1."""
 
     def __init__(self, items: Items) -> None:
         self._items = items
 
-    def __call__(self, nodes: Nodes) -> NodeEnds:
+    def __call__(self, nodes: Nodes) -> IntervalCosts:
         width = int(nodes.length.max())
         step = torch.arange(width, device=nodes.item.device)
         token = nodes.start[:, None] + torch.minimum(step, nodes.length[:, None] - 1)
         items = self._items
         rows = items.head(nodes.item)[:, None]
-        mass = items.tokens[rows, items.offset(nodes.item[:, None], token)].float()
+        mass = items.scores[rows, items.offset(nodes.item[:, None], token)].float()
         sides = mass.new_zeros(2, *mass.shape)
-        return NodeEnds(sides=sides, mass=mass, drop=torch.ones_like(mass[:, 0]))
+        return IntervalCosts(sides=sides, mass=mass, drop=torch.ones_like(mass[:, 0]))
 
 
 @final
@@ -43,7 +49,7 @@ class Unit(Distortion):
     Cost: none; no tensor of K or V is read.
     """
 
-    def judge(
+    def evaluator(
         self, context: TreeContext, layers: Sequence[int], items: Items, space: Workspace
-    ) -> UnitJudge:
-        return UnitJudge(items)
+    ) -> UnitEvaluator:
+        return UnitEvaluator(items)

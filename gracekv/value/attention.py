@@ -13,7 +13,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.gemm import linear
+from gracekv.linalg import linear
 from gracekv.prefill import Prefill, Region
 
 # Bytes of logits that are held at once: near a CPU's cache; on a GPU, enough work for each launch.

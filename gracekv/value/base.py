@@ -17,27 +17,27 @@ class TokenScores:
     """What a scorer says of every compressible token.
 
     Attributes:
-        tokens: R^tok [L, G, N] float32, non-negative (the paper's R sums to 1 per head).
-        evidence: S-hat [N] float32, the head-averaged direct score that picks evidence probes.
-        columns: [L, H, T] float32, all the attention that each prompt position received, per query
-            head, for the stages that read it; None if the scorer did not compute it on its way.
+        scores: R^tok [L, G, N] float32, non-negative (the paper's R sums to 1 per head).
+        seed_scores: S-hat [N] float32, the head-averaged direct score that picks evidence probes.
+        column_sums: [L, H, T] float32, all the attention that each prompt position received, per
+            query head, for the stages that read it; None if the scorer did not compute it.
 
     Raises:
-        ShapeError: tokens and evidence do not fit one another.
+        ShapeError: scores and seed_scores do not fit one another.
         NonFiniteError: a score is NaN or infinite.
     """
 
-    tokens: Tensor
-    evidence: Tensor
-    columns: Tensor | None = None
+    scores: Tensor
+    seed_scores: Tensor
+    column_sums: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens.ndim != 3 or self.evidence.shape != self.tokens.shape[-1:]:
+        if self.scores.ndim != 3 or self.seed_scores.shape != self.scores.shape[-1:]:
             raise ShapeError(
-                f"TokenScores takes tokens [L, G, N] and evidence [N]; got "
-                f"{list(self.tokens.shape)} and {list(self.evidence.shape)}."
+                f"TokenScores takes scores [L, G, N] and seed_scores [N]; got "
+                f"{list(self.scores.shape)} and {list(self.seed_scores.shape)}."
             )
-        if not bool(self.tokens.isfinite().all()):
+        if not bool(self.scores.isfinite().all()):
             raise NonFiniteError(
                 "Token scores hold NaN or infinity: the scorer divided by zero or the captured "
                 "queries are broken."
@@ -49,13 +49,13 @@ class Relevance:
     """Token worth and head sensitivity, the prices of the auction.
 
     Attributes:
-        tokens: R^tok [L, G, N] float32, Eq. app_bottom_up_value.
-        evidence: S-hat [N] float32, Eq. app_global_seed_score.
+        scores: R^tok [L, G, N] float32, Eq. app_bottom_up_value.
+        seed_scores: S-hat [N] float32, Eq. app_global_seed_score.
         sensitivity: omega [L, G] float32, mean 1, Eq. app_head_sensitivity.
     """
 
-    tokens: Tensor
-    evidence: Tensor
+    scores: Tensor
+    seed_scores: Tensor
     sensitivity: Tensor
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 from gracekv.value.window_attention import WindowAttention
 
 
@@ -62,7 +62,7 @@ class ChunkOrder(Scorer):
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Ranks as scores. Raises what `of` raises."""
-        scores = self.of(prefill, region).tokens.double()
+        scores = self.of(prefill, region).scores.double()
         layers, heads, length = scores.shape
         if self.shared:
             scores = scores.sum(dim=1, keepdim=True)
@@ -72,7 +72,7 @@ class ChunkOrder(Scorer):
         worth = (worth / worth.sum()).float().expand_as(order)
         ranked = torch.zeros_like(worth).scatter_(-1, order, worth)
         tokens = ranked.expand(-1, heads, -1).contiguous()
-        return TokenScores(tokens, mean_evidence(tokens))
+        return TokenScores(tokens, mean_seed_scores(tokens))
 
     def _order(self, scores: Tensor) -> Tensor:
         """int64 as `scores` [..., N]: tokens from first to last."""

@@ -10,7 +10,7 @@ from einops import reduce
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.attention import all_column_sums
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
@@ -40,4 +40,4 @@ class ColumnSums(Scorer):
         columns = all_column_sums(prefill)
         inside = columns[..., region.start : region.end]
         tokens = reduce(inside, "l (g n) t -> l g t", "mean", g=prefill.kv_heads)
-        return TokenScores(tokens, mean_evidence(tokens), columns)
+        return TokenScores(tokens, mean_seed_scores(tokens), columns)

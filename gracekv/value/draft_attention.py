@@ -8,7 +8,7 @@ from typing import final
 from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
@@ -56,4 +56,4 @@ class DraftAttention(Scorer):
         first = region.start - prefill.spans.context_start
         rows = prefill.draft[:, :, : self.tokens, first : first + region.length]
         tokens = rows.float().mean(dim=2).to(prefill.keys[0].device)
-        return TokenScores(tokens, mean_evidence(tokens))
+        return TokenScores(tokens, mean_seed_scores(tokens))

@@ -22,7 +22,7 @@ from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.rope import Rope
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 
 # Bytes of one block's largest float32 temporary, [H, block, d].
 _BLOCK = 16 * 2**20
@@ -88,7 +88,7 @@ class ExpectedAttention(Scorer):
             whole[:, first:] = seen
             scores.append(whole[:, region.start : region.end].to(device))
         tokens = torch.stack(scores)
-        return TokenScores(tokens, mean_evidence(tokens))
+        return TokenScores(tokens, mean_seed_scores(tokens))
 
     def _layer(self, prefill: Prefill, layer: int, seen: Region, rotation: Tensor) -> Tensor:
         """Scores of the positions of `seen`, float32 [G, n]."""

@@ -8,7 +8,7 @@ from typing import final
 from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
@@ -59,4 +59,4 @@ class KVzipTwoPass(Scorer):
         if inside:
             tokens = tokens.clone()
             tokens[..., :inside] = float(tokens.max()) + 1
-        return TokenScores(tokens, mean_evidence(tokens))
+        return TokenScores(tokens, mean_seed_scores(tokens))

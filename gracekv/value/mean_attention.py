@@ -12,7 +12,7 @@ from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.attention import received
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
@@ -65,4 +65,4 @@ class MeanAttention(Scorer):
             score = reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads)
             scores.append(score.to(device))
         tokens = torch.stack(scores)
-        return TokenScores(tokens, mean_evidence(tokens))
+        return TokenScores(tokens, mean_seed_scores(tokens))

@@ -14,9 +14,9 @@ from torch import Tensor
 from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
 from gracekv.value.mean_attention import MeanAttention
 from gracekv.value.read_ahead import ReadAhead
+from gracekv.value.seed_scores import mean_seed_scores
 
 Rule = Literal["sum", "rms", "geometric", "max"]
 
@@ -77,9 +77,11 @@ class Mixture(Scorer):
         """The mixed scores, float32 [L, G, N]."""
         scores = [part(prefill, region) for part in self.parts]
         weights = self.weights or (1.0,) * len(self.parts)
-        tokens = mix([score.tokens for score in scores], weights, self.rule)
-        columns = next((score.columns for score in scores if score.columns is not None), None)
-        return TokenScores(tokens, mean_evidence(tokens), columns)
+        tokens = mix([score.scores for score in scores], weights, self.rule)
+        columns = next(
+            (score.column_sums for score in scores if score.column_sums is not None), None
+        )
+        return TokenScores(tokens, mean_seed_scores(tokens), columns)
 
 
 def mix(scores: list[Tensor], weights: tuple[float, ...], rule: Rule) -> Tensor:

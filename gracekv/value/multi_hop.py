@@ -13,7 +13,7 @@ from gracekv.errors import ConfigError, PromptError
 from gracekv.prefill import Needs, Prefill, Region, depth_layers
 from gracekv.value.attention import received
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
@@ -103,7 +103,7 @@ class MultiHop(Scorer):
         question and `tail` is 0.
         """
         direct = self._direct(prefill, region)
-        evidence = mean_evidence(direct, self.epsilon)
+        evidence = mean_seed_scores(direct, self.epsilon)
         if self._propagates:
             reached = self._propagated(prefill, region, evidence)
             mass = reached.sum()

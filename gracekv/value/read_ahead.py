@@ -14,7 +14,7 @@ from gracekv.errors import ConfigError, PromptError
 from gracekv.prefill import Prefill, Region
 from gracekv.value.attention import probabilities
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 
 Kernel = Literal["geometric", "flat"]
 
@@ -93,7 +93,7 @@ class ReadAhead(Scorer):
                 for layer in range(prefill.layers)
             ]
         )
-        return TokenScores(tokens, mean_evidence(tokens))
+        return TokenScores(tokens, mean_seed_scores(tokens))
 
     def _layer(self, prefill: Prefill, layer: int, probes: list[int], region: Region) -> Tensor:
         """[G, N]."""

@@ -10,7 +10,7 @@ import torch
 from gracekv.errors import ConfigError
 from gracekv.prefill import Prefill, Region
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
@@ -51,4 +51,4 @@ class Recency(Scorer):
         rank[:sinks] = region.length + torch.arange(sinks, 0, -1, device=device)
         row = (rank / rank.sum()).float()
         tokens = row.repeat(prefill.layers, prefill.kv_heads, 1)
-        return TokenScores(tokens, mean_evidence(tokens))
+        return TokenScores(tokens, mean_seed_scores(tokens))

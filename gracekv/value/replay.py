@@ -16,13 +16,13 @@ from einops import rearrange
 from torch import Tensor
 
 from gracekv.errors import ConfigError
-from gracekv.gemm import linear
+from gracekv.linalg import linear
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.rope import Rope
 from gracekv.value.attention import block_rows
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
 from gracekv.value.read_ahead import ReadAhead
+from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
@@ -83,11 +83,11 @@ class Replay(Scorer):
             for layer in range(prefill.layers)
         ]
         tokens = torch.stack(squares).sqrt()
-        return TokenScores(tokens, mean_evidence(tokens))
+        return TokenScores(tokens, mean_seed_scores(tokens))
 
     def queries(self, prefill: Prefill, region: Region) -> tuple[Tensor, Tensor]:
         """Positions that are asked again, int64 [Q] ascending on the CPU; weights [Q], sum 1."""
-        seen = self.evidence(prefill, region).tokens
+        seen = self.evidence(prefill, region).scores
         likely = seen.amax(dim=1).mean(dim=0).double().cpu() ** self.power
         count = min(self.max_queries, region.length)
         spaced = torch.linspace(0, region.length - 1, max(1, count // 2)).round().long()

@@ -13,7 +13,7 @@ from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.attention import all_column_sums, probabilities
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 
 # Queries whose attention is compared at once.
 _ROWS = 32
@@ -72,7 +72,7 @@ class Scissorhands(Scorer):
         worth = torch.arange(region.length, 0, -1, dtype=torch.float64, device=device)
         worth = (worth / worth.sum()).float().expand_as(order)
         tokens = torch.zeros_like(sums).scatter_(-1, order, worth)
-        return TokenScores(tokens, mean_evidence(tokens), columns)
+        return TokenScores(tokens, mean_seed_scores(tokens), columns)
 
     def _counts(self, prefill: Prefill, layer: int, region: Region) -> Tensor:
         """int64 [G, N]: queries of the history, and query heads, that find each token important."""

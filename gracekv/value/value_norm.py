@@ -10,8 +10,8 @@ import torch
 from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
 from gracekv.value.read_ahead import ReadAhead
+from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
@@ -55,7 +55,7 @@ class ValueNorm(Scorer):
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Weighted scores, float32 [L, G, N], not normalised."""
         scores = self.score(prefill, region)
-        device = scores.tokens.device
+        device = scores.scores.device
         norms = torch.stack(
             [
                 value[:, region.start : region.end].float().norm(dim=-1).to(device)
@@ -65,5 +65,5 @@ class ValueNorm(Scorer):
         if self.relative > 0:
             layer = norms.mean(dim=(1, 2), keepdim=True)
             norms = norms / layer.clamp_min(1e-12) ** self.relative
-        tokens = scores.tokens * norms
-        return TokenScores(tokens, mean_evidence(tokens), scores.columns)
+        tokens = scores.scores * norms
+        return TokenScores(tokens, mean_seed_scores(tokens), scores.column_sums)

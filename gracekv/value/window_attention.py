@@ -14,7 +14,7 @@ from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.value.attention import received
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 
 Observation = Literal["prompt_tail", "context_tail"]
 Pooling = Literal["max", "avg", "none"]
@@ -93,7 +93,7 @@ class WindowAttention(Scorer):
             score = reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads)
             scores.append(self._pooled(score).to(device))
         tokens = torch.stack(scores)
-        return TokenScores(tokens, mean_evidence(tokens))
+        return TokenScores(tokens, mean_seed_scores(tokens))
 
     def _pooled(self, score: Tensor) -> Tensor:
         """[G, N] -> [G, N]."""

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.backends import BACKENDS, Auto, Compiled, Eager, Sdpa
+from gracekv.backends import BACKENDS, Auto, Eager, Numba, Sdpa
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError, ConfigError, ShapeError
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 
-VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Compiled(), Auto()]
+VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Numba(), Auto()]
 
 
 def ragged(rng, lengths, dim, dtype, bias=True, sequences=1):
@@ -191,10 +191,10 @@ def test_held_bytes_counts_what_a_step_holds_and_nothing_else():
         assert sdpa.held_bytes(prepared) == sum(x.numel() * x.element_size() for x in held)
         assert plan.keys.untyped_storage().data_ptr() == layer.keys.untyped_storage().data_ptr()
         assert plan.values.untyped_storage().data_ptr() == layer.values.untyped_storage().data_ptr()
-        chosen, picked = Auto().prepare(layer), Compiled().prepare(layer)
+        chosen, picked = Auto().prepare(layer), Numba().prepare(layer)
         Auto().warm(chosen, 4)
-        Compiled().warm(picked, 4)
-        assert Auto().held_bytes(chosen) == Compiled().held_bytes(picked) > 0
+        Numba().warm(picked, 4)
+        assert Auto().held_bytes(chosen) == Numba().held_bytes(picked) > 0
     assert Eager().held_bytes(Eager().prepare(uneven)) == 0
 
 

@@ -34,7 +34,7 @@ def bought(context, seed, refiner):
 def test_every_entry_is_an_original_token(seed, refiner, tied):
     context = tree_context(seed)
     frontier = bought(context, seed, refiner)
-    worth = (context.tokens * 10).round() if tied else context.tokens
+    worth = (context.scores * 10).round() if tied else context.scores
     prefill, region, forest = context.prefill, context.partition.region, frontier.forest
     cache = EvictPacker()(prefill, frontier, worth, PrototypeRule())
     covered = prefill.spans.length - 1
@@ -66,7 +66,7 @@ def test_the_last_prompt_token_is_never_packed(packer, refiner):
     everything = Frontier(
         forest, torch.ones(forest.trees, dtype=torch.bool), ~forest.is_leaf, budget=10**6
     )
-    cache = packer(context.prefill, everything, context.tokens, context.rule)
+    cache = packer(context.prefill, everything, context.scores, context.rule)
     for layer in cache.layers:
         for head in range(layer.heads):
             assert layer.head(head)[2].tolist() == list(range(context.prefill.spans.length - 1))
@@ -78,5 +78,5 @@ def test_forest_roots_that_reach_the_end_merge_only_what_is_covered():
     roots = Frontier(
         forest, torch.ones(forest.trees, dtype=torch.bool), torch.zeros(forest.nodes).bool(), 10**6
     )
-    cache = PrototypePacker()(context.prefill, roots, context.tokens, context.rule)
+    cache = PrototypePacker()(context.prefill, roots, context.scores, context.rule)
     assert int(cache.layers[0].positions.max()) < context.prefill.spans.length - 1

@@ -31,7 +31,7 @@ def random_frontier(context: TreeContext, seed: int, refiner: str = "binary_extr
 
 
 def pack(context: TreeContext, frontier: Frontier) -> RaggedCache:
-    return PrototypePacker()(context.prefill, frontier, context.tokens, context.rule)
+    return PrototypePacker()(context.prefill, frontier, context.scores, context.rule)
 
 
 @settings(max_examples=15)

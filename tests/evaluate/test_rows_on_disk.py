@@ -6,7 +6,7 @@ import os
 import pytest
 
 from gracekv.errors import ConfigError
-from gracekv.evaluate.store import Store, latest, read_rows
+from gracekv.evaluate.result_rows import Store, latest, read_rows
 
 
 def test_rows_come_back_in_order(tmp_path):

@@ -11,8 +11,8 @@ import pytest
 
 from gracekv.errors import ConfigError, TaskError
 from gracekv.evaluate import Experiment, run
+from gracekv.evaluate.result_rows import read_rows
 from gracekv.evaluate.shards import Shard
-from gracekv.evaluate.store import read_rows
 
 METHODS = ["fullkv", "gracekv", "gracekv-no-global"]
 PANEL = {

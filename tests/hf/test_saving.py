@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import gracekv
 from gracekv.backends import Eager
-from gracekv.cache import store
+from gracekv.cache import serialization
 from gracekv.errors import SavedCacheError
 from gracekv.hf import BatchResult, CompressionResult, detach
 from gracekv.hf.saving import identity, weights_digest
@@ -289,7 +289,7 @@ def test_a_failed_save_leaves_the_old_file(model, result, saved, monkeypatch):
         path.write_bytes(b"half")
         raise RuntimeError("disk full")
 
-    monkeypatch.setattr(store, "_safetensors", lambda: SimpleNamespace(save_file=breaks))
+    monkeypatch.setattr(serialization, "_safetensors", lambda: SimpleNamespace(save_file=breaks))
     with pytest.raises(RuntimeError, match="disk full"):
         result.save(saved)
     assert saved.read_bytes() == before

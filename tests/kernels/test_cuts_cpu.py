@@ -13,7 +13,7 @@ pytest.importorskip("numba")
 from gracekv.kernels.cuts_cpu import best_cut, candidates, highest, lifting
 from gracekv.segment import Partition
 from gracekv.testing.trees import tree_context
-from gracekv.tree import Items, NodeEnds, Nodes, NodeTable
+from gracekv.tree import CostTable, IntervalCosts, Items, Nodes
 from gracekv.tree.binary import binary_proposal
 from gracekv.tree.extract import extract_proposal, salient_token
 
@@ -44,7 +44,7 @@ def test_coarse_numbers_are_chosen_among_alike(seed, n, most, reward, steps):
     nodes = Nodes(torch.tensor([0]), torch.tensor([0]), torch.tensor([n]))
     sides, mass, whole = coarse(2, 1, n), coarse(1, n), coarse(1).double()
     sides[0, 0, 0] = sides[1, 0, -1] = 0.0
-    table = NodeTable(nodes, items, NodeEnds(sides, mass, torch.zeros(1)), whole)
+    table = CostTable(nodes, items, IntervalCosts(sides, mass, torch.zeros(1)), whole)
     want = binary_proposal(nodes, table, most, reward)
 
     kappa, found = items.curvature.numpy(), sides[:, 0].numpy()

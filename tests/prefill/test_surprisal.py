@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.prefill.logsumexp import CompiledLogSumExp, TorchLogSumExp, fastest
+from gracekv.prefill.logsumexp import NumbaLogSumExp, TorchLogSumExp, fastest
 from gracekv.prefill.surprisal import surprisal
 
 
@@ -69,7 +69,7 @@ def test_one_reading_sums_what_sweeps_sum(seed, rows, blocks, scale):
     # Rows that begin, or end, far below the others.
     parts[seed % len(parts)][0] -= 200.0
     want = torch.cat(parts, dim=1).double().logsumexp(dim=1)
-    for kind in (TorchLogSumExp, CompiledLogSumExp):
+    for kind in (TorchLogSumExp, NumbaLogSumExp):
         sums = kind(rows, torch.device("cpu"))
         for part in parts:
             sums.add(part.clone())
@@ -82,7 +82,7 @@ def test_what_is_not_finite_is_not_hidden(bad):
     block = torch.randn(3, 3000, generator=torch.Generator().manual_seed(0))
     block[1, 2500] = bad
     found = []
-    for kind in (TorchLogSumExp, CompiledLogSumExp):
+    for kind in (TorchLogSumExp, NumbaLogSumExp):
         sums = kind(3, torch.device("cpu"))
         sums.add(block[:, :1000].clone())
         sums.add(block[:, 1000:].clone())

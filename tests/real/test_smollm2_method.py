@@ -50,8 +50,8 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
     context = TreeContext(
         prefill=prefill,
         partition=partition,
-        tokens=scores.tokens,
-        evidence=scores.evidence,
+        scores=scores.scores,
+        seed_scores=scores.seed_scores,
         sensitivity=pipeline.sensitivity(prefill),
         rule=PrototypeRule(),
         curvature=partition.curvature,
@@ -59,7 +59,7 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
     rng = torch.Generator().manual_seed(0)
     for layer in (0, prefill.layers // 2, prefill.layers - 1):
         items = Items.of(context, [layer])
-        judge = Prototype().judge(context, [layer], items, Workspace(torch.device("cpu")))
+        evaluator = Prototype().evaluator(context, [layer], items, Workspace(torch.device("cpu")))
         for head in range(prefill.kv_heads):
             want = ReferenceDistortion(context, layer, head, Prototype())
             for _ in range(12):
@@ -70,7 +70,7 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
                     continue
                 item = head * partition.slots + slot
                 node = Nodes(*(torch.tensor([x]) for x in (item, i - a, j - a)))
-                ends = judge(node)
+                ends = evaluator(node)
                 error = {"rel": 1e-4, "abs": 1e-9 * want.drop(a, b)}
                 for k in range(j - i):
                     assert float(ends.prefix[0, k]) == pytest.approx(
@@ -97,8 +97,8 @@ def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> 
     assert rule(prefill, region).bounds.tolist() == (bounds + region.start).tolist()
 
     fast, slow = MultiHop()(prefill, region), value_reference.multi_hop(MultiHop(), prefill, region)
-    torch.testing.assert_close(fast.tokens.double(), slow.tokens, rtol=1e-3, atol=1e-7)
-    torch.testing.assert_close(fast.evidence.double(), slow.evidence, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(fast.scores.double(), slow.scores, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(fast.seed_scores.double(), slow.seed_scores, rtol=1e-3, atol=1e-7)
     omega = OutputProjection()
     torch.testing.assert_close(
         omega(prefill).double(),
@@ -142,13 +142,13 @@ def test_the_auction_and_the_packed_entries(prefill: Prefill, ratio: int) -> Non
     context = TreeContext(
         prefill=prefill,
         partition=run.partition,
-        tokens=run.relevance.tokens,
-        evidence=run.relevance.evidence,
+        scores=run.relevance.scores,
+        seed_scores=run.relevance.seed_scores,
         sensitivity=run.relevance.sensitivity,
         rule=PrototypeRule(),
     )
     forest, kept = run.frontier.forest, run.frontier.kept
-    packed = PrototypePacker()(prefill, run.frontier, run.relevance.tokens, PrototypeRule())
+    packed = PrototypePacker()(prefill, run.frontier, run.relevance.scores, PrototypeRule())
     for layer, head in ((0, 0), (prefill.layers - 1, prefill.kv_heads - 1)):
         mine = kept & (forest.head_of_node() == layer * prefill.kv_heads + head)
         nodes = sorted(zip(forest.start[mine].tolist(), forest.end[mine].tolist(), strict=True))

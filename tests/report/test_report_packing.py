@@ -81,7 +81,7 @@ def test_chains_tell_every_tokens_fate(make, recipe, seed, ratio):
 @settings(max_examples=10)
 @given(seed=st.integers(0, 99))
 def test_relevance_is_off_by_half_a_step_at_most(make, seed):
-    worth = make("gracekv", 3, seed=seed).run.relevance.tokens
+    worth = make("gracekv", 3, seed=seed).run.relevance.scores
     scaled = worth.double() / worth.double().mean(-1, keepdim=True)
     codes, low, high = packing.quantised(scaled)
     step = (high - low) / 254

@@ -200,7 +200,7 @@ class AverageColumns(Scorer):
     def __call__(self, prefill, region):
         scores = ColumnSums()(prefill, region)
         seen_by = prefill.spans.length - torch.arange(region.start, region.end)
-        return TokenScores(scores.tokens / seen_by, scores.evidence)
+        return TokenScores(scores.scores / seen_by, scores.seed_scores)
 
 
 def full_attention(case):

@@ -69,7 +69,7 @@ def test_snapkvs_score_with_global_allocation():
     check_selection(run, prefill, recent=32)
     check_best_tokens(run, prefill)
     # One cut for all heads: nobody's best dropped token beats anybody's worst kept one.
-    scores = run.relevance.tokens
+    scores = run.relevance.scores
     kept = torch.zeros_like(scores, dtype=torch.bool)
     forest = run.frontier.forest
     on = run.frontier.kept
@@ -92,7 +92,7 @@ def test_gracekvs_relevance_with_plain_eviction():
     run = Pipeline.named("global-eviction").run(prefill, Budget.ratio(6))
     check_selection(run, prefill, recent=32)
     check_best_tokens(run, prefill)
-    price = run.relevance.sensitivity[..., None] * run.relevance.tokens.double()
+    price = run.relevance.sensitivity[..., None] * run.relevance.scores.double()
     kept = torch.zeros_like(price, dtype=torch.bool)
     on, forest = run.frontier.kept, run.frontier.forest
     kept.view(-1)[forest.head_of_node()[on] * price.shape[-1] + forest.start[on] - 4] = True
@@ -118,7 +118,7 @@ def test_the_familys_options_reach_every_member(value):
         run = changed(recipe, value=inner).run(prefill, Budget.ratio(5))
         check_selection(run, prefill, recent=32)
         default = Pipeline.named(recipe).run(prefill, Budget.ratio(5))
-        assert not torch.equal(run.relevance.tokens, default.relevance.tokens)
+        assert not torch.equal(run.relevance.scores, default.relevance.scores)
 
 
 def test_a_comparison_sets_one_window_for_all():

@@ -14,10 +14,10 @@ from gracekv.tree import (
     DISTORTIONS,
     REFINERS,
     BinaryExtract,
+    DistortionEvaluator,
     Forest,
+    IntervalCosts,
     Items,
-    Judge,
-    NodeEnds,
     Nodes,
     Prototype,
     TreeContext,
@@ -29,7 +29,7 @@ from gracekv.tree.workspace import Workspace
 
 def with_floor(context: TreeContext, seed: int) -> TreeContext:
     rng = torch.Generator().manual_seed(seed)
-    score = torch.rand(context.tokens.shape, generator=rng, dtype=torch.float64)
+    score = torch.rand(context.scores.shape, generator=rng, dtype=torch.float64)
     forced = torch.where(
         torch.rand(score.shape, generator=rng) < 0.2, (score * 4).round(), -torch.inf
     )
@@ -71,7 +71,7 @@ def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool
     cost = torch.zeros(forest.trees, dtype=torch.int64)
     cost.index_add_(0, forest.tree, forest.split_cost())
     assert torch.equal(cost + forest.add_cost(), forest.length[: forest.trees])
-    whole = context.tokens.double().sum(-1).flatten()
+    whole = context.scores.double().sum(-1).flatten()
     per_head = torch.zeros_like(whole)
     per_head.index_add_(0, forest.head_of_tree(), forest.worth[: forest.trees])
     torch.testing.assert_close(per_head, whole)
@@ -87,21 +87,28 @@ def children_of(forest: Forest, tree: int) -> dict[tuple[int, int], list[tuple[i
     return found
 
 
-class FastJudge:
-    """Answers the reference's questions from the fast judge, a node at a time."""
+class FastEvaluator:
+    """Answers the reference's questions from the fast evaluator, a node at a time."""
 
-    def __init__(self, context: TreeContext, items: Items, judge: Judge, layer: int, item: int):
-        self.context, self.items, self.judge, self.layer, self.item = (
-            context, items, judge, layer, item,
+    def __init__(
+        self,
+        context: TreeContext,
+        items: Items,
+        evaluator: DistortionEvaluator,
+        layer: int,
+        item: int,
+    ):
+        self.context, self.items, self.evaluator, self.layer, self.item = (
+            context, items, evaluator, layer, item,
         )  # fmt: skip
         self.head = item // context.partition.slots
         self.origin = int(items.origin[item])
         self.ends = functools.cache(self._ends)
 
-    def _ends(self, start: int, end: int) -> NodeEnds:
+    def _ends(self, start: int, end: int) -> IntervalCosts:
         nodes = Nodes(*(torch.tensor([x - y]) for x, y in
                         ((self.item, 0), (start, self.origin), (end, self.origin))))  # fmt: skip
-        return self.judge(nodes)
+        return self.evaluator(nodes)
 
     def node(self, start: int, end: int) -> float:
         return float(self.ends(start, end).prefix[0, -1])
@@ -121,9 +128,9 @@ def test_growth_matches_the_reference(floor: bool, seed: int) -> None:
     bounds, heads = context.partition.bounds.tolist(), context.prefill.kv_heads
     for layer in range(context.prefill.layers):
         items = Items.of(context, [layer])
-        judge = Prototype().judge(context, [layer], items, Workspace(torch.device("cpu")))
+        evaluator = Prototype().evaluator(context, [layer], items, Workspace(torch.device("cpu")))
         for item in range(len(items.origin)):
-            one = FastJudge(context, items, judge, layer, item)
+            one = FastEvaluator(context, items, evaluator, layer, item)
             slot = item % context.partition.slots
             tree = layer * heads * context.partition.slots + item
             want = grow_tree(one, bounds[slot], bounds[slot + 1])  # type: ignore[arg-type]
@@ -135,23 +142,23 @@ def test_growth_matches_the_reference(floor: bool, seed: int) -> None:
 def test_gains_match_the_definitions(seed: int) -> None:
     context = tree_context(seed)
     forest = build_forest(context, Prototype(), BinaryExtract())
-    judges = {}
+    evaluators = {}
     for tree in range(forest.trees):
         head, slot = divmod(tree, context.partition.slots)
         layer, g = divmod(head, context.prefill.kv_heads)
-        judge = judges.setdefault(head, ReferenceDistortion(context, layer, g, Prototype()))
+        evaluator = evaluators.setdefault(head, ReferenceDistortion(context, layer, g, Prototype()))
         a, b = context.partition.bounds[slot : slot + 2].tolist()
         omega = float(context.sensitivity[layer, g])
         # A gain is a difference: its error is relative to what is subtracted.
-        scale = omega * float(forest.worth[tree]) * (judge.drop(a, b) + judge.node(a, b))
-        want = omega * float(forest.worth[tree]) * (judge.drop(a, b) - judge.node(a, b))
+        scale = omega * float(forest.worth[tree]) * (evaluator.drop(a, b) + evaluator.node(a, b))
+        want = omega * float(forest.worth[tree]) * (evaluator.drop(a, b) - evaluator.node(a, b))
         assert float(forest.add_gain[tree]) == pytest.approx(want, abs=2e-4 * scale)
         spans = list(zip(forest.start.tolist(), forest.end.tolist(), strict=True))
         for node, kids in children_of(forest, tree).items():
             v = next(
                 v for v in torch.nonzero(forest.tree == tree).flatten().tolist() if spans[v] == node
             )
-            parts = [judge.node(*node), *(judge.node(*kid) for kid in kids)]
+            parts = [evaluator.node(*node), *(evaluator.node(*kid) for kid in kids)]
             price = omega * float(forest.worth[v])
             want = price * (parts[0] - sum(parts[1:]))
             assert float(forest.split_gain[v]) == pytest.approx(want, abs=2e-4 * price * sum(parts))
@@ -162,7 +169,7 @@ def test_floor_candidates_are_lifted_first_and_by_score() -> None:
     bounds = context.partition.bounds.tolist()
     slot = max(range(len(bounds) - 1), key=lambda j: bounds[j + 1] - bounds[j])
     a, b = bounds[slot] - bounds[0], bounds[slot + 1] - bounds[0]
-    forced = torch.full_like(context.tokens, -torch.inf, dtype=torch.float64)
+    forced = torch.full_like(context.scores, -torch.inf, dtype=torch.float64)
     forced[0, 1, [a + 1, b - 2]] = torch.tensor([1.0, 2.0], dtype=torch.float64)
     forest = build_forest(dataclasses.replace(context, forced=forced), Prototype(), BinaryExtract())
     tree = context.partition.slots + slot
@@ -197,7 +204,7 @@ def test_engines_price_the_floors_paths_alike(refiner: str, seed: int) -> None:
     context = with_floor(tree_context(seed), seed)
     forests = [
         build_forest(context, Prototype(engine=engine), REFINERS.build(refiner))
-        for engine in ("compiled", "torch")
+        for engine in ("numba", "torch")
     ]
     assert torch.equal(forests[0].start, forests[1].start)
     assert torch.equal(forests[0].parent, forests[1].parent)

@@ -42,7 +42,7 @@ def gpu_values(monkeypatch):
 
 def test_auto_on_a_cpu(there):
     there("numba", "triton")
-    assert pick("auto", VALUES) == "compiled"
+    assert pick("auto", VALUES) == "numba"
     there("triton")
     assert pick("auto", VALUES) == "torch"
 
@@ -61,7 +61,7 @@ def test_auto_on_a_gpu(there, gpu_values):
 def test_what_cannot_be_had_is_refused(there, gpu_values):
     there("numba", "triton", capability=(7, 5))
     for engine, values, message in [
-        ("compiled", gpu_values, r'lies on cuda:0. pip install "gracekv\[cpu\]"'),
+        ("numba", gpu_values, r'lies on cuda:0. pip install "gracekv\[cpu\]"'),
         ("triton", gpu_values, "capability 7.5; the kernels need 8.0 or newer. Use engine 'torch'"),
         ("triton", torch.zeros(3, 257).as_subclass(OnGpu), "256 or less; got 257. Use engine"),
         ("triton", VALUES, "plain tensors; the cache is of type Tensor. Use engine 'torch'"),
@@ -80,7 +80,7 @@ def test_a_cpu_is_no_place_for_it(there):
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(ConfigError, match="auto, compiled, torch, triton; got 'cuda'"):
+    with pytest.raises(ConfigError, match="auto, numba, torch, triton; got 'cuda'"):
         Prototype(engine="cuda")
 
 
@@ -89,6 +89,6 @@ def test_a_tensor_without_memory_of_its_own_goes_to_torch(there):
     values = Elsewhere(torch.zeros(3, 64))
     assert pick("auto", values) == "torch"
     with pytest.raises(BackendUnavailableError, match="needs a cache on a CPU"):
-        pick("compiled", values)
+        pick("numba", values)
     with pytest.raises(BackendUnavailableError, match=r"of type Elsewhere\. Use engine 'torch'"):
         pick("triton", values)

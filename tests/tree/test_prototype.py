@@ -11,23 +11,25 @@ from gracekv.errors import BackendUnavailableError, ConfigError
 from gracekv.prefill import Prefill
 from gracekv.segment import Partition
 from gracekv.testing.trees import tree_context
-from gracekv.tree import Items, Judge, Nodes, Prototype, PrototypeRule, TreeContext
+from gracekv.tree import DistortionEvaluator, Items, Nodes, Prototype, PrototypeRule, TreeContext
 from gracekv.tree.reference import ReferenceDistortion
 from gracekv.tree.workspace import Workspace
 
 
-def judge_of(context: TreeContext, distortion: Prototype, layers: list[int]) -> tuple[Judge, Items]:
+def evaluator_of(
+    context: TreeContext, distortion: Prototype, layers: list[int]
+) -> tuple[DistortionEvaluator, Items]:
     items = Items.of(context, layers)
-    return distortion.judge(context, layers, items, Workspace(torch.device("cpu"))), items
+    return distortion.evaluator(context, layers, items, Workspace(torch.device("cpu"))), items
 
 
 def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> None:
     """Both engines against the definitions, in every head."""
     bounds, slots = context.partition.bounds.tolist(), context.partition.slots
     for layer in range(context.prefill.layers):
-        judges = [
-            judge_of(context, dataclasses.replace(distortion, engine=engine), [layer])[0]
-            for engine in ("torch", "compiled")
+        evaluators = [
+            evaluator_of(context, dataclasses.replace(distortion, engine=engine), [layer])[0]
+            for engine in ("torch", "numba")
         ]
         for item in range(context.prefill.kv_heads * slots):
             reference = ReferenceDistortion(context, layer, item // slots, distortion)
@@ -39,8 +41,8 @@ def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> No
             drops = torch.tensor([reference.drop(i, j) for i, j in spans])
             mass = torch.tensor(reference.masses(a, b)).double()
             at = torch.tensor(spans) - a
-            for judge in judges:
-                ends = judge(Nodes(torch.full((len(spans),), item), at[:, 0], at[:, 1]))
+            for evaluator in evaluators:
+                ends = evaluator(Nodes(torch.full((len(spans),), item), at[:, 0], at[:, 1]))
                 torch.testing.assert_close(ends.drop, drops.float(), rtol=1e-4, atol=0)
                 torch.testing.assert_close(
                     ends.mass[0, : b - a].double(), mass, rtol=1e-4, atol=1e-9
@@ -82,9 +84,11 @@ def test_chunks_do_not_change_the_ends() -> None:
     context = dataclasses.replace(context, partition=even)
     ends = []
     for limit in (2**20, 2**30):
-        judge, items = judge_of(context, Prototype(memory_limit=limit, engine="torch"), [0, 1])
+        evaluator, items = evaluator_of(
+            context, Prototype(memory_limit=limit, engine="torch"), [0, 1]
+        )
         item = torch.arange(len(items.origin))
-        ends.append(judge(Nodes(item, torch.zeros_like(item), items.length)))
+        ends.append(evaluator(Nodes(item, torch.zeros_like(item), items.length)))
     whole = items.length.max() == items.length
     for name in ("prefix", "suffix", "mass", "drop"):
         torch.testing.assert_close(
@@ -115,9 +119,9 @@ def test_identical_tokens_merge_without_loss() -> None:
             torch.ones_like(prefill.rope.cos), torch.zeros_like(prefill.rope.sin)
         ),
     )
-    judge, items = judge_of(dataclasses.replace(context, prefill=still), Prototype(), [0])
+    evaluator, items = evaluator_of(dataclasses.replace(context, prefill=still), Prototype(), [0])
     item = torch.arange(len(items.origin))
-    ends = judge(Nodes(item, torch.zeros_like(item), items.length))
+    ends = evaluator(Nodes(item, torch.zeros_like(item), items.length))
     real = torch.arange(ends.prefix.shape[1]) < items.length[:, None]
     assert float(ends.prefix[real].abs().max()) < 1e-6  # |M|^2 in fp32
     assert float(ends.suffix[real].abs().max()) < 1e-6
@@ -127,7 +131,7 @@ def test_what_cannot_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     context = tree_context(2)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BackendUnavailableError, match=r"gracekv\[cpu\]"):
-        judge_of(context, Prototype(engine="compiled"), [0])
-    judge_of(context, Prototype(), [0])
-    with pytest.raises(ConfigError, match="auto, compiled, torch"):
+        evaluator_of(context, Prototype(engine="numba"), [0])
+    evaluator_of(context, Prototype(), [0])
+    with pytest.raises(ConfigError, match="auto, numba, torch"):
         Prototype(engine="fast")  # type: ignore[arg-type]

@@ -45,7 +45,7 @@ def test_pruned_forests_give_the_same_frontier(
         region = context.partition.region
         plan = BudgetPlan(layers=5, heads=2, context=region.length, total=budget, recent=0)
         keeper = Singleton(gamma=0.5, alpha=alpha)
-        candidates = keeper.candidates(context.tokens, plan) if floor else None
+        candidates = keeper.candidates(context.scores, plan) if floor else None
         context = dataclasses.replace(context, forced=candidates)
         auction = ALLOCATORS.build(allocator, elastic=elastic)
         forests = [

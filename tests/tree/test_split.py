@@ -23,7 +23,7 @@ from gracekv.tree import (
     TreeContext,
     build_forest,
 )
-from gracekv.tree.compiled import CompiledSplitter
+from gracekv.tree.prototype_numba import NumbaSplitter
 from gracekv.tree.split import Split, TableSplitter
 from gracekv.tree.workspace import Workspace
 
@@ -52,7 +52,7 @@ def problem(seed: int, slots: int, floor: bool, tied: bool) -> TreeContext:
         assert context.curvature is not None
         context = dataclasses.replace(context, curvature=(4 * context.curvature).round())
     if floor:
-        score = torch.rand(context.tokens.shape, generator=rng, dtype=torch.float64)
+        score = torch.rand(context.scores.shape, generator=rng, dtype=torch.float64)
         chosen = torch.rand(score.shape, generator=rng) < 0.1
         context = dataclasses.replace(
             context, forced=torch.where(chosen, (3 * score).round(), -torch.inf)
@@ -73,11 +73,11 @@ def same(one: Split, other: Split) -> None:
 def test_fused_splits_are_those_of_the_table(refiner, seed, slots, floor, tied):
     context = problem(seed, slots, floor, tied)
     items = Items.of(context, [0, 1], refiner.lifts_candidates)
-    judge = Prototype(engine="compiled").judge(
+    evaluator = Prototype(engine="numba").evaluator(
         context, [0, 1], items, Workspace(torch.device("cpu"))
     )
-    fused, table = judge.splitter(refiner), TableSplitter(items, judge, refiner)
-    assert isinstance(fused, CompiledSplitter)
+    fused, table = evaluator.splitter(refiner), TableSplitter(items, evaluator, refiner)
+    assert isinstance(fused, NumbaSplitter)
     item = torch.arange(len(items.origin))
     roots = Nodes(item, torch.zeros_like(item), items.length)
     one, other = fused.roots(roots), table.roots(roots)
@@ -102,13 +102,15 @@ def test_fused_splits_are_those_of_the_table(refiner, seed, slots, floor, tied):
 def test_what_numbers_cannot_say_is_looked_up() -> None:
     context = tree_context(0)
     items = Items.of(context, [0])
-    judge = Prototype(engine="compiled").judge(context, [0], items, Workspace(torch.device("cpu")))
-    fused = {name for name in REFINERS if judge.splitter(REFINERS.build(name)) is not None}
-    assert fused == {"binary", "binary_extract", "extract", "midpoint"}
-    torch_judge = Prototype(engine="torch").judge(
+    evaluator = Prototype(engine="numba").evaluator(
         context, [0], items, Workspace(torch.device("cpu"))
     )
-    assert torch_judge.splitter(BinaryExtract()) is None
+    fused = {name for name in REFINERS if evaluator.splitter(REFINERS.build(name)) is not None}
+    assert fused == {"binary", "binary_extract", "extract", "midpoint"}
+    torch_evaluator = Prototype(engine="torch").evaluator(
+        context, [0], items, Workspace(torch.device("cpu"))
+    )
+    assert torch_evaluator.splitter(BinaryExtract()) is None
 
 
 @pytest.mark.parametrize("refiner", ["binary_extract", "exhaustive"])

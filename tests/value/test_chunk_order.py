@@ -25,9 +25,9 @@ def test_equals_the_reference(seed, layers, context, size, shared, reuse, of):
     prefill = synthetic_prefill(layers=layers, kv_heads=2, dim=8, context=context, seed=seed)
     region = prefill.spans.region(0)
     scorer = ChunkOrder(of, size, shared, reuse)
-    tokens = scorer(prefill, region).tokens
+    tokens = scorer(prefill, region).scores
     order = tokens.sort(dim=-1, descending=True, stable=True).indices
-    assert order.tolist() == reference.chunk_order(scorer, of(prefill, region).tokens)
+    assert order.tolist() == reference.chunk_order(scorer, of(prefill, region).scores)
     torch.testing.assert_close(tokens.sum(-1), torch.ones(layers, 2))
     # Ranks, so no two tokens of a head tie.
     assert all(len(row.unique()) == context for row in tokens.flatten(0, 1))
@@ -37,7 +37,7 @@ class Fixed:
     """Stands in for a scorer."""
 
     def __init__(self, tokens):
-        self.tokens = torch.tensor(tokens)
+        self.scores = torch.tensor(tokens)
 
     def __call__(self, prefill, region):
         return self
@@ -45,7 +45,7 @@ class Fixed:
 
 def ranking(tokens, **fields):
     prefill = synthetic_prefill(context=len(tokens[0][0]))
-    scores = ChunkOrder(of=Fixed(tokens), **fields)(prefill, prefill.spans.region(0)).tokens
+    scores = ChunkOrder(of=Fixed(tokens), **fields)(prefill, prefill.spans.region(0)).scores
     return scores.argsort(dim=-1, descending=True).tolist()
 
 

@@ -30,13 +30,13 @@ def test_equals_the_reference(seed, kv_heads, group, dtype):
     region = prefill.spans.region(4)
     fast, slow = ColumnSums()(prefill, region), reference.column_sums(prefill, region)
     # float32 sums against float64; bfloat16 inputs are raised before any arithmetic.
-    torch.testing.assert_close(fast.tokens.double(), slow.tokens, rtol=5e-5, atol=1e-6)
-    torch.testing.assert_close(fast.evidence.double(), slow.evidence, rtol=5e-5, atol=1e-6)
+    torch.testing.assert_close(fast.scores.double(), slow.scores, rtol=5e-5, atol=1e-6)
+    torch.testing.assert_close(fast.seed_scores.double(), slow.seed_scores, rtol=5e-5, atol=1e-6)
 
 
 def test_all_columns_together_hold_one_unit_per_query():
     prefill = small()
-    tokens = ColumnSums()(prefill, Region(0, 26)).tokens
+    tokens = ColumnSums()(prefill, Region(0, 26)).scores
     torch.testing.assert_close(tokens.sum(-1), torch.full((2, 2), 26.0))
 
 

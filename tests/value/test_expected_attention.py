@@ -41,8 +41,8 @@ def test_equals_the_reference(
         future=future, covariance=covariance, value_norm=value_norm, epsilon=epsilon
     )
     fast, slow = scorer(prefill, region), reference.expected_attention(scorer, prefill, region)
-    torch.testing.assert_close(fast.tokens.double(), slow.tokens, rtol=2e-4, atol=1e-6)
-    torch.testing.assert_close(fast.evidence.double(), slow.evidence, rtol=2e-4, atol=1e-6)
+    torch.testing.assert_close(fast.scores.double(), slow.scores, rtol=2e-4, atol=1e-6)
+    torch.testing.assert_close(fast.seed_scores.double(), slow.seed_scores, rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("attention", ["plain", "llama3", "yarn"])
@@ -66,7 +66,7 @@ def test_equals_kvpress(kvpress_module, attention, ratio):
     prefill = capture(model, Prompt.from_ids(ids, (0, 200)), Needs(context_queries=True))
     for hook in hooks:
         hook.remove()
-    ours = ExpectedAttention()(prefill, Region(0, 200)).tokens
+    ours = ExpectedAttention()(prefill, Region(0, 200)).scores
     press, kept = press_class(), int(200 / ratio)
     for layer, block in enumerate(model.model.layers):
         block.self_attn.rotary_emb = model.model.rotary_emb
@@ -84,7 +84,7 @@ def test_equals_kvpress(kvpress_module, attention, ratio):
 def test_the_question_is_not_read():
     prefill = synthetic_prefill(context=60)
     end, region = prefill.spans.context_end, prefill.spans.region(4)
-    want = ExpectedAttention()(prefill, region).tokens
+    want = ExpectedAttention()(prefill, region).scores
 
     def spoiled(tensors):
         return tuple(torch.cat([x[:, :end], x[:, end:] * 0 + 7], dim=1) for x in tensors)
@@ -95,16 +95,16 @@ def test_the_question_is_not_read():
         values=spoiled(prefill.values),
         queries=spoiled(prefill.queries),
     )
-    assert torch.equal(ExpectedAttention()(other, region).tokens, want)
+    assert torch.equal(ExpectedAttention()(other, region).scores, want)
 
 
 def test_blocks_change_nothing(monkeypatch):
     prefill = synthetic_prefill(context=300, layers=1)
     region = prefill.spans.region(4)
-    want = ExpectedAttention()(prefill, region).tokens
+    want = ExpectedAttention()(prefill, region).scores
     monkeypatch.setattr(module, "_BLOCK", 1)
     torch.testing.assert_close(
-        ExpectedAttention()(prefill, region).tokens, want, rtol=1e-4, atol=1e-7
+        ExpectedAttention()(prefill, region).scores, want, rtol=1e-4, atol=1e-7
     )
 
 
@@ -134,9 +134,9 @@ def test_the_mean_rotation_continues_the_table(factor):
 
 def test_sinks_in_the_region_outrank_everything():
     prefill = synthetic_prefill(prefix=1, context=40)
-    tokens = ExpectedAttention()(prefill, prefill.spans.region(4)).tokens
+    tokens = ExpectedAttention()(prefill, prefill.spans.region(4)).scores
     assert bool((tokens[..., :3] > tokens[..., 3:].amax()).all())
-    without = ExpectedAttention(sinks=0)(prefill, prefill.spans.region(4)).tokens
+    without = ExpectedAttention(sinks=0)(prefill, prefill.spans.region(4)).scores
     assert not bool((without[..., :3] > without[..., 3:].amax()).all())
 
 

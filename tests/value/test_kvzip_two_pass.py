@@ -12,16 +12,16 @@ from gracekv.value import SCORERS, KVzipTwoPass
 
 def test_scores_are_the_captured_maxima_of_the_region():
     prefill = synthetic_prefill(context=40, prefix=4)
-    tokens = KVzipTwoPass()(prefill, prefill.spans.region(7)).tokens
+    tokens = KVzipTwoPass()(prefill, prefill.spans.region(7)).scores
     assert torch.equal(tokens, prefill.reconstruction[..., :33])
 
 
 def test_sinks_in_the_region_outrank_everything():
     prefill = synthetic_prefill(context=40, prefix=1)
-    tokens = KVzipTwoPass()(prefill, prefill.spans.region(7)).tokens
+    tokens = KVzipTwoPass()(prefill, prefill.spans.region(7)).scores
     assert bool((tokens[..., :3] > tokens[..., 3:].amax()).all())
     assert torch.equal(tokens[..., 3:], prefill.reconstruction[..., 3:33])
-    plain = KVzipTwoPass(sinks=0)(prefill, prefill.spans.region(7)).tokens
+    plain = KVzipTwoPass(sinks=0)(prefill, prefill.spans.region(7)).scores
     assert torch.equal(plain, prefill.reconstruction[..., :33])
 
 

@@ -40,8 +40,8 @@ def small(seed=0, context=40):
 )
 def test_rules(rule, want):
     prefill, parts = small(), (ReadAhead(), MeanAttention())
-    a, b = (part(prefill, REGION).tokens.double() for part in parts)
-    got = Mixture(parts, (1.0, 3.0), rule)(prefill, REGION).tokens
+    a, b = (part(prefill, REGION).scores.double() for part in parts)
+    got = Mixture(parts, (1.0, 3.0), rule)(prefill, REGION).scores
     torch.testing.assert_close(got.double(), want(a, b), rtol=1e-5, atol=1e-9)
 
 
@@ -49,7 +49,7 @@ def test_weights_default_to_equal_and_survive_plain_data():
     prefill, parts = small(), (ReadAhead(), MeanAttention())
     even = Mixture(parts)
     assert torch.equal(
-        even(prefill, REGION).tokens, Mixture(parts, (2.0, 2.0))(prefill, REGION).tokens
+        even(prefill, REGION).scores, Mixture(parts, (2.0, 2.0))(prefill, REGION).scores
     )
     nested = Mixture((even, SCORERS.build("recency")), (1.0, 0.5), "max")
     assert SCORERS.parse(nested.to_dict()) == nested
@@ -58,9 +58,9 @@ def test_weights_default_to_equal_and_survive_plain_data():
 def test_needs_what_its_parts_need_and_hands_on_columns():
     both = Mixture((SCORERS.build("window_attention"), ColumnSums()))
     assert both.needs() == Needs(context_queries=True, last_queries=32)
-    assert both(small(), REGION).columns is not None
+    assert both(small(), REGION).column_sums is not None
     assert ValueNorm(both).needs() == both.needs()
-    assert ValueNorm(both)(small(), REGION).columns is not None
+    assert ValueNorm(both)(small(), REGION).column_sums is not None
 
 
 @pytest.mark.parametrize(
@@ -82,21 +82,21 @@ def test_value_norm_multiplies_by_the_length_of_values():
     prefill = small()
     plain, weighted = ReadAhead()(prefill, REGION), ValueNorm()(prefill, REGION)
     norms = torch.stack(prefill.values)[:, :, 4:36].norm(dim=-1)
-    torch.testing.assert_close(weighted.tokens, plain.tokens * norms)
+    torch.testing.assert_close(weighted.scores, plain.scores * norms)
 
 
 @pytest.mark.parametrize("relative", [0.0, 0.5, 1.0])
 def test_relative_norms_are_those_of_their_layer(relative):
     prefill = small()
     prefill.values[1][:] *= 100.0
-    plain = ReadAhead()(prefill, REGION).tokens
-    got = ValueNorm(relative=relative)(prefill, REGION).tokens
+    plain = ReadAhead()(prefill, REGION).scores
+    got = ValueNorm(relative=relative)(prefill, REGION).scores
     for layer, value in enumerate(prefill.values):
         norms = value[:, REGION.start : REGION.end].norm(dim=-1)
         want = plain[layer] * norms / norms.mean() ** relative
         torch.testing.assert_close(got[layer], want)
     if relative == 1.0:  # The layer's scale is gone.
-        torch.testing.assert_close(ValueNorm(relative=1.0)(small(), REGION).tokens, got)
+        torch.testing.assert_close(ValueNorm(relative=1.0)(small(), REGION).scores, got)
 
 
 def test_value_norms_refuse_more_than_relative():
@@ -106,8 +106,8 @@ def test_value_norms_refuse_more_than_relative():
 
 def test_mean_attention_is_column_sums_over_the_prompt_length():
     prefill = small()
-    got = MeanAttention()(prefill, REGION).tokens
-    want = ColumnSums()(prefill, REGION).tokens / prefill.spans.length
+    got = MeanAttention()(prefill, REGION).scores
+    want = ColumnSums()(prefill, REGION).scores / prefill.spans.length
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-7)
 
 
@@ -120,15 +120,15 @@ def test_a_sample_of_queries_is_even_and_ends_with_the_last(seed, queries):
     assert probes[-1] == length - 1
     assert len(set(probes)) == queries
     want = reference.group_sums(prefill, dict.fromkeys(probes, 1 / queries / prefill.group), REGION)
-    got = MeanAttention(queries)(prefill, REGION).tokens
+    got = MeanAttention(queries)(prefill, REGION).scores
     torch.testing.assert_close(got.double(), want, rtol=5e-5, atol=1e-7)
 
 
 def test_draft_attention_is_the_mean_of_the_first_rows():
     prefill = small()
-    got = DraftAttention(3)(prefill, REGION).tokens
+    got = DraftAttention(3)(prefill, REGION).scores
     torch.testing.assert_close(got, prefill.draft[:, :, :3, :32].mean(2))
-    everything = DraftAttention(99)(prefill, REGION).tokens
+    everything = DraftAttention(99)(prefill, REGION).scores
     torch.testing.assert_close(everything, prefill.draft[..., :32].mean(2))
     assert DraftAttention(3).needs() == Needs(draft=3)
 
@@ -148,7 +148,7 @@ def test_plus_keeps_its_best_tokens_of_all_heads_together():
     plan = run.plan
     assert plan.recent == 4
     assert run.accounting.spent == plan.total
-    worth = run.relevance.tokens.flatten()
+    worth = run.relevance.scores.flatten()
     best = worth.topk(plan.base).indices
     assert set(best.tolist()) == set(run.frontier.added.nonzero()[:, 0].tolist())
     # Exact tokens and nothing else.

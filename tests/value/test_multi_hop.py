@@ -60,8 +60,8 @@ def test_equals_the_reference(
         question=3, tail=3, hops=hops, max_seeds=max_seeds, seed_mass=seed_mass, decay=decay
     )
     fast, slow = scorer(prefill, region), reference.multi_hop(scorer, prefill, region)
-    torch.testing.assert_close(fast.tokens.double(), slow.tokens, **CLOSE)
-    torch.testing.assert_close(fast.evidence.double(), slow.evidence, **CLOSE)
+    torch.testing.assert_close(fast.scores.double(), slow.scores, **CLOSE)
+    torch.testing.assert_close(fast.seed_scores.double(), slow.seed_scores, **CLOSE)
 
 
 def test_equals_the_reference_with_the_papers_numbers():
@@ -69,7 +69,7 @@ def test_equals_the_reference_with_the_papers_numbers():
     region = prefill.spans.region(32)
     fast = MultiHop()(prefill, region)
     slow = reference.multi_hop(MultiHop(), prefill, region)
-    torch.testing.assert_close(fast.tokens.double(), slow.tokens, **CLOSE)
+    torch.testing.assert_close(fast.scores.double(), slow.scores, **CLOSE)
 
 
 @given(seed=st.integers(0, 2**32 - 1), context=st.integers(1, 150), hops=st.integers(0, 3))
@@ -78,13 +78,13 @@ def test_worth_is_a_distribution_in_every_head(seed, context, hops):
     region = prefill.spans.region(min(8, context - 1))
     scorer = MultiHop(hops=hops)
     scores, again = scorer(prefill, region), scorer(prefill, region)
-    assert scores.tokens.shape == (3, 2, region.length)
-    assert scores.tokens.dtype == scores.evidence.dtype == torch.float32
-    assert bool((scores.tokens >= 0).all())
-    torch.testing.assert_close(scores.tokens.sum(-1), torch.ones(3, 2))
-    torch.testing.assert_close(scores.evidence.sum(), torch.tensor(1.0))
-    assert torch.equal(scores.tokens, again.tokens)
-    assert torch.equal(scores.evidence, again.evidence)
+    assert scores.scores.shape == (3, 2, region.length)
+    assert scores.scores.dtype == scores.seed_scores.dtype == torch.float32
+    assert bool((scores.scores >= 0).all())
+    torch.testing.assert_close(scores.scores.sum(-1), torch.ones(3, 2))
+    torch.testing.assert_close(scores.seed_scores.sum(), torch.tensor(1.0))
+    assert torch.equal(scores.scores, again.scores)
+    assert torch.equal(scores.seed_scores, again.seed_scores)
 
 
 @given(seed=st.integers(0, 2**32 - 1), max_seeds=st.integers(1, 64))
@@ -92,10 +92,10 @@ def test_seeds_receive_nothing_from_their_own_hop(seed, max_seeds):
     prefill, region = small(seed, 100), Region(2, 80)
     scorer = MultiHop(hops=1, max_seeds=max_seeds)
     direct = MultiHop(hops=0)(prefill, region)
-    seeds = select_seeds(direct.evidence, scorer.seed_mass, max_seeds)
+    seeds = select_seeds(direct.seed_scores, scorer.seed_mass, max_seeds)
     # The region's first tokens see nothing new: no hop, see the test on discovering nothing.
     assume(int(seeds.max()) >= len(seeds))
-    hopped = scorer(prefill, region).tokens - (1 - scorer.lambda_graph) * direct.tokens
+    hopped = scorer(prefill, region).scores - (1 - scorer.lambda_graph) * direct.scores
     assert hopped.sum() > 0
     torch.testing.assert_close(hopped[..., seeds], torch.zeros(3, 2, len(seeds)))
 
@@ -103,16 +103,16 @@ def test_seeds_receive_nothing_from_their_own_hop(seed, max_seeds):
 def test_the_first_seeds_receive_nothing_from_any_hop():
     prefill, region = small(3, 100), Region(2, 80)
     direct = MultiHop(hops=0)(prefill, region)
-    first = select_seeds(direct.evidence, 0.9, 8)
-    hopped = MultiHop(hops=3, max_seeds=8)(prefill, region).tokens - 0.7 * direct.tokens
+    first = select_seeds(direct.seed_scores, 0.9, 8)
+    hopped = MultiHop(hops=3, max_seeds=8)(prefill, region).scores - 0.7 * direct.scores
     torch.testing.assert_close(hopped[..., first], torch.zeros(3, 2, len(first)))
 
 
 @given(seed=st.integers(0, 2**32 - 1))
 def test_without_hops_worth_is_direct_relevance(seed):
     prefill, region = small(seed), Region(2, 30)
-    direct = MultiHop(hops=0)(prefill, region).tokens
-    assert torch.equal(direct, MultiHop(lambda_graph=0.0)(prefill, region).tokens)
+    direct = MultiHop(hops=0)(prefill, region).scores
+    assert torch.equal(direct, MultiHop(lambda_graph=0.0)(prefill, region).scores)
     probes = dict.fromkeys(prefill.spans.direct_probes(), 1.0)
     sums = reference.group_sums(prefill, probes, region)
     expected = sums / sums.sum(-1, keepdim=True)
@@ -122,15 +122,15 @@ def test_without_hops_worth_is_direct_relevance(seed):
 def test_worth_is_direct_relevance_where_every_token_is_a_seed_already():
     prefill, region = small(context=6), Region(2, 4)
     everything = MultiHop(seed_mass=1.0)(prefill, region)
-    assert torch.equal(everything.tokens, MultiHop(hops=0)(prefill, region).tokens)
+    assert torch.equal(everything.scores, MultiHop(hops=0)(prefill, region).scores)
 
 
 def test_worth_is_direct_relevance_where_the_hops_discover_nothing():
     # Here the one seed is the region's first token, which sees nothing of the region but itself.
     prefill, region = small(1_000_001, 100), Region(2, 80)
     direct = MultiHop(hops=0)(prefill, region)
-    assert select_seeds(direct.evidence, 0.9, 1).tolist() == [0]
-    assert torch.equal(MultiHop(max_seeds=1)(prefill, region).tokens, direct.tokens)
+    assert select_seeds(direct.seed_scores, 0.9, 1).tolist() == [0]
+    assert torch.equal(MultiHop(max_seeds=1)(prefill, region).scores, direct.scores)
 
 
 def test_direct_relevance_and_evidence_do_not_depend_on_the_order_of_layers():
@@ -143,15 +143,15 @@ def test_direct_relevance_and_evidence_do_not_depend_on_the_order_of_layers():
     )
     scorer = MultiHop(depths=(0.0, 0.4, 1.0))  # all three layers, so hops are the same too
     scores, mirrored = scorer(prefill, region), scorer(backwards, region)
-    torch.testing.assert_close(scores.tokens.flip(0), mirrored.tokens, **CLOSE)
-    torch.testing.assert_close(scores.evidence, mirrored.evidence, **CLOSE)
+    torch.testing.assert_close(scores.scores.flip(0), mirrored.scores, **CLOSE)
+    torch.testing.assert_close(scores.seed_scores, mirrored.seed_scores, **CLOSE)
 
 
 def test_a_head_that_ignores_the_region_adds_nothing_but_the_hops():
     prefill, region = small(), Region(2, 30)
     prefill.keys[0][0, 0] = 1e4 * prefill.queries[0][:2].sum(dim=(0, 1))
     prefill.queries[0][:2] = prefill.keys[0][0, 0]
-    scores = MultiHop()(prefill, region).tokens
+    scores = MultiHop()(prefill, region).scores
     torch.testing.assert_close(scores[0, 0].sum(), torch.tensor(0.3))
     torch.testing.assert_close(scores[0, 1].sum(), torch.tensor(1.0))
 

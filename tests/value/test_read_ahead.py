@@ -31,7 +31,7 @@ def test_equals_the_reference(seed, length, kernel, power, most, question, dtype
     prefill = small(seed=seed, dtype=dtype)
     # Probes of the tail reach into the region: they see less than all of it.
     region, scorer = Region(2, 28), ReadAhead(question, 4, length, kernel, power, most)
-    got = scorer(prefill, region).tokens
+    got = scorer(prefill, region).scores
     want = reference.read_ahead(scorer, prefill, region)
     torch.testing.assert_close(got.double(), want, rtol=5e-5, atol=1e-7)
 
@@ -52,7 +52,7 @@ def test_a_kernel_hands_on_all_that_it_is_given():
 
 def test_length_one_is_the_mean_attention_of_the_probes():
     prefill, region = small(), Region(2, 26)
-    direct = ReadAhead(length=1)(prefill, region).tokens
+    direct = ReadAhead(length=1)(prefill, region).scores
     probes = prefill.spans.direct_probes()
     probes = dict.fromkeys(probes, 1 / 2 / len(probes))
     want = reference.group_sums(prefill, probes, region)
@@ -72,7 +72,7 @@ def test_one_probe_that_points_at_a_token_is_enough_for_the_maximum_alone():
     queries[-1, 1] = 8 / prefill.scale
     region = Region(2, 42)
     for most, best in ((0.0, glanced), (1.0, stared)):
-        tokens = ReadAhead(0, 17, 1, most=most)(prefill, region).tokens
+        tokens = ReadAhead(0, 17, 1, most=most)(prefill, region).scores
         assert int(tokens[0, 0].argmax()) + 2 == best
 
 

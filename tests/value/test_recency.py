@@ -20,7 +20,7 @@ from gracekv.value import Recency
 def test_the_best_tokens_are_the_free_sinks_and_the_latest(prefix, context, recent, sinks, kept):
     prefill = synthetic_prefill(dim=4, prefix=prefix, context=context)
     region = prefill.spans.region(recent)
-    scores = Recency(sinks)(prefill, region).tokens
+    scores = Recency(sinks)(prefill, region).scores
     kept = min(kept, region.length)
     best = scores.argsort(descending=True, stable=True)[..., :kept].sort().values + region.start
     # The prefix holds the prompt's first tokens already.
@@ -32,7 +32,7 @@ def test_the_best_tokens_are_the_free_sinks_and_the_latest(prefix, context, rece
 
 def test_ranks_by_hand():
     prefill = synthetic_prefill(layers=1, kv_heads=1, dim=2, prefix=1, context=6)
-    row = Recency(sinks=3)(prefill, prefill.spans.region(0)).tokens[0, 0]
+    row = Recency(sinks=3)(prefill, prefill.spans.region(0)).scores[0, 0]
     # Position 0 lies in the prefix; sinks 1 and 2 come first, then 6, 5, 4 and 3.
     assert row.argsort(descending=True).tolist() == [0, 1, 5, 4, 3, 2]
 
@@ -40,11 +40,11 @@ def test_ranks_by_hand():
 def test_scores_stay_distinct_and_sum_to_one_over_a_long_context():
     prefill = synthetic_prefill(layers=1, kv_heads=1, dim=2, prefix=0, context=50_000)
     scores = Recency()(prefill, prefill.spans.region(0))
-    row = scores.tokens[0, 0]
+    row = scores.scores[0, 0]
     assert len(row.unique()) == len(row)
     assert bool((row[4:].diff() > 0).all())
     torch.testing.assert_close(row.sum(), torch.tensor(1.0))
-    torch.testing.assert_close(scores.evidence, row)
+    torch.testing.assert_close(scores.seed_scores, row)
 
 
 def test_refuses_a_bad_configuration():

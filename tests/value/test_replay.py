@@ -29,7 +29,7 @@ def test_equals_the_reference(seed, group, queries, even, dtype):
     prefill = small(seed=seed, group=group, dtype=dtype)
     region, scorer = prefill.spans.region(2), Replay(even=even, max_queries=queries)
     at, weights = scorer.queries(prefill, region)
-    got = scorer(prefill, region).tokens
+    got = scorer(prefill, region).scores
     want = reference.replay(prefill, at, weights, region)
     torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-7)
 
@@ -71,7 +71,7 @@ def test_likely_words_weigh_most_and_all_weights_follow_the_evidence():
     prefill, region = small(), Region(2, 20)
     evidence = ReadAhead(length=3, most=1.0)
     _, weights = Replay(even=0.0, evidence=evidence, power=3.0).queries(prefill, region)
-    likely = evidence(prefill, region).tokens.amax(1).mean(0)
+    likely = evidence(prefill, region).scores.amax(1).mean(0)
     assert torch.equal(weights.argsort(), likely.argsort())
     torch.testing.assert_close(weights, likely**3 / (likely**3).sum(), rtol=1e-4, atol=1e-7)
 

@@ -23,8 +23,8 @@ def test_equals_plain_loops(seed, kv_heads, group, history):
         kv_heads=kv_heads, group=group, dim=8, prefix=2, context=20, question=3, tail=1, seed=seed
     )
     region, length = prefill.spans.region(4), prefill.spans.length
-    tokens = Scissorhands(history=history)(prefill, region).tokens
-    sums = reference.column_sums(prefill, region).tokens
+    tokens = Scissorhands(history=history)(prefill, region).scores
+    sums = reference.column_sums(prefill, region).scores
     for layer in range(prefill.layers):
         for g in range(kv_heads):
             counts = [0] * region.length

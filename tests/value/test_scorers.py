@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gracekv.testing import synthetic_prefill
 from gracekv.value import SCORERS
-from gracekv.value.evidence import mean_evidence
+from gracekv.value.seed_scores import mean_seed_scores
 
 
 @pytest.mark.parametrize("name", list(SCORERS))
@@ -23,13 +23,13 @@ def test_scores_are_finite_non_negative_float32_and_repeatable(name, seed, conte
     region = prefill.spans.region(min(recent, context - 1))
     scorer = SCORERS.build(name)
     scores, again = scorer(prefill, region), scorer(prefill, region)
-    assert scores.tokens.shape == (3, 2, region.length)
-    assert scores.tokens.dtype == scores.evidence.dtype == torch.float32
-    assert bool(scores.tokens.isfinite().all() & (scores.tokens >= 0).all())
-    assert bool((scores.evidence >= 0).all())
-    torch.testing.assert_close(scores.evidence.sum(), torch.tensor(1.0))
-    assert torch.equal(scores.tokens, again.tokens)
-    assert torch.equal(scores.evidence, again.evidence)
+    assert scores.scores.shape == (3, 2, region.length)
+    assert scores.scores.dtype == scores.seed_scores.dtype == torch.float32
+    assert bool(scores.scores.isfinite().all() & (scores.scores >= 0).all())
+    assert bool((scores.seed_scores >= 0).all())
+    torch.testing.assert_close(scores.seed_scores.sum(), torch.tensor(1.0))
+    assert torch.equal(scores.scores, again.scores)
+    assert torch.equal(scores.seed_scores, again.seed_scores)
 
 
 @pytest.mark.parametrize("name", list(SCORERS))
@@ -46,5 +46,5 @@ def test_the_papers_scorer_and_those_of_its_rivals_are_registered():
 
 def test_evidence_is_the_normalised_mean_over_heads():
     tokens = torch.tensor([[[1.0, 0.0, 3.0]], [[1.0, 4.0, 1.0]]])
-    torch.testing.assert_close(mean_evidence(tokens), torch.tensor([0.2, 0.4, 0.4]))
-    assert not mean_evidence(torch.zeros(1, 1, 3)).any()
+    torch.testing.assert_close(mean_seed_scores(tokens), torch.tensor([0.2, 0.4, 0.4]))
+    assert not mean_seed_scores(torch.zeros(1, 1, 3)).any()

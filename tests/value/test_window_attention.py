@@ -35,8 +35,8 @@ def test_equals_the_reference(seed, context, recent, window, observation, poolin
     scorer = WindowAttention(window, observation, pooling, kernel)
     fast, slow = scorer(prefill, region), reference.window_attention(scorer, prefill, region)
     # float32 sums against float64; bfloat16 inputs are raised before any arithmetic.
-    torch.testing.assert_close(fast.tokens.double(), slow.tokens, rtol=5e-5, atol=1e-7)
-    torch.testing.assert_close(fast.evidence.double(), slow.evidence, rtol=5e-5, atol=1e-7)
+    torch.testing.assert_close(fast.scores.double(), slow.scores, rtol=5e-5, atol=1e-7)
+    torch.testing.assert_close(fast.seed_scores.double(), slow.seed_scores, rtol=5e-5, atol=1e-7)
 
 
 def test_the_mean_over_the_group_comes_before_max_pooling():
@@ -48,7 +48,7 @@ def test_the_mean_over_the_group_comes_before_max_pooling():
     def pool(rows):
         return torch.nn.functional.max_pool1d(rows, 3, stride=1, padding=1)
 
-    got = scorer(prefill, region).tokens[0]
+    got = scorer(prefill, region).scores[0]
     torch.testing.assert_close(got, pool(by_group))
     pooled_first = pool(heads)
     other = torch.stack([pooled_first[:2].mean(0), pooled_first[2:].mean(0)])
@@ -57,17 +57,17 @@ def test_the_mean_over_the_group_comes_before_max_pooling():
 
 def test_pooling_never_sees_past_the_region():
     prefill = small()
-    whole = WindowAttention(pooling="none")(prefill, Region(0, 33)).tokens[0, 0]
+    whole = WindowAttention(pooling="none")(prefill, Region(0, 33)).scores[0, 0]
     peak = int(whole[:20].argmax())
     region = Region(peak + 1, 20)  # the largest score lies just before it
-    pooled = WindowAttention(pooling="max", kernel=7)(prefill, region).tokens[0, 0]
+    pooled = WindowAttention(pooling="max", kernel=7)(prefill, region).scores[0, 0]
     assert pooled.amax() == whole[peak + 1 : 20].amax() < whole[peak]
 
 
 def test_average_pooling_counts_its_padding():
     prefill, region = small(), Region(3, 20)
-    plain = WindowAttention(pooling="none")(prefill, region).tokens
-    pooled = WindowAttention(pooling="avg", kernel=5)(prefill, region).tokens
+    plain = WindowAttention(pooling="none")(prefill, region).scores
+    pooled = WindowAttention(pooling="avg", kernel=5)(prefill, region).scores
     torch.testing.assert_close(pooled[..., 0], plain[..., :3].sum(-1) / 5)
 
 

@@ -12,7 +12,7 @@ from gracekv.errors import PromptError
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.prefill.capture import input_device
-from gracekv.prefill.lengths import check_continuation
+from gracekv.prefill.length_limits import check_continuation
 from gracekv.prefill.prompt import Prompt
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.backends import Eager, Sdpa
-from gracekv.backends import windows as windows_module
-from gracekv.backends.windows import Windows
+from gracekv.backends import kv_windows as windows_module
+from gracekv.backends.kv_windows import Windows
 from gracekv.cache.base import RaggedLayer
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 

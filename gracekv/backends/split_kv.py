@@ -1,4 +1,4 @@
-"""How one token's queries share out a layer's entries among threads, for the `compiled` backend."""
+"""How one token's queries share out a layer's entries among threads, for the `numba` backend."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def substituted(model: Any, wrap: Callable[[Any], Any]) -> Iterator[None]:
+def patched_attention(model: Any, wrap: Callable[[Any], Any]) -> Iterator[None]:
     """The model attends by `wrap(own)`, own being its stock attention function, for the time being.
 
     Afterwards, or if the pass fails, the model and transformers' registries are as before. Raises

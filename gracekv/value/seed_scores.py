@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def mean_evidence(tokens: Tensor, epsilon: float = 1e-12) -> Tensor:
+def mean_seed_scores(tokens: Tensor, epsilon: float = 1e-12) -> Tensor:
     """S-hat [N]: scores [L, G, N] averaged over all heads and normalised to sum 1.
 
     `epsilon` keeps the denominator from 0; a score that is 0 everywhere stays 0.

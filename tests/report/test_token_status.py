@@ -36,7 +36,7 @@ def test_rows_are_the_entries(make, recipe, seed, data):
         relevance = result.run.relevance
         if relevance is not None and row.relevance is not None:
             at = position - spans.context_start
-            assert row.relevance == float(relevance.tokens[row.layer, row.head, at])
+            assert row.relevance == float(relevance.scores[row.layer, row.head, at])
 
 
 def test_recent_tokens_have_no_relevance(make):
@@ -71,5 +71,5 @@ def test_a_token_that_is_not_there(make, position):
 def test_relevance_lies_where_its_head_lies(make):
     result = make("gracekv", 3, layers=3, kv_heads=2)
     fates = absorbed(result, 30)
-    expected = result.run.relevance.tokens[..., 30 - result.prompt.spans.context_start]
+    expected = result.run.relevance.scores[..., 30 - result.prompt.spans.context_start]
     assert torch.tensor([row.relevance for row in fates]).equal(expected.flatten())

@@ -1,4 +1,4 @@
-"""`ProbedHeads`: the compressible tokens of some layers as the distortion's probes see them."""
+"""`ProbeAttention`: the compressible tokens of some layers as the distortion's probes see them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.gemm import linear
+from gracekv.linalg import linear
 from gracekv.prefill import Region
 from gracekv.tree.context import TreeContext
 from gracekv.tree.probes import probe_queries
@@ -16,7 +16,7 @@ from gracekv.tree.workspace import Workspace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ProbedHeads:
+class ProbeAttention:
     """N compressible tokens of U heads (some layers' KV heads) and P probes.
 
     Tokens of all heads follow one another, so that one row index finds a token of a head.
@@ -52,7 +52,7 @@ class ProbedHeads:
     @classmethod
     def of(
         cls, context: TreeContext, layers: Sequence[int], probes: Tensor, space: Workspace
-    ) -> ProbedHeads:
+    ) -> ProbeAttention:
         """Gather some layers; of `probes` [n], those that see none of the region are left out.
 
         The large tensors lie in `space.lasting`, so the next call with that space voids them.
@@ -91,7 +91,7 @@ class ProbedHeads:
             plain_keys=plain.flatten(0, 1),
             key_norms=plain.norm(dim=-1).flatten(),
             values=values.flatten(0, 1),
-            worth=context.tokens[list(layers)].to(device).float().flatten(),
+            worth=context.scores[list(layers)].to(device).float().flatten(),
             seeing=(len(probes) - torch.searchsorted(probes, at)).float(),
             before=torch.searchsorted(probes, bounds),
         )

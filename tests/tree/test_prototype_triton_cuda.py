@@ -1,4 +1,4 @@
-"""The compiled distortion on a GPU: `pytest tests/tree/test_fused_cuda.py` shows all there is."""
+"""The Triton distortion on a GPU: all there is to run on one."""
 
 import dataclasses
 
@@ -7,9 +7,9 @@ import torch
 
 from gracekv.kernels.device import obstacle
 from gracekv.segment import Partition
-from gracekv.testing.ends import assert_same_ends, judge_of, some_nodes
+from gracekv.testing.ends import assert_same_ends, evaluator_of, some_nodes
 from gracekv.testing.trees import tree_context
-from gracekv.tree import BinaryExtract, NodeEnds, Prototype, build_forest
+from gracekv.tree import BinaryExtract, IntervalCosts, Prototype, build_forest
 
 REASON = obstacle(torch.device("cuda"), "engine 'torch'")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no GPU here: {REASON}")
@@ -23,7 +23,7 @@ def in_slots(seed, size, device="cuda", **shape):
 
 
 def on_cpu(ends):
-    return NodeEnds(ends.sides.cpu(), ends.mass.cpu(), ends.drop.cpu())
+    return IntervalCosts(ends.sides.cpu(), ends.mass.cpu(), ends.drop.cpu())
 
 
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 128, 256])
@@ -31,15 +31,15 @@ def on_cpu(ends):
 def test_equals_the_torch_engine(dim, longest):
     # Both engines on the same exponentials: those of the GPU, whose rounding differs.
     context = in_slots(dim + longest, longest, context=1500, dim=dim)
-    judge, items = judge_of(context, "triton")
+    evaluator, items = evaluator_of(context, "triton")
     rng = torch.Generator().manual_seed(dim)
     nodes = some_nodes(items, dim, torch.randint(1, longest + 1, (300,), generator=rng).tolist())
-    assert_same_ends(judge(nodes), judge_of(context, "torch")[0](nodes), nodes)
+    assert_same_ends(evaluator(nodes), evaluator_of(context, "torch")[0](nodes), nodes)
 
 
 def test_equals_the_cpu():
-    got, items = judge_of(in_slots(1, 97, context=500, dim=64), "triton")
-    want, near = judge_of(in_slots(1, 97, context=500, dim=64, device="cpu"), "torch")
+    got, items = evaluator_of(in_slots(1, 97, context=500, dim=64), "triton")
+    want, near = evaluator_of(in_slots(1, 97, context=500, dim=64, device="cpu"), "torch")
     lengths = list(range(1, 98))
     nodes = some_nodes(near, 1, lengths)
     assert_same_ends(
@@ -50,25 +50,25 @@ def test_equals_the_cpu():
 def test_more_probes_than_a_program_takes():
     context = in_slots(2, 60, context=300)
     distortion = Prototype(evidence_slots=3, evidence_per_slot=50)
-    judge, items = judge_of(context, "triton", distortion)
+    evaluator, items = evaluator_of(context, "triton", distortion)
     nodes = some_nodes(items, 2, list(range(1, 61)))
-    assert_same_ends(judge(nodes), judge_of(context, "torch", distortion)[0](nodes), nodes)
+    assert_same_ends(evaluator(nodes), evaluator_of(context, "torch", distortion)[0](nodes), nodes)
 
 
 def test_repeats_to_the_bit():
     context = in_slots(3, 64, context=2000, dim=128)
-    judge, items = judge_of(context, "triton")
+    evaluator, items = evaluator_of(context, "triton")
     nodes = some_nodes(items, 3, [64] * 500)
-    first = judge(nodes)
+    first = evaluator(nodes)
     for _ in range(20):
-        again = judge(nodes)
+        again = evaluator(nodes)
         for name in ("sides", "mass", "drop"):
             assert torch.equal(getattr(again, name), getattr(first, name)), name
 
 
 def test_auto_takes_it_and_grows_the_same_trees():
     context = tree_context(4, device="cuda")
-    assert type(judge_of(context, "auto")[0]).__name__ == "TritonJudge"
+    assert type(evaluator_of(context, "auto")[0]).__name__ == "TritonEvaluator"
     forests = [
         build_forest(context, Prototype(engine=engine), BinaryExtract())
         for engine in ("torch", "auto")

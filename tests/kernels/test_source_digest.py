@@ -11,7 +11,7 @@ pytest.importorskip("numba")
 import torch
 
 from gracekv.kernels import attention_cpu, ends_cpu, logsumexp_cpu
-from gracekv.kernels.sources import digest
+from gracekv.kernels.source_digest import digest
 
 KERNELS = {
     attention_cpu: lambda: attention_cpu.attend(torch.float32),
@@ -24,7 +24,9 @@ def compiled(module):
     """The kernel modules that `module` takes compiled code from, and theirs."""
     words = ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
     names = {node.module for node in words if isinstance(node, ast.ImportFrom)}
-    names = {n for n in names if n.startswith("gracekv.kernels.")} - {"gracekv.kernels.sources"}
+    names = {n for n in names if n.startswith("gracekv.kernels.")} - {
+        "gracekv.kernels.source_digest"
+    }
     found = {importlib.import_module(name) for name in names}
     return found.union(*(compiled(other) for other in found))
 

@@ -1,4 +1,4 @@
-"""`TritonJudge`: the prototype's distortion through the fused kernel for NVIDIA GPUs."""
+"""`TritonEvaluator`: the prototype's distortion through the fused kernel for NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 from gracekv.kernels.ends_tiles import padded, tiles
 from gracekv.rope import Rope
-from gracekv.tree.distortion import Judge, NodeEnds, Nodes
+from gracekv.tree.distortion import DistortionEvaluator, IntervalCosts, Nodes
 from gracekv.tree.items import Items
 from gracekv.tree.merge import PrototypeRule
-from gracekv.tree.probed import ProbedHeads
+from gracekv.tree.probe_attention import ProbeAttention
 
 if TYPE_CHECKING:
     from gracekv.tree.prototype import Prototype
 
 
-class TritonJudge(Judge):
+class TritonEvaluator(DistortionEvaluator):
     """D of node ends in the heads of some layers, a program per node and direction.
 
     Nodes may be of any length. A node's bits depend on the node alone, but for its group: nodes of
@@ -32,7 +32,12 @@ class TritonJudge(Judge):
     """
 
     def __init__(
-        self, weights: Prototype, probed: ProbedHeads, items: Items, rope: Rope, rule: PrototypeRule
+        self,
+        weights: Prototype,
+        probed: ProbeAttention,
+        items: Items,
+        rope: Rope,
+        rule: PrototypeRule,
     ) -> None:
         from gracekv.kernels.ends_triton import node_ends
 
@@ -73,7 +78,7 @@ class TritonJudge(Judge):
             "BLOCK_D": padded(dim),
         }
 
-    def __call__(self, nodes: Nodes) -> NodeEnds:
+    def __call__(self, nodes: Nodes) -> IntervalCosts:
         tokens = len(self._tensors[8])
         count, width = len(nodes.item), int(nodes.length.max())
         tile = tiles(width, self._constants["P"])
@@ -107,6 +112,6 @@ class TritonJudge(Judge):
                 enable_fp_fusion=True,
             )
         if parts == 1:
-            return NodeEnds(sides[0], mass[0], drop[0])
+            return IntervalCosts(sides[0], mass[0], drop[0])
         # Each part has the sums over its own probes.
-        return NodeEnds(sides.sum(0), mass.sum(0), drop.sum(0))
+        return IntervalCosts(sides.sum(0), mass.sum(0), drop.sum(0))

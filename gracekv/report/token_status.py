@@ -14,7 +14,7 @@ from gracekv.report.entries import kept_entries
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class TokenStatus:
     """A token in one head.
 
     Attributes:
@@ -41,7 +41,7 @@ class Fate:
 
 
 @dataclass(frozen=True, slots=True)
-class Fates:
+class TokenStatuses:
     """A token in all heads; iterate over its L*G rows, or print it as a table.
 
     Attributes:
@@ -50,9 +50,9 @@ class Fates:
     """
 
     position: int
-    rows: tuple[Fate, ...]
+    rows: tuple[TokenStatus, ...]
 
-    def __iter__(self) -> Iterator[Fate]:
+    def __iter__(self) -> Iterator[TokenStatus]:
         return iter(self.rows)
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class Fates:
         return "\n".join(lines)
 
 
-def absorbed(result: Result, position: int) -> Fates:
+def absorbed(result: Result, position: int) -> TokenStatuses:
     """Which entry of each head took in the prompt token at `position`.
 
         print(gracekv.report.absorbed(result, 203))
@@ -108,8 +108,8 @@ def absorbed(result: Result, position: int) -> Fates:
     else:
         holder = entries.holders(position)
     relevance: Tensor | None = None
-    if run.relevance is not None and 0 <= position - first < run.relevance.tokens.shape[-1]:
-        relevance = run.relevance.tokens[..., position - first].flatten().cpu()
+    if run.relevance is not None and 0 <= position - first < run.relevance.scores.shape[-1]:
+        relevance = run.relevance.scores[..., position - first].flatten().cpu()
     rows = []
     for unit, entry in enumerate(holder.tolist()):
         start, end, weight, depth, floor = -1, -1, 0.0, -1, None
@@ -123,5 +123,5 @@ def absorbed(result: Result, position: int) -> Fates:
         state = "dropped" if entry == -1 else "merged" if end - start > 1 else "exact"
         layer, head = divmod(unit, entries.heads)
         worth = None if relevance is None else float(relevance[unit])
-        rows.append(Fate(layer, head, state, start, end, weight, depth, floor, worth))
-    return Fates(position, tuple(rows))
+        rows.append(TokenStatus(layer, head, state, start, end, weight, depth, floor, worth))
+    return TokenStatuses(position, tuple(rows))

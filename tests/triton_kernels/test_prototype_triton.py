@@ -11,9 +11,9 @@ from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.ends_tiles import tiles
 from gracekv.rope import Rope
 from gracekv.segment import Partition
-from gracekv.testing.ends import assert_same_ends, judge_of, some_nodes
+from gracekv.testing.ends import assert_same_ends, evaluator_of, some_nodes
 from gracekv.testing.trees import tree_context
-from gracekv.tree import BinaryExtract, NodeEnds, Nodes, Prototype, PrototypeRule, build_forest
+from gracekv.tree import BinaryExtract, IntervalCosts, Nodes, Prototype, PrototypeRule, build_forest
 from gracekv.tree.reference import ReferenceDistortion
 
 
@@ -25,10 +25,10 @@ def in_slots(context, size):
 
 def check(context, lengths, distortion=None, seed=0):
     """What was asked, and the answer, once it is that of the torch engine."""
-    judge, items = judge_of(context, "triton", distortion)
+    evaluator, items = evaluator_of(context, "triton", distortion)
     nodes = some_nodes(items, seed, lengths)
-    ends = judge(nodes)
-    assert_same_ends(ends, judge_of(context, "torch", distortion)[0](nodes), nodes)
+    ends = evaluator(nodes)
+    assert_same_ends(ends, evaluator_of(context, "torch", distortion)[0](nodes), nodes)
     return nodes, ends
 
 
@@ -50,10 +50,10 @@ def test_around_the_edges_of_blocks():
 
 def test_ends_match_the_definitions():
     context = in_slots(tree_context(2, layers=1, context=60), 40)
-    judge, items = judge_of(context, "triton")
+    evaluator, items = evaluator_of(context, "triton")
     nodes = Nodes(torch.tensor([0, 2]), torch.tensor([0, 3]), torch.tensor([40, 15]))
-    ends = judge(nodes)
-    want = NodeEnds(torch.zeros(2, 2, 40), torch.zeros(2, 40), torch.zeros(2))
+    ends = evaluator(nodes)
+    want = IntervalCosts(torch.zeros(2, 2, 40), torch.zeros(2, 40), torch.zeros(2))
     for v, item in enumerate(nodes.item.tolist()):
         slots = context.partition.slots
         reference = ReferenceDistortion(context, 0, item // slots, Prototype())
@@ -94,34 +94,34 @@ def test_every_term_and_option():
 
 def test_tokens_without_any_worth():
     context = in_slots(tree_context(6, layers=1, context=60), 40)
-    tokens = context.tokens.clone()
+    tokens = context.scores.clone()
     tokens[..., :20] = 0.0
-    check(dataclasses.replace(context, tokens=tokens), [40, 40, 12, 12])
+    check(dataclasses.replace(context, scores=tokens), [40, 40, 12, 12])
 
 
 def test_more_probes_than_a_program_takes():
     context = in_slots(tree_context(7, layers=1, context=120), 60)
     distortion = Prototype(evidence_slots=2, evidence_per_slot=45)
-    judge, _ = judge_of(context, "triton", distortion)
-    probes = judge._constants["P"]
+    evaluator, _ = evaluator_of(context, "triton", distortion)
+    probes = evaluator._constants["P"]
     assert probes > tiles(60, probes).probes
     check(context, [60, 9], distortion)
 
 
 def test_a_node_knows_nothing_of_the_rest_and_repeats_to_the_bit():
     context = in_slots(tree_context(8, layers=1, context=120), 50)
-    judge, items = judge_of(context, "triton")
+    evaluator, items = evaluator_of(context, "triton")
     nodes = Nodes(torch.tensor([1, 3]), torch.tensor([4, 0]), torch.tensor([45, 20]))
-    first = judge(nodes)
+    first = evaluator(nodes)
     # Whatever lies outside the nodes may be anything.
-    outside = torch.ones(len(judge._tensors[4]), dtype=torch.bool)
+    outside = torch.ones(len(evaluator._tensors[4]), dtype=torch.bool)
     for item, start, end in zip(nodes.item, nodes.start, nodes.end, strict=True):
-        row = items.head(item) * len(judge._tensors[8])
+        row = items.head(item) * len(evaluator._tensors[8])
         outside[row + items.offset(item, start) : row + items.offset(item, end)] = False
-    for tensor in judge._tensors[:5]:
+    for tensor in evaluator._tensors[:5]:
         tensor[outside] = torch.nan
-    again = judge(nodes)
-    alone = judge(Nodes(*(x[:1] for x in (nodes.item, nodes.start, nodes.end))))
+    again = evaluator(nodes)
+    alone = evaluator(Nodes(*(x[:1] for x in (nodes.item, nodes.start, nodes.end))))
     for other, rows in ((again, slice(2)), (alone, slice(1))):
         real = torch.arange(41) < nodes.length[rows, None]
         for name in ("prefix", "suffix", "mass"):
@@ -141,10 +141,10 @@ def test_grows_the_same_trees():
 
 
 def test_auto_on_the_cpu_does_not_take_the_interpreter():
-    judge, _ = judge_of(tree_context(10), "auto")
-    assert type(judge).__name__ in ("CompiledJudge", "PrototypeJudge")
+    evaluator, _ = evaluator_of(tree_context(10), "auto")
+    assert type(evaluator).__name__ in ("NumbaEvaluator", "TorchEvaluator")
 
 
 def test_wide_heads_are_refused():
     with pytest.raises(BackendUnavailableError, match=r"256 or less; got 288\. Use engine 'torch'"):
-        judge_of(tree_context(11, layers=1, dim=288), "triton")
+        evaluator_of(tree_context(11, layers=1, dim=288), "triton")

@@ -1,4 +1,4 @@
-"""The `compiled` backend; the kernel itself is in `gracekv.kernels.attention_cpu`."""
+"""The `numba` backend; the kernel itself is in `gracekv.kernels.attention_cpu`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, Backend, Partial
 from gracekv.backends.eager import additive_mask
-from gracekv.backends.pieces import Plan, Plans
+from gracekv.backends.kv_windows import Windows
 from gracekv.backends.sdpa import Sdpa
-from gracekv.backends.windows import Windows
+from gracekv.backends.split_kv import Plan, Plans
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError
-from gracekv.kernels import team
+from gracekv.kernels import omp_threads
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -36,9 +36,9 @@ class Prepared:
 
 
 @final
-@BACKENDS.register("compiled")
+@BACKENDS.register("numba")
 @dataclass(frozen=True, slots=False)
-class Compiled(Backend):
+class Numba(Backend):
     """Fused kernel for CPUs: every entry read once, no padding; needs numba (gracekv[cpu]).
 
     Source: splitting the keys and combining by log-sum-exp is flash decoding's idea. Ours: the
@@ -66,13 +66,13 @@ class Compiled(Backend):
             )
         if importlib.util.find_spec("numba") is None:
             return "numba is not installed. Run: pip install 'gracekv[cpu]', or use backend 'sdpa'."
-        return team.obstacle()
+        return omp_threads.obstacle()
 
     def prepare(self, layer: RaggedLayer) -> Prepared:
         """The layer; `BackendUnavailableError` where the kernel cannot run, saying why."""
         found = self.obstacle(layer.keys.device, layer.keys.dtype)
         if found is not None:
-            raise BackendUnavailableError(f"Backend 'compiled' cannot run here. {found}")
+            raise BackendUnavailableError(f"Backend 'numba' cannot run here. {found}")
         return Prepared(Plans(layer), Windows(layer))
 
     def held_bytes(self, prepared: Prepared) -> int:
@@ -170,7 +170,7 @@ def _attend(
     task.tail, task.tail_pieces = length, tail_pieces
     task.tail_batch, task.tail_head = (stride // dim for stride in keys.stride()[:2])
     task.scale = scale
-    team.run(_kernel(query.dtype), ctypes.addressof(task))
+    omp_threads.run(_kernel(query.dtype), ctypes.addressof(task))
     return output if output.dtype == query.dtype else output.to(query.dtype)
 
 

@@ -1,4 +1,4 @@
-"""`PrototypeJudge`: the prototype's distortion in sweeps of torch, for any device.
+"""`TorchEvaluator`: the prototype's distortion in sweeps of torch, for any device.
 
 A node is read twice, forwards for its prefixes and backwards for its suffixes; a sequence below is
 one such reading. Nothing is a difference of long sums: Z, |M|^2 and the mean key grow token by
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gracekv.gemm import linear
+from gracekv.linalg import linear
 from gracekv.rope import Rope
-from gracekv.tree.distortion import Judge, NodeEnds, Nodes
+from gracekv.tree.distortion import DistortionEvaluator, IntervalCosts, Nodes
 from gracekv.tree.items import Items
 from gracekv.tree.merge import PrototypeRule, representative_positions
-from gracekv.tree.probed import ProbedHeads
+from gracekv.tree.probe_attention import ProbeAttention
 from gracekv.tree.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _MAX_EXPONENT = 20.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PrototypeJudge(Judge):
+class TorchEvaluator(DistortionEvaluator):
     """D of node ends in the heads of some layers.
 
     Attributes:
@@ -44,13 +44,13 @@ class PrototypeJudge(Judge):
     """
 
     weights: Prototype
-    probed: ProbedHeads
+    probed: ProbeAttention
     items: Items
     rope: Rope
     rule: PrototypeRule
     space: Workspace
 
-    def __call__(self, nodes: Nodes) -> NodeEnds:
+    def __call__(self, nodes: Nodes) -> IntervalCosts:
         probes, dim = self.probed.queries.shape[1:]
         width = int(nodes.length.max())
         # Five fields over (token, probe), three of keys and values, five over (token, token).
@@ -63,13 +63,13 @@ class PrototypeJudge(Judge):
             some = Nodes(*(x[first : first + size] for x in (nodes.item, nodes.start, nodes.end)))
             self.space.reserve(per_node * len(some.item))
             parts.append(self._ends(some, width))
-        return NodeEnds(
+        return IntervalCosts(
             sides=torch.cat([part.sides for part in parts], dim=1),
             mass=torch.cat([part.mass for part in parts]),
             drop=torch.cat([part.drop for part in parts]),
         )
 
-    def _ends(self, nodes: Nodes, width: int) -> NodeEnds:
+    def _ends(self, nodes: Nodes, width: int) -> IntervalCosts:
         probed, items = self.probed, self.items
         tokens = len(probed.seeing)
         head, length = items.head(nodes.item), nodes.length[:, None]
@@ -109,7 +109,7 @@ class PrototypeJudge(Judge):
         mass = mass / probed.seeing[(first + length - 1)]
         # Suffixes were read from the end: the one from token k on has length - k tokens.
         suffix = distortion[:, 1].gather(1, length - 1 - inner)
-        return NodeEnds(
+        return IntervalCosts(
             sides=torch.stack([distortion[:, 0], suffix]),
             mass=mass,
             drop=torch.where(step < length, mass, 0.0).sum(dim=-1),

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.backends import Auto, Compiled, Eager, Sdpa
-from gracekv.backends import compiled as backend_module
-from gracekv.backends import pieces as pieces_module
+from gracekv.backends import Auto, Eager, Numba, Sdpa
+from gracekv.backends import numba as backend_module
+from gracekv.backends import split_kv as pieces_module
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError
-from gracekv.kernels import team
+from gracekv.kernels import omp_threads
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def test_equals_attention_in_float64(
         mask = torch.rand(1 if masked == "one for all" else batch, 1, 1, tail, generator=rng) < 0.3
         mask[0] = False
     asked = (keys, values, mask, dim**-0.5, rows)
-    backend = Compiled()
+    backend = Numba()
 
     output = backend(query, backend.prepare(layer), *asked)
 
@@ -143,7 +143,7 @@ def test_long_uneven_heads(monkeypatch, most):
     layer = ragged(rng, [3000, 17, 900])
     query, keys, values = step(rng, layer, 3, 2, 700)
 
-    output = Compiled()(query, Compiled().prepare(layer), keys, values, None, 0.125)
+    output = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125)
 
     want = reference(query, layer, keys, values, None, 0.125, None)
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
@@ -156,7 +156,7 @@ def test_logits_that_are_far_apart():
     layer = ragged(rng, [50, 31])
     query, keys, values = step(rng, layer, 2, 1, 9)
 
-    output = Compiled()(query * 1000, Compiled().prepare(layer), keys, values, None, 1.0)
+    output = Numba()(query * 1000, Numba().prepare(layer), keys, values, None, 1.0)
 
     want = reference(query * 1000, layer, keys, values, None, 1.0, None)
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
@@ -169,12 +169,12 @@ def test_what_is_hidden_weighs_nothing():
     query, keys, values = step(rng, layer, 2, 1, 12)
     mask = torch.ones(1, 1, 1, 12, dtype=torch.bool)
     mask[..., 4:] = False
-    prepared = Compiled().prepare(layer)
-    want = Compiled()(query, prepared, keys, values, mask, 0.125)
+    prepared = Numba().prepare(layer)
+    want = Numba()(query, prepared, keys, values, mask, 0.125)
 
     values[:, :, 4:] = 3e38
 
-    assert torch.equal(Compiled()(query, prepared, keys, values, mask, 0.125), want)
+    assert torch.equal(Numba()(query, prepared, keys, values, mask, 0.125), want)
 
 
 @pytest.fixture
@@ -190,11 +190,11 @@ def test_the_same_bits_on_any_number_of_threads(threads, dtype):
     rng = torch.Generator().manual_seed(3)
     layer = ragged(rng, [300, 5, 0, 120, 40, 71], 64, dtype, sequences=2)
     asked = step(rng, layer, 3, 6, 40)
-    prepared = Compiled().prepare(layer)
+    prepared = Numba().prepare(layer)
     found = []
     for count in (1, 2, 3, 8, 3, 2, 1):
         threads(count)
-        found += [Compiled()(asked[0], prepared, *asked[1:], None, 0.125) for _ in range(20)]
+        found += [Numba()(asked[0], prepared, *asked[1:], None, 0.125) for _ in range(20)]
 
     assert all(torch.equal(one, found[0]) for one in found)
 
@@ -205,11 +205,11 @@ def test_a_continuation_does_not_depend_on_the_others():
     layer = ragged(rng, [90, 60, 30, 20], sequences=2)
     query, keys, values = step(rng, layer, 3, 6, 20)
     rows = torch.tensor([1, 0, 0, 1, 1, 0])
-    together = Compiled()(query, Compiled().prepare(layer), keys, values, None, 0.125, rows)
+    together = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125, rows)
 
     for b in range(6):
-        own, at = Compiled().prepare(layer.sequence(int(rows[b]))), slice(b, b + 1)
-        alone = Compiled()(query[at], own, keys[at], values[at], None, 0.125)
+        own, at = Numba().prepare(layer.sequence(int(rows[b]))), slice(b, b + 1)
+        alone = Numba()(query[at], own, keys[at], values[at], None, 0.125)
         assert torch.equal(alone, together[at])
 
 
@@ -217,15 +217,15 @@ def test_a_continuation_does_not_depend_on_the_others():
 def test_callers_in_several_threads_do_not_meet():
     rng = torch.Generator().manual_seed(5)
     layer = ragged(rng, [400, 300, 20])
-    prepared = Compiled().prepare(layer)
+    prepared = Numba().prepare(layer)
     asked = [step(rng, layer, 3, 1, 30) for _ in range(4)]
-    alone = [Compiled()(q, prepared, k, v, None, 0.125) for q, k, v in asked]
+    alone = [Numba()(q, prepared, k, v, None, 0.125) for q, k, v in asked]
     wrong = []
 
     def work(number):
         query, keys, values = asked[number]
         for _ in range(200):
-            output = Compiled()(query, prepared, keys, values, None, 0.125)
+            output = Numba()(query, prepared, keys, values, None, 0.125)
             if not torch.equal(output, alone[number]):
                 wrong.append(number)
 
@@ -252,7 +252,7 @@ def test_a_nan_is_not_hidden(where):
     }
     of[where][:] = math.nan
 
-    output = Compiled()(query, Compiled().prepare(layer), keys, values, None, 0.125)
+    output = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125)
 
     assert bool(output[0, :2].isfinite().all())
     assert bool(output[0, 2].isnan().all())
@@ -271,7 +271,7 @@ def test_tails_that_lie_otherwise(change):
     else:
         keys, values = (torch.cat([x, x], dim=-1)[..., :64] for x in (keys, values))
 
-    output = Compiled()(query, Compiled().prepare(layer), keys, values, None, 0.125)
+    output = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125)
 
     want = reference(query, layer, keys, values, None, 0.125, None)
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
@@ -282,11 +282,11 @@ def test_queries_that_do_not_lie_one_after_the_other():
     layer = ragged(rng, [40, 11])
     query, keys, values = step(rng, layer, 2, 2, 12)
     strided = torch.stack([query, query], dim=-1)[..., 0]
-    prepared = Compiled().prepare(layer)
+    prepared = Numba().prepare(layer)
 
     assert torch.equal(
-        Compiled()(strided, prepared, keys, values, None, 0.125),
-        Compiled()(query, prepared, keys, values, None, 0.125),
+        Numba()(strided, prepared, keys, values, None, 0.125),
+        Numba()(query, prepared, keys, values, None, 0.125),
     )
 
 
@@ -295,7 +295,7 @@ def test_queries_that_do_not_lie_one_after_the_other():
 )
 def test_every_half_is_read_exactly(dtype, bits):
     numba = pytest.importorskip("numba")
-    from gracekv.kernels.halves_cpu import as_float32
+    from gracekv.kernels.half_precision import as_float32
 
     @numba.njit
     def read(rows, wide):
@@ -345,9 +345,9 @@ def test_what_does_not_suit_goes_to_sdpa(monkeypatch, why):
     elif why == "no tail":
         keys, values = keys[:, :, :0], values[:, :, :0]
     asked = _count(monkeypatch)
-    prepared = Compiled().prepare(layer)
+    prepared = Numba().prepare(layer)
 
-    output = Compiled()(query, prepared, keys, values, None, 0.125)
+    output = Numba()(query, prepared, keys, values, None, 0.125)
 
     assert asked == {"sdpa": int(why != "nothing"), "kernel": int(why == "nothing")}
     want = Eager()(query, layer, keys, values, None, 0.125)
@@ -377,15 +377,15 @@ def test_addresses_are_only_read_where_everything_fits(monkeypatch, change):
     asked = step(rng, layer, 2, 2, 12)
     query, keys, values = change(*asked)
     monkeypatch.setattr(Sdpa, "__call__", lambda *args: "torch's affair")
-    prepared = Compiled().prepare(layer)
+    prepared = Numba().prepare(layer)
 
-    assert Compiled()(query, prepared, keys, values, None, 0.125) == "torch's affair"
-    assert torch.is_tensor(Compiled()(asked[0], prepared, *asked[1:], None, 0.125))
+    assert Numba()(query, prepared, keys, values, None, 0.125) == "torch's affair"
+    assert torch.is_tensor(Numba()(asked[0], prepared, *asked[1:], None, 0.125))
 
 
 def test_a_plan_serves_all_steps_of_a_batch_and_then_makes_room():
     layer = ragged(torch.Generator().manual_seed(10), [90, 60, 30, 20], sequences=2)
-    plans = Compiled().prepare(layer).plans
+    plans = Numba().prepare(layer).plans
     first = plans.plan(2, 6, None)
 
     assert plans.plan(2, 6, None) is first
@@ -401,7 +401,7 @@ def test_a_plan_serves_all_steps_of_a_batch_and_then_makes_room():
 
 def test_held_bytes_are_the_lists_of_pieces():
     layer = ragged(torch.Generator().manual_seed(11), [90, 60])
-    compiled, prepared = Compiled(), Compiled().prepare(layer)
+    compiled, prepared = Numba(), Numba().prepare(layer)
     assert compiled.held_bytes(prepared) == 0
 
     compiled.warm(prepared, 4)
@@ -415,9 +415,9 @@ def test_held_bytes_are_the_lists_of_pieces():
 
 def test_a_group_too_large_for_pieces_warms_the_windows():
     layer = ragged(torch.Generator().manual_seed(12), [90])
-    prepared = Compiled().prepare(layer)
+    prepared = Numba().prepare(layer)
 
-    Compiled().warm(prepared, 97)
+    Numba().warm(prepared, 97)
 
     assert prepared.windows.held_bytes > 0
     assert prepared.plans.held_bytes == 0
@@ -432,10 +432,10 @@ def _without_numba(monkeypatch):
 
 def test_auto_takes_it_on_the_cpu_and_says_why_where_not(monkeypatch):
     layer = ragged(torch.Generator().manual_seed(13), [90])
-    assert Auto().pick(CPU, torch.float32, 64) == Compiled()
-    assert isinstance(Auto().prepare(layer).backend, Compiled)
+    assert Auto().pick(CPU, torch.float32, 64) == Numba()
+    assert isinstance(Auto().prepare(layer).backend, Numba)
     assert Auto().pick(CPU, torch.float64, 64) == Sdpa()
-    assert Auto().describe("cpu").startswith("auto -> compiled on cpu: ")
+    assert Auto().describe("cpu").startswith("auto -> numba on cpu: ")
     assert "Not" not in Auto().describe("cpu")
 
     _without_numba(monkeypatch)
@@ -443,7 +443,7 @@ def test_auto_takes_it_on_the_cpu_and_says_why_where_not(monkeypatch):
     assert isinstance(Auto().prepare(layer).backend, Sdpa)
     line = Auto().describe("cpu")
     assert line.startswith("auto -> sdpa on cpu: ")
-    assert "Not compiled: numba is not installed. Run: pip install 'gracekv[cpu]'" in line
+    assert "Not numba: numba is not installed. Run: pip install 'gracekv[cpu]'" in line
 
 
 def test_it_is_refused_where_it_cannot_run(monkeypatch, threads):
@@ -453,14 +453,14 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch, threads):
         layer.offsets,
     )  # fmt: skip
     with pytest.raises(BackendUnavailableError, match=r"got torch.float64. Use backend 'sdpa'"):
-        Compiled().prepare(doubled)
-    assert "the kernel is for CPUs" in Compiled().obstacle(torch.device("meta"))
+        Numba().prepare(doubled)
+    assert "the kernel is for CPUs" in Numba().obstacle(torch.device("meta"))
     threads(2)
-    monkeypatch.setattr(team, "_parallel", lambda: None)
+    monkeypatch.setattr(omp_threads, "_parallel", lambda: None)
     with pytest.raises(BackendUnavailableError, match=r"Call torch.set_num_threads\(1\)"):
-        Compiled().prepare(layer)
+        Numba().prepare(layer)
     threads(1)
-    Compiled().prepare(layer)
+    Numba().prepare(layer)
     _without_numba(monkeypatch)
     with pytest.raises(BackendUnavailableError, match="numba is not installed"):
-        Compiled().prepare(layer)
+        Numba().prepare(layer)

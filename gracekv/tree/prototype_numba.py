@@ -1,4 +1,4 @@
-"""`CompiledJudge` and `CompiledSplitter`: the prototype's distortion through the CPU kernel."""
+"""`NumbaEvaluator` and `NumbaSplitter`: the prototype's distortion through the CPU kernel."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.kernels import team
+from gracekv.kernels import omp_threads
 from gracekv.rope import Rope
-from gracekv.tree.distortion import Judge, NodeEnds, Nodes
+from gracekv.tree.distortion import DistortionEvaluator, IntervalCosts, Nodes
 from gracekv.tree.items import Items
 from gracekv.tree.merge import PrototypeRule
-from gracekv.tree.probed import ProbedHeads
+from gracekv.tree.probe_attention import ProbeAttention
 from gracekv.tree.refine import Refiner, Rule
 from gracekv.tree.split import Roots, Split, Splitter
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gracekv.tree.prototype import Prototype
 
 
-class CompiledJudge(Judge):
+class NumbaEvaluator(DistortionEvaluator):
     """D of node ends in the heads of some layers, on as many threads as torch uses.
 
     Args:
@@ -34,7 +34,12 @@ class CompiledJudge(Judge):
     """
 
     def __init__(
-        self, weights: Prototype, probed: ProbedHeads, items: Items, rope: Rope, rule: PrototypeRule
+        self,
+        weights: Prototype,
+        probed: ProbeAttention,
+        items: Items,
+        rope: Rope,
+        rule: PrototypeRule,
     ) -> None:
         from gracekv.kernels.products_cpu import COLUMNS
 
@@ -78,8 +83,8 @@ class CompiledJudge(Judge):
             "rule_epsilon": rule.epsilon,
         }
 
-    def __call__(self, nodes: Nodes) -> NodeEnds:
-        from gracekv.kernels.ends_cpu import JUDGE
+    def __call__(self, nodes: Nodes) -> IntervalCosts:
+        from gracekv.kernels.ends_cpu import EVALUATE
 
         count, width = len(nodes.item), int(nodes.length.max())
         lifted = self._items.lifted(nodes.item, nodes.start, nodes.end)
@@ -89,12 +94,12 @@ class CompiledJudge(Judge):
             torch.zeros(2, count, width), torch.zeros(count, width), torch.empty(count),
         )  # fmt: skip
         outputs = {"prefix": sides[0], "suffix": sides[1], "mass": mass, "drop": drop}
-        self.fill(nodes, JUDGE, {"lifted": lifted.contiguous()} | outputs, {})
-        return NodeEnds(sides, mass, drop)
+        self.fill(nodes, EVALUATE, {"lifted": lifted.contiguous()} | outputs, {})
+        return IntervalCosts(sides, mass, drop)
 
     def splitter(self, refiner: Refiner) -> Splitter | None:
         rule = refiner.rule()
-        return None if rule is None else CompiledSplitter(self, self._items, rule)
+        return None if rule is None else NumbaSplitter(self, self._items, rule)
 
     def fill(
         self, nodes: Nodes, mode: int, tensors: dict[str, Tensor], numbers: dict[str, Any]
@@ -103,7 +108,7 @@ class CompiledJudge(Judge):
 
         Args:
             nodes: which.
-            mode: `JUDGE`, `SPLIT` or `SPLIT_ROOTS` of `gracekv.kernels.ends_cpu`.
+            mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS` of `gracekv.kernels.ends_cpu`.
             tensors: contiguous fields of its `Task` for that mode, [V, ...] as said there.
             numbers: its other fields.
         """
@@ -124,15 +129,15 @@ class CompiledJudge(Judge):
             widest=int(length.max()),
             mode=mode,
         )
-        with torch.profiler.record_function("node_ends (compiled)"):
-            team.run(ends(), ctypes.addressof(task))
+        with torch.profiler.record_function("node_ends (numba)"):
+            omp_threads.run(ends(), ctypes.addressof(task))
 
 
-class CompiledSplitter(Splitter):
+class NumbaSplitter(Splitter):
     """Judges of each node only what its split is chosen by, and chooses in the same pass.
 
     Args:
-        judge: knows the heads.
+        evaluator: knows the heads.
         items: what is known of the nodes' slots.
         rule: how nodes split.
 
@@ -140,8 +145,8 @@ class CompiledSplitter(Splitter):
         ConfigError: the rule reads a curvature, and none was computed.
     """
 
-    def __init__(self, judge: CompiledJudge, items: Items, rule: Rule) -> None:
-        self._judge = judge
+    def __init__(self, evaluator: NumbaEvaluator, items: Items, rule: Rule) -> None:
+        self._evaluator = evaluator
         self._tensors: dict[str, Tensor] = {}
         if rule.cuts or rule.reward:
             self._tensors["kappa"] = items.known_curvature().contiguous()
@@ -176,7 +181,7 @@ class CompiledSplitter(Splitter):
         low, high = torch.empty_like(nodes.item), torch.empty_like(nodes.item)
         parts = torch.empty(len(low), 2, dtype=torch.float64)
         tensors = self._tensors | tensors | {"low": low, "high": high, "parts": parts}
-        self._judge.fill(nodes, mode, tensors, self._numbers)
+        self._evaluator.fill(nodes, mode, tensors, self._numbers)
         return low, high, parts
 
 

@@ -1,0 +1,137 @@
+"""Bounds of hyperparameters, declared on the fields and checked in one place.
+
+`window: int = bounded(32, at_least=1, hint="SnapKV's is 32.")` declares one. A `Configurable` (see `gracekv.registry`) checks its fields when it is built. Source: ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from gracekv.errors import ConfigError
+
+_KEY = "gracekv.bounds"
+_KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Which values a hyperparameter takes.
+
+    Attributes:
+        at_least: smallest value.
+        at_most: largest value; infinity is refused unless it is this.
+        above: number that values must exceed.
+        below: number that values must stay under.
+        odd: whole numbers must be odd.
+        distinct: items of a tuple must differ.
+        hint: a sentence at the end of the error: what the number means, and how to mend it.
+    """
+
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    odd: bool = False
+    distinct: bool = False
+    hint: str = ""
+
+    def allow(self, value: float) -> bool:
+        """Whether one number lies inside; NaN never does."""
+        finite = math.isfinite(value) or value == self.at_most
+        return (
+            finite
+            and (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (not self.odd or value % 2 == 1)
+        )
+
+    def __str__(self) -> str:
+        parts = ["odd"] * self.odd
+        if self.at_least is not None and self.at_most is not None:
+            parts.append(f"from {self.at_least} to {self.at_most}")
+        else:
+            parts += [f">= {self.at_least}"] * (self.at_least is not None)
+            parts += [f"<= {self.at_most}"] * (self.at_most is not None)
+        parts += [f"> {self.above}"] * (self.above is not None)
+        parts += [f"< {self.below}"] * (self.below is not None)
+        return " and ".join(parts) or "finite"
+
+
+def bounded(
+    default: Any = dataclasses.MISSING,
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    odd: bool = False,
+    distinct: bool = False,
+    hint: str = "",
+) -> Any:
+    """A dataclass field with `Bounds`; for a tuple they hold for each item, of which one must be.
+
+    A default outside the bounds is an error when the class is built the first time.
+    """
+    bounds = Bounds(at_least, at_most, above, below, odd, distinct, hint)
+    return dataclasses.field(default=default, metadata={_KEY: bounds})
+
+
+def check_fields(instance: Any) -> None:
+    """Raise `ConfigError` unless each field has its annotated type and lies within its bounds.
+
+    Checks numbers, texts, `Literal`s, tuples of those, and `None` where it is allowed; other
+    fields are left to `Configurable.from_dict`. A whole number is taken for a float.
+    """
+    cls = type(instance)
+    for field, hint in _fields(cls):  # type: ignore[arg-type]
+        _check(getattr(instance, field.name), hint, field.metadata.get(_KEY), cls, field.name)
+
+
+@functools.cache
+def _fields(cls: type) -> tuple[tuple[dataclasses.Field[Any], Any], ...]:
+    hints = typing.get_type_hints(cls)
+    return tuple((field, hints[field.name]) for field in dataclasses.fields(cls))
+
+
+def _check(value: Any, hint: Any, bounds: Bounds | None, cls: type, name: str) -> None:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    where = f"{cls.__name__}.{name}"
+    if origin in (typing.Union, types.UnionType):
+        inner = [arg for arg in args if arg is not type(None)]
+        if value is None and len(inner) < len(args):
+            return
+        if len(inner) == 1:
+            _check(value, inner[0], bounds, cls, name)
+    elif origin is typing.Literal:
+        if value not in args or isinstance(value, bool) not in {isinstance(x, bool) for x in args}:
+            allowed = ", ".join(map(repr, args))
+            raise ConfigError(_message(where, f"one of {allowed}", value, bounds))
+    elif origin is tuple:
+        if not isinstance(value, tuple):
+            raise ConfigError(_message(where, "a tuple", value, bounds))
+        if bounds is not None and not value:
+            raise ConfigError(_message(where, "at least one item", value, bounds))
+        if bounds is not None and bounds.distinct and len(set(value)) < len(value):
+            raise ConfigError(_message(where, "items that differ", value, bounds))
+        for item in value:
+            _check(item, args[0], bounds, cls, name)
+    elif hint in _KINDS:
+        fits = isinstance(value, int | float if hint is float else hint)
+        # True is an int in Python, but no number of anything.
+        fits = fits and (hint is bool) == isinstance(value, bool)
+        if not fits or (bounds is not None and not bounds.allow(value)):
+            limits = f" {bounds}" if bounds is not None else ""
+            raise ConfigError(_message(where, f"{_KINDS[hint]}{limits}", value, bounds))
+
+
+def _message(where: str, allowed: str, value: object, bounds: Bounds | None) -> str:
+    hint = f" {bounds.hint}" if bounds is not None and bounds.hint else ""
+    return f"{where} takes {allowed}; got {value!r}.{hint}"

@@ -1,0 +1,28 @@
+"""Rows of different lengths in one flat array: where each row starts, and which row an item is of.
+
+    counts  2 0 3      offsets  0 2 2 5      rows  0 0 2 2 2      steps  0 1 0 1 2
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def offsets(counts: Tensor) -> Tensor:
+    """int64 [n + 1]: row i is [offsets[i], offsets[i + 1]); `counts` are int64 [n], at least 0."""
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def rows(counts: Tensor) -> Tensor:
+    """int64 [sum(counts)]: the row of each item; `counts` are int64 [n], at least 0."""
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+
+def rows_and_steps(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """The row of each item, and its place in that row; both int64 [sum(counts)]."""
+    row = rows(counts)
+    step = torch.arange(len(row), device=counts.device) - (counts.cumsum(0) - counts)[row]
+    return row, step
