@@ -1,6 +1,7 @@
 """Bounds of hyperparameters, declared on the fields and checked in one place.
 
-`window: int = bounded(32, at_least=1, hint="SnapKV's is 32.")` declares one. A `Configurable` (see `gracekv.registry`) checks its fields when it is built. Source: ours.
+`window: int = bounded(32, at_least=1)` declares one. A `Configurable` (see `gracekv.registry`)
+checks its fields when it is built. Source: ours.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Bounds:
     Attributes:
         at_least: smallest value.
         at_most: largest value; infinity is refused unless it is this.
-        above: number that values must exceed.
-        below: number that values must stay under.
+        above: lower bound that values must exceed.
+        below: upper bound that values must stay under.
         odd: whole numbers must be odd.
         distinct: items of a tuple must differ.
         hint: a sentence at the end of the error: what the number means, and how to mend it.

@@ -1,6 +1,6 @@
 """Rows of different lengths in one flat array: where each row starts, and which row an item is of.
 
-    counts  2 0 3      offsets  0 2 2 5      rows  0 0 2 2 2      steps  0 1 0 1 2
+Counts 2 0 3 have offsets 0 2 2 5, rows 0 0 2 2 2 and steps 0 1 0 1 2.
 
 Source: ours.
 """
