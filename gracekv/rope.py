@@ -7,7 +7,7 @@ yarn-like schemes multiply into both. With n_t = cos_t^2 + sin_t^2 = s^2 the inv
     rope(x, t)    = x cos_t + rotate_half(x) sin_t        is
     unrope(y, t)  = y cos_t / n_t - rotate_half(y) sin_t / n_t .
 
-Source: the paper, Eq. app_rope_prototype (R and R^-1); the s^2 normalisation is ours.
+Source: Eq. (T1) (R and R^-1); the s^2 normalisation is ours.
 """
 
 from __future__ import annotations

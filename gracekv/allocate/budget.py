@@ -99,7 +99,7 @@ class Budget:
 
     @classmethod
     def ratio(cls, ratio: int | float | str | Fraction) -> Budget:
-        """x >= 1: the context keeps floor(L G N_ctx / x) entries (paper, Eq. app_total_budget).
+        """x >= 1: the context keeps floor(L G N_ctx / x) entries (paper, Eq. (A1)).
 
         Raises `BudgetError` for a smaller one, or what is no number.
         """

@@ -26,7 +26,7 @@ class ExactDP(Allocator):
     has such a table of its own, and a second one shares the budget out among the heads. What
     budget is left, the greedy auction spends (on operations without gain).
 
-    Source: the paper, Eq. app_allocation_problem. Ours: the algorithm.
+    Source: Eq. (A8). Ours: the algorithm.
 
     Cost: time and memory are proportional to operations times budget.
 

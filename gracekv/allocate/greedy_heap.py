@@ -23,7 +23,7 @@ class GreedyHeap(Allocator):
     slot and start. One that does not fit the budget or its head's quota is discarded for good,
     and its descendants with it; the search goes on with the rest.
 
-    Source: the paper, Eqs. app_operation_gains, app_operation_costs and app_unit_utility and the
+    Source: Eqs. (A5), (A6) and (A7) and the
     appendix on the greedy allocator; departures 6. Ours: the tie order and the clipping of gains.
 
     Cost: O(V log V) for V operations, one at a time in Python.

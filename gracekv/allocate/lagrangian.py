@@ -39,7 +39,7 @@ class Lagrangian(Allocator):
     from `start`, what `start` holds included. Elastic allocations never pass an operation without
     gain, and their bound is over such allocations.
 
-    Source: ours (the problem is Eq. app_allocation_problem); departures 9.
+    Source: ours (the problem is Eq. (A8)); departures 9.
 
     Cost: at most a few times `sweeps` passes over the levels of the forest, O(V) each, and one
     greedy auction.

@@ -24,7 +24,7 @@ class Milp(Allocator):
     One 0/1 variable per operation, x_a <= x_parent(a), and one row per budget or quota. What
     budget is left, the greedy auction spends (on operations without gain).
 
-    Source: the paper, Eq. app_allocation_problem. Ours: the solver (scipy's HiGHS).
+    Source: Eq. (A8). Ours: the solver (scipy's HiGHS).
 
     Cost: exponential at worst; one variable an operation.
 

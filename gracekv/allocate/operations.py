@@ -30,7 +30,7 @@ class Operations:
         tree: int64 [M].
         cost: int64 [M], entries that the operation adds, at least 1.
         gain: float64 [M], clipped at 0.
-        unit: float64 [M], gain / cost, Eq. app_unit_utility.
+        unit: float64 [M], gain / cost, Eq. (A7).
     """
 
     forest: Forest

@@ -22,7 +22,7 @@ from gracekv.tree.base import Forest
 def floor_candidates(floor: Singleton, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
     """What `Singleton.candidates` returns: f [L, G, N] float64 of candidates, -inf elsewhere.
 
-    Source: Eqs. app_floor_score, app_floor_gate.
+    Source: Eqs. (A2), (A3).
     """
     cap = math.floor(Fraction(str(floor.alpha)) * plan.base)
     if cap <= 0:
@@ -69,7 +69,7 @@ def realize_floor(
 ) -> Frontier:
     """What `Singleton.realize` returns, of candidates and quota of the same shapes [L, G, ...].
 
-    Source: the paper, Eq. app_floor_cap.
+    Source: Eq. (A4).
     """
     frontier = Frontier.empty(forest, plan.base)
     if candidates is None:

@@ -24,7 +24,7 @@ from gracekv.tree.base import Forest
 class Singleton(Floor):
     """Protect the tokens of the highest worth, with max pooling and consensus among heads.
 
-    Source: the paper, Eqs. app_floor_score, app_floor_gate and app_floor_cap and its appendix on
+    Source: Eqs. (A2), (A3) and (A4) and its appendix on
     floor construction. Ours: `head_cap`, the tie order (layer, head, token), and that a head whose
     best token passes the gate keeps that candidate even if its worth alone exceeds `eta`.
 

@@ -19,7 +19,7 @@ from gracekv.cache.base import RaggedLayer
 class Eager(Backend):
     """Reference: loops over heads in float32, on any device; slow and obvious.
 
-    Source: the paper, Eq. app_decode_logit: log m is added to the logit.
+    Source: Eq. (T4): log m is added to the logit.
 
     Cost: a Python loop over rows and heads; a check, not for use.
     """

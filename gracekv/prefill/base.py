@@ -55,7 +55,7 @@ class Needs:
 def depth_layers(depths: Sequence[float], layers: int) -> tuple[int, ...]:
     """Relative depths to 0-based layers, min(floor(rho L), L-1), ascending without duplicates.
 
-    Source: the paper, Eq. app_seg_layers.
+    Source: Eq. (S1).
     """
     return tuple(sorted({min(math.floor(rho * layers), layers - 1) for rho in depths}))
 

@@ -25,7 +25,7 @@ def projected_norms(projection: Any, outputs: Tensor, groups: int) -> Tensor:
         outputs: [H, P, d] attention outputs before the projection.
         groups: G.
 
-    Source: the paper, Eq. app_head_sensitivity_raw (dynamic strength, before its mean).
+    Source: Eq. (V7) (dynamic strength, before its mean).
     """
     heads = outputs.shape[0]
     flat = rearrange(outputs, "h p d -> p h d")
@@ -45,7 +45,7 @@ def projection_norms(projection: Any, outputs: Tensor) -> Tensor:
         projection: the layer's output projection, [.., H d] to [.., D]; a bias is taken off.
         outputs: [H, P, d] as for `projected_norms`; only its shape, dtype and device are used.
 
-    Source: the paper, Eq. app_head_sensitivity_raw (static strength, before its sum).
+    Source: Eq. (V7) (static strength, before its sum).
     """
     heads, _, dim = outputs.shape
     weight = plain_weight(projection)

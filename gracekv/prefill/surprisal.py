@@ -29,7 +29,7 @@ def surprisal(final: Tensor, head: Any, ids: Tensor, vocabulary: int) -> Tensor:
         ids: int64 [T].
         vocabulary: number of logits.
 
-    Source: the paper, Eq. app_surprisal; the blocks: ours.
+    Source: Eq. (S6); the blocks: ours.
     """
     following = ids[1:].to(final.device)
     values = _by_blocks if _is_plain(head) else _by_rows

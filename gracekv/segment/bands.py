@@ -22,7 +22,7 @@ def unit_states(hidden: Tensor, epsilon: float) -> Tensor:
     """Rows of `hidden` [n, D] divided by max(norm, epsilon): [n, D] float64.
 
     Raises `NonFiniteError` if a row holds NaN or infinity.
-    Source: Eq. app_hidden_normalization.
+    Source: Eq. (S2).
     """
     hidden = hidden.double()
     norm: Tensor = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)

@@ -32,11 +32,11 @@ class Curvature(Configurable):
     """Curvature of the trajectory, stabilised over layers and window sizes.
 
     Attributes:
-        depths: relative depths rho of the sampled layers (Eq. app_seg_layers).
-        windows: sizes w in tokens of the averages on either side (Eq. app_curvature_windows).
+        depths: relative depths rho of the sampled layers (Eq. (S1)).
+        windows: sizes w in tokens of the averages on either side (Eq. (S4)).
         stability: lambda_stab, weight of the standard deviation across layers and windows that is
-            taken off their mean (Eq. app_stabilized_curvature).
-        epsilon: smallest norm that a vector is divided by (Eq. app_hidden_normalization).
+            taken off their mean (Eq. (S5)).
+        epsilon: smallest norm that a vector is divided by (Eq. (S2)).
 
     Raises:
         ConfigError: a field lies outside what it takes.
@@ -88,7 +88,7 @@ class Curvature(Configurable):
         a window that does not fit on both sides of a position counts as 0 there. The result lies
         on the first layer's device. Raises `NonFiniteError` on NaN or infinity.
 
-        Source: Eqs. app_local_means to app_stabilized_curvature.
+        Source: Eqs. (S3) to (S5).
         """
         device = states[0].device
         views = torch.cat([self._of_layer(hidden).to(device) for hidden in states])

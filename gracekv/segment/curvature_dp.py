@@ -26,9 +26,9 @@ class CurvatureDP(Segmenter):
     """Slots of 16 to 128 tokens cut where hidden states turn, by dynamic programming.
 
     Maximises boundary scores minus cut costs, minus dispersion and length penalties of the slots
-    (Eq. app_segmentation_objective). A weight of 0 switches its term off.
+    (Eq. (S11)). A weight of 0 switches its term off.
 
-    Source: the paper, Eqs. app_boundary_score and app_segmentation_objective; departures 2. Ours:
+    Source: Eqs. (S8) and (S11); departures 2. Ours:
     `curvature_weight` and how ties are broken.
 
     Cost: banded products of the sampled hidden states for N * `max_length` candidate slots, then N
@@ -37,15 +37,15 @@ class CurvatureDP(Segmenter):
 
     Attributes:
         min_length: n_min, tokens; only the last slot may be shorter, if nothing else reaches the
-            end of the region (Eq. app_slot_length_defaults).
-        max_length: n_max, tokens (Eq. app_slot_length_defaults).
-        target_length: n_0, tokens, the length without penalty (Eq. app_slot_length_defaults).
+            end of the region (Eq. (S11)).
+        max_length: n_max, tokens (Eq. (S11)).
+        target_length: n_0, tokens, the length without penalty (Eq. (S11)).
         curvature_weight: weight of the normalised curvature in the boundary score (ours; 1 in
-            Eq. app_boundary_score).
-        surprisal_weight: lambda_s (Eq. app_boundary_score).
-        dispersion_weight: lambda_d (Eq. app_segmentation_defaults).
-        length_weight: lambda_n (Eq. app_segmentation_defaults).
-        cut_cost: c_cut, paid for every slot but the first (Eq. app_segmentation_defaults).
+            Eq. (S8)).
+        surprisal_weight: lambda_s (Eq. (S8)).
+        dispersion_weight: lambda_d (Eq. (S11)).
+        length_weight: lambda_n (Eq. (S11)).
+        cut_cost: c_cut, paid for every slot but the first (Eq. (S11)).
         curvature: how kappa is computed. Its sampled layers and epsilon also serve dispersion
             and robust normalisation, as in the paper.
 
@@ -108,7 +108,7 @@ class CurvatureDP(Segmenter):
         """b of every position: float64 [T] from kappa [T] and surprisal [T].
 
         Raises `MissingCaptureError` if surprisal has weight but is None, `NonFiniteError` if it
-        holds NaN or infinity. Source: Eq. app_boundary_score.
+        holds NaN or infinity. Source: Eq. (S8).
         """
         score = self.curvature_weight * robust_z(kappa, self.curvature.epsilon)
         if self.surprisal_weight > 0:
@@ -133,7 +133,7 @@ class CurvatureDP(Segmenter):
 
         `boundary` [N] and the sampled layers' `states` [N, D] cover the compressible region. Entry
         (a, n-1) belongs to the n tokens from a on. Starting at a > 0 earns the score of the token
-        before, as the cut lies after it. Source: Eqs. app_boundary_reward, app_dp_recurrence.
+        before, as the cut lies after it. Source: Eqs. (S8), (S12).
         """
         lengths = torch.arange(1, self.max_length + 1, dtype=torch.float64, device=boundary.device)
         penalty = self.length_weight * ((lengths - self.target_length) / self.target_length) ** 2

@@ -24,7 +24,7 @@ def dispersion_table(states: Sequence[Tensor], longest: int, epsilon: float) -> 
     steps lie inside, and where the slot would leave the region. The table lies on the first
     layer's device. Raises `NonFiniteError` if a state holds NaN or infinity.
 
-    Source: Eqs. app_prefix_dispersion and app_slot_dispersion.
+    Source: Eq. (S9).
     """
     device, rows = states[0].device, states[0].shape[0]
     table = torch.zeros(rows, longest, dtype=torch.float64, device=device)

@@ -22,7 +22,7 @@ def best_partition(
         F [N+1], the best total up to each endpoint (-inf where none is reachable), and the bounds
         [J+1], 0 and N included. Among equal totals the earliest predecessor wins.
 
-    Source: Eqs. app_dp_recurrence, app_dp_backpointer and app_terminal_predecessor.
+    Source: Eq. (S12).
     """
     length, max_length = profit.shape
     choices = max_length - min_length + 1

@@ -19,7 +19,7 @@ Floats = NDArray[np.float64]
 
 
 def unit_states(hidden: Tensor, epsilon: float) -> Floats:
-    """[n, D] rows over max(norm, epsilon). Source: Eq. app_hidden_normalization."""
+    """[n, D] rows over max(norm, epsilon). Source: Eq. (S2)."""
     rows = hidden.detach().cpu().double().numpy()
     return np.stack([row / max(float(np.linalg.norm(row)), epsilon) for row in rows])
 
@@ -27,7 +27,7 @@ def unit_states(hidden: Tensor, epsilon: float) -> Floats:
 def local_curvature(unit: Floats, window: int, epsilon: float) -> Floats:
     """kappa^(l,w) [T] of one layer's unit states [T, D] at one window size.
 
-    Source: Eqs. app_local_means to app_local_curvature.
+    Source: Eqs. (S3) to (S4).
     """
     length = len(unit)
     kappa = np.zeros(length)
@@ -42,7 +42,7 @@ def local_curvature(unit: Floats, window: int, epsilon: float) -> Floats:
 
 
 def stable_curvature(states: Sequence[Tensor], rule: Curvature) -> Floats:
-    """kappa [T] from the sampled layers' states [T, D]. Source: Eq. app_stabilized_curvature."""
+    """kappa [T] from the sampled layers' states [T, D]. Source: Eq. (S5)."""
     views = [
         local_curvature(unit_states(hidden, rule.epsilon), window, rule.epsilon)
         for hidden in states
@@ -64,7 +64,7 @@ def median(signal: Sequence[float]) -> float:
 
 
 def robust_z(signal: Sequence[float], epsilon: float = 1e-6) -> Floats:
-    """[T] normalised by median and MAD. Source: Eqs. app_robust_z and app_mad."""
+    """[T] normalised by median and MAD. Source: Eq. (S7)."""
     middle = median(signal)
     mad = median([abs(a - middle) for a in signal])
     return np.array([(a - middle) / (1.4826 * mad + epsilon) for a in signal])
@@ -73,7 +73,7 @@ def robust_z(signal: Sequence[float], epsilon: float = 1e-6) -> Floats:
 def dispersion(states: Sequence[Tensor], start: int, end: int, epsilon: float) -> float:
     """Disp of the slot [start, end), relative to the region that the states [N, D] cover.
 
-    Source: Eqs. app_adjacent_difference to app_slot_dispersion.
+    Source: Eqs. (S8) to (S9).
     """
     total = 0.0
     for hidden in states:
@@ -86,7 +86,7 @@ def dispersion(states: Sequence[Tensor], start: int, end: int, epsilon: float) -
 
 
 def boundary_score(kappa: Sequence[float], surprisal: Sequence[float], rule: CurvatureDP) -> Floats:
-    """b [T] from kappa [T] and surprisal [T]. Source: Eq. app_boundary_score."""
+    """b [T] from kappa [T] and surprisal [T]. Source: Eq. (S8)."""
     epsilon = rule.curvature.epsilon
     return rule.curvature_weight * robust_z(kappa, epsilon) + rule.surprisal_weight * robust_z(
         surprisal, epsilon
@@ -98,7 +98,7 @@ def slot_profit(
 ) -> float:
     """What the slot [start, end) adds to the objective; boundary [N] and states [N, D].
 
-    Source: Eqs. app_length_penalty, app_segmentation_objective and app_boundary_reward.
+    Source: Eqs. (S10), (S11) and (S8).
     """
     reward = float(boundary[start - 1]) - rule.cut_cost if start > 0 else 0.0
     spread = dispersion(states, start, end, rule.curvature.epsilon)
@@ -109,7 +109,7 @@ def slot_profit(
 def best_partition(profit: Floats, min_length: int) -> tuple[Floats, NDArray[np.int64]]:
     """Cut [0, N) into slots of greatest total profit; as `recurrence.best_partition`.
 
-    Source: Eqs. app_predecessor_set to app_terminal_predecessor.
+    Source: Eq. (S12).
     """
     length, max_length = profit.shape
     best = np.full(length + 1, -np.inf)

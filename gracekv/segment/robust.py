@@ -9,7 +9,7 @@ from torch import Tensor
 def robust_z(signal: Tensor, epsilon: float = 1e-6) -> Tensor:
     """(a - median) / (1.4826 MAD + epsilon) of a signal [T]: float64 [T], never clipped.
 
-    Source: Eqs. app_robust_z and app_mad. A constant signal gives zeros.
+    Source: Eq. (S7). A constant signal gives zeros.
     """
     centred = signal.double() - _median(signal.double())
     return centred / (1.4826 * _median(centred.abs()) + epsilon)

@@ -32,12 +32,12 @@ class Forest:
         child_count: int64 [V], 0 for leaves.
         tree: int64 [V].
         level: int64 [V], 0 for roots.
-        worth: R_{l,g}(v) float64 [V], Eq. app_bottom_up_value.
-        distortion: D(I_v) float64 [V], Eq. app_node_and_drop_distortion.
+        worth: R_{l,g}(v) float64 [V], Eq. (V6).
+        distortion: D(I_v) float64 [V], Eq. (T7).
         drop: D^drop(I_r) float64 [R] of the roots.
         entries: int64 [V], physical entries of the node when it is on the frontier: 1 for a
             prototype or singleton; its token count for a node kept as its original tokens.
-        add_gain: float64 [R], Delta_add, Eq. app_operation_gains (not clipped).
+        add_gain: float64 [R], Delta_add, Eq. (A5) (not clipped).
         split_gain: float64 [V], Delta_split (not clipped); 0 for leaves.
 
     Raises:

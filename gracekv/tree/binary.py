@@ -26,7 +26,7 @@ def normalized_curvature(kappa: Tensor, valid: Tensor) -> Tensor:
 def is_candidate(nodes: Nodes, inner: Tensor, kappa: Tensor | None, k: int | None) -> Tensor:
     """bool [V, w]: the midpoint and the `k` inner tokens of highest kappa (ties: the earlier).
 
-    All inner tokens if `k` is None. Source: the paper, Eq. app_tree_split_candidates.
+    All inner tokens if `k` is None. Source: Eq. (T8).
     """
     if k is None or (kappa is not None and k >= inner.shape[1] - 1):
         return inner
@@ -43,7 +43,7 @@ def binary_proposal(
 ) -> Proposal:
     """The best cut of each node: argmax of D(I) - D(left) - D(right) + reward * kappa-hat.
 
-    Source: the paper, Eqs. app_binary_split and app_split_choice; ties go to the smaller position.
+    Source: Eqs. (T8) and (T10); ties go to the smaller position.
     """
     inner = table.valid.clone()
     inner[:, 0] = False
@@ -63,7 +63,7 @@ def binary_proposal(
 class Binary(Refiner):
     """Curvature-aligned binary splits only, no extraction.
 
-    Source: the paper, Eq. app_binary_split; departures 5.
+    Source: Eq. (T8); departures 5.
 
     Cost: looks up at most 17 cuts of a node among the ends that the distortion judged.
 

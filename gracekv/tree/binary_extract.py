@@ -22,7 +22,7 @@ class BinaryExtract(Refiner):
     Floor candidates force extraction; ties go to the cut. Selection uses raw gains, which may be
     negative.
 
-    Source: the paper, Eq. app_split_choice; ties: departures 5.
+    Source: Eq. (T10); ties: departures 5.
 
     Cost: looks up at most 17 cuts and one extraction of a node among the ends that the distortion
     judged.

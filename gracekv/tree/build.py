@@ -33,8 +33,8 @@ def build_forest(
     leaves (see `gracekv.tree.prune`): the auction's result is the same, other allocators may want
     more. Refiners whose operations cost more than 2 entries are never pruned.
 
-    Source: the paper, "Recursive refinement rule" and Eqs. app_bottom_up_value,
-    app_operation_gains.
+    Source: the paper, "Recursive refinement rule" and Eqs. (V6),
+    (A5).
     """
     if budget is None or refiner.max_cost > 2:
         levels, drop = _grow(context, distortion, refiner, Pruner())

@@ -28,7 +28,7 @@ def salient_token(table: CostTable) -> Tensor:
 def extract_proposal(nodes: Nodes, table: CostTable) -> Proposal:
     """Extraction of each node's salient token: gain over 1 or 2 added entries.
 
-    Source: the paper, Eqs. app_extract_split and app_split_choice; D of the singleton is 0.
+    Source: Eqs. (T9) and (T10); D of the singleton is 0.
     """
     at = salient_token(table)[:, None]
     gain = (table.whole - table.before.gather(1, at) - table.after.gather(1, at))[:, 0]
@@ -44,7 +44,7 @@ def extract_proposal(nodes: Nodes, table: CostTable) -> Proposal:
 class Extract(Refiner):
     """Salient-token extraction only, no curvature cuts.
 
-    Source: the paper, Eq. app_extract_split; departures 5.
+    Source: Eq. (T9); departures 5.
 
     Cost: looks up one extraction of a node; a tree may get as deep as its slot is long.
     """

@@ -25,7 +25,7 @@ class Level:
         distortion: D float64 [V].
         worth: R float64 [V].
         child_count: int64 [V].
-        split_gain: Delta_split float64 [V]; 0 for leaves. Eq. app_operation_gains.
+        split_gain: Delta_split float64 [V]; 0 for leaves. Eq. (A5).
     """
 
     tree: Tensor

@@ -133,7 +133,7 @@ class Items:
         """R of intervals [start, end) of items, float64 [V]: their tokens' worth, added in order.
 
         Not a difference of running sums, so that a small node beside a large token keeps its
-        digits. Source: the paper, Eq. app_bottom_up_value.
+        digits. Source: Eq. (V6).
         """
         count = end - start
         node = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)

@@ -5,7 +5,7 @@ r"""What a node looks like in the cache: the prototype of an interval of tokens.
     m  = clamp(n coh^2, 1, n)         coh = |mean_t k_t^o| / mean_t |k_t^o|
 
 with k^o the key before rotation. A singleton is its original pair at its own position, m = 1.
-Source: the paper, Eqs. app_rope_prototype, app_value_prototype, app_effective_multiplicity.
+Source: Eqs. (T1), (T2), (T3).
 """
 
 from __future__ import annotations

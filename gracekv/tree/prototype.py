@@ -7,9 +7,8 @@ For probe q and interval I, with p_t = exp(logit_t - max over the visible contex
     D   = mean_q [ Z / Z_C  D_q ],   D^drop = mean_q Z / Z_C
 
 over the probes at positions >= the interval's last token; Z_C is the probe's mass over its visible
-part of the whole compressible context, so D is comparable everywhere. Source: the paper, Eqs.
-app_original_attention_stats to app_node_and_drop_distortion; all ends of a node at once: departures
-7 (ours).
+part of the whole compressible context, so D is comparable everywhere.
+Source: Eqs. (T5) to (T7); all ends of a node at once: departures 7 (ours).
 
 Engines: `gracekv.tree.prototype_torch`, `prototype_numba` and `prototype_triton` beside it.
 """
@@ -40,7 +39,7 @@ from gracekv.tree.workspace import Workspace
 class Prototype(Distortion):
     """Attention-mass-weighted error of one prototype per interval (the paper's).
 
-    Source: the paper, Eqs. app_rope_prototype to app_node_and_drop_distortion; departures 4. Ours:
+    Source: Eqs. (T1) to (T7); departures 4. Ours:
     all ends of a node in one pass (departures 7), `epsilon`, and the cap of the merged mass.
 
     Cost: most of construction: O(P d) for each of the 2n ends of a judged node of n tokens, with P

@@ -36,7 +36,7 @@ class ReferencePrototype:
 def prototype_of(
     context: TreeContext, layer: int, head: int, start: int, end: int
 ) -> ReferencePrototype:
-    """The entry of tokens [start, end), Eqs. app_rope_prototype to app_effective_multiplicity."""
+    """The entry of tokens [start, end), Eqs. (T1) to (T3)."""
     prefill, rule = context.prefill, context.rule
     keys = prefill.keys[layer][head].double()
     values = prefill.values[layer][head].double()
@@ -100,7 +100,7 @@ class ReferenceDistortion:
         return float(query @ key) * self.context.prefill.scale
 
     def node(self, start: int, end: int) -> float:
-        """D([start, end)), Eqs. app_probe_distortion and app_node_and_drop_distortion."""
+        """D([start, end)), Eqs. (T6) and (T7)."""
         if end - start == 1:
             return 0.0
         rule = self.rule

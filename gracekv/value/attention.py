@@ -2,7 +2,7 @@
 
 Every score of this stage is some weighted sum of such probabilities.
 
-Source: the paper, Eq. app_attention_probability; computing sums in blocks of probes is ours.
+Source: Eq. (V1); computing sums in blocks of probes is ours.
 """
 
 from __future__ import annotations

@@ -49,9 +49,9 @@ class Relevance:
     """Token worth and head sensitivity, the prices of the auction.
 
     Attributes:
-        scores: R^tok [L, G, N] float32, Eq. app_bottom_up_value.
-        seed_scores: S-hat [N] float32, Eq. app_global_seed_score.
-        sensitivity: omega [L, G] float32, mean 1, Eq. app_head_sensitivity.
+        scores: R^tok [L, G, N] float32, Eq. (V6).
+        seed_scores: S-hat [N] float32, Eq. (V3).
+        sensitivity: omega [L, G] float32, mean 1, Eq. (V8).
     """
 
     scores: Tensor

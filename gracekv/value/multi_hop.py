@@ -22,11 +22,11 @@ from gracekv.value.seed_scores import mean_seed_scores
 class MultiHop(Scorer):
     """Attention from the question, plus two hops along the attention of the tokens it reads.
 
-    R = (1 - lambda) s-hat + lambda d-hat (Eq. app_bottom_up_value). A head's R sums to 1, up to
+    R = (1 - lambda) s-hat + lambda d-hat (Eq. (V6)). A head's R sums to 1, up to
     epsilon over the attention that it gives to the region. Where no hop finds a new token, R is
     s-hat alone (ours: the formula would scale every value by 1 - lambda for nothing).
 
-    Source: the paper, Eqs. app_direct_relevance to app_bottom_up_value; departures 3. Ours: seeds
+    Source: Eqs. (V2) to (V6); departures 3. Ours: seeds
     of later hops, and R where no hop finds a new token.
 
     Cost: attention rows of at most 48 probes in every layer and of 64 seeds a hop in two layers:
@@ -35,9 +35,9 @@ class MultiHop(Scorer):
     Attributes:
         question: direct probes from the end of the question, "Direct relevance".
         tail: direct probes from the end of the prompt, "Direct relevance".
-        hops: R_hop, Eq. app_diffused_relevance; 0 to 3, 0 scores by direct relevance alone.
-        decay: rho, weight of a hop relative to the one before, Eq. app_diffused_relevance.
-        lambda_graph: share of the hops in R, Eq. app_bottom_up_value.
+        hops: R_hop, Eq. (V5); 0 to 3, 0 scores by direct relevance alone.
+        decay: rho, weight of a hop relative to the one before, Eq. (V5).
+        lambda_graph: share of the hops in R, Eq. (V6).
         depths: relative depths of the layers that hops run through, "Preliminaries".
         seed_mass: eta_seed, share of the score that a hop's seeds hold together,
             "Direct relevance"; the same for later hops is ours.
@@ -118,7 +118,7 @@ class MultiHop(Scorer):
         return self.hops > 0 and self.lambda_graph > 0
 
     def _direct(self, prefill: Prefill, region: Region) -> Tensor:
-        """s-hat [L, G, N], Eq. app_direct_relevance."""
+        """s-hat [L, G, N], Eq. (V2)."""
         probes = prefill.spans.direct_probes(self.question, self.tail)
         if not probes:
             raise PromptError(
@@ -134,7 +134,7 @@ class MultiHop(Scorer):
         return torch.stack(scores)
 
     def _propagated(self, prefill: Prefill, region: Region, evidence: Tensor) -> Tensor:
-        """d [N], Eq. app_diffused_relevance before normalisation."""
+        """d [N], Eq. (V5) before normalisation."""
         layers = depth_layers(self.depths, prefill.layers)
         total, score = torch.zeros_like(evidence), evidence
         known = torch.zeros(region.length, dtype=torch.bool, device=evidence.device)

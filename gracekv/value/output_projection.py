@@ -19,10 +19,10 @@ from gracekv.value.base import SENSITIVITIES, Sensitivity
 class OutputProjection(Sensitivity):
     """Size of a head's output projection times size of its output at the question.
 
-    The geometric mean of both (Eq. app_head_sensitivity_raw), divided by its mean over all heads
-    (Eq. app_head_sensitivity).
+    The geometric mean of both (Eq. (V7)), divided by its mean over all heads
+    (Eq. (V8)).
 
-    Source: the paper, Eqs. app_head_sensitivity_raw and app_head_sensitivity; departures 3. Ours:
+    Source: Eqs. (V7) and (V8); departures 3. Ours:
     the value of `epsilon`.
 
     Cost: none of its own; the capture multiplies the question's head outputs by the output

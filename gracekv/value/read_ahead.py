@@ -29,7 +29,7 @@ class ReadAhead(Scorer):
     the ones before them have been generated, which no query of the prompt can show. So a token is
     worth what it and the tokens before it receive, the nearer the more.
 
-    Source: ours; the score under it is the paper's direct relevance (Eq. app_direct_score).
+    Source: ours; the score under it is the paper's direct relevance (Eq. (V2)).
 
     Cost: attention rows of 48 probes in every layer: O(L H P T d), about 1 % of a prefill.
 

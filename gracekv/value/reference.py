@@ -23,7 +23,7 @@ from gracekv.value.window_attention import WindowAttention
 
 
 def attention_probability(prefill: Prefill, layer: int, head: int, probe: int) -> list[float]:
-    """pi_{u,t} of one query head for t = 0..u (Eq. app_attention_probability)."""
+    """pi_{u,t} of one query head for t = 0..u (Eq. (V1))."""
     query = prefill.queries_at(layer, [probe])[head, 0].double()
     keys = prefill.keys[layer][head // prefill.group].double()
     logits = [prefill.scale * float(query @ keys[t]) for t in range(probe + 1)]
@@ -62,7 +62,7 @@ def normalised(scores: list[float], epsilon: float) -> list[float]:
 
 
 def mean_over_heads(tokens: Tensor, epsilon: float) -> list[float]:
-    """S-hat from scores [L, G, N] (Eq. app_global_seed_score)."""
+    """S-hat from scores [L, G, N] (Eq. (V3))."""
     layers, heads, length = tokens.shape
     rows = [tokens[layer, head].tolist() for layer in range(layers) for head in range(heads)]
     return normalised([sum(row[t] for row in rows) / len(rows) for t in range(length)], epsilon)
@@ -82,7 +82,7 @@ def seeds(scores: list[float], mass: float, limit: int) -> list[int]:
 def propagated(
     scorer: MultiHop, prefill: Prefill, region: Region, evidence: list[float]
 ) -> list[float]:
-    """d_t, Eqs. app_hop_propagation and app_diffused_relevance, before normalisation."""
+    """d_t, Eqs. (V4) and (V5), before normalisation."""
     total, score, known = [0.0] * region.length, evidence, set[int]()
     for hop in range(1, scorer.hops + 1):
         chosen = seeds(score, scorer.seed_mass, scorer.max_seeds)
@@ -102,7 +102,7 @@ def propagated(
 
 
 def multi_hop(scorer: MultiHop, prefill: Prefill, region: Region) -> TokenScores:
-    """R and S-hat, Eqs. app_direct_relevance to app_bottom_up_value; float64."""
+    """R and S-hat, Eqs. (V2) to (V6); float64."""
     probes = prefill.spans.direct_probes(scorer.question, scorer.tail)
     direct = group_sums(prefill, dict.fromkeys(probes, 1.0), region)
     for layer in range(prefill.layers):
@@ -205,7 +205,7 @@ def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Regi
 
 
 def output_projection(sensitivity: OutputProjection, prefill: Prefill) -> Tensor:
-    """Omega [L, G] float64, Eqs. app_head_sensitivity_raw and app_head_sensitivity.
+    """Omega [L, G] float64, Eqs. (V7) and (V8).
 
     Raises `MissingCaptureError` if the prefill lacks the projections' norms.
     """

@@ -10,7 +10,7 @@ def mean_seed_scores(tokens: Tensor, epsilon: float = 1e-12) -> Tensor:
 
     `epsilon` keeps the denominator from 0; a score that is 0 everywhere stays 0.
 
-    Source: the paper, Eq. app_global_seed_score, whose scores are the direct relevance; the same
+    Source: Eq. (V3), whose scores are the direct relevance; the same
     rule for other scores is ours.
     """
     mean = tokens.mean(dim=(0, 1))

@@ -65,7 +65,7 @@ def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool
         assert torch.equal(forest.end[kids[:-1]], forest.start[kids[1:]])
         assert forest.start[kids[0]] == forest.start[v]
         assert forest.end[kids[-1]] == forest.end[v]
-        # Value conservation, Eq. app_value_conservation: bottom-up, so exact.
+        # Value conservation, Eq. (V6): bottom-up, so exact.
         assert float(forest.worth[kids].sum()) == pytest.approx(float(forest.worth[v]), rel=1e-14)
     # 1 + sum(cost) telescopes to n in every tree (FullKV recovery).
     cost = torch.zeros(forest.trees, dtype=torch.int64)
