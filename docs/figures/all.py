@@ -15,8 +15,9 @@ import entries
 import flow
 import slots
 import states
-import tree
 from style import TARGET, THEMES, save
+
+import tree
 
 FIGURES = {
     "auction": auction.draw,

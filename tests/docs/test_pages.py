@@ -10,10 +10,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from built_page import BuiltPage
-from conftest import tool
 from page_blocks import ROOT, pages
 from public_names import PACKAGE, exported
 
+from conftest import tool
 from gracekv.pipeline import REGISTRIES
 
 # Sites that pages may link to; nobody follows the links here.

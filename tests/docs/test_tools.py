@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import pytest
-from conftest import tool
 
+from conftest import tool
 from gracekv.pipeline import REGISTRIES
 from gracekv.recipes import RECIPES
 from gracekv.registry import Strategy

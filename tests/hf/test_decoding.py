@@ -15,8 +15,8 @@ from gracekv.hf import GraceCache, attach, detach  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
-from gracekv.testing.dense import dense_logits  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
+from support.dense import dense_logits  # noqa: E402
 
 LENGTH = 60
 

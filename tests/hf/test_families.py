@@ -13,8 +13,8 @@ import gracekv  # noqa: E402
 from gracekv.errors import CacheError, LengthWarning, UnsupportedModelError  # noqa: E402
 from gracekv.hf import GraceCache, attach, detach  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
-from gracekv.testing.dense import dense_logits  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
+from support.dense import dense_logits  # noqa: E402
 
 LENGTH = 150
 IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))

@@ -14,8 +14,8 @@ from gracekv import recipes  # noqa: E402
 from gracekv.hf import attach  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.testing import synthetic_prefill  # noqa: E402
-from gracekv.testing.devices import ELSEWHERE, MixedDevicesError, two_devices  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
+from support.devices import ELSEWHERE, MixedDevicesError, two_devices  # noqa: E402
 
 CPU = torch.device("cpu")
 IDS = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import torch
 
 from gracekv.report import ReportData, absorbed
 from gracekv.report.page import render
-from gracekv.testing.reports import long_report
+from support.reports import long_report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

@@ -15,7 +15,7 @@ from gracekv import Prompt
 from gracekv.errors import ReportError
 from gracekv.report import ReportData, compare, write, write_all
 from gracekv.report.page import default_label, render
-from gracekv.testing.reports import long_report
+from support.reports import long_report
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 

@@ -7,9 +7,9 @@ import torch
 
 from gracekv.errors import BackendUnavailableError, ConfigError
 from gracekv.kernels import device as host
-from gracekv.testing.devices import Elsewhere
 from gracekv.tree import Prototype
 from gracekv.tree.engines import pick
+from support.devices import Elsewhere
 
 VALUES = torch.zeros(3, 64)
 

@@ -7,9 +7,9 @@ import torch
 
 from gracekv.kernels.device import obstacle
 from gracekv.segment import Partition
-from gracekv.testing.ends import assert_same_ends, evaluator_of, some_nodes
 from gracekv.testing.trees import tree_context
 from gracekv.tree import BinaryExtract, IntervalCosts, Prototype, build_forest
+from support.ends import assert_same_ends, evaluator_of, some_nodes
 
 REASON = obstacle(torch.device("cuda"), "engine 'torch'")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no GPU here: {REASON}")

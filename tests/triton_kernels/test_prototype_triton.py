@@ -11,10 +11,10 @@ from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.ends_tiles import tiles
 from gracekv.rope import Rope
 from gracekv.segment import Partition
-from gracekv.testing.ends import assert_same_ends, evaluator_of, some_nodes
 from gracekv.testing.trees import tree_context
 from gracekv.tree import BinaryExtract, IntervalCosts, Nodes, Prototype, PrototypeRule, build_forest
 from gracekv.tree.reference import ReferenceDistortion
+from support.ends import assert_same_ends, evaluator_of, some_nodes
 
 
 def in_slots(context, size):

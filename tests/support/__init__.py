@@ -1,0 +1,1 @@
+"""What only our own tests use; what tests of plugins use too is in `gracekv.testing`."""
