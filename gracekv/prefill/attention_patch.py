@@ -16,7 +16,7 @@ _numbers = itertools.count()
 
 @contextmanager
 def patched_attention(model: Any, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """The model attends by `wrap(own)`, own being its stock attention function, for the time being.
+    """Replace the model's attention function by `wrap(stock)` inside the `with` block.
 
     Afterwards, or if the pass fails, the model and transformers' registries are as before. Raises
     `UnsupportedModelError` as `base_attention` does.
@@ -45,7 +45,7 @@ def base_attention(model: Any) -> str:
     Raises `UnsupportedModelError` if it is another one.
     """
     name = model.config._attn_implementation
-    # Attached models answer plain tensors with sdpa.
+    # An attached model uses sdpa for plain tensors.
     name = "sdpa" if name == "gracekv" else name
     if name not in BASE_ATTENTION:
         raise UnsupportedModelError(

@@ -29,7 +29,7 @@ class Needs:
             context, at every layer (observation windows). Much less memory than `context_queries`.
         reconstruction: the most attention that each context token gets while the model repeats the
             context, which is a second pass and takes longer than the first.
-        draft: what this many greedy answer tokens look at, each a decoding step on the full cache.
+        draft: attention of this many greedy answer tokens, each a decoding step on the full cache.
     """
 
     context_queries: bool = False
@@ -184,15 +184,15 @@ class Prefill:
     def seconds_for(self, needs: Needs) -> dict[str, float]:
         """Seconds of the forward pass and of what was captured for `needs`.
 
-        A prefill that serves several pipelines holds more; none of them pays for another's.
+        A prefill that serves several pipelines holds more; each counts only its own parts.
         """
-        asked = {
+        captured = {
             "surprisal": needs.surprisal,
             "projections": needs.head_outputs,
             "reconstruction": needs.reconstruction,
             "draft": needs.draft > 0,
         }
-        return {part: taken for part, taken in self.seconds.items() if asked.get(part, True)}
+        return {part: taken for part, taken in self.seconds.items() if captured.get(part, True)}
 
     def queries_at(self, layer: int, positions: Sequence[int] | Tensor) -> Tensor:
         """[H, P, d] queries of `layer` at absolute `positions`.

@@ -1,8 +1,8 @@
-"""The first words of an answer, drafted over the full cache to see what they look at.
+"""The attention of an answer's first tokens, drafted over the full cache.
 
-What a compressed cache must hold is what the answer's own queries will read, and its first tokens
-show that best. They are generated greedily from the captured keys and values, so the full cache
-stays until they are there, and compression waits for as many decoding steps.
+A compressed cache must hold what the answer's queries attend to, which its first tokens show best.
+They are generated greedily from the captured keys and values: the full cache stays in memory
+meanwhile, and compression waits for as many decoding steps.
 
 Source: ours; the paper and the rivals that it names compress without having seen any answer.
 """
@@ -35,8 +35,8 @@ def draft(
     """Attention of up to `tokens` greedy answer tokens to the context, float32 [L, G, S, N_ctx].
 
     The mean over a KV head's query heads; the softmax runs over all that a token sees. S is smaller
-    than `tokens` where the answer ends before; an end-of-sequence token is not asked what it reads,
-    unless it comes first.
+    than `tokens` where the answer ends before; an end-of-sequence token counts only if it comes
+    first.
 
     Args:
         model: as for `capture`.
@@ -59,8 +59,8 @@ def draft(
             f"draft, or a scorer that needs none."
         )
     layers = len(keys)
-    own_keys: list[list[Tensor]] = [[] for _ in range(layers)]
-    own_values: list[list[Tensor]] = [[] for _ in range(layers)]
+    draft_keys: list[list[Tensor]] = [[] for _ in range(layers)]
+    draft_values: list[list[Tensor]] = [[] for _ in range(layers)]
     seen: list[Tensor] = []
 
     def drafting(own: Any) -> Any:
@@ -68,20 +68,20 @@ def draft(
             module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
         ) -> Any:
             layer = module.layer_idx
-            own_keys[layer].append(key)
-            own_values[layer].append(value)
-            everything = torch.cat([keys[layer][None], *own_keys[layer]], dim=2)
-            carried = torch.cat([values[layer][None], *own_values[layer]], dim=2)
+            draft_keys[layer].append(key)
+            draft_values[layer].append(value)
+            all_keys = torch.cat([keys[layer][None], *draft_keys[layer]], dim=2)
+            all_values = torch.cat([values[layer][None], *draft_values[layer]], dim=2)
             groups = key.shape[1]
             shared = query[0].float().reshape(groups, -1, query.shape[-1]) * kwargs["scaling"]
-            chance = torch.softmax(shared @ everything[0].float().transpose(1, 2), dim=-1)
+            chance = torch.softmax(shared @ all_keys[0].float().transpose(1, 2), dim=-1)
             seen.append(reduce(chance[..., start:end], "g n t -> g t", "mean").to(keys[0].device))
-            # One query sees all: no mask.
-            return own(module, query, everything, carried, None, **kwargs)
+            # One query that sees every key needs no mask.
+            return own(module, query, all_keys, all_values, None, **kwargs)
 
         return attention
 
-    ends, head = _ends(model), model.get_output_embeddings()
+    stops, head = _stop_tokens(model), model.get_output_embeddings()
     token, rows = logits.argmax().reshape(1, 1).to(device), []
     with patched_attention(model, drafting):
         for step in range(tokens):
@@ -92,12 +92,12 @@ def draft(
             rows.append(torch.stack(seen))
             seen.clear()
             token = head(hidden[:, -1:]).argmax(dim=-1).to(device)
-            if int(token) in ends:
+            if int(token) in stops:
                 break
     return torch.stack(rows, dim=2)
 
 
-def _ends(model: Any) -> set[int]:
+def _stop_tokens(model: Any) -> set[int]:
     """Token ids that end an answer."""
     config = getattr(model, "generation_config", None) or model.config
     ids = config.eos_token_id

@@ -1,4 +1,4 @@
-"""How long a prompt and its continuation may be before what was cached no longer fits the model."""
+"""Lengths of prompt and continuation up to which a cache stays valid for a model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def sliding_window(model: Any) -> int | None:
 
 
 def switch_point(model: Any) -> int | None:
-    """The sequence length up to which RoPE is one thing and beyond which it is another, or None.
+    """The sequence length beyond which the model's RoPE changes, or None.
 
-    "longrope" has two sets of frequencies; the Phi-3 classes of transformers throw any cache away
+    "longrope" has two sets of frequencies; the Phi-3 classes of transformers drop any cache
     when `generate` passes that point, whatever their RoPE is.
     """
     config = model.config
@@ -71,7 +71,7 @@ def check_prompt_length(model: Any, length: int) -> None:
     Raises `UnsupportedModelError` if a sliding window does not cover the prompt, and `PromptError`
     at the one length at which transformers drops the cache of a Phi-3 at the first step. Warns
     (`LengthWarning`) beyond the trained length, as `generate` does; where dynamic RoPE rotates
-    keys by the length of the day; and where little room is left before either bound.
+    keys by the current length; and where little room is left before either bound.
     """
     name = type(model).__name__
     window, switch, trained = sliding_window(model), switch_point(model), trained_length(model)

@@ -25,7 +25,7 @@ class LogSumExp(abc.ABC):
 
     @abc.abstractmethod
     def add(self, block: Tensor) -> None:
-        """Further columns, float32 [rows, any], contiguous; their memory is used up."""
+        """Further columns, float32 [rows, any], contiguous; their memory is overwritten."""
 
     @abc.abstractmethod
     def result(self) -> Tensor:
@@ -33,7 +33,7 @@ class LogSumExp(abc.ABC):
 
 
 class TorchLogSumExp(LogSumExp):
-    """A sweep over the block for each operation; for any device."""
+    """One pass over the block per operation; for any device."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         super().__init__(rows, device)
@@ -76,8 +76,8 @@ class NumbaLogSumExp(LogSumExp):
         return self._total.log_().float().add_(self.top)
 
 
-def fastest(device: torch.device) -> type[LogSumExp]:
-    """The kind for blocks that lie on `device`."""
+def logsumexp_for(device: torch.device) -> type[LogSumExp]:
+    """The fastest class for blocks on `device`."""
     if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
         return NumbaLogSumExp
     return TorchLogSumExp

@@ -14,7 +14,7 @@ def plain_weight(module: Any) -> Tensor | None:
     """The [out, in] weight if it is all that `module` multiplies by and can be read as numbers.
 
     None where it is packed or scaled (quantised), elsewhere (offloaded: "meta"), or added to
-    (adapters such as LoRA, whose modules are no plain Linear): then only calling the module tells.
+    (adapters such as LoRA, whose modules are no plain Linear): such modules can only be called.
     """
     weight = getattr(module, "weight", None)
     if (

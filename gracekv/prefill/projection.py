@@ -1,4 +1,4 @@
-"""How strongly the attention's output projection carries each head, for any kind of layer.
+"""Norms of each head's part of the attention's output projection, for any kind of layer.
 
 The projection is only ever called, so quantised and offloaded layers work as they are.
 """

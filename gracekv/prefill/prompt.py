@@ -1,4 +1,4 @@
-"""`Prompt`: token ids, and where prefix, context, question and template tail lie among them."""
+"""`Prompt`: token ids with the spans of prefix, context, question and template tail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Prompt:
         spans: prefix, context, question and tail, in tokens.
         parts: the text of prefix, context, question and tail, which add up to the rendered
             prompt; None if the prompt was made from ids.
-        tokenizer: what made the ids, for decoding; None if the prompt was made without one.
+        tokenizer: made the ids, for decoding; None if the prompt was made without one.
 
     Raises:
         PromptError: the ids are not one sequence of the length that the spans say.
@@ -51,7 +51,8 @@ class Prompt:
         """A prompt from token ids.
 
         Args:
-            ids: [T] whole numbers, one sequence without padding.
+            ids: [T] or, as transformers' tokenizers return them, [1, T] whole numbers: one
+                sequence without padding.
             context: (start, end) of the compressible context, absolute, end exclusive.
             question_end: where the question ends and the template's tail starts; default T.
             tokenizer: kept for decoding.
@@ -64,10 +65,13 @@ class Prompt:
             raise PromptError(
                 f"ids must be token ids of one sequence, [T] whole numbers ({error})."
             ) from error
+        if tensor.ndim == 2 and len(tensor) == 1:
+            tensor = tensor[0]
         if tensor.ndim != 1:
             raise PromptError(
-                f"ids must be one sequence of shape [T]; got shape {list(tensor.shape)}. Compress "
-                f"the sequences of a batch one by one: Prompt.from_ids(ids[0], ...)."
+                f"ids must be one sequence of shape [T] or [1, T]; got shape "
+                f"{list(tensor.shape)}. Compress the sequences of a batch one by one: "
+                f"Prompt.from_ids(ids[0], ...)."
             )
         kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
         if len(tensor) and tensor.dtype not in kinds:
@@ -98,9 +102,9 @@ class Prompt:
 
         The user's message is instruction, context and question, joined by `separator`; the
         assistant's turn opens with `answer_prefix`. Without a chat template the same text is used
-        as it is. A fast tokenizer sees the complete text at once, so the ids are those of the
-        unsplit prompt; a slow one, which cannot say where its tokens lie, sees the four parts one
-        by one (ours).
+        as it is. A fast tokenizer encodes the complete text at once, so the ids are those of the
+        unsplit prompt; a slow one, which gives no offsets, encodes the four parts one by one
+        (ours).
 
         Args:
             tokenizer: a Hugging Face tokenizer.
@@ -137,9 +141,9 @@ class Prompt:
         parts = (before, context, after[:question_chars], after[question_chars:] + answer_prefix)
         special = not chat
         if getattr(tokenizer, "is_fast", False):
-            ids, borders = _joint(tokenizer, parts, special)
+            ids, borders = _tokenize_whole(tokenizer, parts, special)
         else:
-            ids, borders = _piecewise(tokenizer, parts, special)
+            ids, borders = _tokenize_parts(tokenizer, parts, special)
         start, end, question_end = borders
         spans = PromptSpans(start, end, question_end, len(ids))
         return cls(torch.tensor(ids, dtype=torch.int64), spans, parts, tokenizer)
@@ -165,9 +169,9 @@ def _chat_template(tokenizer: Any) -> bool:
 def _render(
     tokenizer: Any, instruction: str, question: str, separator: str, chat: bool
 ) -> tuple[str, str]:
-    """What stands before and after the context in the rendered prompt.
+    """The rendered prompt's text before and after the context.
 
-    The template runs once, around a mark in the context's place, so headers, default system
+    The template runs once, with a mark in the context's place, so headers, default system
     prompts and stripped blanks are the template's own.
     """
     number = 0
@@ -201,7 +205,7 @@ def _question_end(after: str, question: str) -> int:
     return at + len(wanted)
 
 
-def _joint(
+def _tokenize_whole(
     tokenizer: Any, parts: tuple[str, str, str, str], special: bool
 ) -> tuple[list[int], list[int]]:
     """Ids of the complete text, and the token where context, suffix and tail start."""
@@ -230,7 +234,7 @@ def _joint(
     return ids, starts
 
 
-def _piecewise(
+def _tokenize_parts(
     tokenizer: Any, parts: tuple[str, str, str, str], special: bool
 ) -> tuple[list[int], list[int]]:
     """Ids of the four parts one after the other, and the token where each of the last starts."""

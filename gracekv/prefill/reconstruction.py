@@ -1,13 +1,13 @@
-"""A second pass in which the model repeats its context, and what it looks at while it does.
+"""A second pass in which the model repeats its context, and the attention that it pays meanwhile.
 
 Chunk after chunk, the model reads a request to repeat, the prompt's tail (the template's change of
 turn, and the answer prefix if there is one), and then the chunk itself, with the keys and values of
-prefix and context before it. A context token scores the most attention that any query of this
-reading paid it, in any query head of its KV head's group. The softmax runs over the prompt's first
+prefix and context before it. A context token's score is the most attention from any query of this
+pass, in any query head of its KV head's group. The softmax runs over the prompt's first
 tokens, the chunk, and what was read so far: over the whole context it would need L H T^2 logits.
 
 Source: Kim et al. (2025), KVzip, arXiv:2505.23416, with the texts and sizes of its code in kvpress.
-The prompt's own tail in place of an empty chat's is ours; so is reading without a request where the
+The prompt's own tail in place of an empty chat's is ours; so is a pass without a request where the
 prompt has no tokenizer.
 """
 
@@ -59,7 +59,7 @@ def reconstruction(
         device: where the model wants its token ids.
         chunk: context tokens a pass.
 
-    Raises `UnsupportedModelError` if the second reading passes a bound of the model (a sliding
+    Raises `UnsupportedModelError` if the second pass exceeds a bound of the model (a sliding
     window, a switch of its RoPE).
     """
     start, end = prompt.spans.context_start, prompt.spans.context_end
@@ -68,19 +68,19 @@ def reconstruction(
     for part, ids in repetitions(prompt, chunk):
         if bound is not None and end + len(ids) > bound[0]:
             raise UnsupportedModelError(
-                f"Reading the context a second time takes {end + len(ids)} positions, "
+                f"A second pass over the context takes {end + len(ids)} positions, "
                 f"{type(model).__name__} has {bound[0]}: beyond, {bound[1]}. Use a shorter "
                 f"context, or a scorer that needs no second pass."
             )
         places = torch.arange(end, end + len(ids), device=device)
 
-        def reading(own: Any, part: Region = part) -> Any:
+        def repeating(own: Any, part: Region = part) -> Any:
             def attention(
                 module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
             ) -> Any:
                 layer = module.layer_idx
                 seen, read = keys[layer][None, :, :end], values[layer][None, :, :end]
-                scores[layer][:, part.start - start : part.end - start] = strongest(
+                scores[layer][:, part.start - start : part.end - start] = max_attention(
                     query[0], seen[0], key[0], part, kwargs["scaling"]
                 )
                 allowed = _causal(query.shape[2], end, query.device)
@@ -93,7 +93,7 @@ def reconstruction(
 
             return attention
 
-        with patched_attention(model, reading):
+        with patched_attention(model, repeating):
             model.get_decoder()(
                 input_ids=ids[None].to(device), position_ids=places[None], use_cache=False
             )
@@ -101,7 +101,7 @@ def reconstruction(
 
 
 def repetitions(prompt: Prompt, chunk: int = _CHUNK) -> Iterator[tuple[Region, Tensor]]:
-    """The context's chunks as absolute positions, and the ids [n] that are read to repeat each."""
+    """The context's chunks as absolute positions, and the ids [n] whose pass repeats each."""
     spans, ids, tokenizer = prompt.spans, prompt.ids, prompt.tokenizer
     tail = ids[spans.question_end :]
     for first in range(spans.context_start, spans.context_end, chunk):
@@ -113,11 +113,11 @@ def repetitions(prompt: Prompt, chunk: int = _CHUNK) -> Iterator[tuple[Region, T
         request = (
             [] if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"]
         )
-        spoken = torch.tensor(request, dtype=torch.int64)
-        yield part, torch.cat([spoken, lead, tail, ids[part.start : part.end]])
+        request_ids = torch.tensor(request, dtype=torch.int64)
+        yield part, torch.cat([request_ids, lead, tail, ids[part.start : part.end]])
 
 
-def strongest(
+def max_attention(
     queries: Tensor,
     seen: Tensor,
     own: Tensor,
@@ -129,9 +129,9 @@ def strongest(
     """The largest attention of any query and query head to each token of `part`: float32 [G, n].
 
     Args:
-        queries: [H, Q, d] of the tokens that are read.
+        queries: [H, Q, d] of the tokens of this pass.
         seen: [G, >= part.end, d] keys of prefix and context.
-        own: [G, Q, d] keys of the tokens that are read.
+        own: [G, Q, d] keys of the tokens of this pass.
         part: absolute positions of the n tokens.
         scale: of the logits.
         block: queries at once; None: what `_LOGITS` bytes hold.
@@ -156,6 +156,6 @@ def strongest(
 
 
 def _causal(count: int, before: int, device: torch.device) -> Tensor:
-    """bool [1, 1, Q, before + Q]: everything before, and what was read up to oneself."""
+    """bool [1, 1, Q, before + Q]: `before` earlier keys, then causal within this pass."""
     place = torch.arange(-before, count, device=device)
     return (place <= torch.arange(count, device=device)[:, None])[None, None]

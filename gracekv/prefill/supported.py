@@ -15,15 +15,15 @@ TESTED_ROPE_TYPES = frozenset({"default", "dynamic", "linear", "llama3", "longro
 also depend on the sequence's length: see `gracekv.prefill.length_limits`."""
 
 BASE_ATTENTION = ("sdpa", "eager")
-"""Attention implementations of transformers that ours can stand in for."""
+"""Attention implementations of transformers that a patched one can replace."""
 
 
 def check_model(model: Any) -> None:
     """Raise `UnsupportedModelError` if compressing this model's cache would break an assumption.
 
     Looks for layers of several kinds, capped attention logits, missing or unknown RoPE, an
-    untested family and training mode, in this order: the first three are what breaks, the fourth
-    what nobody has tried. What depends on the prompt's length is for `check_prompt_length`.
+    untested family and training mode, in this order: the first three break an assumption, the
+    fourth is untested. `check_prompt_length` checks what depends on the prompt's length.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
@@ -38,14 +38,14 @@ def check_model(model: Any) -> None:
             f"of them see a sliding window only, so their caches are bounded already. Use a model "
             f"with full attention in every layer; tested families: {_listed(TESTED_MODEL_TYPES)}."
         )
-    odd = set(getattr(config, "layer_types", None) or ()) - {
+    unknown = set(getattr(config, "layer_types", None) or ()) - {
         "full_attention",
         "sliding_attention",
     }
-    if odd:
+    if unknown:
         raise UnsupportedModelError(
-            f"{name} ({family}) has layers of kind {_listed(odd)}, which keep no key and value of "
-            f"every token. Use a model with full attention in every layer."
+            f"{name} ({family}) has layers of kind {_listed(unknown)}, which keep no key and value "
+            f"of every token. Use a model with full attention in every layer."
         )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModelError(

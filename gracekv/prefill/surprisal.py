@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from gracekv.linalg import linear
-from gracekv.prefill.logsumexp import fastest
+from gracekv.prefill.logsumexp import logsumexp_for
 from gracekv.prefill.plain_weight import plain_weight
 
 # Logits (positions x vocabulary entries) held at once, in float32: 4 MiB, which stays in a CPU's
 # cache between the product that makes them and the sums that read them.
 _BLOCK = 1 << 20
 _ROWS = 512
-# A GPU wants large products more than small ones: 256 MiB.
+# On a GPU large products are faster: 256 MiB.
 _GPU_BLOCK = 1 << 26
 
 
@@ -56,9 +56,9 @@ def _by_blocks(final: Tensor, head: Any, following: Tensor, vocabulary: int) -> 
     final, following = final.to(device), following.to(device)
     block = _GPU_BLOCK if device.type == "cuda" else _BLOCK
     parts = []
-    kind = fastest(device)
+    log_sum_exp = logsumexp_for(device)
     for rows, targets in zip(final.split(_ROWS), following.split(_ROWS), strict=True):
-        sums = kind(len(rows), device)
+        sums = log_sum_exp(len(rows), device)
         for columns in weight.split(max(1, block // len(rows))):
             sums.add(linear(rows, columns).float())
         chosen = (rows.float() * weight[targets].float()).sum(dim=-1)
@@ -67,7 +67,7 @@ def _by_blocks(final: Tensor, head: Any, following: Tensor, vocabulary: int) -> 
 
 
 def _by_rows(final: Tensor, head: Any, following: Tensor, vocabulary: int) -> Tensor:
-    """Whole rows of logits, for heads that do more than multiply (quantised, offloaded ...)."""
+    """Whole rows of logits, for heads that are not one plain product (quantised, offloaded ...)."""
     parts = []
     size = max(1, 8 * _BLOCK // vocabulary)
     for rows, targets in zip(final.split(size), following.split(size), strict=True):

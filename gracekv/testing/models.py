@@ -1,4 +1,4 @@
-"""Tiny random-weight models: every shape that matters, milliseconds to run, nothing to download."""
+"""Tiny random-weight models that run in milliseconds and need no download."""
 
 from __future__ import annotations
 

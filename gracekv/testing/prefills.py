@@ -1,4 +1,4 @@
-"""Synthetic prefills: structured enough that every stage has something to find."""
+"""Synthetic prefills with structure: topics, coherent slots, a few tokens of high attention."""
 
 from __future__ import annotations
 

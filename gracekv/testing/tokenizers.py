@@ -1,4 +1,4 @@
-"""A tokenizer trained in a fraction of a second, for models that are made up."""
+"""A tokenizer trained in a fraction of a second, for random-weight models."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from gracekv.hf import attach  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.testing import synthetic_prefill  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
-from support.devices import ELSEWHERE, MixedDevicesError, two_devices  # noqa: E402
+from support.devices import SECOND_DEVICE, MixedDevicesError, two_devices  # noqa: E402
 
 CPU = torch.device("cpu")
 IDS = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(0))
@@ -23,9 +23,9 @@ PROMPT = gracekv.Prompt.from_ids(IDS, (4, 108), question_end=116)
 
 # Which of four layers are on the second device.
 MAPS = {
-    "second half": [CPU, CPU, ELSEWHERE, ELSEWHERE],
-    "first half": [ELSEWHERE, ELSEWHERE, CPU, CPU],
-    "all": [ELSEWHERE] * 4,
+    "second half": [CPU, CPU, SECOND_DEVICE, SECOND_DEVICE],
+    "first half": [SECOND_DEVICE, SECOND_DEVICE, CPU, CPU],
+    "all": [SECOND_DEVICE] * 4,
 }
 
 

@@ -173,7 +173,7 @@ def test_ids_may_come_in_any_whole_number_type():
 @pytest.mark.parametrize(
     ("ids", "fields", "message"),
     [
-        ([[1, 2, 3]], {}, r"one sequence of shape \[T\].*one by one"),
+        ([[1, 2, 3]] * 2, {}, r"one sequence of shape \[T\] or \[1, T\].*one by one"),
         ([[1, 2], [3]], {}, "token ids of one sequence"),
         ("abc", {}, "token ids of one sequence"),
         ([0.5, 1.0, 2.0], {}, "whole numbers; got torch.float32"),
@@ -258,3 +258,10 @@ def test_the_chat_format_can_be_left_out():
     assert "".join(plain.parts) == "a b c\n\nWhat?"
     same = Prompt.from_chat(FAST[False], context="a b c", question="What?")
     assert plain.ids.tolist() == same.ids.tolist()
+
+
+def test_ids_of_a_tokenizer_with_a_batch_axis():
+    flat, nested = torch.arange(9), torch.arange(9)[None]
+    prompt = Prompt.from_ids(nested, (1, 5))
+    assert torch.equal(prompt.ids, flat)
+    assert prompt.spans == Prompt.from_ids(flat, (1, 5)).spans

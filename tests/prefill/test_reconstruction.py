@@ -14,7 +14,7 @@ from gracekv.hf import attach, detach  # noqa: E402
 from gracekv.prefill import Needs, Region  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
-from gracekv.prefill.reconstruction import reconstruction, repetitions, strongest  # noqa: E402
+from gracekv.prefill.reconstruction import max_attention, reconstruction, repetitions  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -126,8 +126,8 @@ def test_blocks_change_nothing(seed, block, start, length, count):
     )
     part = Region(start, start + length)
     torch.testing.assert_close(
-        strongest(queries, seen, own, part, 0.5, block=block),
-        strongest(queries, seen, own, part, 0.5, block=count),
+        max_attention(queries, seen, own, part, 0.5, block=block),
+        max_attention(queries, seen, own, part, 0.5, block=count),
         rtol=1e-5,
         atol=1e-7,
     )

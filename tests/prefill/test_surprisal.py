@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.prefill.logsumexp import NumbaLogSumExp, TorchLogSumExp, fastest
+from gracekv.prefill.logsumexp import NumbaLogSumExp, TorchLogSumExp, logsumexp_for
 from gracekv.prefill.surprisal import surprisal
 
 
@@ -93,7 +93,7 @@ def test_what_is_not_finite_is_not_hidden(bad):
 
 def test_without_numba_torch_sums(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert fastest(torch.device("cpu")) is TorchLogSumExp
+    assert logsumexp_for(torch.device("cpu")) is TorchLogSumExp
     final, head, ids = case(2, 30, 16, 50)
     torch.testing.assert_close(
         surprisal(final, head, ids, 50)[1:].double(),

@@ -9,7 +9,7 @@ from gracekv.errors import BackendUnavailableError, ConfigError
 from gracekv.kernels import device as host
 from gracekv.tree import Prototype
 from gracekv.tree.engines import pick
-from support.devices import Elsewhere
+from support.devices import SecondDeviceTensor
 
 VALUES = torch.zeros(3, 64)
 
@@ -86,9 +86,11 @@ def test_an_unknown_engine_is_refused():
 
 def test_a_tensor_without_memory_of_its_own_goes_to_torch(there):
     there("numba", "triton")
-    values = Elsewhere(torch.zeros(3, 64))
+    values = SecondDeviceTensor(torch.zeros(3, 64))
     assert pick("auto", values) == "torch"
     with pytest.raises(BackendUnavailableError, match="needs a cache on a CPU"):
         pick("numba", values)
-    with pytest.raises(BackendUnavailableError, match=r"of type Elsewhere\. Use engine 'torch'"):
+    with pytest.raises(
+        BackendUnavailableError, match=r"of type SecondDeviceTensor\. Use engine 'torch'"
+    ):
         pick("triton", values)
