@@ -146,7 +146,7 @@ def log_probs(model: Any, cache: RaggedCache, tokens: Tensor) -> Tensor:
 def reference(model: Any, case: Case, prefill: Prefill) -> tuple[Tensor, Tensor, str]:
     """The tokens to feed [n], FullKV's log-probabilities after each, and its answer's text."""
     run = Pipeline.named("fullkv").run(prefill, Budget.ratio(1))
-    full = CompressionResult(model, case.prompt, run, GraceCache(run.cache))
+    full = CompressionResult.from_runs(model, [case.prompt], [run], Pipeline.named("fullkv"))
     answer = full.generate_ids(TOKENS)[0]
     tokens = torch.cat([case.prompt.ids[-1:], answer[:-1]])
     text = case.prompt.tokenizer.decode(answer, skip_special_tokens=True).strip()

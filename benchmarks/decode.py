@@ -159,14 +159,14 @@ def real_rows(options: argparse.Namespace) -> Iterable[list[str]]:
     prompt = gracekv.Prompt.from_chat(tokenizer, context=text, question="Who is Dinah?")
     prefill = gracekv.capture(model, prompt)
     results = {
-        f"{ratio}x": gracekv.compress_prefill(model, prompt, prefill, ratio=ratio)
+        f"{ratio}x": gracekv.compress(model, prompt, prefill=prefill, ratio=ratio)
         for ratio in options.ratios
         if ratio > 1
     }
     full = DynamicCache()
     for number, (keys, values) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
         full.update(keys[None, :, :-1], values[None, :, :-1], number)
-    caches = {"FullKV": full, **{name: result.cache for name, result in results.items()}}
+    caches = {"FullKV": full, **{name: result.new_cache() for name, result in results.items()}}
     taken = timed_caches(model, caches, 1, options)
     for name, seconds in taken.items():
         accounting = next(iter(results.values())).accounting
@@ -175,7 +175,7 @@ def real_rows(options: argparse.Namespace) -> Iterable[list[str]]:
         if name in results:
             accounting = results[name].accounting
             packed, held = accounting.bytes, accounting.backend_bytes
-            entries = results[name].run.cache.entries().double()
+            entries = results[name].packed.entries().double()
             longest = float((entries.amax(1) / entries.mean(1)).mean())
         yield [
             f"{len(prompt.ids):,}", name, f"{packed / 2**20:.1f}", f"{held / 2**20:.1f}",

@@ -161,7 +161,7 @@ def header(length: int, ratio: str, prefill: Prefill) -> list[str]:
         f"model: SmolLM2-135M-Instruct, {str(prefill.keys[0].dtype)[6:]}; {length:,} prompt tokens "
         f"(prefix {PREFIX}, suffix {SUFFIX}); ratio {ratio}; prefill "
         f"{prefill.seconds['prefill']:.1f} s; each recipe sees what it would have captured",
-        f"config: {Pipeline()!r}",
+        f"config: {Pipeline.named('gracekv')!r}",
         f"recipes, as changes to it: {'; '.join(changes)}",
         f"Seconds are the faster of {REPEATS} constructions. Construction is the stages and what "
         "the capture adds to the prefill for the recipe (surprisal, projections, a second pass), "

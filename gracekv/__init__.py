@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gracekv import report as report
     from gracekv.allocate import Budget
+    from gracekv.hf.attention import attached
     from gracekv.hf.batch import BatchResult
-    from gracekv.hf.compress import compress, compress_prefill
+    from gracekv.hf.compress import compress
+    from gracekv.hf.load_result import load
     from gracekv.hf.result import CompressionResult
-    from gracekv.hf.saving import load
     from gracekv.pipeline import Pipeline, Run, strategies
     from gracekv.prefill import Prefill, PromptSpans
     from gracekv.prefill.capture import capture
@@ -30,10 +31,10 @@ _HOMES = {
     "Prompt": "gracekv.prefill.prompt",
     "PromptSpans": "gracekv.prefill",
     "Run": "gracekv.pipeline",
+    "attached": "gracekv.hf.attention",
     "capture": "gracekv.prefill.capture",
     "compress": "gracekv.hf.compress",
-    "compress_prefill": "gracekv.hf.compress",
-    "load": "gracekv.hf.saving",
+    "load": "gracekv.hf.load_result",
     "strategies": "gracekv.pipeline",
 }
 
@@ -47,9 +48,9 @@ __all__ = [
     "PromptSpans",
     "Run",
     "__version__",
+    "attached",
     "capture",
     "compress",
-    "compress_prefill",
     "load",
     "strategies",
 ]

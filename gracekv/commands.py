@@ -124,8 +124,8 @@ def compress(
         needs = reduce(or_, (pipe.needs() for pipe in pipes.values()))
         prefill = gracekv.capture(loaded, prompt, needs)
         for name, pipe in pipes.items():
-            results[name] = gracekv.compress_prefill(
-                loaded, prompt, prefill, **budget, pipeline=pipe
+            results[name] = gracekv.compress(
+                loaded, prompt, prefill=prefill, **budget, pipeline=pipe
             )
         result = results[pipeline]
     else:

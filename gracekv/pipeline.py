@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -18,11 +19,8 @@ from gracekv.allocate import (
     BudgetPlan,
     Floor,
     Frontier,
-    Global,
-    Greedy,
     Quota,
     RecentWindow,
-    Singleton,
     upper_bound,
 )
 from gracekv.backends import BACKENDS, Auto, Backend
@@ -30,23 +28,20 @@ from gracekv.cache import (
     PACKERS,
     Accounting,
     Packer,
-    PrototypePacker,
     RaggedCache,
     RaggedLayer,
     Timings,
 )
-from gracekv.errors import ShapeError, UnknownStrategyError
+from gracekv.errors import ShapeError
 from gracekv.prefill import Needs, Prefill
-from gracekv.registry import Configurable, Registry, suggestion
-from gracekv.segment import SEGMENTERS, Curvature, CurvatureDP, Partition, Segmenter
+from gracekv.registry import Configurable, Registry
+from gracekv.segment import SEGMENTERS, Curvature, Partition, Segmenter
 from gracekv.timing import StageClock
 from gracekv.tree import (
     DISTORTIONS,
     REFINERS,
-    BinaryExtract,
     Distortion,
     Forest,
-    Prototype,
     PrototypeRule,
     Refiner,
     TreeContext,
@@ -55,8 +50,6 @@ from gracekv.tree import (
 from gracekv.value import (
     SCORERS,
     SENSITIVITIES,
-    MultiHop,
-    OutputProjection,
     Relevance,
     Scorer,
     Sensitivity,
@@ -112,17 +105,19 @@ class Run:
     floor: Frontier | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pipeline(Configurable):
-    """Compression as a composition of strategies; the defaults are the paper's method.
+    """Compression as a composition of strategies.
 
+    `Pipeline.named("gracekv")` is the paper's method, `Pipeline.default()` what `compress` uses.
     Change one stage with `dataclasses.replace(pipeline, floor=FLOORS.build("none"))`, or in plain
-    data with `Pipeline.from_dict({"floor": "none"})`.
+    data with `Pipeline.from_dict({"floor": "none"})`, whose other fields are the paper's. The
+    constructor takes every stage by name: it has no defaults of its own.
 
     Attributes:
         segment: where the context is cut into slots.
-        value: what each token is worth.
-        sensitivity: what each KV head is worth.
+        value: the score of each token.
+        sensitivity: the weight of each KV head.
         distortion: what merging or dropping an interval costs.
         refine: into which children a node splits.
         prototype: how the tokens of a node are merged.
@@ -130,30 +125,41 @@ class Pipeline(Configurable):
         quota: how many entries each head may hold.
         allocate: which operations the budget buys.
         pack: how a chosen node becomes an entry.
-        backend: how decoding reads the cache.
         window: the recent window.
+        backend: the attention implementation that decoding reads the cache with.
         keep_all: ignore the budget and keep everything (FullKV).
         certify: also bound from above what any allocation over the same trees could reach, floor
             or not: `accounting.bound` and `accounting.certified_ratio` (ours).
         prune: do not grow what the greedy auction cannot reach (ours, exact: same entries, smaller
-            `run.forest`). Only where it holds: a greedy allocator without quota or certificate.
+            forest). Only where it holds: a greedy allocator without quota or certificate.
     """
 
-    segment: Segmenter = field(default_factory=CurvatureDP)
-    value: Scorer = field(default_factory=MultiHop)
-    sensitivity: Sensitivity = field(default_factory=OutputProjection)
-    distortion: Distortion = field(default_factory=Prototype)
-    refine: Refiner = field(default_factory=BinaryExtract)
-    prototype: PrototypeRule = field(default_factory=PrototypeRule)
-    floor: Floor = field(default_factory=Singleton)
-    quota: Quota = field(default_factory=Global)
-    allocate: Allocator = field(default_factory=Greedy)
-    pack: Packer = field(default_factory=PrototypePacker)
+    segment: Segmenter
+    value: Scorer
+    sensitivity: Sensitivity
+    distortion: Distortion
+    refine: Refiner
+    prototype: PrototypeRule
+    floor: Floor
+    quota: Quota
+    allocate: Allocator
+    pack: Packer
+    window: RecentWindow
     backend: Backend = field(default_factory=Auto)
-    window: RecentWindow = field(default_factory=RecentWindow)
     keep_all: bool = False
     certify: bool = False
     prune: bool = True
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], base: str = "gracekv") -> Self:
+        """A pipeline from plain data; fields left out are those of the recipe `base`, the paper's.
+
+        Raises `ConfigError` on an unknown field or a value of the wrong type,
+        `UnknownStrategyError` for an unknown recipe or strategy.
+        """
+        if isinstance(data, Mapping):
+            data = {**recipes.PAPER, **recipes.find(base).pipeline, **data}
+        return super().from_dict(data)
 
     @classmethod
     def named(cls, name: str) -> Self:
@@ -161,12 +167,12 @@ class Pipeline(Configurable):
 
         Raises `UnknownStrategyError` if there is none.
         """
-        if name not in recipes.RECIPES:
-            raise UnknownStrategyError(
-                f"Unknown recipe {name!r}.{suggestion(name, recipes.names())} Recipes: "
-                f"{', '.join(recipes.names())}. For one of your own use Pipeline.from_dict."
-            )
-        return cls.from_dict(recipes.RECIPES[name].pipeline)
+        return cls.from_dict({}, base=name)
+
+    @classmethod
+    def default(cls) -> Self:
+        """What `gracekv.compress` and the command line use unless told: `recipes.DEFAULT`."""
+        return cls.named(recipes.DEFAULT)
 
     def needs(self) -> Needs:
         """What the capture must keep for this pipeline."""

@@ -34,7 +34,7 @@ def compress(model: object = None, **options: object) -> object:
 
 
 def run(ratio: object) -> object:
-    return Pipeline().run(synthetic_prefill(), Budget.ratio(ratio))
+    return Pipeline.named("gracekv").run(synthetic_prefill(), Budget.ratio(ratio))
 
 
 def poisoned(name: str, value: float) -> object:

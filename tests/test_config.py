@@ -23,7 +23,7 @@ def test_files_spell_the_same_pipeline(tmp_path: Path, name: str) -> None:
     path.write_text(FILES[name])
     expected = Pipeline.from_dict({"floor": "none", "window": {"size": 16}})
     assert load_pipeline(path) == expected
-    assert expected != Pipeline()
+    assert expected != Pipeline.named("gracekv")
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".toml", ".json"])
@@ -63,14 +63,14 @@ def test_unknown_keys_and_names_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Cannot read"):
         load_pipeline(tmp_path / "missing.yaml")
     with pytest.raises(ConfigError, match="ends in one of"):
-        save_pipeline(Pipeline(), tmp_path / "p.ini")
+        save_pipeline(Pipeline.named("gracekv"), tmp_path / "p.ini")
 
 
 def test_a_failed_write_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "p.json"
-    save_pipeline(Pipeline(), path)
+    save_pipeline(Pipeline.named("gracekv"), path)
     before = path.read_bytes()
 
     def broken(*args: object) -> None:

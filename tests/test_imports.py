@@ -43,7 +43,7 @@ KNOWS = {
     "evaluate": {
         "gracekv.allocate",
         "gracekv.cache",
-        "gracekv.compress_prefill",
+        "gracekv.compress",
         "gracekv.config",
         "gracekv.files",
         "gracekv.hf",

@@ -64,7 +64,7 @@ def test_budget_is_never_exceeded(
 @settings(max_examples=15)
 def test_non_elastic_allocation_leaves_at_most_one_entry(seed: int, ratio: float) -> None:
     prefill = synthetic_prefill(context=120, dim=8, seed=seed)
-    accounting = Pipeline().run(prefill, Budget.ratio(ratio)).accounting
+    accounting = Pipeline.named("gracekv").run(prefill, Budget.ratio(ratio)).accounting
     assert accounting.budget - 1 <= accounting.spent <= accounting.budget
 
 
@@ -86,8 +86,8 @@ def test_ratio_one_is_the_original_cache(recipe: str, dtype: torch.dtype) -> Non
 def test_runs_are_deterministic_and_do_not_touch_the_prefill() -> None:
     prefill = synthetic_prefill(context=150, seed=4)
     before = [k.clone() for k in (*prefill.keys, *prefill.values, *prefill.queries)]
-    first = Pipeline().run(prefill, Budget.ratio(5))
-    second = Pipeline().run(prefill, Budget.ratio(5))
+    first = Pipeline.named("gracekv").run(prefill, Budget.ratio(5))
+    second = Pipeline.named("gracekv").run(prefill, Budget.ratio(5))
     assert same_entries(first, second)
     after = (*prefill.keys, *prefill.values, *prefill.queries)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -96,7 +96,7 @@ def test_runs_are_deterministic_and_do_not_touch_the_prefill() -> None:
 def test_heap_and_parallel_greedy_choose_the_same_cache() -> None:
     prefill = synthetic_prefill(context=180, seed=9)
     for ratio in (1.2, 3, 9):
-        fast = Pipeline().run(prefill, Budget.ratio(ratio))
+        fast = Pipeline.named("gracekv").run(prefill, Budget.ratio(ratio))
         slow = Pipeline.from_dict({"allocate": "greedy_heap"}).run(prefill, Budget.ratio(ratio))
         assert same_entries(fast, slow)
 
@@ -119,7 +119,10 @@ def test_pruning_does_not_change_the_cache(ratio: float, elastic: bool) -> None:
 def test_the_certificate_bounds_every_allocator(recipe: str, ratio: int) -> None:
     prefill = synthetic_prefill(context=400, layers=2, seed=5)
     base = dataclasses.replace(Pipeline.named(recipe), certify=True)
-    assert Pipeline().run(prefill, Budget.ratio(ratio)).accounting.certified_ratio is None
+    assert (
+        Pipeline.named("gracekv").run(prefill, Budget.ratio(ratio)).accounting.certified_ratio
+        is None
+    )
     plain = base.run(prefill, Budget.ratio(ratio))
     better = dataclasses.replace(base, allocate=ALLOCATORS.build("lagrangian")).run(
         prefill, Budget.ratio(ratio)
@@ -182,7 +185,7 @@ def test_ablations_isolate_one_component(recipe: str, changed: set[str]) -> None
     # How far trees are grown depends on the quota; which trees they are must not.
     paper, ablated = (
         dataclasses.replace(pipeline, prune=False)
-        for pipeline in (Pipeline(), Pipeline.named(recipe))
+        for pipeline in (Pipeline.named("gracekv"), Pipeline.named(recipe))
     )
     before, after = fingerprint(paper, prefill), fingerprint(ablated, prefill)
     assert {stage for stage in before if before[stage] != after[stage]} == changed
@@ -199,8 +202,21 @@ def test_recipes_are_plain_data(recipe: str) -> None:
     assert recipes.describe(recipe)
 
 
-def test_the_default_is_the_paper() -> None:
-    assert Pipeline() == Pipeline.named("gracekv")
+def test_the_paper_and_the_default_are_named() -> None:
+    assert Pipeline.from_dict({}) == Pipeline.named("gracekv")
+    assert Pipeline.default() == Pipeline.named(recipes.DEFAULT) != Pipeline.named("gracekv")
+    assert Pipeline.from_dict({"floor": "none"}, base="h2o") == Pipeline.named("h2o")
+    with pytest.raises(TypeError, match="segment"):
+        Pipeline()  # type: ignore[call-arg]
+
+
+def test_the_papers_recipe_is_made_of_defaults() -> None:
+    """Every strategy of the paper's recipe has its default fields, which are the paper's."""
+    paper = Pipeline.named("gracekv")
+    for field in dataclasses.fields(paper):
+        strategy = getattr(paper, field.name)
+        if not isinstance(strategy, bool):
+            assert strategy == type(strategy)()
 
 
 def test_strategies_lists_every_stage_with_descriptions() -> None:
@@ -211,7 +227,7 @@ def test_strategies_lists_every_stage_with_descriptions() -> None:
         assert all(line and not line.endswith(("(", ",")) for line in names.values())
     stages = {f.name for f in dataclasses.fields(Pipeline)} & set(REGISTRIES)
     assert stages == set(REGISTRIES)
-    assert all(isinstance(getattr(Pipeline(), stage), Strategy) for stage in stages)
+    assert all(isinstance(getattr(Pipeline.named("gracekv"), stage), Strategy) for stage in stages)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +260,7 @@ def test_missing_captures_are_named(missing: str) -> None:
     empty = {} if missing == "hidden" else None
     prefill = dataclasses.replace(synthetic_prefill(context=150), **{missing: empty})
     with pytest.raises(MissingCaptureError, match=r"capture"):
-        Pipeline().run(prefill, Budget.ratio(4))
+        Pipeline.named("gracekv").run(prefill, Budget.ratio(4))
 
 
 def test_captures_that_no_stage_needs_may_be_missing() -> None:

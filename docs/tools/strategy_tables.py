@@ -165,7 +165,7 @@ def _strategies(stage: str) -> str:
 def _badges(stage: str) -> dict[str, list[str]]:
     """By name, who takes a strategy: "default" is the recipe that `compress` uses unless told."""
     found: dict[str, list[str]] = {}
-    for text, pipeline in (("paper", Pipeline()), ("default", Pipeline.named(recipes.DEFAULT))):
+    for text, pipeline in (("paper", Pipeline.named("gracekv")), ("default", Pipeline.default())):
         found.setdefault(getattr(pipeline, stage).name, []).append(text)
     return found
 
@@ -183,7 +183,7 @@ def _details(name: str, path: str) -> str:
 
 
 def _stages() -> str:
-    default = Pipeline.named(recipes.DEFAULT)
+    paper, default = Pipeline.named("gracekv"), Pipeline.default()
     rows = [
         f"| stage | decides | paper | `{recipes.DEFAULT}` | all |",
         "|---|---|---|---|---|",
@@ -191,7 +191,7 @@ def _stages() -> str:
     for stage, registry in REGISTRIES.items():
         link = PAGES[stage].removeprefix("stages/")
         rows.append(
-            f"| [`{stage}`]({link}) | {registry.summary} | `{getattr(Pipeline(), stage).name}` | "
+            f"| [`{stage}`]({link}) | {registry.summary} | `{getattr(paper, stage).name}` | "
             f"`{getattr(default, stage).name}` | {len(registry)} |"
         )
     return "\n".join(rows)

@@ -41,7 +41,7 @@ class Cell:
         return f"{amount:g}x" if self.budget.kind == "ratio" else f"{amount:g} entries"
 
     def options(self) -> dict[str, Any]:
-        """The budget as `compress_prefill` takes it."""
+        """The budget as `compress` takes it."""
         return {"ratio": 1} if self.budget is None else {self.budget.kind: self._amount()}
 
     def _amount(self) -> Any:

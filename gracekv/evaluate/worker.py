@@ -8,7 +8,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from gracekv import compress_prefill
+from gracekv import compress
 from gracekv.errors import TaskError
 from gracekv.evaluate.experiment import Cell, Panel
 from gracekv.evaluate.fidelity import Forced, compare, force
@@ -122,10 +122,10 @@ class Worker:
         prefill = capture(self.model, compressed, needs)
         full = None
         if panel.fidelity:
-            kept = compress_prefill(
-                self.model, compressed, prefill, ratio=1, pipeline=Pipeline(keep_all=True)
+            kept = compress(
+                self.model, compressed, prefill=prefill, ratio=1, pipeline=Pipeline.named("fullkv")
             )
-            full = force(self.model, rendered.prompt.ids, rendered.answer_ids, kept.cache)
+            full = force(self.model, rendered.prompt.ids, rendered.answer_ids, kept.new_cache())
         return _Shared(sample, rendered, compressed, prefill, full)
 
     def _about(self, shared: _Shared, task: Task) -> dict[str, Any]:
@@ -143,18 +143,22 @@ class Worker:
 
     def _measure(self, panel: Panel, task: Task, shared: _Shared, cell: Cell) -> dict[str, Any]:
         pipeline, prompt = cell.method.pipeline, shared.rendered.prompt
-        result = compress_prefill(
-            self.model, shared.compressed, shared.prefill, pipeline=pipeline, **cell.options()
+        result = compress(
+            self.model,
+            shared.compressed,
+            prefill=shared.prefill,
+            pipeline=pipeline,
+            **cell.options(),
         )
         measured = costs(result.accounting, result.timings, prompt.spans)
         if shared.full is not None:
             answer = shared.rendered.answer_ids
-            forced = force(self.model, prompt.ids, answer, result.cache)
+            forced = force(self.model, prompt.ids, answer, result.new_cache())
             measured["fidelity"] = compare(forced, shared.full, answer)
         if panel.generate:
             cap = _cap(panel, task)
             answer_text = greedy(
-                self.model, self.tokenizer, prompt.ids, result.cache, shared.sample, cap
+                self.model, self.tokenizer, prompt.ids, result.new_cache(), shared.sample, cap
             )
             scores = score(shared.sample, answer_text.text)
             measured |= {

@@ -2,7 +2,7 @@
 
 Importing this package makes the task "gracekv-text-generation" known to `transformers.pipeline`,
 if transformers is installed, and changes nothing else; `import gracekv` alone does not. `compress`
-is at the top, `gracekv.compress`, and so is `compress_prefill`.
+is at the top, `gracekv.compress`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from gracekv.hf.attention import attach, detach
     from gracekv.hf.batch import BatchResult
     from gracekv.hf.cache import GraceCache
-    from gracekv.hf.compress import compress_prefill
     from gracekv.hf.result import CompressionResult
     from gracekv.hf.text_generation import GraceTextGeneration
 
@@ -27,7 +26,6 @@ __all__ = [
     "GraceCache",
     "GraceTextGeneration",
     "attach",
-    "compress_prefill",
     "detach",
 ]
 
@@ -37,7 +35,6 @@ _HOMES = {
     "GraceCache": "cache",
     "GraceTextGeneration": "text_generation",
     "attach": "attention",
-    "compress_prefill": "compress",
     "detach": "attention",
 }
 

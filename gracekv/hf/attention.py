@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 
 from gracekv.errors import CacheError
 from gracekv.hf.input_checks import before_forward, check_positions
-from gracekv.hf.layer import Handle
+from gracekv.hf.layer import PackedStates
 from gracekv.prefill.attention_patch import base_attention
 from gracekv.prefill.supported import check_model
 
@@ -27,7 +29,8 @@ def attach(model: Any) -> None:
     """Let the model read compressed caches; everything else it does stays with sdpa.
 
     Registers gracekv's attention with transformers, makes it the model's implementation, and hooks
-    the decoder's forward to check what comes with a compressed cache (see `hf.feeding`); a second
+    the decoder's forward to check what comes with a compressed cache (see
+    `gracekv.hf.input_checks`); a second
     call changes nothing. Undo with `detach`.
 
     Raises `UnsupportedModelError` if the model's family is not tested, it is in training mode, or
@@ -56,11 +59,30 @@ def detach(model: Any) -> None:
         model.set_attn_implementation(base)
 
 
+@contextmanager
+def attached(model: Any) -> Iterator[None]:
+    """Attach the model for the length of a `with` block; afterwards it is as it was before.
+
+        with gracekv.attached(model):
+            result = gracekv.compress(model, prompt, ratio=8)
+            answer = result.generate()
+
+    Raises what `attach` raises.
+    """
+    was_attached = getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+    attach(model)
+    try:
+        yield
+    finally:
+        if not was_attached:
+            detach(model)
+
+
 def attention(
     module: Any,
     query: Tensor,
-    key: Tensor | Handle,
-    value: Tensor | Handle,
+    key: Tensor | PackedStates,
+    value: Tensor | PackedStates,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -70,7 +92,7 @@ def attention(
 
     Raises `CacheError` where the cache and the tokens fed to it do not fit together.
     """
-    if not isinstance(key, Handle):
+    if not isinstance(key, PackedStates):
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

@@ -19,8 +19,8 @@ class GraceCache(Cache):  # type: ignore[misc]
     """Packed prompts and their continuations, for `model.generate(ids, past_key_values=cache)`.
 
     The packed part covers all prompt tokens but the last; `generate` is given the whole prompt and
-    feeds the last token again. It is immutable and shared: caches from `fresh` and `deepcopy`, and
-    the rows of a batch, differ in their tails only.
+    feeds the last token again. It is immutable and shared: caches from `with_empty_tail` and
+    `deepcopy`, and the rows of a batch, differ in their tails only.
 
     Several prompts are padded on the left to the longest's length, as `generate` wants its ids;
     the padding takes no entries.
@@ -47,11 +47,17 @@ class GraceCache(Cache):  # type: ignore[misc]
             ]
         )
 
-    def fresh(self) -> GraceCache:
+    def with_empty_tail(self) -> GraceCache:
         """A cache over the same packed part whose tail is empty."""
         twin = copy.copy(self)
-        twin.layers = [layer.fresh() for layer in self.layers]
+        twin.layers = [GraceLayer(layer.packed) for layer in self.layers]
         return twin
+
+    @property
+    def packed(self) -> RaggedCache:
+        """The compressed entries of all layers."""
+        layers = tuple(layer.packed.ragged for layer in self.layers)
+        return RaggedCache(layers, self.packed_length, self.padding)
 
     @property
     def packed_length(self) -> int:

@@ -5,27 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 
-from gracekv import recipes
 from gracekv.allocate import Budget
 from gracekv.backends import BACKENDS, Backend
 from gracekv.errors import BudgetError, CacheError, ConfigError, PromptError
-from gracekv.hf.attention import attach
-from gracekv.hf.batch import BatchResult, batch_result
-from gracekv.hf.cache import GraceCache
+from gracekv.hf.batch import BatchResult
 from gracekv.hf.result import CompressionResult
+from gracekv.pipeline import Pipeline, Run
 from gracekv.prefill import Prefill
 from gracekv.prefill.capture import capture
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.supported import check_model
 
-if TYPE_CHECKING:
-    from gracekv.pipeline import Pipeline, Run
-
-Ratio: TypeAlias = int | float | str | Fraction
+Number: TypeAlias = int | float | str | Fraction
 
 
 @overload
@@ -33,98 +29,163 @@ def compress(
     model: Any,
     prompt: Prompt,
     *,
-    ratio: Ratio | None = None,
+    budget: Budget | None = None,
+    ratio: Number | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
-    pipeline: str | Pipeline = recipes.DEFAULT,
+    compression_ratio: Number | None = None,
+    prefill: Prefill | None = None,
+    pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
+    keep_run: bool = False,
 ) -> CompressionResult: ...
 @overload
 def compress(
     model: Any,
     prompt: Sequence[Prompt],
     *,
-    ratio: Ratio | None = None,
+    budget: Budget | None = None,
+    ratio: Number | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
-    pipeline: str | Pipeline = recipes.DEFAULT,
+    compression_ratio: Number | None = None,
+    prefill: Sequence[Prefill] | None = None,
+    pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
+    keep_run: bool = False,
 ) -> BatchResult: ...
 def compress(
     model: Any,
     prompt: Prompt | Sequence[Prompt],
     *,
-    ratio: Ratio | None = None,
+    budget: Budget | None = None,
+    ratio: Number | None = None,
     entries_per_head: int | None = None,
     kv_bytes: int | str | None = None,
-    pipeline: str | Pipeline = recipes.DEFAULT,
+    compression_ratio: Number | None = None,
+    prefill: Prefill | Sequence[Prefill] | None = None,
+    pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
+    keep_run: bool = False,
 ) -> CompressionResult | BatchResult:
     """Prefill once, compress the context's cache to a budget, and be ready to generate.
 
-    The model is attached (see `gracekv.hf.attach`) and stays so, unless this raises.
+    The model is attached (see `gracekv.hf.attach`) and stays so, unless this raises;
+    `gracekv.attached` limits it to a block.
+
+        result = gracekv.compress(model, prompt, ratio=8)
+
+    With `prefill` the model is not run: one prefill serves many budgets and pipelines.
+
+        prefill = gracekv.capture(model, prompt)
+        results = [gracekv.compress(model, prompt, prefill=prefill, ratio=x) for x in (4, 8, 16)]
+
+    Exactly one of the five budgets is given; each prompt of a list has it for itself.
 
     Args:
         model: a transformers causal language model of a tested family, in evaluation mode.
         prompt: a prompt, of which only the context is compressed; or a list of prompts of any
             lengths, which are prefilled one after the other, so that the peak memory is that of
             the largest, and then generate together.
+        budget: a `Budget`, as `Pipeline.run` takes it.
         ratio: how many times fewer entries the context keeps, at least 1.
-        entries_per_head: entries per KV head and layer on average, instead of a ratio.
-        kv_bytes: bytes of the context's keys and values, or text such as "64MiB", instead.
-        pipeline: the name of a recipe, or a pipeline of your own; default: "gracekv-plus", which
-            merges nothing. "gracekv" is the paper's method.
-        backend: who attends while decoding; default: the pipeline's.
-
-    Each prompt of a list has this budget for itself.
+        entries_per_head: entries per KV head and layer on average.
+        kv_bytes: bytes of the context's keys and values, or text such as "64MiB".
+        compression_ratio: the fraction of entries removed, at least 0 and below 1, as kvpress
+            counts: 0.875 is ratio=8.
+        prefill: what `capture(model, prompt)` made, which is only read; for a list of prompts a
+            list. It must hold what the pipeline needs: `capture` keeps everything unless told less.
+        pipeline: the name of a recipe, or a pipeline of your own; default: `Pipeline.default()`.
+            "gracekv" is the paper's method.
+        backend: the attention implementation of decoding; default: the pipeline's.
+        keep_run: keep what the stages made in `result.details`, which takes memory.
 
     Raises:
-        BudgetError: not exactly one budget is given, or it is too small for the prompt.
+        BudgetError: not exactly one budget is given, or it is too small for a prompt; found from
+            the model's config and the prompts, before the model is run.
         UnsupportedModelError: as `capture` does.
-        PromptError: as `capture` does, and for an empty list.
+        PromptError: as `capture` does; for an empty list, and for prompts of several tokenizers.
         NonFiniteError: as `capture` does.
-    """
-    budget = chosen_budget(ratio, entries_per_head, kv_bytes)
-    pipe = chosen_pipeline(pipeline, backend)
-    if not isinstance(prompt, list | tuple):
-        prompt = cast(Prompt, prompt)
-        return result_of_run(model, prompt, _run(model, prompt, pipe, budget), pipe)
-    if not prompt:
-        raise PromptError("compress takes a prompt or a list of at least one; got an empty list.")
-    return batch_result(model, prompt, [_run(model, p, pipe, budget) for p in prompt], pipe)
-
-
-def compress_prefill(
-    model: Any,
-    prompt: Prompt,
-    prefill: Prefill,
-    *,
-    ratio: Ratio | None = None,
-    entries_per_head: int | None = None,
-    kv_bytes: int | str | None = None,
-    pipeline: str | Pipeline = recipes.DEFAULT,
-    backend: str | Backend | None = None,
-) -> CompressionResult:
-    """`compress` for a prompt that was prefilled before: one prefill, many budgets and pipelines.
-
-        prefill = gracekv.capture(model, prompt)
-        results = [compress_prefill(model, prompt, prefill, ratio=x) for x in (4, 8, 16)]
-
-    `prefill` is only read. It must hold what the pipelines need: `capture` keeps everything unless
-    told less. The arguments and errors are those of `compress`; beyond them
-
-    Raises:
         MissingCaptureError: the prefill was captured for another pipeline.
         CacheError: the prefill is not this model's, or not this prompt's.
     """
-    check_prefill(model, prompt, prefill)
-    budget = chosen_budget(ratio, entries_per_head, kv_bytes)
+    chosen = chosen_budget(
+        budget=budget,
+        ratio=ratio,
+        entries_per_head=entries_per_head,
+        kv_bytes=kv_bytes,
+        compression_ratio=compression_ratio,
+    )
     pipe = chosen_pipeline(pipeline, backend)
-    return result_of_run(model, prompt, pipe.run(prefill, budget), pipe)
+    is_batch = isinstance(prompt, list | tuple)
+    prompts: Sequence[Any] = prompt if is_batch else [prompt]  # type: ignore[assignment]
+    prefills: Sequence[Any] = [None] * len(prompts) if prefill is None else [prefill]
+    if is_batch and prefill is not None:
+        prefills = prefill  # type: ignore[assignment]
+    _check_inputs(model, prompts, prefills, pipe, chosen)
+    runs = [
+        _run(model, one, given, pipe, chosen) for one, given in zip(prompts, prefills, strict=True)
+    ]
+    made = BatchResult if is_batch else CompressionResult
+    return made.from_runs(model, prompts, runs, pipe, keep_run=keep_run)
+
+
+def _run(
+    model: Any, prompt: Prompt, prefill: Prefill | None, pipe: Pipeline, budget: Budget
+) -> Run:
+    """One pipeline run; a prefill made here is gone when this returns."""
+    return pipe.run(capture(model, prompt, pipe.needs()) if prefill is None else prefill, budget)
+
+
+def _check_inputs(
+    model: Any, prompts: Sequence[Any], prefills: Sequence[Any], pipe: Pipeline, budget: Budget
+) -> None:
+    """Refuse before the model is run what would be refused after it."""
+    if not prompts:
+        raise PromptError("compress takes a prompt or a list of at least one; got an empty list.")
+    if not isinstance(prefills, list | tuple) or len(prefills) != len(prompts):
+        raise CacheError(
+            f"Give a list of one prefill per prompt, {len(prompts)}, or none; got "
+            f"{type(prefills).__name__}."
+        )
+    check_model(model)
+    for prompt, prefill in zip(prompts, prefills, strict=True):
+        if not isinstance(prompt, Prompt):
+            raise PromptError(
+                f"compress takes a Prompt or a list of them; got {type(prompt).__name__}. Build it "
+                f"with Prompt.from_chat or Prompt.from_ids."
+            )
+        if prefill is not None:
+            check_prefill(model, prompt, prefill)
+        check_budget(model, prompt, pipe, budget)
+    if len({id(prompt.tokenizer) for prompt in prompts}) != 1:
+        raise PromptError(
+            "The prompts of a batch must share one tokenizer object (or have none), which decodes "
+            "all of their rows. Build them with the same tokenizer."
+        )
+
+
+def check_budget(model: Any, prompt: Prompt, pipe: Pipeline, budget: Budget) -> None:
+    """Raise `BudgetError` if `budget` is too small, from the model's config and the spans alone."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    budget.plan(
+        layers=config.num_hidden_layers,
+        heads=getattr(config, "num_key_value_heads", None) or heads,
+        context=prompt.spans.context_length,
+        entry_bytes=2 * dim * model.dtype.itemsize,
+        window=pipe.window,
+    )
 
 
 def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
     """Raise `CacheError` unless `prefill` is what `capture(model, prompt)` made."""
+    if not isinstance(prefill, Prefill):
+        raise CacheError(
+            f"prefill takes what gracekv.capture(model, prompt) returns; got "
+            f"{type(prefill).__name__}."
+        )
     if prefill.spans != prompt.spans or (
         prefill.token_ids is not None and not torch.equal(prefill.token_ids, prompt.ids)
     ):
@@ -141,50 +202,36 @@ def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
         )
 
 
-def _run(model: Any, prompt: Prompt, pipe: Pipeline, budget: Budget) -> Run:
-    """One prefill and one run; the prefill is gone when this returns."""
-    return pipe.run(capture(model, prompt, pipe.needs()), budget)
+def chosen_budget(**amounts: Any) -> Budget:
+    """The one budget that is not None, of `budget` and the constructors of `Budget`.
 
-
-def result_of_run(model: Any, prompt: Prompt, run: Run, pipe: Pipeline) -> CompressionResult:
-    """Make the run's cache ready to generate; the model is attached."""
-    attach(model)
-    cache = GraceCache(run.cache, pipe.backend)
-    cache.warm(model)
-    accounting = dataclasses.replace(run.accounting, backend_bytes=cache.held_bytes)
-    run = dataclasses.replace(run, accounting=accounting)
-    return CompressionResult(model, prompt, run, cache, pipe)
-
-
-def chosen_budget(
-    ratio: Ratio | None,
-    entries_per_head: int | None,
-    kv_bytes: int | str | None,
-) -> Budget:
-    """The one budget that is not None; `BudgetError` if there is none, or several."""
-    given = {"ratio": ratio, "entries_per_head": entries_per_head, "kv_bytes": kv_bytes}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) != 1:
+    Raises `BudgetError` if there is none, or several.
+    """
+    given = {name: value for name, value in amounts.items() if value is not None}
+    if len(given) != 1:
         raise BudgetError(
-            f"Give exactly one budget, ratio, entries_per_head or kv_bytes; got "
-            f"{' and '.join(names) or 'none'}. For example ratio=8 keeps an eighth of the context."
+            f"Give exactly one budget, {', '.join(amounts)}; got {' and '.join(given) or 'none'}. "
+            f"For example ratio=8 keeps an eighth of the context."
         )
-    if ratio is not None:
-        return Budget.ratio(ratio)
-    if entries_per_head is not None:
-        return Budget.entries_per_head(entries_per_head)
-    assert kv_bytes is not None  # narrowed by the check above
-    return Budget.kv_bytes(kv_bytes)
+    ((name, value),) = given.items()
+    if name != "budget":
+        budget: Budget = getattr(Budget, name)(value)
+        return budget
+    if not isinstance(value, Budget):
+        raise BudgetError(
+            f"budget takes a gracekv.Budget; got {value!r}. Use Budget.ratio(8), or ratio=8."
+        )
+    return value
 
 
-def chosen_pipeline(pipeline: str | Pipeline, backend: str | Backend | None) -> Pipeline:
-    """The pipeline of that name, or itself, with the backend if one is given.
+def chosen_pipeline(pipeline: str | Pipeline | None, backend: str | Backend | None) -> Pipeline:
+    """The pipeline of that name, or itself, or the default; with the backend if one is given.
 
     Raises `ConfigError` if it is neither.
     """
-    from gracekv.pipeline import Pipeline
-
-    if isinstance(pipeline, str):
+    if pipeline is None:
+        pipeline = Pipeline.default()
+    elif isinstance(pipeline, str):
         pipeline = Pipeline.named(pipeline)
     if not isinstance(pipeline, Pipeline):
         raise ConfigError(

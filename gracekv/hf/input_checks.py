@@ -84,7 +84,7 @@ def check_positions(told: int, known: int) -> None:
         raise CacheError(
             f"The model was given tokens up to position {told - 1}, but with them the cache covers "
             f"{known}. Feed the whole sequence, of which all but the new tokens are cached, and a "
-            f"fresh cache (result.cache) for each new start."
+            f"fresh cache (result.new_cache()) for each new start."
         )
 
 

@@ -39,11 +39,11 @@ class PackedLayer:
         return self
 
 
-class Handle:
-    """What `update` returns as key and value: the way from the cache to the attention function.
+class PackedStates:
+    """What `update` returns in place of the key and value states: a layer's packed part and tail.
 
-    Only gracekv's attention function can open it. Any other one touches an attribute or hands it
-    to torch, and then learns what to do about it.
+    Only gracekv's attention function reads it. In any other one, the first attribute access or
+    torch operation raises a `CacheError` that says what to do.
 
     Attributes:
         layer: the layer of the cache.
@@ -107,17 +107,13 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         """Tokens seen so far: those that the packed part stands for, and the tail's."""
         return self.packed.length + self.tail_length
 
-    def fresh(self) -> GraceLayer:
-        """The same packed part with an empty tail."""
-        return GraceLayer(self.packed)
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._grow(key_states.shape[0], max(_FIRST_CAPACITY, key_states.shape[2]))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Handle, Handle]:
-        """Append [B, G, q, d] keys and values; returns the handle for both.
+    ) -> tuple[PackedStates, PackedStates]:
+        """Append [B, G, q, d] keys and values; returns them, packed part included, for both.
 
         Raises `CacheError` if they do not fit the packed part or the tail's batch.
         """
@@ -138,8 +134,8 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         new_keys[:, :, self.tail_length :] = key_states.detach()
         new_values[:, :, self.tail_length :] = value_states.detach()
         self.tail_length = end
-        handle = Handle(self, new_keys, new_values)
-        return handle, handle
+        states = PackedStates(self, new_keys, new_values)
+        return states, states
 
     def _tail(self, length: int) -> tuple[Tensor, Tensor]:
         """Views [B, G, length, d] of the tail's storage."""

@@ -10,19 +10,20 @@ from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from gracekv import pipeline as stages
-from gracekv import recipes
 from gracekv.allocate import Budget
 from gracekv.errors import ConfigError, PromptError
-from gracekv.hf.compress import chosen_budget, chosen_pipeline, result_of_run
+from gracekv.hf.compress import check_budget, chosen_budget, chosen_pipeline
+from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Prefill, PromptSpans
 from gracekv.prefill.capture import capture
 from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.supported import check_model
 from gracekv.segment import Partition
 
 TASK = "gracekv-text-generation"
 
 _PROMPT = ("instruction", "answer_prefix", "separator", "template")
-_BUDGET = ("ratio", "entries_per_head", "kv_bytes")
+_BUDGET = ("budget", "ratio", "entries_per_head", "kv_bytes", "compression_ratio")
 _COMPRESSION = (*_BUDGET, "pipeline", "backend")
 
 
@@ -104,17 +105,17 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         self, inputs: dict[str, Any], shared: dict[Any, Partition], **options: Any
     ) -> dict[str, Any]:
         compression = {name: options.pop(name) for name in _COMPRESSION if name in options}
-        budget = chosen_budget(*(compression.get(name) for name in _BUDGET))
-        pipe = chosen_pipeline(
-            compression.get("pipeline", recipes.DEFAULT), compression.get("backend")
-        )
+        budget = chosen_budget(**{name: compression.get(name) for name in _BUDGET})
+        pipe = chosen_pipeline(compression.get("pipeline"), compression.get("backend"))
         prompt = inputs["prompt"]
+        check_model(self.model)
+        check_budget(self.model, prompt, pipe, budget)
         prefill = capture(self.model, prompt, pipe.needs())
         partition = _shared_partition(pipe, prefill, budget, shared)
         run = pipe.run(prefill, budget, partition)
         # The answer is generated over the compressed cache alone.
         del prefill
-        result = result_of_run(self.model, prompt, run, pipe)
+        result = CompressionResult.from_runs(self.model, [prompt], [run], pipe)
         kept = result.accounting
         return {
             "question": inputs["question"],

@@ -1,7 +1,7 @@
 """Named pipelines as plain data: what each changes from the paper's method.
 
-A recipe is a name, a line, a source and the fields in which its pipeline differs from the default
-`Pipeline()`. No recipe has code of its own.
+A recipe is a name, a line, a source and the fields in which its pipeline differs from `PAPER`. No
+recipe has code of its own.
 """
 
 from __future__ import annotations
@@ -11,10 +11,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gracekv.errors import UnknownStrategyError
+from gracekv.registry import suggestion
 
 DEFAULT = "gracekv-plus"
 """What `gracekv.compress` and the command line use unless told: the recipe that keeps the most
 answers. "gracekv" is the paper's method."""
+
+PAPER: Mapping[str, Any] = {
+    "segment": "curvature_dp",
+    "value": "multi_hop",
+    "sensitivity": "output_projection",
+    "distortion": "prototype",
+    "refine": "binary_extract",
+    "prototype": {},
+    "floor": "singleton",
+    "quota": "global",
+    "allocate": "greedy",
+    "pack": "prototype",
+    "window": {},
+}
+"""The paper's method, stage by stage; its strategies' defaults are the paper's numbers."""
 
 # What all selections of single tokens share: each token is a slot that stays or goes.
 _TOKENS: Mapping[str, Any] = {
@@ -232,9 +248,17 @@ def names() -> list[str]:
     return list(RECIPES)
 
 
+def find(name: str) -> Recipe:
+    """The recipe of that name; `UnknownStrategyError` with the nearest name if there is none."""
+    if name not in RECIPES:
+        raise UnknownStrategyError(
+            f"Unknown recipe {name!r}.{suggestion(str(name), names())} Recipes: "
+            f"{', '.join(names())}. For one of your own use Pipeline.from_dict."
+        )
+    return RECIPES[name]
+
+
 def describe(name: str) -> str:
     """One line: what the recipe is and where it comes from; else `UnknownStrategyError`."""
-    if name not in RECIPES:
-        raise UnknownStrategyError(f"Unknown recipe {name!r}. Recipes: {', '.join(names())}.")
-    recipe = RECIPES[name]
+    recipe = find(name)
     return f"{recipe.summary} ({recipe.source})"

@@ -35,7 +35,7 @@ class Result(Protocol):
         """What was compressed."""
 
     @property
-    def run(self) -> Run:
+    def _run(self) -> Run:
         """What each stage made."""
 
     @property
@@ -155,7 +155,7 @@ class ReportData:
             spans=main.prompt.spans,
             tokens=tuple(token_texts(_readable([r.prompt for r in results.values()]))),
             outcomes=tuple(
-                outcome(label, r.run, r.prompt.spans, r.pipeline, answers.get(label))
+                outcome(label, r._run, r.prompt.spans, r.pipeline, answers.get(label))
                 for label, r in results.items()
             ),
         )
@@ -187,12 +187,12 @@ def outcome(
 
 
 def _check(label: str, result: object) -> None:
-    if hasattr(result, "runs"):
+    if hasattr(result, "prompts") and not hasattr(result, "prompt"):
         raise ReportError(
             f"{label!r} is a batch; a page shows one prompt. Use batch.report(path), which writes "
             f"a page a prompt, or compare results of single prompts."
         )
-    if not all(hasattr(result, name) for name in ("run", "prompt", "pipeline")):
+    if not all(hasattr(result, name) for name in ("_run", "prompt", "pipeline")):
         raise ReportError(
             f"{label!r} must be what gracekv.compress returns; got {type(result).__name__}."
         )

@@ -68,7 +68,7 @@ def plot_resolution(results: Result | Mapping[str, Result]) -> Figure:
     axis = figure.subplots()
     width = 0.8 / len(named)
     for number, (label, result) in enumerate(named.items()):
-        made = outcome(label, result.run, result.prompt.spans, result.pipeline)
+        made = outcome(label, result._run, result.prompt.spans, result.pipeline)
         counts = made.resolution().double()
         length = torch.arange(len(counts))
         place = torch.bucketize(length, torch.tensor((0, 1, *_BINS)))
@@ -98,7 +98,7 @@ def plot_map(result: Result) -> Figure:
     matplotlib.
     """
     figure = _figure(8.0, 4.2)
-    entries = kept_entries(result.run, result.prompt.spans, result.pipeline.pack.represents)
+    entries = kept_entries(result._run, result.prompt.spans, result.pipeline.pack.represents)
     lengths = entries.coverage()
     share = torch.where(lengths > 0, 1.0 / lengths.clamp(min=1), 0.0)
     first, last = entries.region
@@ -131,7 +131,7 @@ def plot_auction(results: Result | Mapping[str, Result]) -> Figure:
     `MissingDependencyError` without matplotlib.
     """
     named = _named(results)
-    curves = {label: auction_curve(r.run, r.pipeline) for label, r in named.items()}
+    curves = {label: auction_curve(r._run, r.pipeline) for label, r in named.items()}
     if without := [label for label, curve in curves.items() if curve is None]:
         raise ReportError(
             f"{', '.join(map(repr, without))} held no auction, or was loaded from a file, which "

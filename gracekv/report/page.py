@@ -82,7 +82,7 @@ class Batch(Protocol):
         """What was compressed, a prompt a row."""
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def _runs(self) -> tuple[Run, ...]:
         """What each stage made, of each row."""
 
     @property
@@ -96,12 +96,12 @@ class _Row:
 
     model: Any
     prompt: Prompt
-    run: Run
+    _run: Run
     pipeline: Pipeline
 
     @property
     def accounting(self) -> Accounting:
-        return self.run.accounting
+        return self._run.accounting
 
 
 def write_all(
@@ -117,7 +117,7 @@ def write_all(
             f"Give one answer for each of the {len(batch.prompts)} prompts; got {len(answers)}."
         )
     path, written = Path(path), []
-    for number, (prompt, run) in enumerate(zip(batch.prompts, batch.runs, strict=True)):
+    for number, (prompt, run) in enumerate(zip(batch.prompts, batch._runs, strict=True)):
         page = path.with_name(f"{path.stem}-{number + 1}{path.suffix}")
         row = _Row(batch.model, prompt, run, batch.pipeline)
         write(page, row, answer=None if answers is None else answers[number])

@@ -94,7 +94,7 @@ def absorbed(result: Result, position: int) -> TokenStatuses:
 
     Raises `ReportError` if there is no such token, or as `kept_entries` does.
     """
-    spans, run = result.prompt.spans, result.run
+    spans, run = result.prompt.spans, result._run
     given, position = position, position + spans.length if position < 0 else position
     if not 0 <= position < spans.length:
         raise ReportError(

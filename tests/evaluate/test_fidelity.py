@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gracekv import capture, compress_prefill
+from gracekv import capture, compress
 from gracekv.evaluate.fidelity import compare, force
 from gracekv.evaluate.generation import greedy
 from gracekv.evaluate.sample import Sample
@@ -22,23 +22,23 @@ def setting(model):
 
 def cached(model, setting, **options):
     prompt, _, prefill = setting
-    return compress_prefill(model, prompt, prefill, **options)
+    return compress(model, prompt, prefill=prefill, **options)
 
 
 def test_full_cache_is_no_distance_from_itself(model, setting):
     prompt, answer, _ = setting
     full = cached(model, setting, ratio=1, pipeline="fullkv")
-    first = force(model, prompt.ids, answer, full.cache)
-    again = compare(force(model, prompt.ids, answer, full.cache), first, answer)
+    first = force(model, prompt.ids, answer, full.new_cache())
+    again = compare(force(model, prompt.ids, answer, full.new_cache()), first, answer)
     assert (again["kl"], again["dnll"], again["aoe"], again["top1"]) == (0, 0, 0, 1)
     kept_all = cached(model, setting, ratio=1, pipeline="gracekv")
-    assert compare(force(model, prompt.ids, answer, kept_all.cache), first, answer)["kl"] == 0
+    assert compare(force(model, prompt.ids, answer, kept_all.new_cache()), first, answer)["kl"] == 0
 
 
 def test_full_cache_gives_the_stock_models_likelihoods(model, setting):
     prompt, answer, _ = setting
     full = cached(model, setting, ratio=1, pipeline="fullkv")
-    forced = force(model, prompt.ids, answer, full.cache)
+    forced = force(model, prompt.ids, answer, full.new_cache())
     whole = torch.cat([prompt.ids, answer])[None]
     with torch.no_grad():
         logits = model(whole).logits[0, len(prompt.ids) - 1 : -1]
@@ -49,8 +49,8 @@ def test_full_cache_gives_the_stock_models_likelihoods(model, setting):
 def test_all_tokens_at_once_is_one_by_one(model, setting, pipeline):
     prompt, answer, _ = setting
     result = cached(model, setting, ratio=4, pipeline=pipeline)
-    at_once = force(model, prompt.ids, answer, result.cache).log_probs
-    cache, fed = result.cache, prompt.ids[-1]
+    at_once = force(model, prompt.ids, answer, result.new_cache()).log_probs
+    cache, fed = result.new_cache(), prompt.ids[-1]
     rows = []
     for token in answer:
         with torch.no_grad():
@@ -89,10 +89,10 @@ def test_hooks_are_gone_afterwards(model, setting):
 
 def test_greedy_is_generate_and_stops_where_it_should(model, setting, tokenizer):
     prompt, _, _ = setting
-    result = cached(model, setting, ratio=4, pipeline=Pipeline())
+    result = cached(model, setting, ratio=4, pipeline=Pipeline.named("gracekv"))
     texts = {"instruction": "", "context": "c", "question": "q", "answer_prefix": ""}
     plain = Sample("t", 0, **texts, answers=("a",), metric="qa_f1")
-    answer = greedy(model, tokenizer, prompt.ids, result.cache, plain, 12)
+    answer = greedy(model, tokenizer, prompt.ids, result.new_cache(), plain, 12)
     expected = result.generate_ids(max_new_tokens=12)[0]
     assert answer.text == tokenizer.decode(expected, skip_special_tokens=True)
     assert answer.tokens == 12
@@ -100,6 +100,6 @@ def test_greedy_is_generate_and_stops_where_it_should(model, setting, tokenizer)
     # Its fifth token as a stop text ends it there, unless it came earlier.
     word = tokenizer.decode(expected[4])
     stopping = Sample("t", 0, **texts, answers=("a",), metric="qa_f1", stop=word)
-    short = greedy(model, tokenizer, prompt.ids, result.cache, stopping, 12)
+    short = greedy(model, tokenizer, prompt.ids, result.new_cache(), stopping, 12)
     assert short.tokens < 12
     assert word in short.text

@@ -68,7 +68,7 @@ def generated(model, result, cache=None, **kwargs):
     torch.manual_seed(3)
     output = model.generate(
         **result.inputs,
-        past_key_values=result.cache if cache is None else cache,
+        past_key_values=result.new_cache() if cache is None else cache,
         pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
@@ -114,8 +114,8 @@ def test_prompts_of_one_length_need_no_padding(model):
     for row, prompt in zip(tokens, prompts, strict=True):
         assert torch.equal(row, gracekv.compress(model, prompt, ratio=3).generate_ids(8)[0])
     with torch.no_grad():  # `generate` drops a mask of ones; a caller's own must be welcome.
-        masked = model(**batch.inputs, past_key_values=batch.cache).logits
-        bare = model(batch.inputs["input_ids"][:, -1:], past_key_values=batch.cache).logits
+        masked = model(**batch.inputs, past_key_values=batch.new_cache()).logits
+        bare = model(batch.inputs["input_ids"][:, -1:], past_key_values=batch.new_cache()).logits
     assert torch.equal(masked, bare)
 
 
@@ -125,9 +125,11 @@ def test_a_mask_that_hides_nothing_says_nothing(model):
     batch = gracekv.compress(model, prompts, ratio=3)
     last = batch.inputs["input_ids"][:, -1:]
     with torch.no_grad():
-        bare = model(last, past_key_values=batch.cache).logits
+        bare = model(last, past_key_values=batch.new_cache()).logits
         masked = model(
-            last, past_key_values=batch.cache, attention_mask=torch.ones(2, 70, dtype=torch.int64)
+            last,
+            past_key_values=batch.new_cache(),
+            attention_mask=torch.ones(2, 70, dtype=torch.int64),
         ).logits
     assert torch.equal(masked, bare)
 
@@ -161,21 +163,21 @@ def test_accounting_is_per_prompt_and_in_total(batch, singles):
     total = batch.accounting
     assert total.spent == sum(part.spent for part in parts) == int(total.entries.sum())
     assert total.entries.shape == (9, 2)
-    assert total.bytes == sum(layer.packed.ragged.kv_bytes for layer in batch.template.layers)
+    assert total.bytes == batch.packed.kv_bytes
     assert total.full_bytes == sum(part.full_bytes for part in parts)
-    assert total.backend_bytes == batch.template.held_bytes > 0
+    assert total.backend_bytes == batch.new_cache().held_bytes > 0
     assert total.bound is None
 
 
 def test_the_entries_are_stored_once(batch):
     """The prompts' own caches are views of the batch's, and so are fresh caches."""
-    packed = batch.template.layers[1].packed.ragged
-    views = [run.cache.layers[1].keys for run in batch.runs]
+    packed = batch.new_cache().layers[1].packed.ragged
+    views = [run.cache.layers[1].keys for run in batch._runs]
     assert {view.untyped_storage().data_ptr() for view in views} == {
         packed.keys.untyped_storage().data_ptr()
     }
-    assert batch.cache.layers[1].packed.ragged is packed
-    cache = batch.cache
+    assert batch.new_cache().layers[1].packed.ragged is packed
+    cache = batch.new_cache()
     cache.update(torch.zeros(12, 2, 1, 16), torch.zeros(12, 2, 1, 16), 1)
     assert cache.layers[1].packed.ragged is packed
 
@@ -199,20 +201,20 @@ def test_only_one_prefill_is_held_at_a_time(model, prompts, monkeypatch):
 def test_mask_and_positions_are_made_where_the_caller_leaves_them_out(model, batch, singles):
     with torch.no_grad():
         ids = torch.tensor([[5, 6], [7, 8], [9, 10]])
-        cache = batch.cache
+        cache = batch.new_cache()
         logits = [
             model(ids, past_key_values=cache).logits,
             model(ids, past_key_values=cache).logits,
         ]
         for row, single in enumerate(singles):
-            alone = single.cache
+            alone = single.new_cache()
             for step in logits:
                 own = model(ids[row : row + 1], past_key_values=alone).logits
                 torch.testing.assert_close(step[row], own[0], rtol=0, atol=2e-4)
 
 
 def test_a_second_turn_follows_each_answer(model, batch, singles):
-    cache = batch.cache
+    cache = batch.new_cache()
     first, _ = generated(model, batch, cache, max_new_tokens=5)
     turn = torch.tensor([[3, 1], [4, 1], [5, 9]])
     ids = torch.cat([batch.inputs["input_ids"], first, turn], dim=1)
@@ -222,7 +224,7 @@ def test_a_second_turn_follows_each_answer(model, batch, singles):
         pad_token_id=0,
     )[:, ids.shape[1] :]  # fmt: skip
     for row, single in enumerate(singles):
-        own = single.cache
+        own = single.new_cache()
         answer, _ = generated(model, single, own, max_new_tokens=5)
         whole = torch.cat([single.inputs["input_ids"], answer, turn[row : row + 1]], dim=1)
         expected = model.generate(
@@ -236,19 +238,19 @@ def test_rows_can_be_selected_and_reordered_across_prompts(model, batch, singles
     """What beams never do, but a server that drops finished prompts does."""
     ids = torch.tensor([[5, 6], [7, 8], [9, 10]])
     with torch.no_grad():
-        early = batch.cache
+        early = batch.new_cache()
         early.batch_select_indices(torch.tensor([2, 0]))
         logits = model(ids[:2], past_key_values=early).logits
         for row, source in enumerate((2, 0)):
-            own = model(ids[row : row + 1], past_key_values=singles[source].cache).logits
+            own = model(ids[row : row + 1], past_key_values=singles[source].new_cache()).logits
             torch.testing.assert_close(logits[row], own[0], rtol=0, atol=2e-4)
 
-        repeated = batch.cache
+        repeated = batch.new_cache()
         repeated.batch_select_indices(torch.tensor([2, 0]))
         both = model(ids[[0, 0, 1, 1]], past_key_values=repeated).logits
         torch.testing.assert_close(both, logits.repeat_interleave(2, dim=0), rtol=0, atol=2e-4)
 
-        late = batch.cache
+        late = batch.new_cache()
         model(ids, past_key_values=late)
         late.batch_repeat_interleave(2)
         assert late.layers[0].rows is None
@@ -257,7 +259,7 @@ def test_rows_can_be_selected_and_reordered_across_prompts(model, batch, singles
         late.reorder_cache(torch.tensor([1, 1, 2, 0]))
         logits = model(ids[[0, 0, 0, 0]], past_key_values=late).logits
         for row, source in enumerate((1, 1, 2, 0)):
-            own = singles[source].cache
+            own = singles[source].new_cache()
             model(ids[source : source + 1], past_key_values=own)
             alone = model(ids[:1], past_key_values=own).logits
             torch.testing.assert_close(logits[row], alone[0], rtol=0, atol=2e-4)
@@ -291,7 +293,10 @@ def test_what_does_not_fit_the_batch_is_refused(model, batch, kwargs, message):
     with pytest.raises(CacheError, match=message), torch.no_grad():
         model(
             **(
-                {"input_ids": torch.ones(3, 1, dtype=torch.int64), "past_key_values": batch.cache}
+                {
+                    "input_ids": torch.ones(3, 1, dtype=torch.int64),
+                    "past_key_values": batch.new_cache(),
+                }
                 | kwargs(batch)
             )
         )
@@ -300,13 +305,13 @@ def test_what_does_not_fit_the_batch_is_refused(model, batch, kwargs, message):
 def test_rows_that_do_not_share_out_are_refused_without_padding_too(model):
     batch = gracekv.compress(model, prompts_of(1, [(70, 2, 60), (70, 9, 55)]), ratio=3)
     with pytest.raises(CacheError, match="holds 2 prompts, the model was given 3 rows"):
-        batch.cache.update(torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16), 0)
+        batch.new_cache().update(torch.zeros(3, 2, 1, 16), torch.zeros(3, 2, 1, 16), 0)
 
 
 def test_bad_lists_are_refused(model, prompts):
     with pytest.raises(PromptError, match="at least one; got an empty list"):
         gracekv.compress(model, [], ratio=2)
-    with pytest.raises(PromptError, match="takes one Prompt; got str"):
+    with pytest.raises(PromptError, match="takes a Prompt or a list of them; got str"):
         gracekv.compress(model, ["text"], ratio=2)
     with pytest.raises(PromptError, match="must share one tokenizer"):
         gracekv.compress(model, [prompts[0], *prompts_of()], ratio=2)
@@ -350,5 +355,5 @@ def test_layers_that_do_not_fit_are_not_stacked():
 
 def test_a_batch_result_is_its_own_type(batch):
     assert isinstance(batch, BatchResult)
-    assert isinstance(batch.cache, GraceCache)
-    assert batch.cache.packed_length == 149
+    assert isinstance(batch.new_cache(), GraceCache)
+    assert batch.new_cache().packed_length == 149

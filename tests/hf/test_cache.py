@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E40
 from gracekv.cache.base import RaggedCache, RaggedLayer  # noqa: E402
 from gracekv.errors import CacheError, UnsupportedModelError  # noqa: E402
 from gracekv.hf import GraceCache, attach, detach  # noqa: E402
-from gracekv.hf.layer import Handle  # noqa: E402
+from gracekv.hf.layer import PackedStates  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
 
 PACKED = 30
@@ -114,10 +114,10 @@ def test_cropping_stops_at_the_packed_part():
         cache.crop(3)
 
 
-def test_reset_and_fresh_start_over():
+def test_a_reset_or_new_cache_starts_over():
     cache = GraceCache(packed())
     feed(cache, 5)
-    twin = cache.fresh()
+    twin = cache.with_empty_tail()
     assert (twin.get_seq_length(), cache.get_seq_length()) == (PACKED, PACKED + 5)
     assert twin.layers[0].packed is cache.layers[0].packed
     cache.reset()
@@ -177,7 +177,7 @@ def test_an_unattached_model_says_what_to_do(base):
 
 def test_a_handle_cannot_be_computed_with():
     handle = GraceCache(packed()).update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)[0]
-    assert isinstance(handle, Handle)
+    assert isinstance(handle, PackedStates)
     for use in (lambda: handle.shape, lambda: torch.ones(1) @ handle, lambda: torch.cat([handle])):
         with pytest.raises(CacheError, match="attach"):
             use()

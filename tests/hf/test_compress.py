@@ -81,7 +81,7 @@ def test_model_generate_works_on_the_cache_directly(model, prompt, result):
     expected = result.generate_ids(8)
     output = model.generate(
         prompt.ids[None],
-        past_key_values=result.cache,
+        past_key_values=result.new_cache(),
         attention_mask=torch.ones_like(IDS)[None],
         max_new_tokens=8,
         do_sample=False,
@@ -91,7 +91,7 @@ def test_model_generate_works_on_the_cache_directly(model, prompt, result):
 
 
 def test_caches_share_the_packed_part(result):
-    one, two = result.cache, result.cache
+    one, two = result.new_cache(), result.new_cache()
     assert isinstance(one, GraceCache)
     assert one is not two
     assert one.layers[0] is not two.layers[0]
@@ -104,7 +104,7 @@ def test_the_result_reports_what_was_spent(result):
     assert result.accounting.spent <= result.accounting.budget == 3 * 2 * 134 // 3
     assert result.timings.prefill > 0
     assert result.timings.tree > 0
-    assert result.run.cache.length == 149
+    assert result.packed.length == 149
 
 
 @pytest.mark.parametrize("budget", [{"entries_per_head": 40}, {"kv_bytes": 240 * 128}])
@@ -135,9 +135,9 @@ def test_one_prefill_serves_many_pipelines_and_budgets(model, prompt, result):
     before = [k.clone() for k in prefill.keys]
     for options in ({"ratio": 3}, {"ratio": 8}, {"entries_per_head": 20, "pipeline": "fullkv"}):
         alone = gracekv.compress(model, prompt, **options)
-        shared = gracekv.compress_prefill(model, prompt, prefill, **options)
+        shared = gracekv.compress(model, prompt, prefill=prefill, **options)
         assert torch.equal(shared.accounting.entries, alone.accounting.entries)
-        for ours, theirs in zip(shared.run.cache.layers, alone.run.cache.layers, strict=True):
+        for ours, theirs in zip(shared.packed.layers, alone.packed.layers, strict=True):
             torch.testing.assert_close(ours.keys, theirs.keys)
         assert torch.equal(shared.generate_ids(6), alone.generate_ids(6))
         assert shared.accounting.backend_bytes == alone.accounting.backend_bytes
@@ -147,17 +147,17 @@ def test_one_prefill_serves_many_pipelines_and_budgets(model, prompt, result):
 def test_a_prefill_of_something_else_is_refused(model, prompt):
     prefill = gracekv.capture(model, prompt)
     with pytest.raises(CacheError, match="of another model: config differ"):
-        gracekv.compress_prefill(tiny_llama(layers=3, heads=8), prompt, prefill, ratio=2)
+        gracekv.compress(tiny_llama(layers=3, heads=8), prompt, prefill=prefill, ratio=2)
     moved = gracekv.Prompt.from_ids(IDS, (4, 137), question_end=146)
     changed = gracekv.Prompt.from_ids(IDS.flip(0), (4, 138), question_end=146)
     for other in (moved, changed):
         with pytest.raises(CacheError, match="of another prompt"):
-            gracekv.compress_prefill(model, other, prefill, ratio=2)
+            gracekv.compress(model, other, prefill=prefill, ratio=2)
 
 
 def test_the_backend_may_be_named(model, prompt, result):
     named = gracekv.compress(model, prompt, ratio=3, backend="eager")
-    assert named.template.layers[0].packed.backend == Eager()
+    assert named.new_cache().layers[0].packed.backend == Eager()
     assert torch.equal(named.generate_ids(8), result.generate_ids(8))
 
 
@@ -173,6 +173,9 @@ def test_a_pipeline_may_be_a_name_or_a_value(model, prompt):
     ("options", "error", "message"),
     [
         ({}, BudgetError, "exactly one budget.*got none"),
+        ({"budget": 8}, BudgetError, r"takes a gracekv\.Budget; got 8"),
+        ({"budget": gracekv.Budget.ratio(2), "ratio": 2}, BudgetError, "got budget and ratio"),
+        ({"ratio": 2, "prefill": 3}, CacheError, r"gracekv\.capture"),
         ({"ratio": 2, "kv_bytes": 100}, BudgetError, "got ratio and kv_bytes"),
         ({"ratio": 0.5}, BudgetError, "at least 1"),
         ({"ratio": 1000}, BudgetError, "ratio of at most"),
@@ -186,6 +189,58 @@ def test_bad_options_are_refused(model, prompt, options, error, message):
         gracekv.compress(model, prompt, **options)
 
 
+@pytest.mark.parametrize("budget", [{"ratio": 1000}, {"kv_bytes": 100}, {"ratio": 134 / 3}])
+def test_a_budget_that_cannot_work_is_refused_before_the_model_runs(model, prompt, budget):
+    def forward(*args, **kwargs):
+        raise AssertionError("the model ran")
+
+    hook = model.register_forward_pre_hook(forward)
+    try:
+        with pytest.raises(BudgetError, match="ratio of at most"):
+            gracekv.compress(model, prompt, **budget)
+        with pytest.raises(BudgetError, match="ratio of at most"):
+            gracekv.compress(model, [prompt, prompt], **budget)
+    finally:
+        hook.remove()
+
+
+def test_the_budget_may_be_a_value(model, prompt, result):
+    again = gracekv.compress(model, prompt, budget=gracekv.Budget.ratio(3))
+    assert torch.equal(again.accounting.entries, result.accounting.entries)
+
+
+def test_details_are_kept_on_demand(model, prompt, result):
+    assert result.details is None
+    kept = gracekv.compress(model, prompt, ratio=3, keep_run=True)
+    assert kept.details.partition.region.start == 4
+    pair = gracekv.compress(model, [prompt, prompt], ratio=3, keep_run=True)
+    assert [len(run.relevance.scores) for run in pair.details] == [3, 3]
+
+
+def test_results_print_in_one_line(model, prompt, result):
+    kept = result.accounting
+    assert repr(result) == (
+        f"CompressionResult(LlamaForCausalLM, 150 tokens, {kept.spent} of 804 context entries, "
+        f"{kept.bytes:,} of {kept.full_bytes:,} bytes)"
+    )
+    pair = gracekv.compress(model, [prompt, prompt], ratio=3)
+    assert repr(pair).startswith("BatchResult(LlamaForCausalLM, 2 prompts, 300 tokens, ")
+
+
+def test_attached_holds_for_a_block(model, prompt):
+    detach(model)
+    with gracekv.attached(model):
+        assert model.config._attn_implementation == "gracekv"
+        gracekv.compress(model, prompt, ratio=3).generate_ids(2)
+        with gracekv.attached(model):
+            pass
+        assert model.config._attn_implementation == "gracekv"
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="inside"), gracekv.attached(model):
+        raise ValueError("inside")
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_a_failure_leaves_the_model_as_it_was(model, prompt):
     detach(model)
     with pytest.raises(BudgetError, match="ratio of at most"):
@@ -196,7 +251,7 @@ def test_a_failure_leaves_the_model_as_it_was(model, prompt):
 def test_bad_models_and_prompts_are_refused(model, prompt):
     with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
         gracekv.compress(tiny_llama().train(), prompt, ratio=2)
-    with pytest.raises(PromptError, match="takes one Prompt; got str"):
+    with pytest.raises(PromptError, match="takes a Prompt or a list of them; got str"):
         gracekv.compress(model, "text", ratio=2)
 
 

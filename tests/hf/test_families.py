@@ -136,7 +136,7 @@ def test_ratio_one_generates_what_the_stock_model_does(case):
     expected, expected_logits = generated(make(case))
 
     result = compress(make(case), 1)
-    ids, logits = generated(result.model, result.cache)
+    ids, logits = generated(result.model, result.new_cache())
 
     assert torch.equal(ids, expected)
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=3e-4)
@@ -145,7 +145,7 @@ def test_ratio_one_generates_what_the_stock_model_does(case):
 @pytest.mark.parametrize("case", CASES)
 def test_ratio_four_decodes_like_dense_masked_attention(case):
     result = compress(make(case), 4)
-    packed = heavier(result.run.cache)
+    packed = heavier(result.packed)
     entries = packed.entries()
     assert int(entries.sum()) < 0.45 * entries.numel() * LENGTH
     # Before decoding: dynamic RoPE remembers the longest sequence it has seen.
@@ -173,7 +173,7 @@ def test_ratio_four_decodes_like_dense_masked_attention(case):
 @pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma"])
 def test_half_precision_decodes_like_dense_masked_attention(case, dtype, tolerance):
     result = compress(make(case, dtype=dtype), 4)
-    packed = heavier(result.run.cache)
+    packed = heavier(result.packed)
     assert {layer.keys.dtype for layer in packed.layers} == {dtype}
 
     ids, logits = generated(result.model, GraceCache(packed), 8)
@@ -189,7 +189,7 @@ def test_half_precision_decodes_like_dense_masked_attention(case, dtype, toleran
 def test_half_precision_at_ratio_one_is_the_stock_model_up_to_rounding(case, dtype):
     _, expected = generated(make(case, dtype=dtype), tokens=1)
     result = compress(make(case, dtype=dtype), 1)
-    _, logits = generated(result.model, result.cache, 1)
+    _, logits = generated(result.model, result.new_cache(), 1)
     spread = 0.025 if dtype is torch.bfloat16 else 0.0025
     assert float((logits - expected).norm() / expected.norm()) < spread
 
@@ -217,7 +217,7 @@ def test_a_continuation_past_the_window_is_refused(case):
     with pytest.raises(CacheError, match="Generate at most 6 tokens"):
         result.generate_ids(7)
     with pytest.raises(CacheError, match="grown to 156 tokens"):
-        generated(result.model, result.cache, 7)
+        generated(result.model, result.new_cache(), 7)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +228,6 @@ def test_a_continuation_past_the_rope_switch_is_refused(options):
     model = tiny_model(**options, original=155)
     with pytest.warns(LengthWarning, match="can continue this prompt for 6 tokens"):
         result = gracekv.compress(model, PROMPT, ratio=2)
-    assert torch.equal(result.generate_ids(6)[0], generated(result.model, result.cache, 6)[0])
+    assert torch.equal(result.generate_ids(6)[0], generated(result.model, result.new_cache(), 6)[0])
     with pytest.raises(CacheError, match="drops the cache"):
         result.generate_ids(7)

@@ -75,7 +75,7 @@ def over(model, result, cache=None, **kwargs):
     """New ids of `model.generate`, called as a user does, over the result's or the given cache."""
     output = model.generate(
         **result.inputs,
-        past_key_values=result.cache if cache is None else cache,
+        past_key_values=result.new_cache() if cache is None else cache,
         **({"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1} | kwargs),
     )
     return output[:, len(IDS) :]
@@ -137,12 +137,12 @@ def test_every_mode_is_the_stock_model_s_where_nothing_is_lost(model, whole, mod
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_repeats_over_one_packed_part(model, result, mode):
     """Continuations leave nothing behind: the second starts where the first did."""
-    packed = [layer.packed.ragged for layer in result.template.layers]
+    packed = list(result.packed.layers)
     before = [layer.keys.clone() for layer in packed]
     runs = []
     for _ in range(2):
         torch.manual_seed(1)
-        cache = result.cache
+        cache = result.new_cache()
         runs.append(over(model, result, cache, **MODES[mode]()))
         assert all(x.packed.ragged is y for x, y in zip(cache.layers, packed, strict=True))
     assert torch.equal(*runs)
@@ -224,7 +224,7 @@ def test_assisted_decoding_changes_speed_only(model, assistant, result, kind, mo
     }[kind]
     plain = over(model, result, max_new_tokens=20)
     fed = counted(model, monkeypatch)
-    cache = result.cache
+    cache = result.new_cache()
     assert torch.equal(over(model, result, cache, max_new_tokens=20, **options), plain)
     # The first step gets the last prompt token and the guesses, not the prompt again.
     assert max(fed) <= 21
@@ -244,7 +244,7 @@ def test_assistance_in_a_second_turn(model, assistant, result):
     """The cached part is then packed and tail; both are left out."""
     runs = []
     for options in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
-        cache = result.cache
+        cache = result.new_cache()
         answer = over(model, result, cache, max_new_tokens=5)
         turn = torch.cat([IDS, answer[0], IDS[20:31]])[None]
         runs.append(
@@ -259,7 +259,7 @@ def test_assistance_in_a_second_turn(model, assistant, result):
 
 def test_turns_appended_to_one_cache_equal_feeding_all_at_once(model, result):
     """Three user turns on one cache; then the same tokens in one forward pass over a fresh one."""
-    cache, ids = result.cache, result.inputs["input_ids"]
+    cache, ids = result.new_cache(), result.inputs["input_ids"]
     for start, count in ((10, 4), (40, 1), (60, 17)):
         ids = model.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=6,
@@ -269,9 +269,9 @@ def test_turns_appended_to_one_cache_equal_feeding_all_at_once(model, result):
     with torch.no_grad():
         seen = cache.get_seq_length()
         by_turns = model(ids[:, seen:], past_key_values=cache).logits[:, -1]
-        at_once = model(ids[:, 149:], past_key_values=result.cache).logits[:, -1]
+        at_once = model(ids[:, 149:], past_key_values=result.new_cache()).logits[:, -1]
     torch.testing.assert_close(by_turns, at_once, rtol=0, atol=2e-4)
-    assert cache.layers[0].packed.ragged is result.template.layers[0].packed.ragged
+    assert cache.layers[0].packed.ragged is result.new_cache().layers[0].packed.ragged
 
 
 def test_conversations_fork_from_one_prompt(model, result):
@@ -280,10 +280,10 @@ def test_conversations_fork_from_one_prompt(model, result):
     alone = []
     with torch.no_grad():
         for turn in turns:
-            cache = result.cache
+            cache = result.new_cache()
             first = model(turn, past_key_values=cache).logits
             alone.append((first, model(turn, past_key_values=cache).logits))
-        caches = [result.cache, result.cache]
+        caches = [result.new_cache(), result.new_cache()]
         for step in (0, 1):
             for turn, cache, want in zip(turns, caches, alone, strict=True):
                 torch.testing.assert_close(
@@ -295,12 +295,12 @@ def test_whole_sequences_may_be_fed_without_generate(model, result):
     """As assisted decoding does: with a mask as long as the ids, or positions from 0."""
     ids = result.inputs["input_ids"]
     with torch.no_grad():
-        want = model(ids[:, 149:], past_key_values=result.cache).logits
-        masked = model(**result.inputs, past_key_values=result.cache).logits
+        want = model(ids[:, 149:], past_key_values=result.new_cache()).logits
+        masked = model(**result.inputs, past_key_values=result.new_cache()).logits
         placed = model(
-            ids, position_ids=torch.arange(150)[None], past_key_values=result.cache
+            ids, position_ids=torch.arange(150)[None], past_key_values=result.new_cache()
         ).logits
-        bare = model.model(ids[:, 149:], past_key_values=result.cache).last_hidden_state
+        bare = model.model(ids[:, 149:], past_key_values=result.new_cache()).last_hidden_state
     assert torch.equal(masked, want)
     assert torch.equal(placed, want)
     assert torch.equal(model.lm_head(bare), want)
@@ -309,4 +309,4 @@ def test_whole_sequences_may_be_fed_without_generate(model, result):
 def test_a_sequence_that_is_wholly_cached_has_nothing_to_feed(model, result):
     ids = IDS[None, :149]
     with pytest.raises(CacheError, match="up to position 148, but with them the cache covers 298"):
-        model(ids, attention_mask=torch.ones_like(ids), past_key_values=result.cache)
+        model(ids, attention_mask=torch.ones_like(ids), past_key_values=result.new_cache())

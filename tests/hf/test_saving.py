@@ -70,7 +70,7 @@ def saved(result, tmp_path):
 
 
 def layers_of(result):
-    return [layer.packed.ragged for layer in result.template.layers]
+    return list(result.packed.layers)
 
 
 def test_everything_comes_back_bit_for_bit(model, result, saved):
@@ -87,11 +87,11 @@ def test_everything_comes_back_bit_for_bit(model, result, saved):
     assert torch.equal(again.accounting.entries, result.accounting.entries)
     if isinstance(result, CompressionResult):
         assert again.timings == result.timings
-        assert again.run.plan == result.run.plan
-        assert again.run.cache.length == result.run.cache.length
+        assert again._runs[0].plan == result._runs[0].plan
+        assert again.packed.length == result.packed.length
     else:
         assert isinstance(again, BatchResult)
-        assert again.template.padding == result.template.padding == (60, 0)
+        assert again.new_cache().padding == result.packed.padding == (60, 0)
     assert torch.equal(again.inputs["input_ids"], result.inputs["input_ids"])
     assert torch.equal(again.generate_ids(9), result.generate_ids(9))
 
@@ -145,7 +145,7 @@ def test_text_needs_the_same_tokenizer(model, result, saved):
 
 def test_the_backend_may_be_another(model, saved):
     again = gracekv.load(saved, model, backend="eager")
-    assert again.template.layers[0].packed.backend == again.pipeline.backend == Eager()
+    assert again.new_cache().layers[0].packed.backend == again.pipeline.backend == Eager()
 
 
 def test_a_detached_model_is_the_same_model_and_gets_attached(model, result, saved):

@@ -151,7 +151,7 @@ def test_views_end_with_the_context():
 
 def test_a_partition_of_another_region_is_refused():
     prefill = synthetic_prefill(context=120)
-    pipe = gracekv.Pipeline()
+    pipe = gracekv.Pipeline.named("gracekv")
     slots = pipe.run(prefill, gracekv.Budget.ratio(4)).partition
     again = pipe.run(prefill, gracekv.Budget.ratio(4), slots)
     assert again.partition is slots

@@ -128,8 +128,8 @@ def test_a_sharded_model_is_captured_and_continued(family, where):
 
         result = gracekv.compress(model, PROMPT, ratio=3)
 
-        assert [layer.keys.device for layer in result.run.cache.layers] == devices
-        cache = result.cache
+        assert [layer.keys.device for layer in result.packed.layers] == devices
+        cache = result.new_cache()
         attach(model)
         token, new = IDS[-1:], []
         for _ in range(6):

@@ -57,7 +57,7 @@ def test_ratio_one_is_full_kv(
     tokens, cache = stock
     result = gracekv.compress(loaded[0], prompt, ratio=1, pipeline=pipeline)
     covered = len(prompt.ids) - 1
-    for packed, full in zip(result.run.cache.layers, cache.layers, strict=True):
+    for packed, full in zip(result.packed.layers, cache.layers, strict=True):
         for g in range(packed.heads):
             keys, values, positions, log_m = packed.head(g)
             assert torch.equal(keys, full.keys[0, g, :covered])
@@ -74,14 +74,15 @@ def test_a_compressed_cache_generates_and_is_smaller(
     result = gracekv.compress(model, prompt, ratio=8)
     accounting = result.accounting
     stored = sum(
-        t.untyped_storage().nbytes() for layer in result.run.cache.layers
+        t.untyped_storage().nbytes() for layer in result.packed.layers
         for t in (layer.keys, layer.values)
     )  # fmt: skip
     assert stored == accounting.bytes < accounting.full_bytes / 4
     assert accounting.spent <= accounting.budget == 90 * prompt.spans.context_length // 8
     ids = prompt.ids[None]
     by_hand = model.generate(
-        ids, past_key_values=result.cache, attention_mask=torch.ones_like(ids), do_sample=False,
+        ids, past_key_values=result.new_cache(), attention_mask=torch.ones_like(ids),
+        do_sample=False,
         max_new_tokens=8, temperature=None, top_p=None, top_k=None,
     )  # fmt: skip
     assert torch.equal(by_hand[:, ids.shape[1] :], result.generate_ids(8))

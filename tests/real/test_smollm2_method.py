@@ -44,7 +44,7 @@ def prefill() -> Prefill:
 
 def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
     region = prefill.spans.region(32)
-    pipeline = Pipeline()
+    pipeline = Pipeline.named("gracekv")
     partition = pipeline.segment(prefill, region)
     scores = pipeline.value(prefill, region)
     context = TreeContext(
@@ -130,7 +130,7 @@ def test_pruning_keeps_the_same_nodes(prefill: Prefill, recipe: str, ratio: int)
 
 @pytest.mark.parametrize("ratio", [2, 8, 24])
 def test_the_auction_and_the_packed_entries(prefill: Prefill, ratio: int) -> None:
-    run = Pipeline().run(prefill, Budget.ratio(ratio))
+    run = Pipeline.named("gracekv").run(prefill, Budget.ratio(ratio))
     heap = Pipeline.from_dict({"allocate": "greedy_heap"}).run(prefill, Budget.ratio(ratio))
     assert run.frontier is not None
     assert heap.frontier is not None

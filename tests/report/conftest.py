@@ -39,7 +39,7 @@ def make_result(
     prompt = Prompt(torch.arange(spans.length), spans, None, tokenizer or Words())
     model = SimpleNamespace(config=SimpleNamespace(name_or_path="somebody/a-model"))
     return SimpleNamespace(
-        model=model, prompt=prompt, run=run, pipeline=pipeline, accounting=run.accounting,
+        model=model, prompt=prompt, _run=run, pipeline=pipeline, accounting=run.accounting,
         prefill=prefill,
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ RECIPES = [name for name in recipes.names() if name != "fullkv"]
 
 
 def entries_of(result):
-    return kept_entries(result.run, result.prompt.spans, result.pipeline.pack.represents)
+    return kept_entries(result._run, result.prompt.spans, result.pipeline.pack.represents)
 
 
 def plain(entries):
@@ -39,8 +39,8 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
     assert torch.equal(entries.per_head(), result.accounting.entries)
     assert int(entries.per_head().sum()) == result.accounting.spent
     merges = result.pipeline.pack.represents == "node"
-    for layer, layout in enumerate(layer_layouts(result.prefill, result.run.frontier)):
-        packed = result.run.cache.layers[layer]
+    for layer, layout in enumerate(layer_layouts(result.prefill, result._run.frontier)):
+        packed = result._run.cache.layers[layer]
         for head in range(entries.heads):
             mine = plain(entries)[layer * entries.heads + head]
             positions = packed.head(head)[2].tolist()
@@ -59,7 +59,7 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
 @given(seed=st.integers(0, 99))
 def test_depth_and_floor_are_those_of_the_nodes(make, seed):
     result = make("gracekv", 3, seed=seed)
-    entries, run = entries_of(result), result.run
+    entries, run = entries_of(result), result._run
     forest, floor = run.forest, run.floor
     kept = run.frontier.kept
     known = {
@@ -111,7 +111,7 @@ def test_a_prompt_that_ends_with_its_context(make, recipe, window):
     if recipe == "gracekv":
         assert int(entries.end.max()) == spans.length - 1
     for unit, intervals in enumerate(plain(entries)):
-        packed = result.run.cache.layers[unit // 2].head(unit % 2)[2].tolist()
+        packed = result._run.cache.layers[unit // 2].head(unit % 2)[2].tolist()
         assert len(intervals) == sum(p >= spans.context_start for p in packed)
 
 
@@ -134,11 +134,11 @@ def loaded(run):
 def test_of_a_loaded_result_only_original_tokens_are_known(make):
     evicted = make("snapkv", 3)
     before = entries_of(evicted)
-    evicted.run = loaded(evicted.run)
+    evicted._run = loaded(evicted._run)
     assert torch.equal(entries_of(evicted).start, before.start)
     assert entries_of(evicted).depth is None
     merged = make("gracekv", 3)
-    merged.run = loaded(merged.run)
+    merged._run = loaded(merged._run)
     with pytest.raises(ReportError, match=r"loaded from a file.*beside result\.save"):
         entries_of(merged)
     whole = make("gracekv", 1)
@@ -147,11 +147,11 @@ def test_of_a_loaded_result_only_original_tokens_are_known(make):
 
 def test_a_packer_that_does_not_follow_the_frontier_is_told(make):
     result = make("gracekv", 3)
-    layer = result.run.cache.layers[0]
+    layer = result._run.cache.layers[0]
     moved = layer.positions.clone()
     moved[layer.offsets[0] : layer.offsets[1]] = moved[layer.offsets[0] : layer.offsets[1]].flip(0)
     broken = dataclasses.replace(layer, positions=moved)
-    cache = dataclasses.replace(result.run.cache, layers=(broken, *result.run.cache.layers[1:]))
-    result.run = dataclasses.replace(result.run, cache=cache)
+    cache = dataclasses.replace(result._run.cache, layers=(broken, *result._run.cache.layers[1:]))
+    result._run = dataclasses.replace(result._run, cache=cache)
     with pytest.raises(ReportError, match="did not keep the frontier's nodes in order"):
         entries_of(result)

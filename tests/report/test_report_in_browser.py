@@ -218,7 +218,7 @@ def test_hover_tells_interval_multiplicity_and_relevance(page, pair, data):
     assert f"[{fate.start}, {fate.end})" in tip
     weight = float(re.search(rf"{size} tokens, weighs as ([\d.]+)", tip)[1])
     assert weight == pytest.approx(fate.multiplicity, abs=0.5 * size / 255 + 0.006)
-    worth = pair["Grace"].run.relevance.scores[1, 0].double()
+    worth = pair["Grace"]._run.relevance.scores[1, 0].double()
     shown = float(re.search(r"relevance\s+([\d.e+-]+) × the mean", tip)[1])
     assert shown == pytest.approx(fate.relevance / float(worth.mean()), rel=0.06)
     first = data.spans.context_start

@@ -81,7 +81,7 @@ def test_chains_tell_every_tokens_fate(make, recipe, seed, ratio):
 @settings(max_examples=10)
 @given(seed=st.integers(0, 99))
 def test_relevance_is_off_by_half_a_step_at_most(make, seed):
-    worth = make("gracekv", 3, seed=seed).run.relevance.scores
+    worth = make("gracekv", 3, seed=seed)._run.relevance.scores
     scaled = worth.double() / worth.double().mean(-1, keepdim=True)
     codes, low, high = packing.quantised(scaled)
     step = (high - low) / 254
@@ -122,7 +122,7 @@ def test_text_and_slots_come_back(make, words):
     for token, length in zip(data.tokens, lengths, strict=True):
         assert units[2 * at : 2 * (at + length)].decode("utf-16-le") == token
         at += length
-    assert u32(part(header, block, "slots.0")) == result.run.partition.bounds.tolist()
+    assert u32(part(header, block, "slots.0")) == result._run.partition.bounds.tolist()
 
 
 def test_accounting_is_copied(make):

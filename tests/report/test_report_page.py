@@ -83,7 +83,7 @@ def test_the_page_is_written_whole_or_not_at_all(make, tmp_path, monkeypatch):
     path = tmp_path / "page.html"
     path.write_text("before")
     broken = make("gracekv", 3)
-    broken.run = dataclasses.replace(broken.run, frontier=None, forest=None)
+    broken._run = dataclasses.replace(broken._run, frontier=None, forest=None)
     with pytest.raises(ReportError):
         write(path, broken)
     assert path.read_text() == "before"
@@ -108,7 +108,7 @@ def test_the_model_is_named_but_no_folder(make):
 def test_a_batch_has_a_page_a_prompt(make, tmp_path):
     one, two = make("gracekv", 3), make("gracekv", 3, seed=1, context=60)
     batch = SimpleNamespace(
-        model=one.model, prompts=(one.prompt, two.prompt), runs=(one.run, two.run),
+        model=one.model, prompts=(one.prompt, two.prompt), _runs=(one._run, two._run),
         pipeline=one.pipeline,
     )  # fmt: skip
     written = write_all(tmp_path / "page.html", batch, answers=["first", "second"])

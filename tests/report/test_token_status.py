@@ -20,7 +20,7 @@ def test_rows_are_the_entries(make, recipe, seed, data):
     fates = absorbed(result, position)
     assert [(row.layer, row.head) for row in fates] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert sum(fates.count(state) for state in ("exact", "merged", "dropped")) == len(fates)
-    entries = kept_entries(result.run, spans, result.pipeline.pack.represents)
+    entries = kept_entries(result._run, spans, result.pipeline.pack.represents)
     for unit, row in enumerate(fates):
         at = range(int(entries.offsets[unit]), int(entries.offsets[unit + 1]))
         held = [e for e in at if entries.start[e] <= position < entries.end[e]]
@@ -33,7 +33,7 @@ def test_rows_are_the_entries(make, recipe, seed, data):
             assert (row.start, row.end) == (int(entries.start[e]), int(entries.end[e]))
             assert row.multiplicity == float(entries.multiplicity[e])
             assert row.state == ("merged" if row.end - row.start > 1 else "exact")
-        relevance = result.run.relevance
+        relevance = result._run.relevance
         if relevance is not None and row.relevance is not None:
             at = position - spans.context_start
             assert row.relevance == float(relevance.scores[row.layer, row.head, at])
@@ -71,5 +71,5 @@ def test_a_token_that_is_not_there(make, position):
 def test_relevance_lies_where_its_head_lies(make):
     result = make("gracekv", 3, layers=3, kv_heads=2)
     fates = absorbed(result, 30)
-    expected = result.run.relevance.scores[..., 30 - result.prompt.spans.context_start]
+    expected = result._run.relevance.scores[..., 30 - result.prompt.spans.context_start]
     assert torch.tensor([row.relevance for row in fates]).equal(expected.flatten())

@@ -11,7 +11,6 @@ model = transformers.AutoModelForCausalLM.from_pretrained("")
 tokenizer = transformers.AutoTokenizer.from_pretrained("")
 text = Path("book.txt").read_text()
 prompt = gracekv.Prompt.from_chat(tokenizer, context=text, question="Who is Dinah?")
-compress_prefill = gracekv.compress_prefill
 result = grace = gracekv.compress(model, prompt, ratio=8)
 snap = gracekv.compress(model, prompt, ratio=8, pipeline="snapkv")
 suite = Experiment(

@@ -1,0 +1,154 @@
+"""`BaseResult`: what the results of one prompt and of a batch have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from torch import Tensor
+
+from gracekv.cache import Accounting, RaggedCache, Timings
+from gracekv.hf.attention import attach
+from gracekv.hf.cache import GraceCache
+from gracekv.hf.generation import continue_ids, padded_inputs
+from gracekv.hf.saving import SavedPrompt, save_result
+from gracekv.pipeline import Pipeline, Run
+from gracekv.prefill.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class BaseResult(ABC):
+    """Compressed prompts, ready to be continued any number of times.
+
+    Attributes:
+        model: the model that the cache belongs to.
+        prompts: what was compressed, in order.
+        pipeline: what made it, with the backend that reads it.
+        keep_run: whether `details` are kept.
+    """
+
+    model: Any
+    prompts: tuple[Prompt, ...]
+    pipeline: Pipeline
+    keep_run: bool
+    _runs: tuple[Run, ...]
+    # Never continued itself, so its tail stays empty.
+    _cache: GraceCache
+
+    is_batch: ClassVar[bool]
+
+    @classmethod
+    def from_runs(
+        cls,
+        model: Any,
+        prompts: Sequence[Prompt],
+        runs: Sequence[Run],
+        pipeline: Pipeline,
+        *,
+        packed: RaggedCache | None = None,
+        keep_run: bool = False,
+    ) -> Self:
+        """Make what `Pipeline.run` returned ready to generate; the model is attached.
+
+        Args:
+            model: the model that made the prefills.
+            prompts: one per run.
+            runs: what the pipeline made of each prompt.
+            pipeline: the pipeline; its backend reads the cache.
+            packed: the caches of `runs` as one, if they are views of it already.
+            keep_run: keep what the stages made, for `details`.
+        """
+        attach(model)
+        if packed is None and not cls.is_batch:
+            packed = runs[0].cache
+        elif packed is None:
+            packed = RaggedCache.stack([run.cache for run in runs])
+            # The prompts' own copies would double the memory.
+            runs = [
+                dataclasses.replace(run, cache=packed.sequence(number))
+                for number, run in enumerate(runs)
+            ]
+        cache = GraceCache(packed, pipeline.backend)
+        cache.warm(model)
+        if not cls.is_batch:
+            kept = dataclasses.replace(runs[0].accounting, backend_bytes=cache.held_bytes)
+            runs = [dataclasses.replace(runs[0], accounting=kept)]
+        return cls(model, tuple(prompts), pipeline, keep_run, tuple(runs), cache)
+
+    def new_cache(self) -> GraceCache:
+        """A new cache with an empty tail, over the one packed part that all of them share.
+
+        Every call makes another one: keep it in a variable to continue a conversation on it.
+        """
+        return self._cache.with_empty_tail()
+
+    @property
+    def packed(self) -> RaggedCache:
+        """The compressed entries; immutable, one sequence per prompt."""
+        return self._cache.packed
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """What `model.generate` takes beside the cache: the whole prompts, padded on the left.
+
+        "input_ids" and "attention_mask", int64 [S, T of the longest], on the model's device.
+        """
+        return padded_inputs(self.model, self.prompts)
+
+    @property
+    def accounting(self) -> Accounting:
+        """Entries and bytes of all prompts together: [S*L, G] entries, prompt after prompt."""
+        return Accounting.total(self.accountings, backend_bytes=self._cache.held_bytes)
+
+    @property
+    def accountings(self) -> tuple[Accounting, ...]:
+        """Entries and bytes of each prompt; the backend's copies are in `accounting` only."""
+        return tuple(run.accounting for run in self._runs)
+
+    @property
+    def timings(self) -> Timings:
+        """Wall seconds of the captures and of each stage, summed over the prompts."""
+        parts = [run.timings.as_dict() for run in self._runs]
+        return Timings(**{stage: sum(part[stage] for part in parts) for stage in parts[0]})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the compressed prompts to one safetensors file, for `gracekv.load(path, model)`.
+
+        The file holds the entries, token ids and spans, the pipeline, the accounting, and what
+        identifies model and tokenizer; not the prompts' text, and not what the stages made on the
+        way. It is written completely or not at all.
+        """
+        saved = [
+            SavedPrompt(prompt.ids, prompt.spans, run.plan, run.accounting, run.timings)
+            for prompt, run in zip(self.prompts, self._runs, strict=True)
+        ]
+        tokenizer, pipeline = self.prompts[0].tokenizer, self.pipeline.to_dict()
+        save_result(
+            path, self.model, tokenizer, saved, self.packed, pipeline, is_batch=self.is_batch
+        )
+
+    def generate_ids(self, max_new_tokens: int = 64, **kwargs: Any) -> Tensor:
+        """int64 [rows, new tokens]: ids after the prompts, as `model.generate` returns them.
+
+        A row per prompt unless `num_return_sequences` asks for more; rows that end early are
+        filled with the padding id. Greedy unless `kwargs`, which go to `model.generate`, say
+        otherwise. Raises `CacheError` if so many tokens would outgrow what the model's RoPE or
+        sliding window lets a cache cover.
+        """
+        return continue_ids(self.model, self.prompts, self.new_cache(), max_new_tokens, kwargs)
+
+    def __repr__(self) -> str:
+        kept = self.accounting
+        heads = len(self.accountings[0].entries.flatten())
+        full = heads * sum(prompt.spans.context_length for prompt in self.prompts)
+        batch = f"{len(self.prompts)} prompts, " if self.is_batch else ""
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, {batch}"
+            f"{sum(len(prompt.ids) for prompt in self.prompts):,} tokens, "
+            f"{kept.spent:,} of {full:,} context entries, {kept.bytes:,} of "
+            f"{kept.full_bytes:,} bytes)"
+        )

@@ -1,0 +1,92 @@
+"""`load`: what `result.save` wrote, ready to generate."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gracekv.backends import BACKENDS, Backend
+from gracekv.cache.base import RaggedCache
+from gracekv.cache.serialization import read_cache, read_header
+from gracekv.errors import SavedCacheError
+from gracekv.hf.batch import BatchResult
+from gracekv.hf.result import CompressionResult
+from gracekv.hf.saving import SavedPrompt, identity
+from gracekv.pipeline import Pipeline, Run
+from gracekv.prefill.capture import input_device
+from gracekv.prefill.prompt import Prompt
+
+# Where the model came from may differ between machines; its computation may not.
+_INFORMATIVE = ("model_name",)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: Any,
+    *,
+    tokenizer: Any = None,
+    backend: str | Backend | None = None,
+) -> CompressionResult | BatchResult:
+    """What `result.save(path)` wrote, ready to generate; the model is attached.
+
+    Continuations are those of the result that was saved. What the stages made on the way is not in
+    the file: `result.details` is None.
+
+    Args:
+        path: the file.
+        model: the model that the cache was made with; its class, config, dtype and a sample of its
+            weights are compared.
+        tokenizer: for answers as text; its vocabulary and chat template are compared.
+        backend: who attends while decoding; default: what the saved pipeline names.
+
+    Raises:
+        SavedCacheError: the file is damaged, of an unknown format, or of another model or
+            tokenizer.
+        UnsupportedModelError: see `attach`.
+    """
+    path = Path(path)
+    header = read_header(path)
+    _compare(path, header["model"], identity(model, tokenizer))
+    packed, header, tensors = read_cache(path, layer_devices(model))
+    pipeline = Pipeline.from_dict(header["pipeline"])
+    if backend is not None:
+        pipeline = dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
+    saved = [
+        SavedPrompt.from_header(facts, tensors[f"prompts.{number}.ids"])
+        for number, facts in enumerate(header["prompts"])
+    ]
+    result = BatchResult if header["batch"] else CompressionResult
+    return result.from_runs(
+        model,
+        [Prompt(prompt.ids, prompt.spans, None, tokenizer) for prompt in saved],
+        [_run(prompt, packed.sequence(number)) for number, prompt in enumerate(saved)],
+        pipeline,
+        packed=packed,
+    )
+
+
+def layer_devices(model: Any) -> list[torch.device]:
+    """Where each decoder layer computes."""
+    fallback = input_device(model)
+    found = (next(layer.parameters()).device for layer in model.get_decoder().layers)
+    return [fallback if device.type == "meta" else device for device in found]
+
+
+def _compare(path: Path, saved: Mapping[str, str], given: Mapping[str, str]) -> None:
+    shared = (saved.keys() & given.keys()) - set(_INFORMATIVE)
+    other = sorted(name for name in shared if saved[name] != given[name])
+    if other:
+        raise SavedCacheError(
+            f"{path} was saved from {saved['model_class']} {saved.get('model_name', '')!r}; of the "
+            f"model or tokenizer given, {', '.join(other)} differ. Load it with the same weights "
+            f"in the same dtype, and the tokenizer that made its ids."
+        )
+
+
+def _run(saved: SavedPrompt, cache: RaggedCache) -> Run:
+    return Run(saved.plan, None, None, None, None, cache, saved.accounting, saved.timings)
