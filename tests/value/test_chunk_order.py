@@ -21,7 +21,7 @@ from gracekv.value import ChunkOrder, ColumnSums, Recency, WindowAttention, refe
     of=st.sampled_from([WindowAttention(pooling="none"), Recency(), WindowAttention(kernel=7)]),
 )
 def test_equals_the_reference(seed, layers, context, size, shared, reuse, of):
-    # One KV head or two whose sums are exact, so that both sides see the same ties.
+    # Two float32 scores and a chunk of them sum exactly in float64: the same ties on every CPU.
     prefill = synthetic_prefill(layers=layers, kv_heads=2, dim=8, context=context, seed=seed)
     region = prefill.spans.region(0)
     scorer = ChunkOrder(of, size, shared, reuse)

@@ -14,6 +14,7 @@ from gracekv.testing import synthetic_prefill
 from gracekv.value import SCORERS, ExpectedAttention, reference
 from gracekv.value import expected_attention as module
 from gracekv.value.expected_attention import mean_rotation, query_moments
+from support.margins import assert_same_choice
 
 
 @settings(max_examples=15)
@@ -76,9 +77,11 @@ def test_equals_kvpress(kvpress_module, attention, ratio):
                 prefill.values[layer][None], None, {},
             )[0]  # fmt: skip
         torch.testing.assert_close(ours[layer], theirs, rtol=2e-4, atol=1e-6)
-        for g in range(2):
-            best, want = (set(x[g].topk(kept).indices.tolist()) for x in (ours[layer], theirs))
-            assert best == want
+        best, want = (
+            torch.zeros_like(x, dtype=torch.bool).scatter_(-1, x.topk(kept).indices, True)
+            for x in (ours[layer], theirs)
+        )
+        assert_same_choice(best, want, theirs, margin=4e-4)  # twice the scores' own tolerance
 
 
 def test_the_question_is_not_read():

@@ -61,7 +61,9 @@ def test_pooling_never_sees_past_the_region():
     peak = int(whole[:20].argmax())
     region = Region(peak + 1, 20)  # the largest score lies just before it
     pooled = WindowAttention(pooling="max", kernel=7)(prefill, region).scores[0, 0]
-    assert pooled.amax() == whole[peak + 1 : 20].amax() < whole[peak]
+    inside = whole[peak + 1 : 20].amax()
+    assert inside < 0.9 * whole[peak]  # clearly less, so that seeing past the region shows
+    torch.testing.assert_close(pooled.amax(), inside)
 
 
 def test_average_pooling_counts_its_padding():

@@ -1,0 +1,112 @@
+"""Choices of two computed paths: another one is accepted only where scores lie within a margin.
+
+Another CPU rounds the last bits of a sum otherwise, and a choice between two near ties follows. A
+test that compares two ways to compute the same choice states how near counts as a tie; any other
+difference fails. Exact comparison stays right where one computation runs twice, or where entries
+are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Logits of two paths of a float32 model of a few layers differ by 2e-5 at most; those of the
+# embedded model, of 30 layers, by 1e-3.
+LOGITS = 2e-4
+LOGITS_OF_30_LAYERS = 5e-3
+# Scores are sums of float32 probabilities, compared relative to the larger of two.
+SCORES = 1e-5
+
+
+def assert_same_order(got: Tensor, want: Tensor, scores: Tensor, margin: float = SCORES) -> None:
+    """Two orders of the same items: at each place, equal scores but for the margin.
+
+    Args:
+        got: int64 [..., k], distinct items from first to last.
+        want: int64 [..., k].
+        scores: [..., N] of the items.
+        margin: relative to the larger of the two scores.
+    """
+    assert got.shape == want.shape
+    assert bool((got.sort(-1).values.diff() > 0).all()), "an item occurs twice"
+    one, two = scores.double().gather(-1, got), scores.double().gather(-1, want)
+    _assert_ties(one, two, got, want, margin)
+
+
+def assert_same_choice(got: Tensor, want: Tensor, scores: Tensor, margin: float = SCORES) -> None:
+    """Two choices out of the same items: those exchanged have equal scores but for the margin.
+
+    Args:
+        got: bool [..., N], what was chosen.
+        want: bool [..., N].
+        scores: [..., N] of the items.
+        margin: relative to the largest score that was exchanged.
+    """
+    assert got.shape == want.shape == scores.shape
+    for mine, other, score in zip(*(x.flatten(0, -2) for x in (got, want, scores)), strict=True):
+        assert int(mine.sum()) == int(other.sum()), "not as many items"
+        one = (mine & ~other).nonzero().flatten()
+        two = (other & ~mine).nonzero().flatten()
+        # The lowest of one side with the highest of the other is the widest pair.
+        up, down = score.double()[one].sort().values, score.double()[two].sort().values.flip(0)
+        _assert_ties(up, down, one, two, margin)
+
+
+def _assert_ties(one: Tensor, two: Tensor, got: Tensor, want: Tensor, margin: float) -> None:
+    wrong = (one - two).abs() > margin * torch.maximum(one.abs(), two.abs())
+    assert not bool(wrong.any()), (
+        f"{got[wrong].tolist()[:8]} in place of {want[wrong].tolist()[:8]}, with scores "
+        f"{one[wrong].tolist()[:8]} and {two[wrong].tolist()[:8]}: no tie within {margin:g}"
+    )
+
+
+def indicator(kept: list[set[int]], length: int) -> Tensor:
+    """bool [len(kept), length]: each set as a mask."""
+    mask = torch.zeros(len(kept), length, dtype=torch.bool)
+    for row, items in enumerate(kept):
+        mask[row, list(items)] = True
+    return mask
+
+
+def assert_same_tokens(
+    got: Tensor, want: Tensor, logits: Callable[[Tensor], Tensor], margin: float = LOGITS
+) -> None:
+    """Two greedy answers: where they first differ, the two tokens' logits lie within the margin.
+
+    What follows the first difference continues another text, and is not compared.
+
+    Args:
+        got: int64 [n], new tokens.
+        want: int64 [m]; where one answer ends first, the end is the difference.
+        logits: of the next token [V] after new tokens int64 [i]; called only for a difference.
+        margin: absolute.
+    """
+    got, want = got.flatten(), want.flatten()
+    short = min(len(got), len(want))
+    differing = (got[:short] != want[:short]).nonzero().flatten()
+    if not len(differing):
+        assert len(got) == len(want), f"{got.tolist()} and {want.tolist()}: one is longer"
+        return
+    first = int(differing[0])
+    scores = logits(want[:first]).double().flatten()
+    one, two = float(scores[got[first]]), float(scores[want[first]])
+    assert abs(one - two) <= margin, (
+        f"new token {first} is {int(got[first])} in place of {int(want[first])}, with logits "
+        f"{one:g} and {two:g}: no tie within {margin:g}"
+    )
+    assert max(one, two) >= float(scores.max()) - margin, f"new token {first} is not the likeliest"
+
+
+def logits_over(result: Any) -> Callable[[Tensor], Tensor]:
+    """The next token's logits after new tokens, over a fresh cache of a `CompressionResult`."""
+
+    @torch.no_grad()
+    def logits(tokens: Tensor) -> Tensor:
+        fed = torch.cat([result.prompt.ids[-1:], tokens])[None].to(result.model.device)
+        return result.model(fed, past_key_values=result.cache).logits[0, -1]
+
+    return logits
