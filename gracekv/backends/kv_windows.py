@@ -139,7 +139,7 @@ class _WindowLayout:
     reach: int
 
     @classmethod
-    def of(cls, offsets: Tensor, count: int) -> _Layout:
+    def of(cls, offsets: Tensor, count: int) -> _WindowLayout:
         """`offsets` int64 [Z+1] of the nonempty rows."""
         entries = int(offsets[-1])
         step = entries // count
@@ -232,9 +232,7 @@ def _windows(
     )
 
 
-def _cheapest_layout(
-    offsets: Tensor, per_head: int, layer: RaggedLayer
-) -> _WindowLayout | None:
+def _cheapest_layout(offsets: Tensor, per_head: int, layer: RaggedLayer) -> _WindowLayout | None:
     """The layout of least cost among those tried; None if none fits."""
     entries, rows = int(offsets[-1]) if len(offsets) > 1 else 0, len(offsets) - 1
     if not entries or not per_head:
@@ -250,7 +248,12 @@ def _cheapest_layout(
 
 
 def _bias(
-    layer: RaggedLayer, layout: _WindowLayout, served: Tensor, real: Tensor, per_head: int, wide: int
+    layer: RaggedLayer,
+    layout: _WindowLayout,
+    served: Tensor,
+    real: Tensor,
+    per_head: int,
+    wide: int,
 ) -> Tensor | None:
     device = layer.keys.device
     log_multiplicity = layer.log_multiplicity

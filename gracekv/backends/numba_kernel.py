@@ -277,7 +277,7 @@ _NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16:
 
 @functools.cache
 def attend(dtype: torch.dtype) -> Any:
-    """The kernel for keys and values of a dtype: a C callback that takes `AttentionArgs` by address.
+    """The kernel for a dtype of keys and values: a C callback on the address of `AttentionArgs`.
 
     The first call on a machine compiles for some seconds; later ones load the result from disk.
     """

@@ -233,7 +233,9 @@ def _plain(
     return output.to(rows.dtype), (top + total.log())[..., 0]
 
 
-def _window_parts(attend: Kernel, query: Tensor, windows: KVWindows, scale: float) -> tuple[Tensor, Tensor]:
+def _window_parts(
+    attend: Kernel, query: Tensor, windows: KVWindows, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output [C * R, d] and lse [C * R] of every window row."""
     dim = query.shape[-1]
     # `embedding` is an index_select that keeps the index's shape.
