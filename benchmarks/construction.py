@@ -1,4 +1,4 @@
-"""How long does compression take beside the prefill, and what does it need in memory?
+"""Time of compression beside the prefill, and its memory.
 
     python benchmarks/construction.py                                    # SmolLM2 on the CPU
     python benchmarks/construction.py --device cuda --geometry qwen2.5-7b  # synthetic, no weights
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from construction_floor import Judged, products_per_second
+from construction_floor import DistortionWork, multiply_adds_per_second
 from construction_inputs import GEOMETRIES, prompt_of, synthetic
 from construction_memory import measured_memory, memory_of
 from construction_page import STAGES, show, write
@@ -42,7 +42,7 @@ def differing(pipeline: Pipeline, prefill: Prefill, budget: Budget) -> int:
 
 
 def operations(pipeline: Pipeline, prefill: Prefill, budget: Budget, device: str) -> str:
-    """Which torch operation takes what, as text."""
+    """The time of each torch operation, as text."""
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=kinds) as recorded:
         pipeline.run(prefill, budget)
@@ -60,14 +60,14 @@ def on_cpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
         prompt, budget = prompt_of(tokenizer, length), Budget.ratio(args.ratio)
         captured, extra = memory_of(length, args)
         prefill = capture(model, prompt, pipeline.needs())
-        wrong = differing(pipeline, prefill, budget)
-        detail = operations(pipeline, prefill, budget, "cpu")
-        judged = Judged(prefill.head_dim)
-        with judged.counting():
+        different = differing(pipeline, prefill, budget)
+        profiled = operations(pipeline, prefill, budget, "cpu")
+        work = DistortionWork(prefill.head_dim)
+        with work.counting():
             pipeline.run(prefill, budget)
-        rate = products_per_second("cpu")
+        rate = multiply_adds_per_second("cpu")
         head = model.get_output_embeddings().weight
-        floor = (judged.products + length * head.numel()) / rate
+        floor = (work.multiply_adds + length * head.numel()) / rate
         rows: list[dict[str, float]] = []
         for _ in range(args.repeats):
             prefill = capture(model, prompt, pipeline.needs())
@@ -77,27 +77,27 @@ def on_cpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
                 dict(timings.as_dict())
                 | {"sum": timings.construction, "share": timings.construction / timings.prefill}
             )
-        middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         assert run.partition is not None
         assert run.forest is not None
         yield (
             length,
             [
                 f"{length:,}",
-                f"{middle['prefill']:.2f}",
-                *(f"{middle[stage]:.3f}" for stage in STAGES),
-                f"{middle['sum']:.2f}",
-                f"{middle['share']:.2f}",
+                f"{median['prefill']:.2f}",
+                *(f"{median[stage]:.3f}" for stage in STAGES),
+                f"{median['sum']:.2f}",
+                f"{median['share']:.2f}",
                 f"{run.partition.slots}",
                 f"{run.forest.nodes:,}",
                 f"{captured:,.0f}",
                 f"{extra:,.0f}",
                 f"{100 * extra / captured:.0f}%",
-                f"{wrong}",
-                f"{judged.tokens:,}",
+                f"{different}",
+                f"{work.tokens:,}",
                 f"{floor:.2f}",
             ],
-            detail,
+            profiled,
         )
 
 
@@ -116,12 +116,12 @@ def on_gpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
             run = pipeline.run(prefill, budget)
             rows.append(dict(run.timings.as_dict()) | {"sum": run.timings.construction})
         peak = torch.cuda.max_memory_allocated() if measured else 0
-        middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-        detail = operations(pipeline, prefill, budget, device.type)
-        judged = Judged(prefill.head_dim)
-        with judged.counting():
+        median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+        profiled = operations(pipeline, prefill, budget, device.type)
+        work = DistortionWork(prefill.head_dim)
+        with work.counting():
             pipeline.run(prefill, budget)
-        floor = judged.products / products_per_second(device.type)
+        floor = work.multiply_adds / multiply_adds_per_second(device.type)
         assert run.partition is not None
         assert run.forest is not None
         yield (
@@ -129,8 +129,8 @@ def on_gpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
             [
                 f"{length:,}",
                 "-",
-                *(f"{middle[stage]:.3f}" for stage in STAGES),
-                f"{middle['sum']:.3f}",
+                *(f"{median[stage]:.3f}" for stage in STAGES),
+                f"{median['sum']:.3f}",
                 "-",
                 f"{run.partition.slots}",
                 f"{run.forest.nodes:,}",
@@ -138,10 +138,10 @@ def on_gpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
                 f"{(peak - before) / MIB:,.0f}",
                 f"{100 * (peak - before) / max(before, 1):.0f}%",
                 "-",
-                f"{judged.tokens:,}",
+                f"{work.tokens:,}",
                 f"{floor:.3f}",
             ],
-            detail,
+            profiled,
         )
         del prefill, run
 
@@ -167,13 +167,13 @@ def main() -> None:
         print(*measured_memory(args.memory, args.ratio, pipeline))
         return
     measure = on_gpu if args.geometry else on_cpu
-    body, details = [], {}
-    for length, row, detail in measure(args, pipeline):
+    body, profiles = [], {}
+    for length, row, profiled in measure(args, pipeline):
         body.append(row)
-        details[length] = detail
+        profiles[length] = profiled
         print(f"{length:,} tokens done", flush=True)
     show(body)
-    write(body, details, args, pipeline)
+    write(body, profiles, args, pipeline)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `construction.py` compresses: a book chapter, or a synthetic prefill of a model's shapes."""
+"""Inputs of `construction.py`: a book chapter, or a synthetic prefill of a model's shapes."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ GEOMETRIES = {
 
 
 def synthetic(shape: Geometry, length: int, device: str, dtype: torch.dtype) -> Prefill:
-    """A prefill whose hidden states wander between topics; K, V and Q are projections of them."""
+    """A prefill whose hidden states move between topics; K, V and Q are projections of them."""
     rng = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=rng, device=device)
 
-    # Real texts have slots of some 30 tokens: topics last as long on average.
-    turns = torch.rand(length, generator=rng, device=device) < 1 / 30
-    topic = turns.cumsum(0) % 64
+    # Slots of real texts have about 30 tokens: so do topics here, on average.
+    changes = torch.rand(length, generator=rng, device=device) < 1 / 30
+    topic = changes.cumsum(0) % 64
     hidden = 2.0 * normal(64, shape.width)[topic] + normal(length, shape.width)
     normed = (hidden / hidden.square().mean(-1, keepdim=True).sqrt()).to(dtype)
     rope = Rope.of_theta(length, shape.dim, 1e6, torch.device(device))
-    at = torch.arange(length, device=device)
+    positions = torch.arange(length, device=device)
 
     def project(heads: int, rotates: bool) -> torch.Tensor:
         weight = (normal(shape.width, heads * shape.dim) / shape.width**0.5).to(dtype)
         flat = (normed @ weight).view(length, heads, shape.dim).transpose(0, 1)
         if not rotates:
             return flat.contiguous()
-        # Head by head: a float32 copy of all queries would be larger than all that is kept.
-        return torch.stack([rope.rotate(x.float(), at).to(dtype) for x in flat])
+        # Head by head: a float32 copy of all queries would be larger than the whole prefill.
+        return torch.stack([rope.rotate(x.float(), positions).to(dtype) for x in flat])
 
     spans = PromptSpans(PREFIX, length - SUFFIX, length - 8, length)
     probes = len(spans.question_probes())

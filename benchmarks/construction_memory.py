@@ -1,4 +1,4 @@
-"""How much memory `construction.py` sees a compression take on a CPU, in a process of its own."""
+"""The memory of a compression on a CPU for `construction.py`, measured in a separate process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Resident:
 
     def reset(self) -> float:
         gc.collect()
-        # Freed memory that the allocator kept would otherwise count as used before the call.
+        # Freed memory that the allocator keeps would otherwise count as used.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         return self._mib("VmRSS")
@@ -39,7 +39,7 @@ _COMMAND = Path(__file__).with_name("construction.py")
 
 
 def memory_of(length: int, args: argparse.Namespace) -> tuple[float, float]:
-    """`measured_memory` in a process of its own: a heap that other lengths left in pieces grows."""
+    """`measured_memory` in a separate process, whose heap other lengths have not fragmented."""
     call = [sys.executable, str(_COMMAND), "--memory", str(length), "--ratio", args.ratio]
     done = subprocess.run(
         [*call, "--engine", args.engine], capture_output=True, text=True, check=True
@@ -49,12 +49,12 @@ def memory_of(length: int, args: argparse.Namespace) -> tuple[float, float]:
 
 
 def measured_memory(length: int, ratio: str, pipeline: Pipeline) -> tuple[float, float]:
-    """Peak MiB of model and capture, and how much higher the construction goes."""
+    """Peak MiB of model and capture, and MiB that construction adds to it."""
     from gracekv.hf.smollm2 import load_smollm2
     from gracekv.prefill.capture import capture
 
     resident = Resident()
-    # Compiled kernels and libraries are loaded once, whatever the prompt.
+    # Compiled kernels and libraries are loaded once, not per prompt.
     pipeline.run(synthetic(GEOMETRIES["tiny"], 256, "cpu", torch.float32), Budget.ratio(4))
     baseline = resident.reset()
     model, tokenizer = load_smollm2()

@@ -18,7 +18,7 @@ from gracekv import Pipeline
 STAGES = ("surprisal", "projections", "segment", "value", "tree", "allocate", "pack")
 COLUMNS = (
     "tokens", "prefill s", *(f"{stage} s" for stage in STAGES), "construction s", "of prefill",
-    "slots", "nodes", "prefill peak MiB", "extra MiB", "extra", "differ", "tokens judged",
+    "slots", "nodes", "prefill peak MiB", "extra MiB", "extra", "differ", "evaluated tokens",
     "floor s",
 )  # fmt: skip
 
@@ -67,15 +67,14 @@ def _header(args: argparse.Namespace, pipeline: Pipeline) -> list[str]:
         f"commit: {commit}",
         f"model: {what}; ratio {args.ratio}; medians of {args.repeats} runs",
         f"config: {pipeline!r}",
-        "Construction is everything that compression adds to a prefill that makes one position's "
-        "logits: surprisal (all positions' logits) and projections are the capture's, the rest "
-        "the pipeline's stages.",
+        "Construction is all that compression adds to a prefill that makes one position's logits: "
+        "surprisal (all positions' logits) and projections in the capture, and the pipeline's "
+        "stages.",
         "Prefill peak: model, prefill and all that is captured for this pipeline, at the highest "
         "(resident memory without what Python and its libraries took before; on a GPU allocated "
-        "memory, without a model), in a process of its own. Extra: how much higher construction "
-        "goes, the packed cache included. Differ: kept nodes of the reference allocator that the "
+        "memory, without a model), in a separate process. Extra: what construction adds to it, the "
+        "packed cache included. Differ: kept nodes of the reference allocator that the "
         "fast one did not keep.",
-        "Floor: the multiply-adds of the logits (on a CPU) and of the intervals of the tokens "
-        "judged by the trees' distortion, at the speed of a large float32 product measured in the "
-        "same run.",
+        "Floor: the multiply-adds of the logits (on a CPU) and of the evaluated tokens' "
+        "distortion, at the speed of a large float32 product measured in the same run.",
     ]

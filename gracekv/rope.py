@@ -1,6 +1,6 @@
 r"""Rotary position embedding as a table, and its exact inverse.
 
-The rotation of position t is the pair (cos_t, sin_t) that the model itself used at prefill, after
+The rotation of position t is the pair (cos_t, sin_t) that the model used at prefill, after
 any scaling of frequencies (llama3, yarn, linear ...) and including the attention factor s that
 yarn-like schemes multiply into both. With n_t = cos_t^2 + sin_t^2 = s^2 the inverse of
 
@@ -28,11 +28,11 @@ class Rope:
         cos: [T, d_rot] float32, the two halves of d_rot alike (Hugging Face layout).
         sin: [T, d_rot] float32.
 
-    Only the first d_rot of a head's d features rotate (partial rotary if d_rot < d). The table may
-    lie on another device than what it rotates.
+    Only the first d_rot of a head's d features rotate (partial rotary if d_rot < d). The table and
+    the tensors that it rotates may be on different devices.
 
     Raises:
-        ShapeError: cos and sin do not fit one another.
+        ShapeError: cos and sin have different shapes, or an odd d_rot.
     """
 
     cos: Tensor
@@ -64,21 +64,21 @@ class Rope:
         return _apply(x, cos, sin, torch.empty_like(x) if out is None else out)
 
     def unrotate(self, x: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
-        """R(t)^-1 x, the key before rotation, for x [..., n, d]; all else as in `rotate`."""
+        """R(t)^-1 x, the key before rotation, for x [..., n, d]; arguments as in `rotate`."""
         cos, sin = self._at(positions, x)
         norm = cos * cos + sin * sin
         return _apply(x, cos / norm, -sin / norm, torch.empty_like(x) if out is None else out)
 
     def _at(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the table, on x's device and in its dtype."""
-        # A sharded model has one table and layers on several devices.
+        # A sharded model has one table, and layers on several devices.
         positions = positions.to(self.cos.device)
         cos, sin = self.cos[positions], self.sin[positions]
         return cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
 
 
 def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
-    """x cos + rotate_half(x) sin, half by half, so that no temporary of x's size is made."""
+    """x cos + rotate_half(x) sin, half by half, without a temporary of x's size."""
     rotary = cos.shape[-1]
     low, high = slice(0, rotary // 2), slice(rotary // 2, rotary)
     torch.mul(x[..., low], cos[..., low], out=out[..., low])

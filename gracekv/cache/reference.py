@@ -1,4 +1,4 @@
-"""The merging packers in plain loops and float64."""
+"""The merging packers in plain loops and float64, to hold the fast ones against."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compiled kernels need of the machine that Python has no words for."""
+"""Instructions for compiled kernels: pointers, atomic counters and prefetching."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pointer(context: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def fetch_and_add(context: Any, pointer: Any, index: Any) -> Any:
-    """Add 1 to pointer[index] as if no other thread were there; returns what it was."""
+    """Add 1 to pointer[index] atomically; returns its previous value."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word = ir.IntType(64)
@@ -35,7 +35,7 @@ def fetch_and_add(context: Any, pointer: Any, index: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _prefetch_line(context: Any, array: Any, offset: Any) -> Any:
-    """Fetch the cache line of a byte of a contiguous array; it may lie outside."""
+    """Prefetch the cache line of a byte of a contiguous array; it may lie outside."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         found = context.make_array(signature.args[0])(context, builder, arguments[0])
@@ -53,7 +53,7 @@ def _prefetch_line(context: Any, array: Any, offset: Any) -> Any:
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def prefetch(rows: Any, first: int, count: int) -> None:
-    """Fetch the cache lines of some rows of a contiguous array; they may lie outside."""
+    """Prefetch the cache lines of some rows of a contiguous array; they may lie outside."""
     width = rows.shape[1] * rows.itemsize
     for offset in range(first * width, (first + count) * width, _LINE):
         _prefetch_line(rows, offset)

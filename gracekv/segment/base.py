@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gracekv.errors import ShapeError
@@ -60,10 +59,6 @@ class Partition:
     def region(self) -> Region:
         """The covered positions."""
         return Region(int(self.bounds[0]), int(self.bounds[-1]))
-
-    def slot_of_token(self) -> Tensor:
-        """int64 [N]: the slot of each token of the region."""
-        return torch.repeat_interleave(torch.arange(self.slots), self.lengths)
 
 
 class Segmenter(Strategy, abc.ABC):

@@ -5,15 +5,13 @@ With steps d_t = hbar_{t+1} - hbar_t, the two local directions at i are triangul
     delta_-(i) = sum_{k=1}^{w-1} (w-k)/w d_{i-k}   and
     delta_+(i) = sum_{k=0}^{w-1} (w-k)/w d_{i+k},
 
-which is what the differences to the window means come to when written out. So their norms and
-their inner product are fixed quadratic forms of the products d_s . d_t near i. Nothing large is
-subtracted on the way: a flat stretch keeps its exact zero whatever the sequence does elsewhere,
-and no window mean is ever stored.
+which equal the differences to the window means. So their norms and their inner product are fixed
+quadratic forms of the products d_s . d_t near i. No large numbers are subtracted: a flat stretch
+keeps its exact zero whatever the rest of the sequence is, and no window mean is stored.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.errors import ConfigError
+from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill
 from gracekv.registry import Configurable
-from gracekv.segment.bands import band_products, rows_per_chunk, unit_states
+from gracekv.segment.band_products import band_products, rows_per_chunk, unit_states
 
 
 @dataclass(frozen=True)
@@ -37,38 +35,19 @@ class Curvature(Configurable):
         stability: lambda_stab, weight of the standard deviation across layers and windows that is
             taken off their mean (Eq. (S5)).
         epsilon: smallest norm that a vector is divided by (Eq. (S2)).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
-    depths: tuple[float, ...] = (0.33, 0.5, 0.67)
-    windows: tuple[int, ...] = (4, 8, 16)
-    stability: float = 0.25
-    epsilon: float = 1e-6
-
-    def __post_init__(self) -> None:
-        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
-            raise ConfigError(
-                f"Curvature.depths takes one or more relative depths between 0 (first layer) and "
-                f"1 (last); got {self.depths!r}. For layer i of L give i / L."
-            )
-        if (
-            not self.windows
-            or min(self.windows) < 1
-            or len(set(self.windows)) < len(self.windows)
-            or any(not isinstance(window, int) for window in self.windows)
-        ):
-            raise ConfigError(
-                f"Curvature.windows takes one or more distinct whole numbers of tokens, each at "
-                f"least 1; got {self.windows!r}. The paper's are (4, 8, 16)."
-            )
-        if not 0 <= self.stability < math.inf or not 0 < self.epsilon < math.inf:
-            raise ConfigError(
-                f"Curvature takes stability >= 0 and epsilon > 0, both finite; got "
-                f"stability={self.stability!r}, epsilon={self.epsilon!r}. The paper's are 0.25 "
-                f"and 1e-6."
-            )
+    depths: tuple[float, ...] = bounded(
+        (0.33, 0.5, 0.67),
+        at_least=0,
+        at_most=1,
+        hint="0 is the first layer, 1 the last; for layer i of L give i / L.",
+    )
+    windows: tuple[int, ...] = bounded(
+        (4, 8, 16), at_least=1, distinct=True, hint="The paper's are (4, 8, 16) tokens."
+    )
+    stability: float = bounded(0.25, at_least=0)
+    epsilon: float = bounded(1e-6, above=0)
 
     def needs(self) -> Needs:
         """Hidden states of the sampled layers."""
@@ -100,7 +79,7 @@ class Curvature(Configurable):
         reach = max(self.windows) - 1
         forms = self._quadratic_forms(reach).to(hidden.device)
         rows = rows_per_chunk(max(dim, forms.shape[0]), 2 * reach)
-        pieces = []
+        chunks = []
         for start in range(0, length, rows):
             stop = min(start + rows, length)
             near = hidden[max(0, start - reach) : stop + reach + 1]
@@ -109,8 +88,8 @@ class Curvature(Configurable):
             after = stop - start + 2 * reach - before - len(steps)
             band = band_products(functional.pad(steps, (0, 0, before, after)), 2 * reach + 1)
             around = band.unfold(0, 2 * reach + 1, 1).reshape(stop - start, -1)
-            pieces.append((around @ forms).view(stop - start, len(self.windows), 3))
-        incoming, outgoing, inner = torch.cat(pieces).permute(2, 1, 0)
+            chunks.append((around @ forms).view(stop - start, len(self.windows), 3))
+        incoming, outgoing, inner = torch.cat(chunks).permute(2, 1, 0)
         norms = [
             square.clamp(min=0).sqrt().clamp(min=self.epsilon) for square in (incoming, outgoing)
         ]

@@ -1,8 +1,7 @@
-"""The paper's segmenter: slots that end where the hidden-state trajectory turns."""
+"""`curvature_dp`: slots that end where the hidden-state trajectory turns (the paper's)."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import final
 
@@ -11,12 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
+from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 from gracekv.segment.curvature import Curvature
 from gracekv.segment.dispersion import dispersion_table
-from gracekv.segment.recurrence import best_partition
-from gracekv.segment.robust import robust_z
+from gracekv.segment.partition_dp import best_partition
+from gracekv.segment.robust_zscore import robust_zscore
+
+_OFF = "0 switches the term off."
 
 
 @final
@@ -28,12 +30,11 @@ class CurvatureDP(Segmenter):
     Maximises boundary scores minus cut costs, minus dispersion and length penalties of the slots
     (Eq. (S11)). A weight of 0 switches its term off.
 
-    Source: Eqs. (S8) and (S11); departures 2. Ours:
-    `curvature_weight` and how ties are broken.
+    Source: Eqs. (S8) and (S11); departures 2. Ours: `curvature_weight` and how ties are broken.
 
     Cost: banded products of the sampled hidden states for N * `max_length` candidate slots, then N
-    steps of one maximum each; about 1 % of a prefill. The surprisal that it reads costs the capture
-    more, about a tenth of a prefill on a CPU.
+    steps of one maximum each; about 1 % of a prefill. Capturing surprisal costs more, about a tenth
+    of a prefill on a CPU.
 
     Attributes:
         min_length: n_min, tokens; only the last slot may be shorter, if nothing else reaches the
@@ -48,39 +49,23 @@ class CurvatureDP(Segmenter):
         cut_cost: c_cut, paid for every slot but the first (Eq. (S11)).
         curvature: how kappa is computed. Its sampled layers and epsilon also serve dispersion
             and robust normalisation, as in the paper.
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
-    min_length: int = 16
-    max_length: int = 128
-    target_length: int = 64
-    curvature_weight: float = 1.0
-    surprisal_weight: float = 0.15
-    dispersion_weight: float = 0.25
-    length_weight: float = 0.10
-    cut_cost: float = 1.0
+    min_length: int = bounded(16, at_least=1, hint="It is in tokens; the paper's is 16.")
+    max_length: int = bounded(128, at_least=1, hint="It is in tokens; the paper's is 128.")
+    target_length: int = bounded(64, at_least=1, hint="It is in tokens; the paper's is 64.")
+    curvature_weight: float = bounded(1.0, at_least=0, hint=_OFF)
+    surprisal_weight: float = bounded(0.15, at_least=0, hint=_OFF)
+    dispersion_weight: float = bounded(0.25, at_least=0, hint=_OFF)
+    length_weight: float = bounded(0.10, at_least=0, hint=_OFF)
+    cut_cost: float = bounded(1.0, hint="0 makes cuts free.")
     curvature: Curvature = field(default_factory=Curvature)
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_length <= self.max_length or self.target_length < 1:
+    def check(self) -> None:
+        if self.min_length > self.max_length:
             raise ConfigError(
-                f"CurvatureDP takes 1 <= min_length <= max_length and target_length >= 1, in "
-                f"tokens; got min_length={self.min_length!r}, max_length={self.max_length!r}, "
-                f"target_length={self.target_length!r}. The paper's are 16, 128 and 64."
-            )
-        for name in ("curvature", "surprisal", "dispersion", "length"):
-            weight = getattr(self, f"{name}_weight")
-            if not 0 <= weight < math.inf:
-                raise ConfigError(
-                    f"CurvatureDP.{name}_weight takes a finite number >= 0; got {weight!r}. Give 0 "
-                    f"to switch the term off."
-                )
-        if not math.isfinite(self.cut_cost):
-            raise ConfigError(
-                f"CurvatureDP.cut_cost takes a finite number; got {self.cut_cost!r}. Give 0 to "
-                f"make cuts free."
+                f"CurvatureDP takes min_length <= max_length, in tokens; got min_length="
+                f"{self.min_length!r}, max_length={self.max_length!r}. The paper's are 16 and 128."
             )
 
     def needs(self) -> Needs:
@@ -110,7 +95,7 @@ class CurvatureDP(Segmenter):
         Raises `MissingCaptureError` if surprisal has weight but is None, `NonFiniteError` if it
         holds NaN or infinity. Source: Eq. (S8).
         """
-        score = self.curvature_weight * robust_z(kappa, self.curvature.epsilon)
+        score = self.curvature_weight * robust_zscore(kappa, self.curvature.epsilon)
         if self.surprisal_weight > 0:
             if surprisal is None:
                 raise MissingCaptureError(
@@ -120,7 +105,7 @@ class CurvatureDP(Segmenter):
                     f"surprisal_weight=0."
                 )
             surprisal = surprisal.to(kappa.device)
-            score = score + self.surprisal_weight * robust_z(surprisal, self.curvature.epsilon)
+            score = score + self.surprisal_weight * robust_zscore(surprisal, self.curvature.epsilon)
         if not bool(score.isfinite().all()):
             raise NonFiniteError(
                 "The boundary score holds NaN or infinity because the captured surprisal does. "

@@ -1,8 +1,8 @@
 r"""Dispersion of the steps inside every candidate slot, as one banded table.
 
-The steps of a slot telescope: their sum is the last state minus the first one. So the variance of
-the steps needs one squared distance per candidate slot and a running sum of squared steps, and no
-prefix sums of vectors.
+The sum of a slot's steps is its last state minus its first. So the variance of the steps needs one
+squared distance per candidate slot and a running sum of squared steps, and no prefix sums of
+vectors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.segment.bands import band_products, rows_per_chunk, unit_states
+from gracekv.segment.band_products import band_products, rows_per_chunk, unit_states
 
 
 def dispersion_table(states: Sequence[Tensor], longest: int, epsilon: float) -> Tensor:
@@ -33,7 +33,7 @@ def dispersion_table(states: Sequence[Tensor], longest: int, epsilon: float) -> 
     for hidden in states:
         table += _squared_distances(hidden, longest, epsilon).to(device)
     table /= len(states)
-    # The sums are linear, so the layers' mean is taken before the variance is formed.
+    # The variance is linear in these sums, so the mean over layers is taken first.
     squared_steps = functional.pad(table[:, 1].cumsum(0), (1, 0))
     squared_steps = functional.pad(squared_steps, (0, longest))
     inside = squared_steps.unfold(0, longest, 1)[:rows] - squared_steps[:rows, None]
@@ -47,11 +47,11 @@ def _squared_distances(hidden: Tensor, width: int, epsilon: float) -> Tensor:
     """[N, width] float64: |hbar_{t+j} - hbar_t|^2 of one layer [N, D]; undefined past the end."""
     length, dim = hidden.shape
     rows = rows_per_chunk(dim, width)
-    pieces = []
+    chunks = []
     for start in range(0, length, rows):
         unit = unit_states(hidden[start : start + rows + width - 1], epsilon)
         own = min(rows, length - start)
         products = band_products(unit, width)[:own]
         squares = functional.pad(unit.square().sum(dim=-1), (0, width))
-        pieces.append(squares.unfold(0, width, 1)[:own] + squares[:own, None] - 2 * products)
-    return torch.cat(pieces)
+        chunks.append(squares.unfold(0, width, 1)[:own] + squares[:own, None] - 2 * products)
+    return torch.cat(chunks)

@@ -1,4 +1,4 @@
-"""Chunks of a fixed number of tokens, counted from the left."""
+"""`fixed_chunks`: slots of a fixed number of tokens, counted from the left."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from gracekv.errors import ConfigError
+from gracekv.hyperparameter import bounded
 from gracekv.prefill import Prefill, Region
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 
@@ -24,19 +24,9 @@ class FixedChunks(Segmenter):
 
     Attributes:
         size: tokens per chunk (ChunkKV's 10).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
-    size: int = 10
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ConfigError(
-                f"FixedChunks.size takes a number of tokens >= 1; got {self.size!r}. ChunkKV's "
-                f"is 10."
-            )
+    size: int = bounded(10, at_least=1, hint="It is in tokens; ChunkKV's is 10.")
 
     def __call__(self, prefill: Prefill, region: Region) -> Partition:
         """The partition; curvature is left to the trees. `ShapeError` if `region` is empty."""

@@ -1,6 +1,6 @@
-"""The segment stage straight from the equations: loops, float64, nothing clever.
+"""The segment stage straight from the equations: loops in float64.
 
-Slow on purpose. The fast versions are tested equal to these.
+Slow on purpose; the fast versions are tested equal to these.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def median(signal: Sequence[float]) -> float:
     return ordered[half] if len(signal) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
-def robust_z(signal: Sequence[float], epsilon: float = 1e-6) -> Floats:
+def robust_zscore(signal: Sequence[float], epsilon: float = 1e-6) -> Floats:
     """[T] normalised by median and MAD. Source: Eq. (S7)."""
     middle = median(signal)
     mad = median([abs(a - middle) for a in signal])
@@ -88,9 +88,9 @@ def dispersion(states: Sequence[Tensor], start: int, end: int, epsilon: float) -
 def boundary_score(kappa: Sequence[float], surprisal: Sequence[float], rule: CurvatureDP) -> Floats:
     """b [T] from kappa [T] and surprisal [T]. Source: Eq. (S8)."""
     epsilon = rule.curvature.epsilon
-    return rule.curvature_weight * robust_z(kappa, epsilon) + rule.surprisal_weight * robust_z(
-        surprisal, epsilon
-    )
+    return rule.curvature_weight * robust_zscore(
+        kappa, epsilon
+    ) + rule.surprisal_weight * robust_zscore(surprisal, epsilon)
 
 
 def slot_profit(
@@ -107,7 +107,7 @@ def slot_profit(
 
 
 def best_partition(profit: Floats, min_length: int) -> tuple[Floats, NDArray[np.int64]]:
-    """Cut [0, N) into slots of greatest total profit; as `recurrence.best_partition`.
+    """Cut [0, N) into slots of greatest total profit; as `partition_dp.best_partition`.
 
     Source: Eq. (S12).
     """

@@ -1,4 +1,4 @@
-"""Every token by itself."""
+"""`tokens`: one slot per token."""
 
 from __future__ import annotations
 

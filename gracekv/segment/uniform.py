@@ -1,4 +1,4 @@
-"""Slots that ignore the content."""
+"""`uniform`: slots of nearly equal length, whatever the content."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from gracekv.errors import ConfigError
+from gracekv.hyperparameter import bounded
 from gracekv.prefill import Prefill, Region
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 
@@ -18,27 +18,17 @@ from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 class Uniform(Segmenter):
     """Slots of nearly equal length, as close to 64 tokens as the context allows.
 
-    Source: the paper's ablation without curvature segmentation, Section app:why_curvature. Ours: a
+    Source: the paper's ablation without curvature segmentation. Ours: a
     region that is no multiple of the target is divided into N / target slots, rounded half up but
     at least one, whose lengths differ by at most one token.
 
     Cost: none; no tensor is read.
 
     Attributes:
-        target_length: tokens per slot (the paper's 64, Section app:why_curvature).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
+        target_length: tokens per slot (the paper's 64).
     """
 
-    target_length: int = 64
-
-    def __post_init__(self) -> None:
-        if self.target_length < 1:
-            raise ConfigError(
-                f"Uniform.target_length takes a number of tokens >= 1; got "
-                f"{self.target_length!r}. The paper's is 64."
-            )
+    target_length: int = bounded(64, at_least=1, hint="It is in tokens; the paper's is 64.")
 
     def __call__(self, prefill: Prefill, region: Region) -> Partition:
         """The partition; curvature is left to the trees. `ShapeError` if `region` is empty."""

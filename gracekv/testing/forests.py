@@ -1,4 +1,4 @@
-"""Random forests for allocators, and the check of what an allocator returns."""
+"""Random forests, and the check of the frontiers that allocators return."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def random_forest(
     whole: float = 0.1,
     device: str | torch.device = "cpu",
 ) -> Forest:
-    """A forest with the structure of a real one and gains that mean nothing.
+    """A forest with the structure of a real one and random gains.
 
-    Nodes are cut in two, lose one token, or fall apart into all their tokens (costs 1, 2 and
+    Nodes are cut in two, have one token extracted, or split into all their tokens (costs 1, 2 and
     larger). Built level by level, so a million operations take about a second.
 
     Args:
-        seed: decides everything.
+        seed: of the random numbers.
         layers: L.
         heads: G.
         slots: J; slot lengths are drawn from 1 to `slot_tokens` and shared by all heads.
         slot_tokens: longest slot.
         gains: "normal" (both signs), "heavy" (log-normal, with a few negative), "ties" (small
             whole utilities, 0 and negative included) or "zeros" (nine tenths are 0 or negative).
-        explode: chance that a node falls apart into its tokens at once.
+        explode: chance that a node splits into all its tokens at once.
         prune: chance that a node of several tokens is a leaf.
         whole: chance that such a leaf keeps its original tokens (`entries` = its length).
         device: of the tensors.
@@ -91,7 +91,7 @@ def random_forest(
         child_count=tensor(count),
         tree=tensor(tree),
         level=tensor(level),
-        worth=tensor(rng.random(nodes)),
+        relevance=tensor(rng.random(nodes)),
         distortion=tensor(rng.random(nodes)),
         drop=tensor(rng.random(trees)),
         entries=tensor(entries),

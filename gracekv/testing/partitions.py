@@ -1,4 +1,4 @@
-"""The contract of segmenters, as a check that plugins can run on theirs."""
+"""The contract of segmenters, as a check that plugins can run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from gracekv.segment.base import Partition
 
 
 def check_partition(partition: Partition, region: Region, length: int) -> None:
-    """Check what every segmenter promises of its `partition` of `region`.
+    """Check that a segmenter's `partition` of `region` keeps the contract.
 
-    `length` is T, the tokens of the whole sequence. Raises `AssertionError` naming the first
-    promise that is broken: int64 bounds on the CPU that strictly increase from the region's start
+    `length` is T, the tokens of the whole sequence. Raises `AssertionError` with the first broken
+    rule: int64 bounds on the CPU that strictly increase from the region's start
     to its end, and a curvature that is None or one finite float per token of the sequence.
     """
     bounds, kappa = partition.bounds, partition.curvature

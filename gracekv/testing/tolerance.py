@@ -1,4 +1,4 @@
-"""Tolerances of attention outputs by dtype, and their reasons."""
+"""How closely results must agree, by dtype, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tolerance:
     Attributes:
         output: relative Frobenius error of attention outputs against float64.
         lse: absolute error of the log-sum-exp against float64.
-        reason: where the bounds come from.
+        reason: what the bound is made of.
     """
 
     output: float

@@ -5,22 +5,17 @@ from gracekv.tree.binary import Binary
 from gracekv.tree.binary_extract import BinaryExtract
 from gracekv.tree.build import build_forest
 from gracekv.tree.context import TreeContext
-from gracekv.tree.distortion import (
-    DISTORTIONS,
-    CostTable,
-    Distortion,
-    DistortionEvaluator,
-    IntervalCosts,
-    Nodes,
-)
+from gracekv.tree.cost_table import CostTable
+from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
 from gracekv.tree.exhaustive import Exhaustive
 from gracekv.tree.extract import Extract
-from gracekv.tree.items import Items
 from gracekv.tree.leaf_only import LeafOnly
 from gracekv.tree.merge import PrototypeRule, Prototypes, merge
 from gracekv.tree.midpoint import Midpoint
+from gracekv.tree.nodes import Children, IntervalCosts, Nodes
 from gracekv.tree.prototype import Prototype
-from gracekv.tree.refine import REFINERS, Children, Refiner
+from gracekv.tree.refine import REFINERS, Refiner
+from gracekv.tree.tree_batch import TreeBatch
 from gracekv.tree.two_level import TwoLevel
 from gracekv.tree.unit import Unit
 
@@ -37,7 +32,6 @@ __all__ = [
     "Extract",
     "Forest",
     "IntervalCosts",
-    "Items",
     "LeafOnly",
     "Midpoint",
     "Nodes",
@@ -45,6 +39,7 @@ __all__ = [
     "PrototypeRule",
     "Prototypes",
     "Refiner",
+    "TreeBatch",
     "TreeContext",
     "TwoLevel",
     "Unit",

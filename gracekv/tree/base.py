@@ -18,8 +18,8 @@ class Forest:
     so node r < R is the root of tree r, levels are contiguous, and the children of a node are
     contiguous and ordered by start, in the order of their parents. All tensors on one device.
 
-    Buying happens in operations. Add(r) puts root r into an empty frontier, Split(v) replaces v
-    by its children. An operation's `cost` is the number of physical entries that it adds.
+    The auction executes operations. Add(r) puts root r on the frontier of its empty tree, Split(v)
+    replaces v by its children. An operation's cost is the number of physical entries that it adds.
 
     Attributes:
         heads: G.
@@ -32,7 +32,7 @@ class Forest:
         child_count: int64 [V], 0 for leaves.
         tree: int64 [V].
         level: int64 [V], 0 for roots.
-        worth: R_{l,g}(v) float64 [V], Eq. (V6).
+        relevance: R_{l,g}(v) float64 [V], Eq. (V6).
         distortion: D(I_v) float64 [V], Eq. (T7).
         drop: D^drop(I_r) float64 [R] of the roots.
         entries: int64 [V], physical entries of the node when it is on the frontier: 1 for a
@@ -54,7 +54,7 @@ class Forest:
     child_count: Tensor
     tree: Tensor
     level: Tensor
-    worth: Tensor
+    relevance: Tensor
     distortion: Tensor
     drop: Tensor
     entries: Tensor
@@ -64,7 +64,7 @@ class Forest:
     def __post_init__(self) -> None:
         nodes, trees = len(self.start), self.layers * self.heads * self.slots
         per_node = (
-            "end", "parent", "first_child", "child_count", "tree", "level", "worth",
+            "end", "parent", "first_child", "child_count", "tree", "level", "relevance",
             "distortion", "entries", "split_gain",
         )  # fmt: skip
         for names, size in ((per_node, nodes), (("drop", "add_gain"), trees)):
@@ -113,8 +113,3 @@ class Forest:
         inner = self.parent >= 0
         cost.index_add_(0, self.parent[inner], self.entries[inner])
         return torch.where(self.is_leaf, 0, cost - self.entries)
-
-    def level_bounds(self) -> Tensor:
-        """int64 [levels + 1], on the CPU: level k is nodes [bounds[k], bounds[k+1])."""
-        counts = torch.bincount(self.level).cpu()
-        return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])

@@ -1,4 +1,4 @@
-"""What tree building knows."""
+"""`TreeContext`: the inputs of tree building."""
 
 from __future__ import annotations
 
@@ -45,13 +45,15 @@ class TreeContext:
         A group takes every k-th layer of its device, so that all groups resemble one another.
         """
         prefill = self.prefill
-        # Per token of a head: key, value, about 64 probes' exponentials, and a few numbers.
-        each = prefill.kv_heads * self.partition.region.length * (2 * prefill.head_dim + 72) * 4
-        homes: dict[torch.device, list[int]] = defaultdict(list)
+        # Per token of a head: key, value, about 64 probes' exponentials, and 8 other numbers.
+        layer_bytes = (
+            prefill.kv_heads * self.partition.region.length * (2 * prefill.head_dim + 72) * 4
+        )
+        by_device: dict[torch.device, list[int]] = defaultdict(list)
         for layer, keys in enumerate(prefill.keys):
-            homes[keys.device].append(layer)
+            by_device[keys.device].append(layer)
         groups = []
-        for layers in homes.values():
-            count = math.ceil(len(layers) / max(1, limit // each))
+        for layers in by_device.values():
+            count = math.ceil(len(layers) / max(1, limit // layer_bytes))
             groups += [layers[k::count] for k in range(count)]
         return groups

@@ -7,8 +7,9 @@ from typing import ClassVar, final
 
 import torch
 
-from gracekv.tree.distortion import CostTable, Nodes
-from gracekv.tree.refine import REFINERS, Children, Refiner
+from gracekv.tree.cost_table import CostTable
+from gracekv.tree.nodes import Children, Nodes
+from gracekv.tree.refine import REFINERS, Refiner
 
 
 @final
@@ -26,5 +27,5 @@ class LeafOnly(Refiner):
     exact_roots: ClassVar[bool] = True
 
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
-        none = torch.empty(0, dtype=torch.int64, device=nodes.item.device)
-        return Children(count=torch.zeros_like(nodes.item), start=none, end=none)
+        none = torch.empty(0, dtype=torch.int64, device=nodes.tree.device)
+        return Children(count=torch.zeros_like(nodes.tree), start=none, end=none)

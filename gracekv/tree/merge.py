@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.errors import ConfigError
+from gracekv.hyperparameter import bounded
+from gracekv.ragged import rows_and_steps
 from gracekv.registry import Configurable
 from gracekv.rope import Rope
 
@@ -30,20 +31,11 @@ class PrototypeRule(Configurable):
             sums to 1 over all of a head's tokens, so the paper's usual 1e-6 would shrink values).
         multiplicity: add log m_eff to the logit (the paper); False drops the bias (ours, for
             ablation).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
-    uniform_base: float = 0.1
-    epsilon: float = 1e-12
+    uniform_base: float = bounded(0.1, at_least=0)
+    epsilon: float = bounded(1e-12, at_least=0)
     multiplicity: bool = True
-
-    def __post_init__(self) -> None:
-        if self.uniform_base < 0 or self.epsilon < 0:
-            raise ConfigError(
-                f"PrototypeRule takes uniform_base >= 0 and epsilon >= 0; got {self!r}."
-            )
 
     def multiplicities(self, mean_norm: Tensor, norm_mean: Tensor, count: Tensor) -> Tensor:
         """m_eff of intervals, elementwise.
@@ -89,7 +81,7 @@ class Prototypes:
 def merge(
     keys: Tensor,
     values: Tensor,
-    worth: Tensor,
+    scores: Tensor,
     start: Tensor,
     end: Tensor,
     rope: Rope,
@@ -100,33 +92,31 @@ def merge(
     Args:
         keys: [M, d] float32 post-RoPE, M = sum of the intervals' lengths, in their order.
         values: [M, d] float32.
-        worth: R^tok [M] float32.
+        scores: R^tok [M] float32.
         start: int64 [V] absolute first position of each interval.
         end: int64 [V] exclusive.
         rope: the rotations of the absolute positions.
         rule: how to merge.
     """
     count = end - start
-    node = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-    first = count.cumsum(0) - count
-    positions = start[node] + torch.arange(len(node), device=count.device) - first[node]
+    node, step = rows_and_steps(count)
 
-    def total(rows: Tensor) -> Tensor:
-        return torch.segment_reduce(rows, "sum", lengths=count, axis=0, unsafe=True)
+    def total(x: Tensor) -> Tensor:
+        return torch.segment_reduce(x, "sum", lengths=count, axis=0, unsafe=True)
 
     size = count.float()
-    plain = rope.unrotate(keys, positions)
-    mean_key = total(plain) / size[:, None]
-    norm_mean = total(plain.norm(dim=-1)) / size
-    at = representative_positions(start, end)
+    unrotated = rope.unrotate(keys, start[node] + step)
+    mean_key = total(unrotated) / size[:, None]
+    norm_mean = total(unrotated.norm(dim=-1)) / size
+    positions = representative_positions(start, end)
 
-    weight = worth + (rule.uniform_base * total(worth) / size)[node]
-    # Tokens without any worth are merged evenly instead of vanishing.
+    weight = scores + (rule.uniform_base * total(scores) / size)[node]
+    # Intervals whose scores are all 0 are merged evenly, not to 0.
     weight = torch.where((total(weight) > 0)[node], weight, 1.0)
     value = total(weight[:, None] * values) / (total(weight) + rule.epsilon)[:, None]
     return Prototypes(
-        keys=rope.rotate(mean_key, at),
+        keys=rope.rotate(mean_key, positions),
         values=value,
-        positions=at,
+        positions=positions,
         multiplicity=rule.multiplicities(mean_key.norm(dim=-1), norm_mean, size),
     )

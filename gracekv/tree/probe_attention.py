@@ -1,4 +1,4 @@
-"""`ProbeAttention`: the compressible tokens of some layers as the distortion's probes see them."""
+"""`ProbeAttention`: the attention that the distortion's probes pay to the compressible tokens."""
 
 from __future__ import annotations
 
@@ -17,104 +17,105 @@ from gracekv.tree.workspace import Workspace
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProbeAttention:
-    """N compressible tokens of U heads (some layers' KV heads) and P probes.
+    """Attention of P probes to the N compressible tokens of U heads (some layers' KV heads).
 
     Tokens of all heads follow one another, so that one row index finds a token of a head.
 
     Attributes:
         positions: int64 [P] ascending probe positions.
         queries: [U, P, d] float32, times the attention scale.
-        top: [U, P] largest visible logit.
-        inverse_total: 1 / Z_C [U, P].
-        exponentials: p [U*N, P]; 0 where the probe cannot see.
+        max_logit: [U, P], over the visible tokens.
+        inverse_sum: 1 / Z_C [U, P], Z_C the sum of `exponentials`.
+        exponentials: p [U*N, P], e^(logit - max_logit); 0 where the probe cannot see.
         mass: sum over the probes of p / Z_C [U*N].
-        plain_keys: k^o [U*N, d].
+        unrotated_keys: k^o [U*N, d].
         key_norms: |k^o| [U*N].
         values: [U*N, d].
-        worth: R^tok [U*N] float32.
-        seeing: float32 [N], probes that see each token.
-        before: int64 [N+1], probes at positions before each token (and before the region's end).
+        scores: R^tok [U*N] float32.
+        visible_probes: float32 [N], probes that see each token.
+        first_probe: int64 [N+1], the first probe that sees each token (and the region's end).
     """
 
     positions: Tensor
     queries: Tensor
-    top: Tensor
-    inverse_total: Tensor
+    max_logit: Tensor
+    inverse_sum: Tensor
     exponentials: Tensor
     mass: Tensor
-    plain_keys: Tensor
+    unrotated_keys: Tensor
     key_norms: Tensor
     values: Tensor
-    worth: Tensor
-    seeing: Tensor
-    before: Tensor
+    scores: Tensor
+    visible_probes: Tensor
+    first_probe: Tensor
 
     @classmethod
     def of(
-        cls, context: TreeContext, layers: Sequence[int], probes: Tensor, space: Workspace
+        cls, context: TreeContext, layers: Sequence[int], probes: Tensor, workspace: Workspace
     ) -> ProbeAttention:
-        """Gather some layers; of `probes` [n], those that see none of the region are left out.
+        """Gather some layers; `probes` int64 [n] that see no token of the region are dropped.
 
-        The large tensors lie in `space.lasting`, so the next call with that space voids them.
+        The large tensors lie in `workspace.persistent`: the next call with it overwrites them.
         """
         prefill, region = context.prefill, context.partition.region
         device = prefill.keys[layers[0]].device
-        # Heads take turns over all probes; only then those that see no compressible token go.
+        # Query heads take turns over all probes, so probes are dropped afterwards.
         queries = torch.cat([probe_queries(prefill, layer, probes) for layer in layers])
         queries = queries[:, probes >= region.start] * prefill.scale
         probes = probes[probes >= region.start].to(device)
         heads, tokens, dim = len(queries), region.length, prefill.head_dim
-        room = space.lasting
-        room.reserve(heads * tokens * (len(probes) + 2 * dim))
-        at = torch.arange(region.start, region.end, device=device)
-        keys = room.take(heads, tokens, dim)
+        buffer = workspace.persistent
+        buffer.reserve(heads * tokens * (len(probes) + 2 * dim))
+        positions = torch.arange(region.start, region.end, device=device)
+        keys = buffer.take(heads, tokens, dim)
         _copy([prefill.keys[layer] for layer in layers], region, keys)
-        logits = room.take(heads, tokens, len(probes))
-        _products(keys, queries, logits)
-        blind = int((probes < region.end - 1).sum())
-        logits[..., :blind].masked_fill_(at[:, None] > probes[:blind], -torch.inf)
-        top = logits.amax(dim=1)
-        exponentials = logits.sub_(top[:, None]).exp_()
-        inverse_total = 1.0 / exponentials.sum(dim=1)
-        plain = prefill.rope.unrotate(keys, at, out=room.take(heads, tokens, dim))
-        # Rotated keys are not read again.
+        logits = buffer.take(heads, tokens, len(probes))
+        _head_products(keys, queries, logits)
+        masked = int((probes < region.end - 1).sum())
+        logits[..., :masked].masked_fill_(positions[:, None] > probes[:masked], -torch.inf)
+        max_logit = logits.amax(dim=1)
+        exponentials = logits.sub_(max_logit[:, None]).exp_()
+        inverse_sum = 1.0 / exponentials.sum(dim=1)
+        unrotated = prefill.rope.unrotate(keys, positions, out=buffer.take(heads, tokens, dim))
+        # Rotated keys are not read again, so values take their memory.
         values = keys
         _copy([prefill.values[layer] for layer in layers], region, values)
         bounds = torch.arange(region.start, region.end + 1, device=device)
+        first_probe = torch.searchsorted(probes, bounds)
         return cls(
             positions=probes,
             queries=queries,
-            top=top,
-            inverse_total=inverse_total,
+            max_logit=max_logit,
+            inverse_sum=inverse_sum,
             exponentials=exponentials.flatten(0, 1),
-            mass=_weighted(exponentials, inverse_total),
-            plain_keys=plain.flatten(0, 1),
-            key_norms=plain.norm(dim=-1).flatten(),
+            mass=_weighted_sum(exponentials, inverse_sum),
+            unrotated_keys=unrotated.flatten(0, 1),
+            key_norms=unrotated.norm(dim=-1).flatten(),
             values=values.flatten(0, 1),
-            worth=context.scores[list(layers)].to(device).float().flatten(),
-            seeing=(len(probes) - torch.searchsorted(probes, at)).float(),
-            before=torch.searchsorted(probes, bounds),
+            scores=context.scores[list(layers)].to(device).float().flatten(),
+            visible_probes=(len(probes) - first_probe[:-1]).float(),
+            first_probe=first_probe,
         )
 
 
 def _copy(layers: list[Tensor], region: Region, out: Tensor) -> None:
     """The region's tokens of some layers [G, T, d] to out [U, N, d] float32."""
-    for own, layer in zip(out.chunk(len(layers)), layers, strict=True):
-        own.copy_(layer[:, region.start : region.end])
+    for target, layer in zip(out.chunk(len(layers)), layers, strict=True):
+        target.copy_(layer[:, region.start : region.end])
 
 
-def _products(x: Tensor, y: Tensor, out: Tensor) -> None:
+def _head_products(x: Tensor, y: Tensor, out: Tensor) -> None:
     """out <- x y^T of each head: [U, N, d] and [U, P, d] to [U, N, P]."""
     if x.device.type != "cpu":
         torch.bmm(x, y.mT, out=out)
         return
-    # One product after the other: torch's own product of batches is half as fast here.
+    # Head by head: torch's batched product takes twice as long here.
     for u in range(len(x)):
         out[u] = linear(x[u], y[u])
 
 
-def _weighted(x: Tensor, weights: Tensor) -> Tensor:
+def _weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
     """sum over p of x_p w_p of each head: [U, N, P] and [U, P] to [U*N]."""
     if x.device.type != "cpu":
         return torch.bmm(x, weights[..., None]).flatten()
-    return torch.cat([torch.mv(own, w) for own, w in zip(x, weights, strict=True)])
+    return torch.cat([torch.mv(head, w) for head, w in zip(x, weights, strict=True)])

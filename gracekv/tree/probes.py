@@ -1,6 +1,6 @@
-"""The queries that evaluator how well a prototype stands in for its tokens.
+"""The probes: queries that measure how well a prototype replaces its tokens.
 
-Source: the paper, "Prototype distortion" (up to 32 + 16 + 2*8 probes, heads in turn); how the
+Source: the paper, "Prototype distortion" (up to 32 + 16 + 2*8 probes, query heads in turn); how the
 evidence slots' representatives are chosen: departures 4 (ours).
 """
 
@@ -16,7 +16,7 @@ from gracekv.segment.base import Partition
 def distortion_probes(
     prefill: Prefill,
     partition: Partition,
-    evidence: Tensor,
+    seed_scores: Tensor,
     *,
     question: int = 32,
     tail: int = 16,
@@ -25,13 +25,13 @@ def distortion_probes(
 ) -> Tensor:
     """Absolute positions of the probes, int64 [P] ascending, on the CPU.
 
-    U (question and tail probes) plus the `per_slot` tokens of largest S-hat in each of the `slots`
+    Question and tail probes, and the `per_slot` tokens of largest S-hat in each of the `slots`
     slots of largest total S-hat; ties go to the earlier slot or token.
 
     Args:
-        prefill: for the spans.
+        prefill: has the spans.
         partition: J slots over the region of N tokens.
-        evidence: S-hat [N].
+        seed_scores: S-hat [N].
         question: probes from the question's end.
         tail: probes from the sequence's end.
         slots: evidence slots.
@@ -39,7 +39,7 @@ def distortion_probes(
     """
     probes = set(prefill.spans.direct_probes(question, tail))
     if slots and per_slot:
-        score = evidence.double().cpu()
+        score = seed_scores.double().cpu()
         bounds = partition.bounds - partition.bounds[0]
         total = torch.segment_reduce(score, "sum", lengths=partition.lengths, unsafe=True)
         for slot in total.argsort(descending=True, stable=True)[:slots].tolist():

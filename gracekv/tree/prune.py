@@ -1,20 +1,20 @@
 """Which nodes the greedy auction cannot reach, known before they are refined.
 
-Let key(a) be the least unit utility over an operation and its ancestors. The auction buys in
-descending key until the budget ends, at a cut. With only part of all trees known, the cut of the
-known operations is a lower bound of the final one: more operations can only push it up. A node
-whose own operation has a smaller key is therefore never split, and need not be refined. Source:
+The key of an operation is the least unit utility over itself and its ancestors. The auction buys in
+descending key until the budget is spent, at some threshold. With only part of all trees known, the
+threshold of the known operations is a lower bound of the final one: more operations can only raise
+it. A node whose own operation has a smaller key is never split, and need not be refined. Source:
 departures 8.
 
 Two things keep this exact. The floor buys paths to its candidates whatever their keys; such nodes
-count as free when it is asked what can be reached, and at their real key when the cut is bounded.
-And what is left behind the cut, less than one operation's cost, may go to lower keys; with costs
-of at most 2 that is one entry for one operation, which hangs below what was bought and is known.
+count as free when it is decided what can be reached, and at their real key when the threshold is
+bounded. And the budget left at the threshold, less than one operation's cost, may buy operations of
+lower keys; with costs of at most 2 that is one entry for one operation, which is a child of what
+was bought and is known.
 
-A lower bound is weak while little is known. So the first part of the trees guesses: its own cut,
-for somewhat more than its share of the budget, is taken for everybody's, and in the end it is
-checked that what is known above the guess exceeds the budget, which makes the guess a lower bound
-after all.
+A lower bound is weak while few operations are known. So the first group of trees guesses: its own
+threshold, for somewhat more than its share of the budget, is used for all groups. In the end the
+operations known above the guess must exceed the budget, which makes the guess a lower bound.
 """
 
 from __future__ import annotations
@@ -26,84 +26,84 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-# How much more than its share the first part may spend. Parts differ by a few percent on real
+# How much more than its share the first group may spend. Groups differ by a few percent on real
 # captures; a guess that is too high costs growing everything again, one too low a few nodes more.
 _SLACK = 1.12
 
 
 class Pruner:
-    """What is too poor to be refined.
+    """The key below which nodes are not refined.
 
     Args:
-        budget: entries that floor and auction may spend together (B_base); None: nothing is.
-        least: a lower bound of the cut that is known already; None: let the first part guess.
+        budget: entries that floor and auction may spend together (B_base); None: no pruning.
+        lower_bound: of the threshold, if known; None: the first group of trees guesses one.
     """
 
-    def __init__(self, budget: int | None = None, least: float | None = None) -> None:
-        self.cut = least or 0.0
+    def __init__(self, budget: int | None = None, lower_bound: float | None = None) -> None:
+        self.threshold = lower_bound or 0.0
         self._budget = math.inf if budget is None else float(budget)
         self._limit = self._budget
-        self._samples = least is None and budget is not None
+        self._may_guess = lower_bound is None and budget is not None
         self._guess = 0.0
-        self._known = _Known()
+        self._best = _BestOperations()
 
     @contextmanager
-    def part(self, share: float) -> Iterator[None]:
-        """While the part of the trees that is `share` of all grows."""
-        first = self._samples and share < 1
-        if first:
+    def group(self, share: float) -> Iterator[None]:
+        """Context in which a group of trees grows, `share` of all trees."""
+        guesses = self._may_guess and share < 1
+        if guesses:
             self._limit = min(_SLACK * share, 1.0) * self._budget
         yield
-        if first:
-            self._samples, self._limit = False, self._budget
-            self._guess = self.cut
+        if guesses:
+            self._may_guess, self._limit = False, self._budget
+            self._guess = self.threshold
 
-    def see(self, keys: Tensor, costs: Tensor) -> None:
-        """Operations become known: keys float64 [n] with all ancestors seen, costs int64 [n].
+    def add(self, keys: Tensor, costs: Tensor) -> None:
+        """Add operations: keys float64 [n], whose ancestors were added, and costs int64 [n].
 
-        The cut is raised once enough came that a sort pays.
+        The threshold is raised only after enough operations, because that sorts.
         """
         if self._budget == math.inf:
             return
-        relevant = keys > self.cut
-        self._known.add(keys[relevant].cpu(), costs[relevant].cpu())
-        if 4 * self._known.fresh > self._limit:
-            self.cut = max(self.cut, self._known.cut(self._limit))
+        above = keys > self.threshold
+        self._best.add(keys[above].cpu(), costs[above].cpu())
+        if 4 * self._best.unsorted_cost > self._limit:
+            self.threshold = max(self.threshold, self._best.threshold(self._limit))
 
-    def bound(self) -> float:
-        """A lower bound of the auction's cut for certain: of what is known, guess or not."""
-        return self._known.cut(self._budget)
+    def lower_bound(self) -> float:
+        """A proven lower bound of the auction's threshold."""
+        return self._best.threshold(self._budget)
 
-    def holds(self) -> bool:
-        """Whether everything that was left out is out of reach for certain."""
-        return self._guess == 0.0 or self.bound() >= self._guess
+    def is_exact(self) -> bool:
+        """Whether the auction certainly cannot reach any node that was not refined."""
+        return self._guess == 0.0 or self.lower_bound() >= self._guess
 
 
-class _Known:
-    """The known operations of largest key, as many as a budget can pay for."""
+class _BestOperations:
+    """The known operations of largest key, as many as the budget can pay for."""
 
     def __init__(self) -> None:
-        self.fresh = 0
+        self.unsorted_cost = 0
         self._keys: list[Tensor] = []
         self._costs: list[Tensor] = []
 
     def add(self, keys: Tensor, costs: Tensor) -> None:
         self._keys.append(keys)
         self._costs.append(costs)
-        self.fresh += int(costs.sum())
+        self.unsorted_cost += int(costs.sum())
 
-    def cut(self, budget: float) -> float:
+    def threshold(self, budget: float) -> float:
         """The largest key down to which they cost more than `budget`; 0 if they never do."""
-        self.fresh = 0
+        self.unsorted_cost = 0
         keys, costs = torch.cat(self._keys), torch.cat(self._costs)
         keys, order = keys.sort(descending=True)
         costs = costs[order]
-        over = int(torch.searchsorted(costs.cumsum(0).double(), budget, right=True))
-        cut = 0.0
-        if over < len(keys):
-            cut = float(keys[over])
-            # Ties at the cut stay.
-            kept = int((keys >= cut).sum())
+        first = int(torch.searchsorted(costs.cumsum(0).double(), budget, right=True))
+        threshold = 0.0
+        if first < len(keys):
+            threshold = float(keys[first])
+            # Ties at the threshold stay.
+            kept = int((keys >= threshold).sum())
             keys, costs = keys[:kept], costs[:kept]
         self._keys, self._costs = [keys], [costs]
-        return cut
+        return threshold

@@ -1,144 +1,13 @@
-"""The tree stage straight from the equations: float64, one interval at a time.
+"""The growth of trees straight from the rules: one node at a time, by exhaustive comparison.
 
-Slow on purpose; the fast table and the level-wise growth are tested equal to it.
+Slow on purpose; the level-wise growth is tested equal to it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
-from gracekv.tree.context import TreeContext
-from gracekv.tree.probes import distortion_probes
-from gracekv.tree.prototype import Prototype
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReferencePrototype:
-    """One merged entry.
-
-    Attributes:
-        key: [d], rotated to `position`.
-        value: [d].
-        position: absolute token position.
-        multiplicity: m_eff, in tokens.
-    """
-
-    key: Tensor
-    value: Tensor
-    position: int
-    multiplicity: float
-
-
-def prototype_of(
-    context: TreeContext, layer: int, head: int, start: int, end: int
-) -> ReferencePrototype:
-    """The entry of tokens [start, end), Eqs. (T1) to (T3)."""
-    prefill, rule = context.prefill, context.rule
-    keys = prefill.keys[layer][head].double()
-    values = prefill.values[layer][head].double()
-    if end - start == 1:
-        return ReferencePrototype(keys[start], values[start], start, 1.0)
-    origin, count = context.partition.region.start, end - start
-    # Python's round goes half to even, like the notes' p_v.
-    position = round(sum(range(start, end)) / count)
-    plain = [
-        prefill.rope.unrotate(keys[t : t + 1], torch.tensor([t]))[0] for t in range(start, end)
-    ]
-    mean_key = sum(plain[1:], plain[0]) / count
-    worth = [float(context.scores[layer, head, t - origin]) for t in range(start, end)]
-    weights = [r + rule.uniform_base * sum(worth) / count for r in worth]
-    if sum(weights) <= 0:
-        weights = [1.0] * count
-    value = torch.zeros_like(values[0])
-    for weight, t in zip(weights, range(start, end), strict=True):
-        value = value + weight * values[t]
-    norm_mean = sum(float(key.norm()) for key in plain) / count
-    coherence = float(mean_key.norm()) / (norm_mean + rule.epsilon)
-    multiplicity = min(max(count * coherence**2, 1.0), float(count)) if rule.multiplicity else 1.0
-    return ReferencePrototype(
-        key=prefill.rope.rotate(mean_key[None], torch.tensor([position]))[0],
-        value=value / (sum(weights) + rule.epsilon),
-        position=position,
-        multiplicity=multiplicity,
-    )
-
-
-class ReferenceDistortion:
-    """D, D^drop and probe masses of one (layer, KV head)."""
-
-    def __init__(self, context: TreeContext, layer: int, head: int, rule: Prototype) -> None:
-        self.context, self.layer, self.head, self.rule = context, layer, head, rule
-        prefill, region = context.prefill, context.partition.region
-        probes = distortion_probes(
-            prefill,
-            context.partition,
-            context.seed_scores,
-            question=rule.question_probes,
-            tail=rule.tail_probes,
-            slots=rule.evidence_slots,
-            per_slot=rule.evidence_per_slot,
-        )
-        self.keys = prefill.keys[layer][head].double()
-        self.values = prefill.values[layer][head].double()
-        self.probes: list[tuple[int, Tensor, float, float]] = []
-        for i, position in enumerate(probes.tolist()):
-            if position < region.start:
-                continue
-            queries = prefill.queries_at(layer, [position]).double()
-            query = queries[head * prefill.group + i % prefill.group, 0]
-            visible = range(region.start, min(region.end, position + 1))
-            logits = [self._logit(query, self.keys[t]) for t in visible]
-            top = max(logits)
-            total = sum(math.exp(logit - top) for logit in logits)
-            self.probes.append((position, query, top, total))
-
-    def _logit(self, query: Tensor, key: Tensor) -> float:
-        return float(query @ key) * self.context.prefill.scale
-
-    def node(self, start: int, end: int) -> float:
-        """D([start, end)), Eqs. (T6) and (T7)."""
-        if end - start == 1:
-            return 0.0
-        rule = self.rule
-        prototype = prototype_of(self.context, self.layer, self.head, start, end)
-        terms = []
-        for position, query, top, total in self.probes:
-            if position < end - 1:
-                continue
-            mass = [math.exp(self._logit(query, self.keys[t]) - top) for t in range(start, end)]
-            z = sum(mass)
-            m = torch.zeros_like(self.values[0])
-            for p, t in zip(mass, range(start, end), strict=True):
-                m = m + p * self.values[t]
-            z_tilde = prototype.multiplicity * math.exp(self._logit(query, prototype.key) - top)
-            m_tilde = z_tilde * prototype.value
-            d_q = rule.lambda_z * (z - z_tilde) ** 2 / (z**2 + rule.epsilon)
-            d_q += (
-                rule.lambda_m * float((m - m_tilde).square().sum())
-                / (float(m.square().sum()) + rule.epsilon)
-            )  # fmt: skip
-            terms.append(z / total * d_q)
-        return sum(terms) / len(terms)
-
-    def masses(self, start: int, end: int) -> list[float]:
-        """Mean normalised mass of each token of [start, end) over the probes that see it all."""
-        seeing = [probe for probe in self.probes if probe[0] >= end - 1]
-        return [
-            sum(
-                math.exp(self._logit(query, self.keys[t]) - top) / total
-                for _, query, top, total in seeing
-            )
-            / len(seeing)
-            for t in range(start, end)
-        ]
-
-    def drop(self, start: int, end: int) -> float:
-        """D^drop([start, end))."""
-        return sum(self.masses(start, end))
+from gracekv.tree.engines.reference import ReferenceDistortion
 
 
 def refine_interval(
@@ -175,11 +44,11 @@ def refine_interval(
             if float(scores[t - origin]) > -math.inf
         }
     if forced:
-        lifted = min(forced, key=lambda t: (-forced[t], t))
+        extracted = min(forced, key=lambda t: (-forced[t], t))
     else:
         masses = evaluator.masses(start, end)
-        lifted = start + max(range(end - start), key=lambda i: (masses[i], -i))
-    children = [(start, lifted), (lifted, lifted + 1), (lifted + 1, end)]
+        extracted = start + max(range(end - start), key=lambda i: (masses[i], -i))
+    children = [(start, extracted), (extracted, extracted + 1), (extracted + 1, end)]
     children = [(a, b) for a, b in children if a < b]
     rho = (whole - sum(evaluator.node(a, b) for a, b in children)) / (len(children) - 1)
     if forced or rho > best_rho:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from gracekv.allocate import Frontier
 from gracekv.cache import EvictPacker, PrototypePacker
-from gracekv.testing.trees import tree_context
 from gracekv.tree import REFINERS, PrototypeRule, Unit, build_forest
+from support.trees import tree_context
 
 
 def bought(context, seed, refiner):

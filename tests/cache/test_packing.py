@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from gracekv.allocate.base import Frontier
 from gracekv.cache import PrototypePacker, RaggedCache, RaggedLayer
 from gracekv.errors import ShapeError
-from gracekv.testing.trees import tree_context
 from gracekv.tree import REFINERS, Prototype, TreeContext, build_forest
+from gracekv.tree.engines.reference import prototype_of
 from gracekv.tree.merge import representative_positions
-from gracekv.tree.reference import prototype_of
+from support.trees import tree_context
 
 
 def random_frontier(context: TreeContext, seed: int, refiner: str = "binary_extract") -> Frontier:

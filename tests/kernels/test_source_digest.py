@@ -1,4 +1,4 @@
-"""Kernels on disk are looked up by all the sources that they are compiled from."""
+"""The disk cache of a kernel depends on all sources that it is compiled from."""
 
 import ast
 import importlib
@@ -10,20 +10,18 @@ pytest.importorskip("numba")
 
 import torch
 
-from gracekv.backends import numba_kernel
-from gracekv.kernels import ends_cpu
+from gracekv.kernels import attention_cpu, distortion_cpu, logsumexp_cpu
 from gracekv.kernels.source_digest import digest
-from gracekv.prefill import logsumexp_numba
 
 KERNELS = {
-    numba_kernel: lambda: numba_kernel.attend(torch.float32),
-    ends_cpu: ends_cpu.ends,
-    logsumexp_numba: logsumexp_numba.accumulate,
+    attention_cpu: lambda: attention_cpu.attend(torch.float32),
+    distortion_cpu: distortion_cpu.distortion_kernel,
+    logsumexp_cpu: logsumexp_cpu.accumulate,
 }
 
 
 def compiled(module):
-    """The kernel modules that `module` takes compiled code from, and theirs."""
+    """The kernel modules that `module` imports compiled code from, and theirs."""
     words = ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
     names = {node.module for node in words if isinstance(node, ast.ImportFrom)}
     names = {n for n in names if n.startswith("gracekv.kernels.")} - {
@@ -35,14 +33,15 @@ def compiled(module):
 
 @pytest.mark.parametrize("module", KERNELS, ids=lambda module: module.__name__)
 def test_a_kernel_closes_over_all_that_it_is_compiled_from(module):
-    # What the function closes over is part of what numba looks it up by.
+    # numba's cache depends on what the function closes over.
     closed = KERNELS[module]().__wrapped__.__closure__
     assert compiled(module)
     assert digest(*compiled(module)) in [cell.cell_contents for cell in closed]
 
 
 def test_each_file_counts(monkeypatch):
-    modules, read = sorted(compiled(ends_cpu), key=lambda module: module.__name__), Path.read_bytes
+    modules = sorted(compiled(distortion_cpu), key=lambda module: module.__name__)
+    read = Path.read_bytes
     before = digest(*modules)
     assert digest(*reversed(modules)) == before
     for module in modules:

@@ -14,8 +14,8 @@ from gracekv.cache import PrototypePacker
 from gracekv.pipeline import Run
 from gracekv.prefill import Prefill
 from gracekv.segment import CurvatureDP
-from gracekv.tree import Items, Nodes, Prototype, PrototypeRule, TreeContext
-from gracekv.tree.reference import ReferenceDistortion, prototype_of
+from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeBatch, TreeContext
+from gracekv.tree.engines.reference import ReferenceDistortion, prototype_of
 from gracekv.tree.workspace import Workspace
 from gracekv.value import MultiHop, OutputProjection
 
@@ -58,8 +58,9 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
     )
     rng = torch.Generator().manual_seed(0)
     for layer in (0, prefill.layers // 2, prefill.layers - 1):
-        items = Items.of(context, [layer])
-        evaluator = Prototype().evaluator(context, [layer], items, Workspace(torch.device("cpu")))
+        batch = TreeBatch.of(context, [layer])
+        workspace = Workspace(torch.device("cpu"))
+        evaluator = Prototype().evaluator(context, [layer], batch, workspace)
         for head in range(prefill.kv_heads):
             want = ReferenceDistortion(context, layer, head, Prototype())
             for _ in range(12):
@@ -68,15 +69,15 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
                 i, j = sorted(torch.randint(a, b + 1, (2,), generator=rng).tolist())
                 if i == j:
                     continue
-                item = head * partition.slots + slot
-                node = Nodes(*(torch.tensor([x]) for x in (item, i - a, j - a)))
-                ends = evaluator(node)
+                tree = head * partition.slots + slot
+                node = Nodes(*(torch.tensor([x]) for x in (tree, i - a, j - a)))
+                costs = evaluator(node)
                 error = {"rel": 1e-4, "abs": 1e-9 * want.drop(a, b)}
                 for k in range(j - i):
-                    assert float(ends.prefix[0, k]) == pytest.approx(
+                    assert float(costs.prefix[0, k]) == pytest.approx(
                         want.node(i, i + k + 1), **error
                     )
-                    assert float(ends.suffix[0, k]) == pytest.approx(want.node(i + k, j), **error)
+                    assert float(costs.suffix[0, k]) == pytest.approx(want.node(i + k, j), **error)
 
 
 def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> None:

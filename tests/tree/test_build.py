@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError
-from gracekv.testing.trees import tree_context
 from gracekv.tree import (
     DISTORTIONS,
     REFINERS,
@@ -17,14 +16,16 @@ from gracekv.tree import (
     DistortionEvaluator,
     Forest,
     IntervalCosts,
-    Items,
     Nodes,
     Prototype,
+    TreeBatch,
     TreeContext,
     build_forest,
 )
-from gracekv.tree.reference import ReferenceDistortion, grow_tree
-from gracekv.tree.workspace import Workspace
+from gracekv.tree.engines.reference import ReferenceDistortion
+from gracekv.tree.reference import grow_tree
+from support.interval_costs import evaluator_of
+from support.trees import tree_context
 
 
 def with_floor(context: TreeContext, seed: int) -> TreeContext:
@@ -66,14 +67,16 @@ def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool
         assert forest.start[kids[0]] == forest.start[v]
         assert forest.end[kids[-1]] == forest.end[v]
         # Value conservation, Eq. (V6): bottom-up, so exact.
-        assert float(forest.worth[kids].sum()) == pytest.approx(float(forest.worth[v]), rel=1e-14)
+        assert float(forest.relevance[kids].sum()) == pytest.approx(
+            float(forest.relevance[v]), rel=1e-14
+        )
     # 1 + sum(cost) telescopes to n in every tree (FullKV recovery).
     cost = torch.zeros(forest.trees, dtype=torch.int64)
     cost.index_add_(0, forest.tree, forest.split_cost())
     assert torch.equal(cost + forest.add_cost(), forest.length[: forest.trees])
     whole = context.scores.double().sum(-1).flatten()
     per_head = torch.zeros_like(whole)
-    per_head.index_add_(0, forest.head_of_tree(), forest.worth[: forest.trees])
+    per_head.index_add_(0, forest.head_of_tree(), forest.relevance[: forest.trees])
     torch.testing.assert_close(per_head, whole)
 
 
@@ -88,33 +91,33 @@ def children_of(forest: Forest, tree: int) -> dict[tuple[int, int], list[tuple[i
 
 
 class FastEvaluator:
-    """Answers the reference's questions from the fast evaluator, a node at a time."""
+    """The reference's interface on top of an engine, a node at a time."""
 
     def __init__(
         self,
         context: TreeContext,
-        items: Items,
+        batch: TreeBatch,
         evaluator: DistortionEvaluator,
         layer: int,
-        item: int,
+        tree: int,
     ):
-        self.context, self.items, self.evaluator, self.layer, self.item = (
-            context, items, evaluator, layer, item,
+        self.context, self.batch, self.evaluator, self.layer, self.tree = (
+            context, batch, evaluator, layer, tree,
         )  # fmt: skip
-        self.head = item // context.partition.slots
-        self.origin = int(items.origin[item])
-        self.ends = functools.cache(self._ends)
+        self.head = tree // context.partition.slots
+        self.slot_start = int(batch.slot_start[tree])
+        self.costs = functools.cache(self._costs)
 
-    def _ends(self, start: int, end: int) -> IntervalCosts:
-        nodes = Nodes(*(torch.tensor([x - y]) for x, y in
-                        ((self.item, 0), (start, self.origin), (end, self.origin))))  # fmt: skip
+    def _costs(self, start: int, end: int) -> IntervalCosts:
+        bounds = (self.tree, start - self.slot_start, end - self.slot_start)
+        nodes = Nodes(*(torch.tensor([x]) for x in bounds))
         return self.evaluator(nodes)
 
     def node(self, start: int, end: int) -> float:
-        return float(self.ends(start, end).prefix[0, -1])
+        return float(self.costs(start, end).prefix[0, -1])
 
     def masses(self, start: int, end: int) -> list[float]:
-        return self.ends(start, end).mass[0].tolist()
+        return self.costs(start, end).mass[0].tolist()
 
 
 @pytest.mark.parametrize("floor", [False, True])
@@ -125,16 +128,14 @@ def test_growth_matches_the_reference(floor: bool, seed: int) -> None:
     context = tree_context(seed)
     context = with_floor(context, seed) if floor else context
     forest = build_forest(context, Prototype(), BinaryExtract())
-    bounds, heads = context.partition.bounds.tolist(), context.prefill.kv_heads
+    bounds = context.partition.bounds.tolist()
     for layer in range(context.prefill.layers):
-        items = Items.of(context, [layer])
-        evaluator = Prototype().evaluator(context, [layer], items, Workspace(torch.device("cpu")))
-        for item in range(len(items.origin)):
-            one = FastEvaluator(context, items, evaluator, layer, item)
-            slot = item % context.partition.slots
-            tree = layer * heads * context.partition.slots + item
+        evaluator, batch = evaluator_of(context, "auto", layers=[layer])
+        for tree in range(len(batch.tree_id)):
+            one = FastEvaluator(context, batch, evaluator, layer, tree)
+            slot = tree % context.partition.slots
             want = grow_tree(one, bounds[slot], bounds[slot + 1])  # type: ignore[arg-type]
-            assert children_of(forest, tree) == want
+            assert children_of(forest, int(batch.tree_id[tree])) == want
 
 
 @settings(max_examples=6)
@@ -150,8 +151,10 @@ def test_gains_match_the_definitions(seed: int) -> None:
         a, b = context.partition.bounds[slot : slot + 2].tolist()
         omega = float(context.sensitivity[layer, g])
         # A gain is a difference: its error is relative to what is subtracted.
-        scale = omega * float(forest.worth[tree]) * (evaluator.drop(a, b) + evaluator.node(a, b))
-        want = omega * float(forest.worth[tree]) * (evaluator.drop(a, b) - evaluator.node(a, b))
+        scale = (
+            omega * float(forest.relevance[tree]) * (evaluator.drop(a, b) + evaluator.node(a, b))
+        )
+        want = omega * float(forest.relevance[tree]) * (evaluator.drop(a, b) - evaluator.node(a, b))
         assert float(forest.add_gain[tree]) == pytest.approx(want, abs=2e-4 * scale)
         spans = list(zip(forest.start.tolist(), forest.end.tolist(), strict=True))
         for node, kids in children_of(forest, tree).items():
@@ -159,12 +162,14 @@ def test_gains_match_the_definitions(seed: int) -> None:
                 v for v in torch.nonzero(forest.tree == tree).flatten().tolist() if spans[v] == node
             )
             parts = [evaluator.node(*node), *(evaluator.node(*kid) for kid in kids)]
-            price = omega * float(forest.worth[v])
-            want = price * (parts[0] - sum(parts[1:]))
-            assert float(forest.split_gain[v]) == pytest.approx(want, abs=2e-4 * price * sum(parts))
+            weighted = omega * float(forest.relevance[v])
+            want = weighted * (parts[0] - sum(parts[1:]))
+            assert float(forest.split_gain[v]) == pytest.approx(
+                want, abs=2e-4 * weighted * sum(parts)
+            )
 
 
-def test_floor_candidates_are_lifted_first_and_by_score() -> None:
+def test_floor_candidates_are_extracted_first_and_by_score() -> None:
     context = tree_context(5)
     bounds = context.partition.bounds.tolist()
     slot = max(range(len(bounds) - 1), key=lambda j: bounds[j + 1] - bounds[j])
@@ -185,7 +190,7 @@ def test_determinism() -> None:
     context = with_floor(tree_context(11), 11)
     first = build_forest(context, Prototype(), BinaryExtract())
     second = build_forest(context, Prototype(), BinaryExtract())
-    for name in ("start", "end", "parent", "split_gain", "add_gain", "worth"):
+    for name in ("start", "end", "parent", "split_gain", "add_gain", "relevance"):
         assert torch.equal(getattr(first, name), getattr(second, name))
 
 
@@ -199,8 +204,8 @@ def test_curvature_refiners_say_what_they_miss() -> None:
 @pytest.mark.parametrize("refiner", ["binary_extract", "extract", "exhaustive", "binary"])
 @settings(max_examples=4)
 @given(seed=st.integers(0, 1000))
-def test_engines_price_the_floors_paths_alike(refiner: str, seed: int) -> None:
-    """The compiled engine skips what nobody asks of a node whose candidate will be lifted."""
+def test_engines_agree_on_paths_to_floor_candidates(refiner: str, seed: int) -> None:
+    """The numba engine computes only the two sides of a candidate that must be extracted."""
     context = with_floor(tree_context(seed), seed)
     forests = [
         build_forest(context, Prototype(engine=engine), REFINERS.build(refiner))

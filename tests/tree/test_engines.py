@@ -1,4 +1,4 @@
-"""Which engine is taken where, and what is said where one cannot be had."""
+"""Which engine is selected, and the error where one cannot run."""
 
 import importlib.util
 
@@ -8,15 +8,15 @@ import torch
 from gracekv.errors import BackendUnavailableError, ConfigError
 from gracekv.kernels import device as host
 from gracekv.tree import Prototype
-from gracekv.tree.engines import pick
+from gracekv.tree.engines.select import select_engine
 from support.devices import SecondDeviceTensor
 
 VALUES = torch.zeros(3, 64)
 
 
 @pytest.fixture
-def there(monkeypatch):
-    """A function that says which packages are installed and what GPU there is."""
+def machine(monkeypatch):
+    """A function that sets which packages are installed and which GPU machine is."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
     def say(*packages, capability=None):
@@ -28,38 +28,38 @@ def there(monkeypatch):
 
 
 class OnGpu(torch.Tensor):
-    """Says that it lies on a GPU."""
+    """A tensor whose device is a GPU."""
 
     device = torch.device("cuda:0")
 
 
 @pytest.fixture
 def gpu_values(monkeypatch):
-    # To `pick` it must be a plain tensor, and no plain tensor lies on a GPU that is not there.
-    monkeypatch.setattr("gracekv.tree.engines.Tensor", OnGpu)
+    # `select_engine` takes it for a plain tensor; real ones on a GPU need a GPU.
+    monkeypatch.setattr("gracekv.tree.engines.select.Tensor", OnGpu)
     return torch.zeros(3, 64).as_subclass(OnGpu)
 
 
-def test_auto_on_a_cpu(there):
-    there("numba", "triton")
-    assert pick("auto", VALUES) == "numba"
-    there("triton")
-    assert pick("auto", VALUES) == "torch"
+def test_auto_on_a_cpu(machine):
+    machine("numba", "triton")
+    assert select_engine("auto", VALUES) == "numba"
+    machine("triton")
+    assert select_engine("auto", VALUES) == "torch"
 
 
-def test_auto_on_a_gpu(there, gpu_values):
-    there("numba", "triton", capability=(9, 0))
-    assert pick("auto", gpu_values) == "triton"
-    assert pick("torch", gpu_values) == "torch"
-    assert pick("auto", torch.zeros(3, 288).as_subclass(OnGpu)) == "torch"
-    there("numba", "triton", capability=(7, 5))
-    assert pick("auto", gpu_values) == "torch"
-    there("numba", capability=(9, 0))
-    assert pick("auto", gpu_values) == "torch"
+def test_auto_on_a_gpu(machine, gpu_values):
+    machine("numba", "triton", capability=(9, 0))
+    assert select_engine("auto", gpu_values) == "triton"
+    assert select_engine("torch", gpu_values) == "torch"
+    assert select_engine("auto", torch.zeros(3, 288).as_subclass(OnGpu)) == "torch"
+    machine("numba", "triton", capability=(7, 5))
+    assert select_engine("auto", gpu_values) == "torch"
+    machine("numba", capability=(9, 0))
+    assert select_engine("auto", gpu_values) == "torch"
 
 
-def test_what_cannot_be_had_is_refused(there, gpu_values):
-    there("numba", "triton", capability=(7, 5))
+def test_an_engine_that_cannot_run_is_refused(machine, gpu_values):
+    machine("numba", "triton", capability=(7, 5))
     for engine, values, message in [
         ("numba", gpu_values, r'lies on cuda:0. pip install "gracekv\[cpu\]"'),
         ("triton", gpu_values, "capability 7.5; the kernels need 8.0 or newer. Use engine 'torch'"),
@@ -67,30 +67,30 @@ def test_what_cannot_be_had_is_refused(there, gpu_values):
         ("triton", VALUES, "plain tensors; the cache is of type Tensor. Use engine 'torch'"),
     ]:
         with pytest.raises(BackendUnavailableError, match=message):
-            pick(engine, values)
-    there("numba")
+            select_engine(engine, values)
+    machine("numba")
     with pytest.raises(BackendUnavailableError, match=r"pip install 'gracekv\[triton\]'"):
-        pick("triton", gpu_values)
+        select_engine("triton", gpu_values)
 
 
-def test_a_cpu_is_no_place_for_it(there):
-    there("numba", "triton")
+def test_triton_on_a_cpu_is_refused(machine):
+    machine("numba", "triton")
     with pytest.raises(BackendUnavailableError, match=r"lies on cpu;.*or use engine 'torch'"):
-        pick("triton", VALUES)
+        select_engine("triton", VALUES)
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(ConfigError, match="auto, numba, torch, triton; got 'cuda'"):
+    with pytest.raises(ConfigError, match=r"one of 'auto', 'numba', 'torch', 'triton'; got 'cuda'"):
         Prototype(engine="cuda")
 
 
-def test_a_tensor_without_memory_of_its_own_goes_to_torch(there):
-    there("numba", "triton")
+def test_a_tensor_without_memory_of_its_own_goes_to_torch(machine):
+    machine("numba", "triton")
     values = SecondDeviceTensor(torch.zeros(3, 64))
-    assert pick("auto", values) == "torch"
+    assert select_engine("auto", values) == "torch"
     with pytest.raises(BackendUnavailableError, match="needs a cache on a CPU"):
-        pick("numba", values)
+        select_engine("numba", values)
     with pytest.raises(
         BackendUnavailableError, match=r"of type SecondDeviceTensor\. Use engine 'torch'"
     ):
-        pick("triton", values)
+        select_engine("triton", values)

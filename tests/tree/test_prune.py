@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.allocate import ALLOCATORS, BudgetPlan, Frontier, Singleton
-from gracekv.testing.trees import tree_context
 from gracekv.tree import REFINERS, Prototype, TreeContext, build_forest
 from gracekv.tree.prune import Pruner
+from support.trees import tree_context
 
 
 def bought(frontier: Frontier) -> set[tuple[int, int, int]]:
@@ -59,7 +59,7 @@ def test_pruned_forests_give_the_same_frontier(
     assert bought(results[0]) == bought(results[1])
     assert results[0].spent == results[1].spent
     assert results[0].floor_spent == results[1].floor_spent
-    # Other batches round other ends of D.
+    # Other batches round D differently.
     assert results[0].utility == pytest.approx(results[1].utility, rel=1e-5)
 
 
@@ -78,33 +78,33 @@ def test_costly_refiners_are_not_pruned(monkeypatch: pytest.MonkeyPatch) -> None
     assert build_forest(context, Prototype(), refiner, 1).nodes == whole.nodes
 
 
-def test_the_cut_is_where_known_operations_exceed_the_budget() -> None:
+def test_the_threshold_is_where_known_operations_exceed_the_budget() -> None:
     pruner = Pruner(budget=4)
     keys = torch.tensor([5.0, 4.0, 3.0, 3.0, 1.0], dtype=torch.float64)
-    pruner.see(keys[:2], torch.tensor([1, 2]))
-    assert pruner.cut == 0.0
-    # Ties at the cut stay known.
-    pruner.see(keys[2:], torch.tensor([1, 1, 1]))
-    assert pruner.cut == 3.0
-    pruner.see(torch.tensor([9.0], dtype=torch.float64), torch.tensor([2]))
-    assert pruner.cut == 4.0
+    pruner.add(keys[:2], torch.tensor([1, 2]))
+    assert pruner.threshold == 0.0
+    # Ties at the threshold stay known.
+    pruner.add(keys[2:], torch.tensor([1, 1, 1]))
+    assert pruner.threshold == 3.0
+    pruner.add(torch.tensor([9.0], dtype=torch.float64), torch.tensor([2]))
+    assert pruner.threshold == 4.0
 
 
-def test_the_cut_waits_for_enough_operations() -> None:
+def test_the_threshold_waits_for_enough_operations() -> None:
     pruner = Pruner(budget=40)
-    pruner.see(torch.full((9,), 2.0, dtype=torch.float64), torch.full((9,), 1))
-    pruner.see(torch.full((33,), 5.0, dtype=torch.float64), torch.full((33,), 1))
-    assert pruner.cut == 2.0
-    pruner.see(torch.full((9,), 7.0, dtype=torch.float64), torch.full((9,), 1))
-    assert pruner.cut == 2.0
-    pruner.see(torch.full((2,), 7.0, dtype=torch.float64), torch.full((2,), 1))
-    assert pruner.cut == 5.0
+    pruner.add(torch.full((9,), 2.0, dtype=torch.float64), torch.full((9,), 1))
+    pruner.add(torch.full((33,), 5.0, dtype=torch.float64), torch.full((33,), 1))
+    assert pruner.threshold == 2.0
+    pruner.add(torch.full((9,), 7.0, dtype=torch.float64), torch.full((9,), 1))
+    assert pruner.threshold == 2.0
+    pruner.add(torch.full((2,), 7.0, dtype=torch.float64), torch.full((2,), 1))
+    assert pruner.threshold == 5.0
 
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 10_000), budget=st.integers(20, 300))
 def test_a_guess_that_is_too_high_costs_time_only(seed: int, budget: int) -> None:
-    """With no slack at all the first layers often hide too much; growth is then repeated."""
+    """Without slack the first layers often prune too much; growth is then repeated."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         context = problem(seed, True, monkeypatch)
         monkeypatch.setattr("gracekv.tree.prune._SLACK", 0.4)

@@ -1,0 +1,106 @@
+"""The kernel that puts the pieces of each query together by their log-sum-exps.
+
+Always in the order of the slots and without atomics, so that results are equal from run to run, to
+the bit.
+"""
+
+# Conditions on constants stand alone: a branch that is not taken must not be compiled.
+# ruff: noqa: SIM108
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _add(
+    top,
+    total,
+    acc,
+    part_output,  # of slot 0 and this query
+    part_lse,
+    first,
+    last,
+    count,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Add slots [first, last) to the running maximum, sum and output."""
+    dim = tl.arange(0, BLOCK_D)
+    for start in range(first, last, BLOCK_S):
+        slot = start + tl.arange(0, BLOCK_S)
+        lse = tl.load(part_lse + slot * count, mask=slot < last, other=float("-inf"))
+        # Pieces that saw nothing have not written their output.
+        used = (lse > float("-inf"))[:, None] & (dim < D)[None, :]
+        part = tl.load(
+            part_output + (slot * count)[:, None] * D + dim[None, :], mask=used, other=0.0
+        )
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp(lse - base)
+        decay = tl.exp(top - base)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(part * weights[:, None], 0)
+        top = new_top
+    return top, total, acc
+
+
+@triton.jit(do_not_specialize=["tail_splits", "slots", "per_sequence"])
+def merge(
+    part_output,
+    part_lse,
+    row_first,  # see WorkList
+    rows,
+    output,  # [B, Tq, H, D], contiguous
+    output_lse,  # [B, H, Tq]
+    heads,
+    group,
+    tokens,
+    tail_splits,
+    slots,
+    per_sequence,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    HAS_PACKED: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+):
+    """Program (query row m of a KV head, KV head, batch row): its output over all its pieces."""
+    m = tl.program_id(0)
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    dim = tl.arange(0, BLOCK_D)
+    count = group * tokens
+    width = slots + heads * tail_splits
+    mine = batch * width * count + m
+    parts = part_output + mine * D
+    lses = part_lse + mine
+    # Arrays of one element: plain numbers cannot be carried through the loop.
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    if HAS_PACKED:
+        if HAS_ROWS:
+            sequence = tl.load(rows + batch)
+        else:
+            sequence = batch // per_sequence
+        row = row_first + sequence * (heads + 1) + head
+        first = tl.load(row)
+        last = tl.load(row + 1)
+        top, total, acc = _add(
+            top, total, acc, parts, lses, first, last, count, D, BLOCK_D, BLOCK_S
+        )
+    first = (slots + head * tail_splits).to(tl.int64)
+    last = first + tail_splits
+    top, total, acc = _add(top, total, acc, parts, lses, first, last, count, D, BLOCK_D, BLOCK_S)
+    safe = tl.where(total > 0, total, 1.0)
+    lse = tl.where(total > 0, top + tl.log(safe), float("-inf"))
+    query_head = head * group + m // tokens
+    token = m % tokens
+    all_heads = heads * group
+    at = output + ((batch * tokens + token) * all_heads + query_head) * D + dim
+    tl.store(at, (acc / safe).to(output.dtype.element_ty), mask=dim < D)
+    one = tl.arange(0, 1)
+    tl.store(output_lse + (batch * all_heads + query_head) * tokens + token + one, lse)

@@ -1,0 +1,184 @@
+"""The custom operator `gracekv::ragged_attention`: both kernels behind one traceable call.
+
+Importing this module imports triton and registers the operator. `torch.compile` sees the operator
+as one node; a CUDA graph records two launches whose grids follow from shapes alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gracekv.backends.triton_device import capability, interpreted
+from gracekv.backends.triton_merge import merge
+from gracekv.backends.triton_plan import tail_splits
+from gracekv.backends.triton_split import ADDITIVE, BOOLEAN, CAUSAL, split
+from gracekv.backends.triton_tiles import padded_dim, tiles
+
+# Numbers that the merging program holds at once; its step over pieces follows from it.
+_MERGE_TILE = 2048
+
+
+@torch.library.custom_op("gracekv::ragged_attention", mutates_args=())
+def ragged_attention(
+    query: Tensor,
+    keys: Tensor | None,
+    values: Tensor | None,
+    bias: Tensor | None,
+    items: Tensor | None,
+    item_first: Tensor | None,
+    row_first: Tensor | None,
+    rows: Tensor | None,
+    tail_keys: Tensor | None,
+    tail_values: Tensor | None,
+    tail_length: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    slots: int,
+    pieces: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention to a packed layer, a dense tail, or both.
+
+    Args:
+        query: [B, H, Tq, d].
+        keys: [E, d], or None without a packed part; so are the next five.
+        values: [E, d].
+        bias: float32 [E].
+        items: see `WorkList`.
+        item_first: [S+1].
+        row_first: [S, G+1].
+        rows: int64 [B], or None: sequences in order, each for B // S batch rows.
+        tail_keys: [B, G, C, d], or None without a tail.
+        tail_values: [B, G, C, d].
+        tail_length: int [B], how many of the C places are used; None: all.
+        mask: bool or additive float [B or 1, 1, Tq, C]; None is causal, aligned at the length.
+        scale: factor of q . k.
+        slots: see `WorkList`; 0 without a packed part.
+        pieces: how many programs should be about right.
+
+    Returns:
+        Output [B, H, Tq, d], laid out as [B, Tq, H, d], and log-sum-exp float32 [B, H, Tq].
+    """
+    batch, query_heads, tokens, dim = query.shape
+    if row_first is not None:
+        sequences, heads = row_first.shape[0], row_first.shape[1] - 1
+    else:
+        assert tail_keys is not None
+        sequences, heads = 1, tail_keys.shape[1]
+    group = query_heads // heads
+    count = group * tokens
+    tile = tiles(dim, query.dtype, capability(query.device), count)
+    block_d = padded_dim(dim)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    tail_keys, tail_values = _dense_rows(tail_keys), _dense_rows(tail_values)
+
+    programs = batch * -(-count // tile.queries)
+    size = 0 if tail_keys is None else tail_keys.shape[2]
+    splits, chunk = tail_splits(size, programs * heads, pieces, tile.keys)
+    width = slots + heads * splits
+    # The interpreter computes on the bits of bfloat16 as if they were integers, and truncates
+    # where it should round; there everything is float32 and torch rounds.
+    upcast = interpreted() and query.dtype == torch.bfloat16
+    part_output = query.new_empty((batch, width, count, dim), dtype=torch.float32)
+    part_lse = query.new_empty((batch, width, count), dtype=torch.float32)
+    output = query.new_empty(
+        (batch, tokens, query_heads, dim), dtype=torch.float32 if upcast else query.dtype
+    )
+    lse = query.new_empty((batch, query_heads, tokens), dtype=torch.float32)
+    if output.numel() == 0:
+        return output.to(query.dtype).transpose(1, 2), lse
+
+    with torch.cuda.device_of(query):
+        if width:
+            split[(programs, width)](
+                query,
+                *_strides(query, 0, 1, 2),
+                keys,
+                values,
+                *_strides(keys, 0),
+                *_strides(values, 0),
+                bias,
+                items,
+                item_first,
+                rows,
+                tail_keys,
+                tail_values,
+                *_strides(tail_keys, 0, 1, 2),
+                *_strides(tail_values, 0, 1, 2),
+                tail_length,
+                query if mask is None else mask,  # a pointer that is not followed
+                *_mask_strides(mask),
+                part_output,
+                part_lse,
+                scale,
+                heads,
+                group,
+                tokens,
+                size,
+                chunk,
+                splits,
+                slots,
+                batch // sequences,
+                D=dim,
+                BLOCK_D=block_d,
+                BLOCK_M=tile.queries,
+                BLOCK_N=tile.keys,
+                HAS_PACKED=slots > 0,
+                HAS_ROWS=rows is not None,
+                HAS_TAIL=splits > 0,
+                HAS_LENGTH=tail_length is not None,
+                KIND=_kind(mask),
+                UPCAST=upcast,
+                PRECISION=tile.precision,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+                enable_fp_fusion=True,
+            )
+        merge[(count, heads, batch)](
+            part_output,
+            part_lse,
+            row_first,
+            rows,
+            output,
+            lse,
+            heads,
+            group,
+            tokens,
+            splits,
+            slots,
+            batch // sequences,
+            D=dim,
+            BLOCK_D=block_d,
+            BLOCK_S=max(8, _MERGE_TILE // block_d),
+            HAS_PACKED=slots > 0,
+            HAS_ROWS=rows is not None,
+            enable_fp_fusion=True,
+        )
+    return output.to(query.dtype).transpose(1, 2), lse
+
+
+@ragged_attention.register_fake
+def _(query: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+    batch, heads, tokens, dim = query.shape
+    output = query.new_empty((batch, tokens, heads, dim))
+    return output.transpose(1, 2), query.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+
+def _kind(mask: Tensor | None) -> int:
+    kind = CAUSAL if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
+    return int(kind.value)
+
+
+def _dense_rows(x: Tensor | None) -> Tensor | None:
+    """`x` with its last axis contiguous, which the kernels take for granted."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor | None, *axes: int) -> tuple[int, ...]:
+    return tuple(0 if x is None else x.stride(axis) for axis in axes)
+
+
+def _mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
+    if mask is None:
+        return 0, 0, 0
+    return 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2), mask.stride(3)

@@ -1,0 +1,247 @@
+"""The kernel that attends to pieces of the entries; `triton_merge` puts the pieces together.
+
+One program per batch row, query tile and piece. A tile holds all query heads of one KV head and all
+new tokens, so keys and values are read once for all of them.
+"""
+
+# Conditions on constants stand alone: a branch that is not taken must not be compiled.
+# ruff: noqa: SIM102, SIM108
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What decides whether query t sees entry e (and what is added to the logit).
+PACKED = tl.constexpr(0)  # all do; the log multiplicity is added
+CAUSAL = tl.constexpr(1)  # e < length - Tq + t + 1
+BOOLEAN = tl.constexpr(2)  # the mask is not 0
+ADDITIVE = tl.constexpr(3)  # the mask is added
+
+
+@triton.jit
+def _attend(
+    q,  # [BLOCK_M, BLOCK_D]
+    token,  # [BLOCK_M] t of each query row
+    keys,
+    values,
+    key_stride,
+    value_stride,
+    extra,  # log multiplicity or mask
+    extra_token_stride,
+    extra_key_stride,
+    first,  # of the entries, as seen from `length`
+    count,  # of the entries
+    shift,  # length - Tq
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Normalised output [BLOCK_M, BLOCK_D] and log-sum-exp [BLOCK_M] over `count` entries."""
+    dim = tl.arange(0, BLOCK_D)
+    step = tl.arange(0, BLOCK_N)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, count, BLOCK_N):
+        n = start + step
+        inside = n < count
+        # Storage past the end may hold anything, NaN included; it is never read.
+        used = inside[:, None]
+        if BLOCK_D != D:
+            used = used & (dim < D)[None, :]
+        k = tl.load(keys + n[:, None] * key_stride + dim[None, :], mask=used, other=0.0)
+        v = tl.load(values + n[:, None] * value_stride + dim[None, :], mask=used, other=0.0)
+        if UPCAST:
+            k = k.to(tl.float32)
+            v = v.to(tl.float32)
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if KIND == PACKED:
+            logits += tl.load(extra + n, mask=inside, other=0.0)[None, :]
+            seen = inside[None, :]
+        elif KIND == CAUSAL:
+            seen = inside[None, :] & ((first + n)[None, :] <= (token + shift)[:, None])
+        else:
+            at = extra + token[:, None] * extra_token_stride + n[None, :] * extra_key_stride
+            if KIND == BOOLEAN:
+                seen = tl.load(at, mask=inside[None, :], other=0) != 0
+            else:
+                logits += tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
+                seen = inside[None, :]
+        logits = tl.where(seen, logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        # A row that has seen nothing yet has -inf - -inf, which is NaN.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp(logits - base[:, None])
+        decay = tl.exp(top - base)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        acc += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        top = new_top
+    safe = tl.where(total > 0, total, 1.0)
+    return acc / safe[:, None], tl.where(total > 0, top + tl.log(safe), float("-inf"))
+
+
+@triton.jit(do_not_specialize=["tail_size", "tail_chunk", "tail_splits", "slots", "per_sequence"])
+def split(
+    query,  # [B, H, Tq, D]
+    query_batch_stride,
+    query_head_stride,
+    query_token_stride,
+    keys,  # [E, D]
+    values,
+    key_stride,
+    value_stride,
+    bias,  # [E]
+    items,  # see WorkList
+    item_first,
+    rows,  # [B], or unused
+    tail_keys,  # [B, G, S, D]
+    tail_values,
+    tail_key_batch_stride,
+    tail_key_head_stride,
+    tail_key_stride,
+    tail_value_batch_stride,
+    tail_value_head_stride,
+    tail_value_stride,
+    tail_length,  # [B], or unused
+    mask,  # [B, 1, Tq, S], or unused
+    mask_batch_stride,
+    mask_token_stride,
+    mask_key_stride,
+    part_output,  # [B, slots + G * tail_splits, n * Tq, D] float32
+    part_lse,  # [B, slots + G * tail_splits, n * Tq]
+    scale,
+    heads,  # G
+    group,  # n
+    tokens,  # Tq
+    tail_size,  # S
+    tail_chunk,
+    tail_splits,
+    slots,
+    per_sequence,  # batch rows of a sequence, if `rows` is unused
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_PACKED: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_TAIL: tl.constexpr,
+    HAS_LENGTH: tl.constexpr,
+    KIND: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (batch row and query tile, piece): its output and log-sum-exp, into its slot."""
+    count = group * tokens
+    tiles = tl.cdiv(count, BLOCK_M)
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    m = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    piece = tl.program_id(1)
+    token = m % tokens
+    dim = tl.arange(0, BLOCK_D)
+    real = m < count
+    used = real[:, None]
+    if BLOCK_D != D:
+        used = used & (dim < D)[None, :]
+    # Where this tile's queries lie, but for the KV head.
+    at = (
+        query
+        + batch * query_batch_stride
+        + (m // tokens)[:, None] * query_head_stride
+        + token[:, None] * query_token_stride
+        + dim[None, :]
+    )
+    # Where its results go, but for the slot.
+    width = slots + heads * tail_splits
+    out = part_output + (batch * width * count + m)[:, None] * D + dim[None, :]
+    lse_out = part_lse + batch * width * count + m
+    if HAS_PACKED:
+        if piece < slots:
+            if HAS_ROWS:
+                sequence = tl.load(rows + batch)
+            else:
+                sequence = batch // per_sequence
+            item = tl.load(item_first + sequence) + piece
+            if item < tl.load(item_first + sequence + 1):
+                head = tl.load(items + item * 4)
+                entry = tl.load(items + item * 4 + 1)
+                length = tl.load(items + item * 4 + 2).to(tl.int32)
+                slot = tl.load(items + item * 4 + 3)
+                q = tl.load(at + head * group * query_head_stride, mask=used, other=0.0)
+                if UPCAST:
+                    q = q.to(tl.float32)
+                output, lse = _attend(
+                    q,
+                    token,
+                    keys + entry * key_stride,
+                    values + entry * value_stride,
+                    key_stride,
+                    value_stride,
+                    bias + entry,
+                    0,
+                    0,
+                    0,
+                    length,
+                    0,
+                    scale,
+                    D,
+                    BLOCK_D,
+                    BLOCK_M,
+                    BLOCK_N,
+                    PACKED,
+                    UPCAST,
+                    PRECISION,
+                )
+                tl.store(out + slot * count * D, output, mask=used)
+                tl.store(lse_out + slot * count, lse, mask=real)
+    if HAS_TAIL:
+        if piece >= slots:
+            head = ((piece - slots) // tail_splits).to(tl.int64)
+            first = ((piece - slots) % tail_splits) * tail_chunk
+            if HAS_LENGTH:
+                length = tl.load(tail_length + batch).to(tl.int32)
+            else:
+                length = tail_size
+            # Grid and pieces follow the buffer's size; those past its length have nothing to do.
+            here = tl.maximum(tl.minimum(length - first, tail_chunk), 0)
+            q = tl.load(at + head * group * query_head_stride, mask=used, other=0.0)
+            if UPCAST:
+                q = q.to(tl.float32)
+            output, lse = _attend(
+                q,
+                token,
+                tail_keys
+                + batch * tail_key_batch_stride
+                + head * tail_key_head_stride
+                + first.to(tl.int64) * tail_key_stride,
+                tail_values
+                + batch * tail_value_batch_stride
+                + head * tail_value_head_stride
+                + first.to(tl.int64) * tail_value_stride,
+                tail_key_stride,
+                tail_value_stride,
+                mask + batch * mask_batch_stride + first.to(tl.int64) * mask_key_stride,
+                mask_token_stride,
+                mask_key_stride,
+                first,
+                here,
+                length - tokens,
+                scale,
+                D,
+                BLOCK_D,
+                BLOCK_M,
+                BLOCK_N,
+                KIND,
+                UPCAST,
+                PRECISION,
+            )
+            slot = piece.to(tl.int64)
+            if here > 0:
+                tl.store(out + slot * count * D, output, mask=used)
+            tl.store(lse_out + slot * count, lse, mask=real)

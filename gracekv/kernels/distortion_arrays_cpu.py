@@ -1,0 +1,143 @@
+"""The arrays that the compiled distortion reads and writes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit  # type: ignore[import-untyped,unused-ignore]
+
+from gracekv.kernels.matmul_cpu import COLUMNS
+
+MAX_PENDING = 32
+"""Intervals whose products are made together: their numbers fit a core's own cache."""
+
+
+class HeadArrays(NamedTuple):
+    """U heads: `gracekv.tree.probe_attention.ProbeAttention`, and the distortion's weights.
+
+    Attributes:
+        exponentials: p [U*N, P].
+        mass: [U*N].
+        unrotated_keys: [U*N, d].
+        key_norms: [U*N].
+        values: [U*N, d].
+        scores: [U*N].
+        queries: transposed and scaled [U*d, Q], Q the next multiple of `matmul_cpu.COLUMNS`.
+        max_logit: [U, Q].
+        inverse_sum: [U, Q].
+        visible_probes: [N].
+        first_probe: int64 [N+1].
+        cos: [T, d_rot], of absolute positions.
+        sin: [T, d_rot].
+        region_start: absolute position of the region's first token.
+        lambda_z: of the distortion.
+        lambda_m: of the distortion.
+        epsilon: of the distortion.
+        uniform_base: of `gracekv.tree.merge.PrototypeRule`.
+        rule_epsilon: epsilon of the same.
+        multiplicity: of the same.
+    """
+
+    exponentials: Any
+    mass: Any
+    unrotated_keys: Any
+    key_norms: Any
+    values: Any
+    scores: Any
+    queries: Any
+    max_logit: Any
+    inverse_sum: Any
+    visible_probes: Any
+    first_probe: Any
+    cos: Any
+    sin: Any
+    region_start: Any
+    lambda_z: Any
+    lambda_m: Any
+    epsilon: Any
+    uniform_base: Any
+    rule_epsilon: Any
+    multiplicity: Any
+
+
+class Node(NamedTuple):
+    """One node.
+
+    Attributes:
+        head: index among the U heads.
+        first: place of its first token in the region.
+        length: tokens.
+        row: of its first token in arrays over all heads' tokens.
+    """
+
+    head: Any
+    first: Any
+    length: Any
+    row: Any
+
+
+class Scratch(NamedTuple):
+    """Scratch memory of a thread, for nodes of up to w tokens (W: the next multiple of 16).
+
+    Attributes:
+        p: [w, Q], the node's exponentials.
+        gram: [w, W], Gram matrix of its values.
+        values_t: [d, W], its values, transposed.
+        scores: [W], of its tokens.
+        cross: [4, W], coefficients of the cross terms of |M|^2.
+        cross_terms: [4, Q], the cross terms.
+        z: [Q], running Z.
+        m_square: [Q], running |M|^2.
+        key_sum: [d], running sum of keys.
+        gram_sum: [W], running sum of rows of `gram`.
+        weighted_gram_sum: [W], the same, weighted by the tokens' scores.
+        pending_z: [R, Q], Z of R pending intervals; what follows is of these too.
+        pending_m_square: [R, Q], |M|^2.
+        logits: [R, Q], of the prototypes; then Z~, then errors.
+        m_dot_v: [R, Q], M.v~.
+        v_products: [R, W], v~.v_t of the node's tokens, 0 outside the interval.
+        mean_keys: [R, d], rotated to the mean position.
+        log_m: [R], log multiplicity.
+        v_square: [R], |v~|^2.
+        spans: int64 [R, 4], first and last token, row and column of `costs`.
+        bits: int32 [R, Q], scratch of `exponential`.
+    """
+
+    p: Any
+    gram: Any
+    values_t: Any
+    scores: Any
+    cross: Any
+    cross_terms: Any
+    z: Any
+    m_square: Any
+    key_sum: Any
+    gram_sum: Any
+    weighted_gram_sum: Any
+    pending_z: Any
+    pending_m_square: Any
+    logits: Any
+    m_dot_v: Any
+    v_products: Any
+    mean_keys: Any
+    log_m: Any
+    v_square: Any
+    spans: Any
+    bits: Any
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def new_scratch(max_length: int, dim: int, padded_probes: int) -> Any:
+    """A thread's `Scratch` for nodes of up to `max_length` tokens and Q = `padded_probes`."""
+    width = (max_length + COLUMNS - 1) // COLUMNS * COLUMNS
+    rows, probes, f = MAX_PENDING, padded_probes, np.float32
+    return Scratch(
+        np.zeros((max_length, probes), f), np.empty((max_length, width), f),
+        np.zeros((dim, width), f), np.zeros(width, f), np.zeros((4, width), f),
+        np.empty((4, probes), f), np.empty(probes, f), np.empty(probes, f), np.empty(dim, f),
+        np.empty(width, f), np.empty(width, f), np.empty((rows, probes), f),
+        np.empty((rows, probes), f), np.empty((rows, probes), f), np.empty((rows, probes), f),
+        np.empty((rows, width), f), np.empty((rows, dim), f), np.empty(rows, f), np.empty(rows, f),
+        np.empty((rows, 4), np.int64), np.empty((rows, probes), np.int32),
+    )  # fmt: skip

@@ -1,0 +1,237 @@
+"""The prototype's distortion, and splits in the same pass, compiled for CPUs.
+
+All threads run the same function and take their next nodes from one counter. A node's results
+depend on nothing but the node, so they are the same to the bit on any number of threads.
+
+Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
+
+from gracekv.kernels import (
+    distortion_arrays_cpu,
+    exponential_cpu,
+    interval_costs_cpu,
+    intrinsics_cpu,
+    matmul_cpu,
+    split_choice_cpu,
+)
+from gracekv.kernels.distortion_arrays_cpu import HeadArrays, Node, new_scratch
+from gracekv.kernels.interval_costs_cpu import add_intervals, flush, load_node, token_masses
+from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer
+from gracekv.kernels.source_digest import digest
+from gracekv.kernels.split_choice_cpu import argmax, best_cut, extraction_utility, mark_candidates
+
+# Nodes that a thread takes at a time.
+_NODES = 4
+
+
+class DistortionArgs(ctypes.Structure):
+    """The kernel's arguments: addresses of contiguous arrays, sizes and weights.
+
+    Fields, with V nodes, U heads, N tokens a head, P probes, Q the next multiple of
+    `matmul_cpu.COLUMNS`:
+        exponentials ... sin: as in `distortion_arrays_cpu.HeadArrays`.
+        kappa: float64 [T]; 0: it is not read.
+        forced: float64 [U, N] floor scores, -inf: no candidate; 0: no floor.
+        head, first, length: int64 [V]: head, place in the region, and tokens of each node.
+        counter: int64, 0.
+        max_length: tokens of the longest node.
+        mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS`.
+    `EVALUATE` also reads and writes:
+        forced_token: int64 [V]: if not -1, only D of the two sides of this token is computed.
+        prefix, suffix, mass: float32 [V, max_length], and drop [V], as in `IntervalCosts`.
+    `SPLIT` and `SPLIT_ROOTS` also read and write:
+        node_cost: float64 [V], D of each node. `SPLIT_ROOTS` fills it, and drop float32 [V].
+        cuts, reward: as in `split_choice_cpu`; cuts < 0: nodes are not cut.
+        extracts: whether a token may be extracted.
+        low, high: int64 [V], cuts counted from the node's start.
+        part_costs: float64 [V, 2], D of the tokens before `low` and of those from `high` on.
+    """
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "exponentials", "probe_mass", "unrotated_keys", "key_norms", "values", "scores",
+            "queries", "max_logit", "inverse_sum", "visible_probes", "first_probe", "cos", "sin",
+            "kappa", "forced", "head", "first", "length", "counter", "forced_token", "prefix",
+            "suffix", "mass", "drop", "node_cost", "low", "high", "part_costs", "heads", "tokens",
+            "probes", "padded_probes", "dim", "positions", "rotary_dim", "region_start",
+            "multiplicity", "nodes", "max_length", "mode", "cuts", "extracts",
+        )),
+        *((name, ctypes.c_double) for name in (
+            "lambda_z", "lambda_m", "epsilon", "uniform_base", "rule_epsilon", "reward",
+        )),
+    ]  # fmt: skip
+
+
+EVALUATE, SPLIT, SPLIT_ROOTS = 0, 1, 2
+
+_ARGS = np.dtype(DistortionArgs)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _heads(args: Any) -> Any:
+    """The arrays and weights of the arguments."""
+    f, rows = np.float32, args.heads * args.tokens
+    return HeadArrays(
+        carray(pointer(args.exponentials), (rows, args.probes), f),
+        carray(pointer(args.probe_mass), (rows,), f),
+        carray(pointer(args.unrotated_keys), (rows, args.dim), f),
+        carray(pointer(args.key_norms), (rows,), f),
+        carray(pointer(args.values), (rows, args.dim), f),
+        carray(pointer(args.scores), (rows,), f),
+        carray(pointer(args.queries), (args.heads * args.dim, args.padded_probes), f),
+        carray(pointer(args.max_logit), (args.heads, args.padded_probes), f),
+        carray(pointer(args.inverse_sum), (args.heads, args.padded_probes), f),
+        carray(pointer(args.visible_probes), (args.tokens,), f),
+        carray(pointer(args.first_probe), (args.tokens + 1,), np.int64),
+        carray(pointer(args.cos), (args.positions, args.rotary_dim), f),
+        carray(pointer(args.sin), (args.positions, args.rotary_dim), f),
+        args.region_start,
+        f(args.lambda_z),
+        f(args.lambda_m),
+        f(args.epsilon),
+        f(args.uniform_base),
+        f(args.rule_epsilon),
+        args.multiplicity != 0,
+    )
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _evaluate(
+    args: Any, v: int, node: Any, heads: Any, scratch: Any, wanted: Any, costs: Any
+) -> None:
+    """D of all prefixes and suffixes of a node, or of the two sides of its forced token."""
+    n, width = node.length, args.max_length
+    forced_token = carray(pointer(args.forced_token), (args.nodes,), np.int64)[v]
+    prefix = carray(pointer(args.prefix), (args.nodes, width), np.float32)
+    suffix = carray(pointer(args.suffix), (args.nodes, width), np.float32)
+    mass = carray(pointer(args.mass), (args.nodes, width), np.float32)
+    drop = carray(pointer(args.drop), (args.nodes,), np.float32)
+    drop[v] = token_masses(node, heads, mass[v]) if forced_token < 0 else np.float32(0)
+    wanted[:n] = forced_token < 0
+    if forced_token > 0:
+        wanted[forced_token - 1] = True
+    pending = add_intervals(node, heads, scratch, False, wanted, costs, 0)
+    wanted[:n] = forced_token < 0
+    if 0 <= forced_token < n - 1:
+        wanted[forced_token + 1] = True
+    pending = add_intervals(node, heads, scratch, True, wanted, costs, pending)
+    flush(node, heads, scratch, costs, pending)
+    costs[0, 0] = costs[1, n - 1] = np.float32(0)
+    for k in range(n):
+        prefix[v, k], suffix[v, k] = costs[0, k], costs[1, k]
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _split(
+    args: Any, v: int, node: Any, heads: Any, scratch: Any, is_cut: Any, wanted: Any, costs: Any,
+    mass: Any, top: Any,
+) -> None:  # fmt: skip
+    """The better of a cut and an extraction; only the costs that are compared are computed."""
+    n, tokens, roots = node.length, args.tokens, args.mode == SPLIT_ROOTS
+    kappa = carray(pointer(args.kappa), (args.positions,), np.float64)
+    forced = carray(pointer(args.forced), (args.heads * tokens,), np.float64)
+    node_cost = carray(pointer(args.node_cost), (args.nodes,), np.float64)
+    low = carray(pointer(args.low), (args.nodes,), np.int64)
+    high = carray(pointer(args.high), (args.nodes,), np.int64)
+    part_costs = carray(pointer(args.part_costs), (args.nodes, 2), np.float64)
+    drop = carray(pointer(args.drop), (args.nodes,), np.float32)
+
+    # Two tokens have only one split, and a root of one has none.
+    has_choice, position = n > 2, node.first + heads.region_start
+    cuts, token, must_extract = has_choice and args.cuts >= 0, -1, False
+    if roots or (has_choice and args.extracts != 0):
+        total = token_masses(node, heads, mass)
+        if roots:
+            drop[v] = total
+    if has_choice and args.extracts != 0:
+        token = argmax(mass, 0, n)
+        if args.forced != 0:
+            candidate = argmax(forced, node.row, n)
+            if forced[node.row + candidate] > -np.inf:
+                token, must_extract, cuts = candidate, True, False
+    is_cut[:n] = False
+    if cuts:
+        mark_candidates(kappa, position, n, args.cuts, is_cut, top)
+
+    pending = 0
+    wanted[0] = wanted[n - 1] = False
+    for k in range(1, n - 1):
+        wanted[k] = is_cut[k + 1] or k == token - 1
+    pending = add_intervals(node, heads, scratch, False, wanted, costs, pending)
+    for k in range(1, n - 1):
+        wanted[k] = is_cut[k] or k == token + 1
+    wanted[0] = roots and n > 1
+    pending = add_intervals(node, heads, scratch, True, wanted, costs, pending)
+    flush(node, heads, scratch, costs, pending)
+    costs[0, 0] = costs[1, n - 1] = np.float32(0)
+
+    if roots:
+        node_cost[v] = costs[1, 0]
+    first = n // 2
+    gain, last = -np.inf, first
+    if cuts:
+        first, gain = best_cut(node_cost[v], costs, n, is_cut, kappa, position, args.reward)
+        last = first
+    if token >= 0 and (must_extract or extraction_utility(node_cost[v], costs, n, token) > gain):
+        first, last = token, token + 1
+    low[v], high[v] = first, last
+    part_costs[v, 0] = costs[0, first - 1] if has_choice and first > 0 else 0.0
+    part_costs[v, 1] = costs[1, last] if has_choice and last < n else 0.0
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _work(args: Any) -> None:
+    """Take nodes until there are none left."""
+    heads, max_length = _heads(args), max(args.max_length, 1)
+    head = carray(pointer(args.head), (args.nodes,), np.int64)
+    first = carray(pointer(args.first), (args.nodes,), np.int64)
+    length = carray(pointer(args.length), (args.nodes,), np.int64)
+    scratch = new_scratch(max_length, args.dim, args.padded_probes)
+    is_cut, wanted = np.empty(max_length, np.bool_), np.empty(max_length, np.bool_)
+    costs, mass = np.zeros((2, max_length), np.float32), np.empty(max_length, np.float32)
+    top = np.empty(max(args.cuts, 1), np.int64)
+    counter = pointer(args.counter)
+    while True:
+        start = fetch_and_add(counter, 0) * _NODES
+        if start >= args.nodes:
+            return
+        for v in range(start, min(start + _NODES, args.nodes)):
+            row = head[v] * args.tokens + first[v]
+            node = Node(head[v], first[v], length[v], row)
+            if node.length > 2 or args.mode != SPLIT:
+                load_node(node, heads, scratch)
+            if args.mode == EVALUATE:
+                _evaluate(args, v, node, heads, scratch, wanted, costs)
+            else:
+                _split(args, v, node, heads, scratch, is_cut, wanted, costs, mass, top)
+
+
+@functools.cache
+def distortion_kernel() -> Any:
+    """The kernel: a C callback that takes the address of `DistortionArgs`.
+
+    The first call on a machine compiles for 20 to 30 seconds; later ones find the result on disk.
+    """
+    sources = digest(
+        split_choice_cpu,
+        exponential_cpu,
+        intrinsics_cpu,
+        interval_costs_cpu,
+        distortion_arrays_cpu,
+        matmul_cpu,
+    )
+
+    def body(address: Any) -> None:
+        _ = sources
+        _work(carray(address, (1,), _ARGS)[0])
+
+    return cfunc(types.void(types.voidptr), cache=True)(body)

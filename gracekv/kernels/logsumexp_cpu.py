@@ -1,0 +1,125 @@
+"""Running log-sum-exp of rows in one reading, compiled for CPUs.
+
+A row is taken a piece at a time that stays in the nearest cache: its largest number, then the sum.
+
+Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
+
+from gracekv.kernels import exponential_cpu, intrinsics_cpu
+from gracekv.kernels.exponential_cpu import exponential
+from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer
+from gracekv.kernels.source_digest import digest
+
+# Numbers of a piece, and rows that a thread fetches at a time.
+_PIECE = 1024
+_ROWS = 8
+
+
+class Task(ctypes.Structure):
+    """What the kernel is to do: addresses of contiguous arrays, and sizes.
+
+    Fields:
+        x: float32 [rows, columns]; used up.
+        top: float32 [rows], the largest number of each row so far.
+        total: float64 [rows], the sum of e^(x - top) so far.
+        counter: int64, 0.
+    """
+
+    _fields_ = [
+        (name, ctypes.c_int64) for name in ("x", "top", "total", "counter", "rows", "columns")
+    ]  # fmt: skip
+
+
+_TASK = np.dtype(Task)
+
+
+_INFINITE = np.int32(0x7F800000)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _largest(x: Any) -> tuple[Any, Any]:
+    """The bits of the largest of x, float32 numbers given as int32, and whether one is NaN.
+
+    As whole numbers, because a compiler does not vectorise the largest of what may be NaN.
+    """
+    found, magnitude = np.int32(-(2**31)), np.int32(0)
+    for i in range(len(x)):
+        bits = x[i]
+        found = max(found, np.int32(bits ^ ((bits >> np.int32(31)) & _MAGNITUDE)))
+        magnitude = max(magnitude, np.int32(bits & _MAGNITUDE))
+    return np.int32(found ^ ((found >> np.int32(31)) & _MAGNITUDE)), magnitude > _INFINITE
+
+
+@njit(nogil=True, fastmath={"reassoc"})  # type: ignore[untyped-decorator]
+def _sum(x: Any) -> Any:
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        total += x[i]
+    return total
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _row(x: Any, whole: Any, top: Any, total: Any, bits: Any, power: Any, one: Any) -> Any:
+    """`top` and `total` of one row with x [columns] added; `whole` is x as int32, `one` int32 [1].
+
+    As in torch, the total is NaN once a number is NaN or infinite.
+    """
+    for first in range(0, len(x), _PIECE):
+        piece = x[first : first + _PIECE]
+        one[0], unknown = _largest(whole[first : first + _PIECE])
+        peak = max(top, one.view(np.float32)[0])
+        if unknown or peak == np.inf:
+            total = np.float64(np.nan)
+        elif peak > -np.inf:
+            total *= math.exp(np.float64(top) - np.float64(peak))
+            for i in range(len(piece)):
+                piece[i] -= peak
+            exponential(piece, bits[: len(piece)], power[: len(piece)])
+            total += _sum(piece)
+            top = peak
+    return top, total
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _work(task: Any) -> None:
+    """Fetch rows until there are none left."""
+    shape = (task.rows, task.columns)
+    x = carray(pointer(task.x), shape, np.float32)
+    whole = carray(pointer(task.x), shape, np.int32)
+    top = carray(pointer(task.top), (task.rows,), np.float32)
+    total = carray(pointer(task.total), (task.rows,), np.float64)
+    bits, one = np.empty(_PIECE, np.int32), np.empty(1, np.int32)
+    power = bits.view(np.float32)
+    counter = pointer(task.counter)
+    while True:
+        start = fetch_and_add(counter, 0) * _ROWS
+        if start >= task.rows:
+            return
+        for r in range(start, min(start + _ROWS, task.rows)):
+            top[r], total[r] = _row(x[r], whole[r], top[r], total[r], bits, power, one)
+
+
+@functools.cache
+def accumulate() -> Any:
+    """The kernel: a C callback that takes a `Task`'s address.
+
+    The first call on a machine compiles for some seconds; later ones find the result on disk.
+    """
+    sources = digest(exponential_cpu, intrinsics_cpu)
+
+    def body(address: Any) -> None:
+        _ = sources
+        _work(carray(address, (1,), _TASK)[0])
+
+    return cfunc(types.void(types.voidptr), cache=True)(body)

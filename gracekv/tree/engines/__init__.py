@@ -1,0 +1,1 @@
+"""The prototype's distortion: engines `torch`, `numba` and `triton`, and their reference."""

@@ -1,0 +1,181 @@
+"""The engine `numba`: a compiled kernel for CPUs, which can also choose the splits."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gracekv.kernels import omp_threads
+from gracekv.tree.distortion import DistortionEvaluator
+from gracekv.tree.engines.base import EngineInputs
+from gracekv.tree.nodes import IntervalCosts, Nodes, parts_of_cuts
+from gracekv.tree.refine import Refiner
+from gracekv.tree.split import RootCosts, Split, Splitter
+from gracekv.tree.split_rule import SplitRule
+from gracekv.tree.tree_batch import TreeBatch
+
+
+class NumbaEvaluator(DistortionEvaluator):
+    """D of nodes in the heads of some layers, on as many threads as torch uses.
+
+    Args:
+        inputs: on a CPU.
+    """
+
+    def __init__(self, inputs: EngineInputs) -> None:
+        from gracekv.kernels.matmul_cpu import COLUMNS
+
+        self._batch = inputs.batch
+        attention, rule, weights = inputs.attention, inputs.rule, inputs.weights
+        heads, probes, dim = attention.queries.shape
+        padding = -probes % COLUMNS
+        device = attention.values.device
+        # A sharded model's table lies on the device of its first layer.
+        cos, sin = (x.to(device).float() for x in (inputs.rope.cos, inputs.rope.sin))
+        tensors = {
+            "exponentials": attention.exponentials,
+            "probe_mass": attention.mass,
+            "unrotated_keys": attention.unrotated_keys,
+            "key_norms": attention.key_norms,
+            "values": attention.values,
+            "scores": attention.scores,
+            "queries": functional.pad(attention.queries.mT, (0, padding)),
+            "max_logit": functional.pad(attention.max_logit, (0, padding)),
+            "inverse_sum": functional.pad(attention.inverse_sum, (0, padding)),
+            "visible_probes": attention.visible_probes,
+            "first_probe": attention.first_probe,
+            "cos": cos,
+            "sin": sin,
+        }
+        # The kernel's arguments hold addresses, so the tensors must be kept.
+        self._tensors = {name: x.contiguous() for name, x in tensors.items()}
+        self._numbers = {
+            "heads": heads,
+            "tokens": len(attention.visible_probes),
+            "probes": probes,
+            "padded_probes": probes + padding,
+            "dim": dim,
+            "positions": cos.shape[0],
+            "rotary_dim": cos.shape[1],
+            "region_start": inputs.batch.region_start,
+            "multiplicity": rule.multiplicity,
+            "lambda_z": weights.lambda_z,
+            "lambda_m": weights.lambda_m,
+            "epsilon": weights.epsilon,
+            "uniform_base": rule.uniform_base,
+            "rule_epsilon": rule.epsilon,
+        }
+
+    def __call__(self, nodes: Nodes) -> IntervalCosts:
+        from gracekv.kernels.distortion_cpu import EVALUATE
+
+        count, width = len(nodes), int(nodes.length.max())
+        forced_token = self._batch.forced_token(nodes)
+        if forced_token is None:
+            forced_token = torch.full_like(nodes.tree, -1)
+        costs, mass = torch.zeros(2, count, width), torch.zeros(count, width)
+        drop = torch.empty(count)
+        outputs = {"prefix": costs[0], "suffix": costs[1], "mass": mass, "drop": drop}
+        self.run(nodes, EVALUATE, {"forced_token": forced_token.contiguous()} | outputs, {})
+        return IntervalCosts(costs, mass, drop)
+
+    def splitter(self, refiner: Refiner) -> Splitter | None:
+        rule = refiner.rule()
+        return None if rule is None else NumbaSplitter(self, self._batch, rule)
+
+    def run(
+        self, nodes: Nodes, mode: int, tensors: dict[str, Tensor], numbers: dict[str, Any]
+    ) -> None:
+        """Run the kernel on V >= 1 nodes.
+
+        Args:
+            nodes: which.
+            mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS` of `gracekv.kernels.distortion_cpu`.
+            tensors: contiguous fields of its `DistortionArgs` for that mode, [V, ...].
+            numbers: its other fields.
+        """
+        from gracekv.kernels.distortion_cpu import DistortionArgs, distortion_kernel
+
+        length = nodes.length
+        counter = ctypes.c_int64(0)
+        tensors = self._tensors | tensors
+        tensors["head"] = self._batch.head(nodes.tree)
+        tensors["first"] = self._batch.offset(nodes)
+        tensors["length"] = length
+        arguments = DistortionArgs(
+            **{name: x.data_ptr() for name, x in tensors.items()},
+            **self._numbers,
+            **numbers,
+            counter=ctypes.addressof(counter),
+            nodes=len(length),
+            max_length=int(length.max()),
+            mode=mode,
+        )
+        with torch.profiler.record_function("distortion (numba)"):
+            omp_threads.run(distortion_kernel(), ctypes.addressof(arguments))
+
+
+class NumbaSplitter(Splitter):
+    """Computes only the costs that the split rule compares, and splits in the same pass.
+
+    Args:
+        evaluator: of the nodes' heads.
+        batch: the nodes' trees.
+        rule: how nodes split.
+
+    Raises:
+        ConfigError: the rule reads a curvature, and none was computed.
+    """
+
+    def __init__(self, evaluator: NumbaEvaluator, batch: TreeBatch, rule: SplitRule) -> None:
+        self._evaluator = evaluator
+        self._tensors: dict[str, Tensor] = {}
+        if rule.uses_curvature:
+            self._tensors["kappa"] = batch.known_curvature().contiguous()
+        if batch.forced is not None:
+            self._tensors["forced"] = batch.forced.contiguous()
+        cuts = -1 if rule.cuts is None else rule.cuts
+        self._numbers = {"cuts": cuts, "reward": rule.reward, "extracts": rule.extracts}
+
+    def roots(self, nodes: Nodes) -> RootCosts:
+        from gracekv.kernels.distortion_cpu import SPLIT_ROOTS
+
+        distortion = torch.empty(len(nodes), dtype=torch.float64)
+        drop = torch.empty(len(nodes))
+        outputs = {"node_cost": distortion, "drop": drop}
+        low, high, part_costs = self._cuts(nodes, SPLIT_ROOTS, outputs)
+
+        def split(chosen: Tensor) -> Split:
+            return _split(nodes[chosen], low[chosen], high[chosen], part_costs[chosen])
+
+        return RootCosts(distortion, drop.double(), split)
+
+    def __call__(self, nodes: Nodes, distortion: Tensor) -> Split:
+        from gracekv.kernels.distortion_cpu import SPLIT
+
+        if not len(nodes):
+            none = torch.empty(0, dtype=torch.int64)
+            return Split(none, none, none, none.double())
+        return _split(nodes, *self._cuts(nodes, SPLIT, {"node_cost": distortion.contiguous()}))
+
+    def _cuts(
+        self, nodes: Nodes, mode: int, tensors: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        low, high = torch.empty_like(nodes.tree), torch.empty_like(nodes.tree)
+        part_costs = torch.empty(len(low), 2, dtype=torch.float64)
+        tensors = self._tensors | tensors | {"low": low, "high": high, "part_costs": part_costs}
+        self._evaluator.run(nodes, mode, tensors, self._numbers)
+        return low, high, part_costs
+
+
+def _split(nodes: Nodes, low: Tensor, high: Tensor, part_costs: Tensor) -> Split:
+    """Split nodes at cuts int64 [V] counted from their starts; D [V, 2] is of the outer parts."""
+    start, end, kept = parts_of_cuts(nodes, nodes.start + low, nodes.start + high)
+    # The part between two cuts is a single token.
+    middle = torch.zeros(len(low), dtype=torch.float64)
+    distortion = torch.stack([part_costs[:, 0], middle, part_costs[:, 1]], dim=1)
+    return Split(kept.sum(dim=1), start[kept], end[kept], distortion[kept])

@@ -1,0 +1,102 @@
+"""The engine `triton`: one kernel for NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gracekv.kernels.distortion_blocks import block_sizes, padded_size
+from gracekv.tree.distortion import DistortionEvaluator
+from gracekv.tree.engines.base import EngineInputs
+from gracekv.tree.nodes import IntervalCosts, Nodes
+
+
+class TritonEvaluator(DistortionEvaluator):
+    """D of nodes in the heads of some layers, a program per node and direction.
+
+    Nodes may be of any length. The costs of a node do not depend on other nodes, to the bit, except
+    through the longest node of a call: with 16 tokens or fewer, nodes are read 16 tokens at a time,
+    else 32.
+
+    Args:
+        inputs: on a GPU (or, interpreted, on a CPU).
+    """
+
+    def __init__(self, inputs: EngineInputs) -> None:
+        from gracekv.kernels.distortion_triton import interval_costs
+
+        self._kernel: Any = interval_costs
+        self._batch = inputs.batch
+        attention, rope, rule, weights = (
+            inputs.attention, inputs.rope, inputs.rule, inputs.weights,
+        )  # fmt: skip
+        device = attention.values.device
+        tensors = {
+            "exponentials": attention.exponentials,
+            "unrotated_keys": attention.unrotated_keys,
+            "key_norms": attention.key_norms,
+            "values": attention.values,
+            "scores": attention.scores,
+            "queries": attention.queries,
+            "max_logit": attention.max_logit,
+            "inverse_sum": attention.inverse_sum,
+            "visible_probes": attention.visible_probes,
+            "first_probe": attention.first_probe,
+            "cos": rope.cos,
+            "sin": rope.sin,
+        }
+        self._tensors = {name: x.to(device).contiguous() for name, x in tensors.items()}
+        dim = attention.values.shape[1]
+        self._numbers = {
+            "tokens": len(attention.visible_probes),
+            "region_start": inputs.batch.region_start,
+            "lambda_z": float(weights.lambda_z),
+            "lambda_m": float(weights.lambda_m),
+            "epsilon": float(weights.epsilon),
+            "uniform_base": float(rule.uniform_base),
+            "rule_epsilon": float(rule.epsilon),
+            "features": dim,
+            "half_features": rope.cos.shape[1] // 2,
+        }
+        self._constants = {
+            "P": attention.queries.shape[1],
+            "D": dim,
+            "HALF": rope.cos.shape[1] // 2,
+            "MULTIPLICITY": rule.multiplicity,
+            "BLOCK_D": padded_size(dim),
+        }
+
+    def __call__(self, nodes: Nodes) -> IntervalCosts:
+        count, width = len(nodes), int(nodes.length.max())
+        sizes = block_sizes(width, self._constants["P"])
+        parts = -(-self._constants["P"] // sizes.probes)
+        values = self._tensors["values"]
+        costs = values.new_empty(parts, 2, count, width)
+        mass = values.new_empty(parts, count, width)
+        drop = values.new_empty(parts, count)
+        with torch.cuda.device_of(values):
+            self._kernel[(count, 2, parts)](
+                head=self._batch.head(nodes.tree),
+                first=self._batch.offset(nodes),
+                length=nodes.length,
+                **self._tensors,
+                costs=costs,
+                mass=mass,
+                drop=drop,
+                nodes=count,
+                width=width,
+                **self._numbers,
+                **self._constants,
+                BLOCK_T=sizes.tokens,
+                BLOCK_C=sizes.past,
+                BLOCK_P=sizes.probes,
+                BLOCK_F=sizes.features,
+                num_warps=sizes.warps,
+                num_stages=sizes.stages,
+                enable_fp_fusion=True,
+            )
+        if parts == 1:
+            return IntervalCosts(costs[0], mass[0], drop[0])
+        # Each part has the sums over its own probes.
+        return IntervalCosts(costs.sum(0), mass.sum(0), drop.sum(0))

@@ -1,0 +1,98 @@
+"""Nodes of trees, their children, and the distortion of the intervals inside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Nodes:
+    """V nodes of the trees of a `TreeBatch`, ordered by tree and start.
+
+    Attributes:
+        tree: int64 [V], index of the tree in the batch.
+        start: int64 [V], relative to the slot.
+        end: int64 [V], exclusive.
+    """
+
+    tree: Tensor
+    start: Tensor
+    end: Tensor
+
+    def __len__(self) -> int:
+        return len(self.tree)
+
+    @property
+    def length(self) -> Tensor:
+        """int64 [V], tokens."""
+        return self.end - self.start
+
+    def __getitem__(self, rows: Tensor | slice) -> Nodes:
+        """The nodes at `rows` (indices, a mask or a slice), in that order."""
+        return Nodes(self.tree[rows], self.start[rows], self.end[rows])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Children:
+    """The children of some nodes, in the nodes' order, each node's by start.
+
+    Attributes:
+        count: int64 [V], children of each node: at least 2, or 0 to leave the node a leaf.
+        start: int64 [sum(count)], relative to the slot.
+        end: int64 [sum(count)], exclusive.
+    """
+
+    count: Tensor
+    start: Tensor
+    end: Tensor
+
+    @classmethod
+    def of_cuts(cls, nodes: Nodes, low: Tensor, high: Tensor) -> Children:
+        """The non-empty ones of [start, low), [low, high), [high, end); int64 [V] cuts."""
+        start, end, kept = parts_of_cuts(nodes, low, high)
+        return cls(kept.sum(dim=1), start[kept], end[kept])
+
+
+def parts_of_cuts(nodes: Nodes, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Start and end, int64 [V, 3], of the parts between two cuts, and which are not empty."""
+    bounds = torch.stack([nodes.start, low, high, nodes.end], dim=1)
+    start, end = bounds[:, :3], bounds[:, 1:]
+    return start, end, start < end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IntervalCosts:
+    """D of the prefixes and suffixes of V nodes of up to w tokens.
+
+    Refiners need no other intervals: the parts of a cut and of an extraction begin or end where
+    their node does. Columns beyond a node's length are undefined. So are all columns but the two
+    sides of the extracted token, where a node must extract one (`TreeBatch.forced_token`).
+
+    Attributes:
+        costs: float32 [2, V, w]: D of the node's tokens up to and including k, and D of its tokens
+            from k on.
+        mass: float32 [V, w]: mean normalised attention that token k receives from the probes that
+            see the whole node.
+        drop: D^drop float32 [V] of the whole node.
+    """
+
+    costs: Tensor
+    mass: Tensor
+    drop: Tensor
+
+    @property
+    def prefix(self) -> Tensor:
+        """[V, w]: D of the tokens up to and including k."""
+        return self.costs[0]
+
+    @property
+    def suffix(self) -> Tensor:
+        """[V, w]: D of the tokens from k on."""
+        return self.costs[1]
+
+    def __getitem__(self, rows: Tensor) -> IntervalCosts:
+        """The costs of the nodes at `rows`, in that order."""
+        return IntervalCosts(self.costs[:, rows], self.mass[rows], self.drop[rows])

@@ -1,0 +1,156 @@
+"""`TreeBatch`: the trees of some layers, and what is known of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ConfigError
+from gracekv.ragged import rows_and_steps
+from gracekv.tree.context import TreeContext
+from gracekv.tree.nodes import Nodes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeBatch:
+    """The B = U*J trees of some layers of one device: U KV heads with J slots each.
+
+    Tree b of the batch belongs to head b // J and slot b % J; U runs over the G KV heads of each
+    layer.
+
+    Attributes:
+        tree_id: int64 [B], index of each tree in the forest.
+        slot_start: int64 [B], absolute first position of each tree's slot.
+        length: int64 [B], tokens of each slot.
+        curvature: kappa [T] float64, or None.
+        forced: floor score [U, N] float64 (-inf: no candidate), or None.
+        scores: R^tok [U, N] float64.
+        sensitivity: omega [U] float64.
+        region_start: absolute position of the first compressible token.
+        candidate_count: int64 [U, N+1], floor candidates before each token, or None.
+        extracts_candidates: whether a node with a floor candidate must extract it.
+    """
+
+    tree_id: Tensor
+    slot_start: Tensor
+    length: Tensor
+    curvature: Tensor | None
+    forced: Tensor | None
+    scores: Tensor
+    sensitivity: Tensor
+    region_start: int
+    candidate_count: Tensor | None
+    extracts_candidates: bool = False
+
+    @classmethod
+    def of(
+        cls, context: TreeContext, layers: Sequence[int], extracts_candidates: bool = False
+    ) -> TreeBatch:
+        """All trees of `layers`, on the layers' device."""
+        device = context.prefill.keys[layers[0]].device
+        partition, chosen = context.partition, list(layers)
+        heads = len(chosen) * context.prefill.kv_heads
+        forced, candidate_count = context.forced, None
+        if forced is not None:
+            forced = forced[chosen].flatten(0, 1).to(device)
+            is_candidate = (forced > -torch.inf).long()
+            candidate_count = torch.nn.functional.pad(is_candidate.cumsum(dim=1), (1, 0))
+        # Trees of a forest are numbered (layer * G + head) * J + slot.
+        per_layer = context.prefill.kv_heads * partition.slots
+        first = torch.tensor(chosen, device=device)[:, None] * per_layer
+        return cls(
+            tree_id=(first + torch.arange(per_layer, device=device)).flatten(),
+            slot_start=partition.starts.to(device).repeat(heads),
+            length=partition.lengths.to(device).repeat(heads),
+            curvature=None if context.curvature is None else context.curvature.to(device).double(),
+            forced=forced,
+            scores=context.scores[chosen].flatten(0, 1).to(device).double(),
+            sensitivity=context.sensitivity[chosen].flatten().to(device).double(),
+            region_start=partition.region.start,
+            candidate_count=candidate_count,
+            extracts_candidates=extracts_candidates,
+        )
+
+    def roots(self) -> Nodes:
+        """The B roots."""
+        tree = torch.arange(len(self.tree_id), device=self.tree_id.device)
+        return Nodes(tree, torch.zeros_like(tree), self.length)
+
+    def head(self, tree: Tensor) -> Tensor:
+        """int64 [n]: row of the head of each tree [n] in `forced`, `scores` and `sensitivity`."""
+        return tree // (len(self.tree_id) // len(self.scores))
+
+    def offset(self, nodes: Nodes) -> Tensor:
+        """int64 [V]: place of each node's first token in the region."""
+        return self.slot_start[nodes.tree] - self.region_start + nodes.start
+
+    def token_offsets(self, nodes: Nodes, width: int) -> Tensor:
+        """int64 [V, width]: place of each token in the region; padding repeats the last token."""
+        step = torch.arange(width, device=nodes.tree.device)
+        return self.offset(nodes)[:, None] + torch.minimum(step, nodes.length[:, None] - 1)
+
+    def known_curvature(self) -> Tensor:
+        """kappa [T] float64; raises `ConfigError` if none was computed."""
+        if self.curvature is None:
+            raise ConfigError(
+                "This refiner cuts at curvature peaks, but none was computed. Set candidates=0 and "
+                "reward=0, or give the trees a curvature."
+            )
+        return self.curvature
+
+    def curvatures(self, nodes: Nodes, width: int) -> Tensor:
+        """kappa [V, width] float64 of the nodes' tokens; `ConfigError` if none was computed."""
+        return self.known_curvature()[self.region_start + self.token_offsets(nodes, width)]
+
+    def floor_scores(self, nodes: Nodes, width: int) -> Tensor | None:
+        """Floor scores [V, width] float64 of the nodes' tokens; None without a floor."""
+        if self.forced is None:
+            return None
+        return self.forced[self.head(nodes.tree)[:, None], self.token_offsets(nodes, width)]
+
+    def holds_candidate(self, nodes: Nodes) -> Tensor:
+        """bool [V]: nodes with a floor candidate inside."""
+        if self.candidate_count is None:
+            return torch.zeros_like(nodes.tree, dtype=torch.bool)
+        head, offset = self.head(nodes.tree), self.offset(nodes)
+        count = self.candidate_count
+        return count[head, offset + nodes.length] > count[head, offset]
+
+    def forced_token(self, nodes: Nodes) -> Tensor | None:
+        """int64 [V]: the token that a node must extract, counted from its start; -1: none.
+
+        Only the distortion of the two sides of such a token is computed. Roots get -1, because
+        their own distortion is needed too. None if all nodes get -1.
+        """
+        if not self.extracts_candidates or self.candidate_count is None:
+            return None
+        inner = (nodes.start > 0) | (nodes.end < self.length[nodes.tree])
+        rows = torch.nonzero(self.holds_candidate(nodes) & inner).flatten()
+        if not len(rows):
+            return None
+        some = nodes[rows]
+        width = int(some.length.max())
+        scores = self.floor_scores(some, width)
+        assert scores is not None  # there are candidates
+        padding = torch.arange(width, device=rows.device) >= some.length[:, None]
+        token = torch.full_like(nodes.end, -1)
+        token[rows] = scores.masked_fill(padding, -torch.inf).argmax(dim=1)
+        return token
+
+    def relevance(self, nodes: Nodes) -> Tensor:
+        """R of the nodes, float64 [V]: the sum of their tokens' scores, in order.
+
+        Not a difference of running sums, so that a small node beside a token of large score keeps
+        its digits. Source: Eq. (V6).
+        """
+        count = nodes.length
+        node, step = rows_and_steps(count)
+        scores = self.scores[self.head(nodes.tree)[node], self.offset(nodes)[node] + step]
+        return torch.segment_reduce(scores, "sum", lengths=count, unsafe=True)
+
+    def weighted(self, tree: Tensor, relevance: Tensor) -> Tensor:
+        """omega R float64 [V] of nodes of these trees, int64 [V], with R [V]."""
+        return self.sensitivity[self.head(tree)] * relevance

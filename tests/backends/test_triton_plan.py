@@ -1,0 +1,178 @@
+"""The work list against loops, the tables, and what is said where the kernels cannot run."""
+
+import importlib.util
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.backends import Auto, Triton
+from gracekv.backends.triton_plan import plan, tail_splits, work_list
+from gracekv.backends.triton_tiles import padded_dim, tiles
+from gracekv.cache.base import RaggedLayer
+from gracekv.errors import BackendUnavailableError, ConfigError
+from gracekv.kernels import device as host
+
+
+def by_loops(offsets, sequences, size, block):
+    """Items sequence by sequence, longest first, and the slots of each head."""
+    heads = (len(offsets) - 1) // sequences
+    items, slots = [], []
+    for s in range(sequences):
+        mine, first = [], [0]
+        for g in range(heads):
+            start, end = offsets[s * heads + g : s * heads + g + 2]
+            if end > start:
+                count = -(-(end - start) // size)
+                step = -(-(end - start) // count)
+                step = -(-step // block) * block
+                for begin in range(start, end, step):
+                    mine.append([g, begin, min(step, end - begin), len(mine)])
+            first.append(len(mine))
+        items.append(sorted(mine, key=lambda item: -item[2]))
+        slots.append(first)
+    return items, slots
+
+
+ROWS = st.integers(1, 3).flatmap(
+    lambda s: st.tuples(
+        st.just(s),
+        st.integers(1, 4).flatmap(
+            lambda g: st.lists(st.integers(0, 400), min_size=s * g, max_size=s * g)
+        ),
+    )
+)
+
+
+@given(rows=ROWS, size=st.integers(1, 6).map(lambda n: 16 * n), block=st.sampled_from([1, 16]))
+def test_work_list_equals_loops(rows, size, block):
+    sequences, lengths = rows
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    items, slots = by_loops(offsets.tolist(), sequences, size, block)
+
+    work = work_list(offsets, sequences, size, block)
+
+    assert work.items.tolist() == [item for mine in items for item in mine]
+    assert work.row_first.tolist() == slots
+    assert work.item_first.diff().tolist() == [len(mine) for mine in items]
+    assert work.slots == max(len(mine) for mine in items)
+
+
+@given(rows=ROWS, pieces=st.integers(1, 40))
+def test_a_plan_reads_every_entry_once_in_few_nearly_equal_pieces(rows, pieces):
+    sequences, lengths = rows
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    made = plan(offsets, sequences, pieces, 16, torch.device("cpu"))
+    for work in made.lists:
+        read = [
+            entry
+            for _, first, length, _ in work.items.tolist()
+            for entry in range(first, first + length)
+        ]
+        assert sorted(read) == list(range(int(offsets[-1])))
+        assert len(work.items) <= pieces + len(lengths)
+    assert len(made.lists[-1].items) == sum(length > 0 for length in lengths)
+    sizes = [len(work.items) for work in made.lists]
+    assert sizes == sorted(sizes, reverse=True)
+    # No piece is longer than its fair share, rounded to steps.
+    longest = max((int(work[2]) for work in made.lists[0].items), default=0)
+    assert longest <= int(offsets[-1]) / pieces + 2 * 16
+
+
+def test_more_readers_take_a_coarser_list():
+    made = plan(torch.tensor([0, 5000]), 1, 64, 16, torch.device("cpu"))
+    picked = [made.lists.index(made.pick(readers)) for readers in (1, 3, 4, 15, 16, 63, 64)]
+    assert picked == [0, 0, 1, 1, 2, 2, 3]
+
+
+@given(
+    size=st.integers(0, 5000),
+    readers=st.integers(1, 300),
+    pieces=st.integers(1, 300),
+    block=st.sampled_from([16, 32, 64]),
+)
+def test_tail_pieces_cover_the_tail_and_are_not_tiny(size, readers, pieces, block):
+    splits, chunk = tail_splits(size, readers, pieces, block)
+    if size == 0:
+        assert splits == 0
+    else:
+        assert (splits - 1) * chunk < size <= splits * chunk
+        assert splits == 1 or (chunk >= 2 * block and splits * readers <= pieces)
+
+
+@pytest.mark.parametrize(
+    ("dim", "padded"), [(8, 16), (16, 16), (20, 32), (64, 64), (80, 128), (128, 128), (256, 256)]
+)
+def test_heads_are_padded_to_a_power_of_two(dim, padded):
+    assert padded_dim(dim) == padded
+
+
+@pytest.mark.parametrize("dim", [8, 20, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_query_tile_is_the_smallest_that_holds_all_rows(dim, dtype):
+    sizes = [tiles(dim, dtype, (9, 0), rows).queries for rows in range(1, 200)]
+    largest = sizes[-1]
+    assert sizes == sorted(sizes)
+    for rows, size in enumerate(sizes, start=1):
+        assert size >= min(rows, largest)
+        assert size == 16 or size / 2 < rows
+
+
+def layer_on(device):
+    return RaggedLayer(
+        torch.zeros(4, 8, device=device),
+        torch.zeros(4, 8, device=device),
+        torch.zeros(4, dtype=torch.int32, device=device),
+        torch.zeros(4, device=device),
+        torch.tensor([0, 4]),
+    )
+
+
+def test_without_triton_the_way_to_install_it_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BackendUnavailableError, match=r"pip install 'gracekv\[triton\]'"):
+        Triton().prepare(layer_on("cpu"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_off_the_gpu_it_is_refused(monkeypatch, device):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(BackendUnavailableError, match="run on NVIDIA GPUs"):
+        Triton().prepare(layer_on(device))
+    layer = layer_on(device)
+    with pytest.raises(BackendUnavailableError, match="run on NVIDIA GPUs"):
+        Triton().tail(layer.keys[None, None], layer.keys[None, None], layer.values, None, 1.0)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_an_old_gpu_and_a_missing_one_are_told_apart(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no CUDA GPU" in Triton().obstacle(gpu)
+    assert "Not triton: torch sees no CUDA GPU" in Auto().describe("cuda")
+    assert Auto().describe("cuda").startswith("auto -> sdpa on cuda: ")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(host, "capability", lambda device: (7, 5))
+    assert "compute capability 7.5; the kernels need 8.0" in Triton().obstacle(gpu)
+    assert Auto().pick(gpu).name == "sdpa"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_auto_takes_it_where_it_can_read_the_cache(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(host, "capability", lambda device: (9, 0))
+    assert Auto().describe(gpu).startswith("auto -> triton on cuda: ")
+    assert Auto().pick(gpu, torch.bfloat16, 128).name == "triton"
+    assert Auto().pick(gpu, torch.float64, 128).name == "sdpa"
+    assert Auto().pick(gpu, torch.bfloat16, 512).name == "sdpa"
+
+
+def test_hyperparameters_out_of_range_are_refused():
+    with pytest.raises(ConfigError, match="pieces_per_processor is 1 or more; got 0"):
+        Triton(pieces_per_processor=0)
+    with pytest.raises(ConfigError, match="processors is 1 or more"):
+        Triton(processors=0)

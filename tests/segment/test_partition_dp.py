@@ -1,0 +1,130 @@
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from gracekv.segment import reference
+from gracekv.segment.partition_dp import best_partition
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+@st.composite
+def problems(draw, longest: int):
+    """A profit table and a minimum length; integer profits of few values, so ties abound."""
+    max_length = draw(st.integers(1, 9))
+    min_length = draw(st.integers(1, max_length))
+    length = draw(st.integers(1, longest))
+    rng = np.random.default_rng(draw(seeds))
+    profit = rng.integers(-2, 3, (length, max_length)).astype(float)
+    if draw(st.booleans()):
+        profit += rng.normal(size=profit.shape)
+    return profit, min_length
+
+
+def all_partitions(length: int, shortest: int, longest: int) -> Iterator[tuple[int, ...]]:
+    """Every bounds tuple of [0, length) into slots of shortest..longest tokens."""
+    if length == 0:
+        yield (0,)
+    for last in range(shortest, min(longest, length) + 1):
+        for head in all_partitions(length - last, shortest, longest):
+            yield (*head, length)
+
+
+def permitted(length: int, shortest: int, longest: int) -> list[tuple[int, ...]]:
+    """All partitions within the limits; if none, those whose last slot alone is too short."""
+    within = list(all_partitions(length, shortest, longest))
+    if within:
+        return within
+    return [
+        (*head, length)
+        for last in range(1, min(longest, length) + 1)
+        for head in all_partitions(length - last, shortest, longest)
+    ]
+
+
+def total(profit: np.ndarray, bounds: tuple[int, ...]) -> float:
+    value = 0.0
+    for start, end in pairwise(bounds):
+        value += profit[start, end - start - 1]
+    return value
+
+
+@given(problem=problems(longest=60))
+def test_matches_reference(problem):
+    best, bounds = best_partition(*problem)
+    expected_best, expected_bounds = reference.best_partition(*problem)
+    np.testing.assert_array_equal(best, expected_best)
+    np.testing.assert_array_equal(bounds, expected_bounds)
+
+
+@given(problem=problems(longest=13))
+def test_is_the_optimum_of_all_partitions_and_ties_go_to_the_earliest(problem):
+    profit, min_length = problem
+    length, max_length = profit.shape
+    best, bounds = best_partition(profit, min_length)
+    candidates = permitted(length, min_length, max_length)
+    top = max(total(profit, candidate) for candidate in candidates)
+    assert best[-1] == pytest.approx(top)
+    if (profit == profit.round()).all():
+        # Whole numbers add up exactly, so ties are ties: the last cut is as early as it can be,
+        # then the one before it, and so on.
+        optimal = [c for c in candidates if total(profit, c) == top]
+        assert tuple(bounds) == min(optimal, key=lambda c: c[::-1])
+
+
+@given(problem=problems(longest=60))
+def test_never_reads_slots_that_leave_the_region(problem):
+    profit, min_length = problem
+    poisoned = profit.copy()
+    length, max_length = profit.shape
+    beyond = np.arange(length)[:, None] + np.arange(1, max_length + 1) > length
+    poisoned[beyond] = np.nan
+    for clean, dirty in zip(
+        best_partition(profit, min_length), best_partition(poisoned, min_length), strict=True
+    ):
+        np.testing.assert_array_equal(clean, dirty)
+
+
+@given(problem=problems(longest=60), data=st.data())
+def test_what_lies_after_an_endpoint_does_not_change_its_best_total(problem, data):
+    profit, min_length = problem
+    stop = data.draw(st.integers(1, len(profit)))
+    best, _ = best_partition(profit, min_length)
+    shorter, _ = best_partition(profit[:stop], min_length)
+    # The last endpoint of the shorter problem may be the terminal exception.
+    np.testing.assert_array_equal(best[:stop], shorter[:-1])
+    assume(best[stop] > -np.inf)
+    assert best[stop] == shorter[-1]
+
+
+@given(problem=problems(longest=60))
+def test_only_the_last_slot_may_be_short_and_only_if_nothing_else_reaches_the_end(problem):
+    profit, min_length = problem
+    length, max_length = profit.shape
+    _, bounds = best_partition(profit, min_length)
+    lengths = np.diff(bounds)
+    slots = -(-length // max_length)
+    reachable = slots * min_length <= length
+    assert bounds[0] == 0
+    assert bounds[-1] == length
+    assert (lengths[:-1] >= min_length).all()
+    assert (lengths <= max_length).all()
+    assert (lengths[-1] >= min_length) == reachable
+
+
+def test_terminal_slot_is_relaxed_where_no_multiple_fits():
+    # 25 tokens in slots of 16 to 20: the remainder of 5 to 9 tokens is the terminal slot.
+    profit = np.zeros((25, 20))
+    assert best_partition(profit, 16)[1].tolist() == [0, 16, 25]
+    profit[18, 6] = 1.0
+    assert best_partition(profit, 16)[1].tolist() == [0, 18, 25]
+
+
+@pytest.mark.parametrize("length", [1, 7, 15])
+def test_region_shorter_than_the_minimum_is_one_slot(length):
+    profit = np.random.default_rng(0).normal(size=(length, 128))
+    assert best_partition(profit, 16)[1].tolist() == [0, length]

@@ -1,0 +1,38 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.segment import reference
+from gracekv.segment.robust_zscore import robust_zscore
+
+
+@given(
+    length=st.integers(1, 40),
+    spread=st.sampled_from([1, 5, 10**6]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_matches_reference(length, spread, seed):
+    # Few distinct values, so that zero MADs and equal middles occur.
+    rng = torch.Generator().manual_seed(seed)
+    signal = torch.randint(-spread, spread + 1, (length,), generator=rng).double()
+    np.testing.assert_allclose(
+        robust_zscore(signal).numpy(), reference.robust_zscore(signal.tolist()), rtol=1e-12
+    )
+
+
+def test_even_count_takes_the_mean_of_the_middle_two():
+    z = robust_zscore(torch.tensor([0.0, 1.0, 3.0, 100.0]), epsilon=0.0)
+    # Median 2, absolute deviations 1, 1, 2, 98, so MAD 1.5. Nothing is clipped.
+    expected = torch.tensor([-2.0, -1.0, 1.0, 98.0], dtype=torch.float64) / (1.4826 * 1.5)
+    torch.testing.assert_close(z, expected)
+
+
+@pytest.mark.parametrize("value", [0.0, -3.5])
+def test_constant_signal_gives_zeros(value):
+    assert not robust_zscore(torch.full((5,), value)).any()
+
+
+def test_computes_in_float64_whatever_comes_in():
+    assert robust_zscore(torch.arange(4, dtype=torch.float16)).dtype == torch.float64

@@ -1,0 +1,68 @@
+"""Run an engine of the distortion on some nodes, and compare the costs of two engines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from gracekv.tree import (
+    DistortionEvaluator,
+    IntervalCosts,
+    Nodes,
+    Prototype,
+    TreeBatch,
+    TreeContext,
+)
+from gracekv.tree.engines.base import Engine
+from gracekv.tree.workspace import Workspace
+
+
+def evaluator_of(
+    context: TreeContext,
+    engine: Engine,
+    distortion: Prototype | None = None,
+    layers: Sequence[int] | None = None,
+    extracts_candidates: bool = False,
+) -> tuple[DistortionEvaluator, TreeBatch]:
+    """The evaluator for some layers of `context` (None: all), and their trees."""
+    layers = list(range(context.prefill.layers)) if layers is None else layers
+    batch = TreeBatch.of(context, layers, extracts_candidates)
+    chosen = dataclasses.replace(distortion or Prototype(), engine=engine)
+    workspace = Workspace(context.prefill.keys[0].device)
+    return chosen.evaluator(context, layers, batch, workspace), batch
+
+
+def some_nodes(batch: TreeBatch, seed: int, lengths: Sequence[int]) -> Nodes:
+    """One node per length (or as long as fits), of random trees, ordered by tree and start."""
+    rng = torch.Generator().manual_seed(seed)
+    tree = torch.randint(len(batch.tree_id), (len(lengths),), generator=rng).sort().values
+    slot = batch.length.cpu()[tree]
+    length = torch.minimum(torch.tensor(lengths), slot)
+    start = (torch.rand(len(lengths), generator=rng) * (slot - length + 1)).long()
+    order = (tree * (int(slot.max()) + 1) + start).argsort(stable=True)
+    device = batch.tree_id.device
+    return Nodes(*(x[order].to(device) for x in (tree, start, start + length)))
+
+
+def assert_same_costs(
+    got: IntervalCosts,
+    want: IntervalCosts,
+    nodes: Nodes,
+    tolerance: float = 1e-4,
+    floor: float = 1e-8,
+) -> None:
+    """Every number that belongs to a token, within `tolerance` of its size plus `floor`."""
+    width = want.mass.shape[1]
+    valid = torch.arange(width, device=nodes.length.device) < nodes.length[:, None]
+    for name in ("prefix", "suffix", "mass", "drop"):
+        ours, theirs = getattr(got, name), getattr(want, name)
+        if name != "drop":
+            ours, theirs = ours[:, :width][valid], theirs[valid]
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=floor, msg=partial(_of, name))
+
+
+def _of(name: str, text: str) -> str:
+    return f"{name}: {text}"

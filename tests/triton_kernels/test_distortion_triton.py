@@ -1,0 +1,150 @@
+"""The Triton distortion, interpreted, against the torch engine and the definitions in float64."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import BackendUnavailableError
+from gracekv.kernels.distortion_blocks import block_sizes
+from gracekv.rope import Rope
+from gracekv.segment import Partition
+from gracekv.tree import BinaryExtract, IntervalCosts, Nodes, Prototype, PrototypeRule, build_forest
+from gracekv.tree.engines.reference import ReferenceDistortion
+from support.interval_costs import assert_same_costs, evaluator_of, some_nodes
+from support.trees import tree_context
+
+
+def in_slots(context, size):
+    region = context.partition.region
+    bounds = [*range(region.start, region.end, size), region.end]
+    return dataclasses.replace(context, partition=Partition(torch.tensor(bounds)))
+
+
+def check(context, lengths, distortion=None, seed=0):
+    """Some nodes and their costs, which must be those of the torch engine."""
+    evaluator, batch = evaluator_of(context, "triton", distortion)
+    nodes = some_nodes(batch, seed, lengths)
+    costs = evaluator(nodes)
+    assert_same_costs(costs, evaluator_of(context, "torch", distortion)[0](nodes), nodes)
+    return nodes, costs
+
+
+@settings(max_examples=6)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    group=st.integers(1, 3),
+    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=6),
+)
+def test_equals_the_torch_engine(seed, group, lengths):
+    check(in_slots(tree_context(seed % 1000, group=group, context=170), 80), lengths, seed=seed)
+
+
+def test_around_the_edges_of_blocks():
+    context = in_slots(tree_context(1, context=200, layers=1), 97)
+    check(context, [1, 2, 15, 16])
+    check(context, [16, 17, 31, 32, 33, 64, 65, 96, 97])
+
+
+def test_costs_match_the_definitions():
+    context = in_slots(tree_context(2, layers=1, context=60), 40)
+    evaluator, batch = evaluator_of(context, "triton")
+    nodes = Nodes(torch.tensor([0, 2]), torch.tensor([0, 3]), torch.tensor([40, 15]))
+    costs = evaluator(nodes)
+    want = IntervalCosts(torch.zeros(2, 2, 40), torch.zeros(2, 40), torch.zeros(2))
+    for v, tree in enumerate(nodes.tree.tolist()):
+        slots = context.partition.slots
+        reference = ReferenceDistortion(context, 0, tree // slots, Prototype())
+        origin = int(batch.slot_start[tree])
+        a, b = origin + int(nodes.start[v]), origin + int(nodes.end[v])
+        for k in range(b - a):
+            want.prefix[v, k] = reference.node(a, a + k + 1)
+            want.suffix[v, k] = reference.node(a + k, b)
+        want.mass[v, : b - a] = torch.tensor(reference.masses(a, b))
+        want.drop[v] = reference.drop(a, b)
+    assert_same_costs(costs, want, nodes)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_every_dimension(dim):
+    check(in_slots(tree_context(dim, layers=1, context=60, dim=dim), 40), [40, 7])
+
+
+@pytest.mark.parametrize(("dim", "rotary"), [(80, 32), (24, 8), (64, 2)])
+def test_heads_that_rotate_in_part(dim, rotary):
+    context = in_slots(tree_context(4, layers=1, context=60, dim=dim), 40)
+    rope = Rope.of_theta(context.prefill.spans.length, rotary)
+    prefill = dataclasses.replace(context.prefill, rope=rope)
+    check(dataclasses.replace(context, prefill=prefill), [35, 7])
+
+
+def test_every_term_and_option():
+    context = in_slots(tree_context(5, layers=1, context=60), 40)
+    for distortion in (
+        Prototype(lambda_z=1.0, lambda_m=0.0),
+        Prototype(lambda_z=0.0, lambda_m=1.0, epsilon=1e-3),
+        Prototype(question_probes=2, tail_probes=1, evidence_slots=2, evidence_per_slot=1),
+    ):
+        check(context, [38, 20], distortion)
+    rule = PrototypeRule(uniform_base=1.0, epsilon=1e-3, multiplicity=False)
+    check(dataclasses.replace(context, rule=rule), [38, 20])
+
+
+def test_tokens_whose_scores_are_zero():
+    context = in_slots(tree_context(6, layers=1, context=60), 40)
+    tokens = context.scores.clone()
+    tokens[..., :20] = 0.0
+    check(dataclasses.replace(context, scores=tokens), [40, 40, 12, 12])
+
+
+def test_more_probes_than_a_program_takes():
+    context = in_slots(tree_context(7, layers=1, context=120), 60)
+    distortion = Prototype(evidence_slots=2, evidence_per_slot=45)
+    evaluator, _ = evaluator_of(context, "triton", distortion)
+    probes = evaluator._constants["P"]
+    assert probes > block_sizes(60, probes).probes
+    check(context, [60, 9], distortion)
+
+
+def test_a_node_does_not_depend_on_others_and_repeats_to_the_bit():
+    context = in_slots(tree_context(8, layers=1, context=120), 50)
+    evaluator, batch = evaluator_of(context, "triton")
+    nodes = Nodes(torch.tensor([1, 3]), torch.tensor([4, 0]), torch.tensor([45, 20]))
+    costs = evaluator(nodes)
+    # Numbers outside the nodes must not be read.
+    outside = torch.ones(len(evaluator._tensors["scores"]), dtype=torch.bool)
+    first = batch.head(nodes.tree) * len(evaluator._tensors["visible_probes"]) + batch.offset(nodes)
+    for row, length in zip(first.tolist(), nodes.length.tolist(), strict=True):
+        outside[row : row + length] = False
+    for name in ("exponentials", "unrotated_keys", "key_norms", "values", "scores"):
+        evaluator._tensors[name][outside] = torch.nan
+    again = evaluator(nodes)
+    alone = evaluator(nodes[:1])
+    for other, rows in ((again, slice(2)), (alone, slice(1))):
+        real = torch.arange(41) < nodes.length[rows, None]
+        for name in ("prefix", "suffix", "mass"):
+            assert torch.equal(getattr(other, name)[real], getattr(costs, name)[rows][real]), name
+        assert torch.equal(other.drop, costs.drop[rows])
+
+
+def test_grows_the_same_trees():
+    context = tree_context(9, layers=1)
+    forests = [
+        build_forest(context, Prototype(engine=engine), BinaryExtract())
+        for engine in ("torch", "triton")
+    ]
+    for name in ("start", "end", "parent", "child_count"):
+        assert torch.equal(getattr(forests[0], name), getattr(forests[1], name)), name
+    torch.testing.assert_close(forests[1].distortion, forests[0].distortion, rtol=1e-4, atol=1e-8)
+
+
+def test_auto_on_the_cpu_does_not_take_the_interpreter():
+    evaluator, _ = evaluator_of(tree_context(10), "auto")
+    assert type(evaluator).__name__ in ("NumbaEvaluator", "TorchEvaluator")
+
+
+def test_wide_heads_are_refused():
+    with pytest.raises(BackendUnavailableError, match=r"256 or less; got 288\. Use engine 'torch'"):
+        evaluator_of(tree_context(11, layers=1, dim=288), "triton")
