@@ -14,6 +14,7 @@ import gracekv
 from gracekv import recipes
 from gracekv.errors import ConfigError
 from gracekv.files import read_text, write_atomically
+from gracekv.options import Imports
 
 if TYPE_CHECKING:
     from gracekv import CompressionResult
@@ -92,6 +93,7 @@ def compress(
         list[str] | None,
         typer.Option(help="Show this recipe or file beside it in the report; may be repeated."),
     ] = None,
+    imports: Imports = None,
 ) -> None:
     """Compress one prompt's cache and answer a question over what is left."""
     text = read_text(context)
@@ -163,6 +165,7 @@ def generate(
     ],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    imports: Imports = None,
 ) -> None:
     """Answer a saved prompt's question again, without reading its context."""
     from gracekv.cache.serialization import read_header
@@ -180,6 +183,7 @@ def generate(
 def list_(
     stage: Annotated[str | None, typer.Option(help="Only this stage.")] = None,
     recipes: Annotated[bool, typer.Option("--recipes", help="Only the recipes.")] = False,
+    imports: Imports = None,
 ) -> None:
     """Show the registered strategies of each stage, and the recipes made of them."""
     from rich import box
@@ -211,7 +215,7 @@ def list_(
                 show(title, list(rows.items()))
     if recipes or stage is None:
         # Their sources in a column of their own.
-        lines = named.RECIPES.items()
+        lines = [(name, named.find(name)) for name in named.names()]
         show("recipes", [(name, recipe.summary, recipe.source) for name, recipe in lines])
 
 

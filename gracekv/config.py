@@ -11,6 +11,7 @@ from typing import Any
 from gracekv.errors import ConfigError
 from gracekv.files import read_text, write_atomically
 from gracekv.pipeline import Pipeline
+from gracekv.plugins import foreign_modules, import_modules, module_list
 
 FORMATS = (".yaml", ".yml", ".toml", ".json")
 
@@ -18,9 +19,10 @@ FORMATS = (".yaml", ".yml", ".toml", ".json")
 def load_pipeline(spec: str | Path) -> Pipeline:
     """A recipe by name, or a `Pipeline` from the fields in a .yaml, .toml or .json file.
 
-    Fields that the file leaves out keep the paper's defaults. Raises `UnknownStrategyError` for an
-    unknown recipe or strategy, `ConfigError` for a file that cannot be read, is not valid, or
-    holds unknown fields.
+    Fields that the file leaves out keep the paper's defaults. Modules that it lists under `imports`
+    are imported first: they register strategies of other packages. Raises `UnknownStrategyError`
+    for an unknown recipe or strategy, `PluginError` for a module that cannot be imported,
+    `ConfigError` for a file that cannot be read, is not valid, or holds unknown fields.
     """
     path = Path(spec)
     if path.suffix not in FORMATS:
@@ -30,16 +32,22 @@ def load_pipeline(spec: str | Path) -> Pipeline:
         data = _parse(text, path.suffix)
     except ValueError as error:
         raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
+    if isinstance(data, dict):
+        import_modules(module_list(data.pop("imports", ()), str(path)))
     return Pipeline.from_dict({} if data is None else data)
 
 
 def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
     """Write every field of `pipeline` to a .yaml, .toml or .json file, atomically.
 
+    Modules outside gracekv that define its strategies are listed under `imports`.
     Raises `ConfigError` for another suffix.
     """
     path = Path(path)
     data = pipeline.to_dict()
+    modules = [name for name in foreign_modules(pipeline) if name != "__main__"]
+    if modules:
+        data = {"imports": modules, **data}
     if path.suffix in (".yaml", ".yml"):
         import yaml
 

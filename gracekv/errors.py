@@ -33,6 +33,14 @@ class UnknownStrategyError(ConfigError):
     """No strategy of that name is registered for the stage."""
 
 
+class PluginError(ConfigError):
+    """A module that registers strategies or recipes cannot be imported."""
+
+
+class PluginWarning(UserWarning):
+    """An installed plugin cannot be imported, so its strategies and recipes are missing."""
+
+
 class UnsupportedModelError(GracekvError):
     """The model's architecture breaks an assumption (no RoPE, sliding windows, untested family)."""
 

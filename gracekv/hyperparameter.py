@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
+import sys
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gracekv.errors import ConfigError
 
 _KEY = "gracekv.bounds"
+_LARGEST = sys.float_info.max
 _KINDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
 
 
@@ -44,7 +46,7 @@ class Bounds:
 
     def allow(self, value: float) -> bool:
         """Whether one number lies inside; NaN never does."""
-        finite = math.isfinite(value) or value == self.at_most
+        finite = abs(value) <= _LARGEST or value == self.at_most
         return (
             finite
             and (self.at_least is None or value >= self.at_least)
@@ -88,12 +90,18 @@ def bounded(
 def check_fields(instance: Any) -> None:
     """Raise `ConfigError` unless each field has its annotated type and lies within its bounds.
 
-    Checks numbers, texts, `Literal`s, tuples of those, and `None` where it is allowed; other
-    fields are left to `Configurable.from_dict`. A whole number is taken for a float.
+    Checks numbers, texts, `Literal`s, instances of other classes, tuples of those, and `None` where
+    it is allowed. A whole number is taken for a float.
     """
-    cls = type(instance)
-    for field, hint in _fields(cls):  # type: ignore[arg-type]
-        _check(getattr(instance, field.name), hint, field.metadata.get(_KEY), cls, field.name)
+    fields = dataclasses.fields(instance)
+    check_values(type(instance), {field.name: getattr(instance, field.name) for field in fields})
+
+
+def check_values(cls: type, values: Mapping[str, Any]) -> None:
+    """`check_fields` for some values by field name, before `cls` is built of them."""
+    for field, hint in _fields(cls):
+        if field.name in values:
+            _check(values[field.name], hint, field.metadata.get(_KEY), cls, field.name)
 
 
 @functools.cache
@@ -117,7 +125,7 @@ def _check(value: Any, hint: Any, bounds: Bounds | None, cls: type, name: str) -
             raise ConfigError(_message(where, f"one of {allowed}", value, bounds))
     elif origin is tuple:
         if not isinstance(value, tuple):
-            raise ConfigError(_message(where, "a tuple", value, bounds))
+            raise ConfigError(_message(where, "a tuple (in plain data: a list)", value, bounds))
         if bounds is not None and not value:
             raise ConfigError(_message(where, "at least one item", value, bounds))
         if bounds is not None and bounds.distinct and len(set(value)) < len(value):
@@ -128,9 +136,13 @@ def _check(value: Any, hint: Any, bounds: Bounds | None, cls: type, name: str) -
         fits = isinstance(value, int | float if hint is float else hint)
         # True is an int in Python, but no number of anything.
         fits = fits and (hint is bool) == isinstance(value, bool)
+        # Whole numbers may exceed every float.
+        fits = fits and not (hint is float and isinstance(value, int) and abs(value) > _LARGEST)
         if not fits or (bounds is not None and not bounds.allow(value)):
             limits = f" {bounds}" if bounds is not None else ""
             raise ConfigError(_message(where, f"{_KINDS[hint]}{limits}", value, bounds))
+    elif isinstance(hint, type) and not isinstance(value, hint):
+        raise ConfigError(_message(where, f"an instance of {hint.__name__}", value, bounds))
 
 
 def _message(where: str, allowed: str, value: object, bounds: Bounds | None) -> str:

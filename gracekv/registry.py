@@ -2,12 +2,15 @@
 
 A strategy is a frozen dataclass: its fields are its hyperparameters, its defaults the paper's. It
 is therefore comparable, printable and serialisable, and a `Pipeline` of strategies is a value.
+
+Reading a registry loads the installed plugins first (`gracekv.plugins`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +18,8 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, Generic, TypeVar
 
 from gracekv.errors import ConfigError, UnknownStrategyError
-from gracekv.hyperparameter import check_fields
+from gracekv.hyperparameter import check_fields, check_values
+from gracekv.plugins import load_plugins, missing_hint
 
 
 class Configurable:
@@ -58,9 +62,9 @@ class Configurable:
                     f"{cls.__name__} has no field {key!r}.{suggestion(str(key), names)} "
                     f"Fields: {allowed}."
                 )
-        values = {
-            key: _typed(value, hints[key], f"{cls.__name__}.{key}") for key, value in data.items()
-        }
+        values = {key: _converted(value, hints[key]) for key, value in data.items()}
+        # Before the class runs checks of its own, which may take types for granted.
+        check_values(cls, values)
         return cls(**values)
 
 
@@ -94,14 +98,16 @@ class Registry(Generic[S]):
     def register(self, name: str) -> Callable[[type[C]], type[C]]:
         """Class decorator: make a strategy available under `name`.
 
-        Raises `ConfigError` if the name is taken.
+        A class that is defined again (a notebook's cell that runs twice) takes its own place.
+        Raises `ConfigError` if another class has the name.
         """
 
         def add(cls: type[C]) -> type[C]:
-            if name in self._classes:
+            known = self._classes.get(name)
+            if known is not None and _full_name(known) != _full_name(cls):
                 raise ConfigError(
                     f"{self.stage} strategy {name!r} is already registered by "
-                    f"{self._classes[name].__qualname__}. Choose another name."
+                    f"{_full_name(known)}; {_full_name(cls)} needs another name."
                 )
             cls.name = name
             cls.registry = self
@@ -112,13 +118,14 @@ class Registry(Generic[S]):
 
     def get(self, name: str) -> type[S]:
         """The class registered as `name`; `UnknownStrategyError` with the nearest name if none."""
-        if name not in self._classes:
+        classes = self._known()
+        if name not in classes:
             raise UnknownStrategyError(
                 f"Unknown {self.stage} strategy {name!r}.{suggestion(str(name), list(self))} "
                 f"Registered: {', '.join(self)}. To add yours, decorate its class with "
-                f"@register({str(name)!r}) of the stage's registry and import its module."
+                f"@register({str(name)!r}) of the stage's registry. {missing_hint()}"
             )
-        return self._classes[name]
+        return classes[name]
 
     def build(self, name: str, **params: Any) -> S:
         """An instance of the strategy `name` with these fields."""
@@ -140,22 +147,26 @@ class Registry(Generic[S]):
                     f"{dict(spec)!r}. "
                     f"Registered: {', '.join(self)}."
                 )
-            return self.build(name, **fields)
-        if isinstance(spec, Strategy) and type(spec) is self._classes.get(spec.name):
+            return self.get(name).from_dict(fields)
+        if isinstance(spec, Strategy) and type(spec) is self._known().get(spec.name):
             return spec
         raise ConfigError(
             f"Expected a {self.stage} strategy: a name, a mapping with a 'name', or an instance; "
             f"got {spec!r}. Registered: {', '.join(self)}."
         )
 
+    def _known(self) -> dict[str, type[S]]:
+        load_plugins()
+        return self._classes
+
     def __contains__(self, name: object) -> bool:
-        return name in self._classes
+        return name in self._known()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._classes))
+        return iter(sorted(self._known()))
 
     def __len__(self) -> int:
-        return len(self._classes)
+        return len(self._known())
 
 
 def suggestion(name: str, known: list[str]) -> str:
@@ -172,28 +183,25 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _typed(value: Any, hint: Any, where: str) -> Any:
-    """`value` as the annotated type, converting what plain data cannot spell (tuples, 1 -> 1.0)."""
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _converted(value: Any, hint: Any) -> Any:
+    """What plain data cannot spell as the annotated type: tuples, strategies, 1 -> 1.0.
+
+    Whatever does not fit is returned as it is; `check_fields` then refuses it.
+    """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
         inner = [arg for arg in args if arg is not type(None)]
-        return _typed(value, inner[0], where) if len(inner) == 1 else value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{where} takes a list; got {value!r}.")
-        return tuple(_typed(item, args[0], where) for item in value)
-    if origin is typing.Literal:
-        if value not in args:
-            raise ConfigError(f"{where} takes one of {', '.join(map(repr, args))}; got {value!r}.")
-        return value
+        return value if value is None or len(inner) > 1 else _converted(value, inner[0])
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_converted(item, args[0]) for item in value)
+    if hint is float and type(value) is int and abs(value) <= sys.float_info.max:
+        return float(value)
     if isinstance(hint, type) and issubclass(hint, Strategy):
         return hint.registry.parse(value)
     if isinstance(hint, type) and issubclass(hint, Configurable):
         return value if isinstance(value, hint) else hint.from_dict(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint in (int, float, str, bool) and type(value) is not hint:
-        raise ConfigError(f"{where} takes {hint.__name__}; got {value!r} ({type(value).__name__}).")
     return value

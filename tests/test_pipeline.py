@@ -237,12 +237,12 @@ def test_strategies_lists_every_stage_with_descriptions() -> None:
         ({"segment": "unifrom"}, UnknownStrategyError, "Did you mean 'uniform'"),
         ({"segment": {"name": "uniform", "size": 3}}, ConfigError, "no field 'size'"),
         ({"segment": {"length": 3}}, ConfigError, "needs a 'name'"),
-        ({"refine": {"name": "binary", "candidates": "16"}}, ConfigError, "takes int"),
+        ({"refine": {"name": "binary", "candidates": "16"}}, ConfigError, "takes a whole number"),
         ({"refine": {"name": "binary", "reward": -1.0}}, ConfigError, ">= 0"),
         ({"window": {"size": 2}}, ConfigError, "minimum <= size"),
         ({"distortion": {"name": "prototype", "memory_limit": 3}}, ConfigError, "1 MiB"),
         ({"allocate": "none"}, UnknownStrategyError, "Registered: "),
-        ({"keep_all": "yes"}, ConfigError, "takes bool"),
+        ({"keep_all": "yes"}, ConfigError, "takes True or False"),
     ],
 )
 def test_bad_configurations(data: dict, error: type[Exception], message: str) -> None:

@@ -16,18 +16,25 @@ from gracekv.errors import MissingDependencyError
 from gracekv.evaluate.experiment import Experiment
 from gracekv.evaluate.plan import Unit
 from gracekv.evaluate.result_rows import Row
+from gracekv.plugins import import_modules, imported_modules
 
 
 class RemoteWorker:
-    """The actor: a `Worker` made from plain data on its own machine."""
+    """The actor: a `Worker` made on its own machine.
 
-    def __init__(self, experiment: dict[str, Any]) -> None:
+    Args:
+        name: of the model.
+        dtype: of its weights.
+        data: folder of texts, or None.
+        imports: modules that register strategies; the pipelines in units are instances of them.
+    """
+
+    def __init__(self, name: str, dtype: str, data: str | None, imports: Sequence[str]) -> None:
         from gracekv.evaluate.sources import Sources
         from gracekv.evaluate.worker import Worker
         from gracekv.hf.loading import load_model
 
-        self.experiment = Experiment.from_dict(experiment)
-        name, dtype, data = self.experiment.model, self.experiment.dtype, self.experiment.data
+        import_modules(imports)
         sources = Sources(None if data is None else Path(data))
         self.worker = Worker(name, dtype, *load_model(name, dtype), sources)
 
@@ -61,7 +68,8 @@ def spread(experiment: Experiment, units: Sequence[Unit], workers: int) -> Itera
             RemoteWorker
         )
         count = min(workers, len(units))
-        actors = [remote.remote(experiment.to_dict()) for _ in range(count)]
+        made_of = (experiment.model, experiment.dtype, experiment.data, imported_modules())
+        actors = [remote.remote(*made_of) for _ in range(count)]
         pool = pools.ActorPool(actors)
         for rows in pool.map_unordered(lambda actor, unit: actor.rows.remote(unit), units):
             yield from rows

@@ -10,6 +10,7 @@ import typer
 
 from gracekv.errors import ConfigError
 from gracekv.files import write_atomically
+from gracekv.options import Imports
 
 if TYPE_CHECKING:
     from gracekv.evaluate.experiment import Experiment
@@ -76,6 +77,7 @@ def evaluate(
     shard: ShardOption = None,
     retry_failed: Retry = False,
     ray: Workers = None,
+    imports: Imports = None,
 ) -> None:
     """Run methods on benchmark tasks; one row a sample, method and budget, resumable."""
     from gracekv.evaluate.experiment import Experiment
@@ -161,6 +163,7 @@ def ablate(
     shard: ShardOption = None,
     retry_failed: Retry = False,
     ray: Workers = None,
+    imports: Imports = None,
 ) -> None:
     """Run a method and its variants; show the paired differences with 95 % intervals."""
     from gracekv.evaluate.ablate import deltas, variants

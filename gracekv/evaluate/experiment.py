@@ -14,6 +14,8 @@ from gracekv.evaluate.methods import Method, parse_method
 from gracekv.evaluate.rendering import Truncate
 from gracekv.evaluate.tasks import Task, expand
 from gracekv.files import read_text
+from gracekv.hyperparameter import bounded
+from gracekv.plugins import import_modules, module_list
 from gracekv.registry import Configurable
 
 # Tasks whose name starts so have texts of a given length; RULER makes its own.
@@ -84,28 +86,19 @@ class Panel(Configurable):
     ratios: tuple[float, ...] = ()
     entries: tuple[int, ...] = ()
     lengths: tuple[int, ...] = (4096,)
-    samples: int = 50
+    samples: int = bounded(50, at_least=1)
     seed: int = 42
     protocol: Literal["query_aware", "query_agnostic"] = "query_aware"
     recent_share: float | None = None
     generate: bool = True
-    max_new_tokens: int | None = None
+    max_new_tokens: int | None = bounded(None, at_least=1)
     fidelity: bool = True
-    answer_words: int = 48
-    max_prompt: int | None = None
+    answer_words: int = bounded(48, at_least=1)
+    max_prompt: int | None = bounded(None, at_least=1)
     truncate: Truncate = "middle"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         expand(self.tasks)
-        counts = {
-            "samples": self.samples,
-            "answer_words": self.answer_words,
-            "max_new_tokens": self.max_new_tokens,
-            "max_prompt": self.max_prompt,
-        }
-        for name, value in counts.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1; got {value}.")
         for name in ("tasks", "methods"):
             if not getattr(self, name):
                 raise ConfigError(f"An experiment needs at least one of {name}; got none.")
@@ -140,7 +133,7 @@ class Panel(Configurable):
                 yield Task(name, length, self.seed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Experiment(Configurable):
     """A model and the panels to run on it.
 
@@ -149,6 +142,7 @@ class Experiment(Configurable):
         panels: what to run.
         dtype: of the weights: "float32", "bfloat16" or "float16".
         data: folder of essays, questions and LongBench files; see `Sources`.
+        imports: modules that are imported first; they register strategies or recipes.
 
     Raises:
         ConfigError: there is no panel.
@@ -158,8 +152,9 @@ class Experiment(Configurable):
     panels: tuple[Panel, ...]
     dtype: str = "float32"
     data: str | None = None
+    imports: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         if not self.panels:
             raise ConfigError("An experiment needs at least one panel; got none.")
 
@@ -167,7 +162,8 @@ class Experiment(Configurable):
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`. Without `panels`, a panel's fields stand beside the model's.
 
-        Raises `ConfigError` for an unknown field or a value of the wrong type, and without a model.
+        Raises `ConfigError` for an unknown field or a value of the wrong type, and without a model;
+        `PluginError` for a module in `imports` that cannot be imported.
         """
         if not isinstance(data, Mapping):
             raise ConfigError(f"An experiment is a mapping of its fields; got {data!r}.")
@@ -177,10 +173,9 @@ class Experiment(Configurable):
             data = {k: v for k, v in data.items() if k in own} | {"panels": [rest]}
         if "model" not in data:
             raise ConfigError("An experiment needs a model: 'smollm2', a name, or a folder.")
-        # Not super(): dataclass(slots=True) makes a second class, and super() knows the first.
-        build = Configurable.from_dict.__func__  # type: ignore[attr-defined]
-        experiment: Self = build(cls, data)
-        return experiment
+        # Before the panels are read: they may name what these modules register.
+        import_modules(module_list(data.get("imports", ()), "an experiment"))
+        return super().from_dict(data)
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -17,6 +17,7 @@ from gracekv.hf.cache import GraceCache
 from gracekv.hf.generation import continue_ids, padded_inputs
 from gracekv.hf.saving import SavedPrompt, save_result
 from gracekv.pipeline import Pipeline, Run
+from gracekv.plugins import foreign_modules
 from gracekv.prefill.prompt import Prompt
 
 
@@ -128,7 +129,14 @@ class BaseResult(ABC):
         ]
         tokenizer, pipeline = self.prompts[0].tokenizer, self.pipeline.to_dict()
         save_result(
-            path, self.model, tokenizer, saved, self.packed, pipeline, is_batch=self.is_batch
+            path,
+            self.model,
+            tokenizer,
+            saved,
+            self.packed,
+            pipeline,
+            foreign_modules(self.pipeline),
+            is_batch=self.is_batch,
         )
 
     def generate_ids(self, max_new_tokens: int = 64, **kwargs: Any) -> Tensor:

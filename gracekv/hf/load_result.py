@@ -13,11 +13,12 @@ import torch
 from gracekv.backends import BACKENDS, Backend
 from gracekv.cache.base import RaggedCache
 from gracekv.cache.serialization import read_cache, read_header
-from gracekv.errors import SavedCacheError
+from gracekv.errors import ConfigError, SavedCacheError
 from gracekv.hf.batch import BatchResult
 from gracekv.hf.result import CompressionResult
 from gracekv.hf.saving import SavedPrompt, identity
 from gracekv.pipeline import Pipeline, Run
+from gracekv.plugins import missing_modules
 from gracekv.prefill.capture import input_device
 from gracekv.prefill.prompt import Prompt
 
@@ -45,15 +46,15 @@ def load(
         backend: who attends while decoding; default: what the saved pipeline names.
 
     Raises:
-        SavedCacheError: the file is damaged, of an unknown format, or of another model or
-            tokenizer.
+        SavedCacheError: the file is damaged, of an unknown format, of another model or tokenizer,
+            or its strategies are of a package that is not installed or imported here.
         UnsupportedModelError: see `attach`.
     """
     path = Path(path)
     header = read_header(path)
     _compare(path, header["model"], identity(model, tokenizer))
+    pipeline = _pipeline(path, header)
     packed, header, tensors = read_cache(path, layer_devices(model))
-    pipeline = Pipeline.from_dict(header["pipeline"])
     if backend is not None:
         pipeline = dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
     saved = [
@@ -86,6 +87,17 @@ def _compare(path: Path, saved: Mapping[str, str], given: Mapping[str, str]) -> 
             f"model or tokenizer given, {', '.join(other)} differ. Load it with the same weights "
             f"in the same dtype, and the tokenizer that made its ids."
         )
+
+
+def _pipeline(path: Path, header: Mapping[str, Any]) -> Pipeline:
+    try:
+        return Pipeline.from_dict(header["pipeline"])
+    except ConfigError as error:
+        # Modules that a file names are never imported: a file may come from anyone.
+        missing = missing_modules(header.get("modules", {}))
+        raise SavedCacheError(
+            f"The pipeline of {path} cannot be made here.{missing} {error}"
+        ) from error
 
 
 def _run(saved: SavedPrompt, cache: RaggedCache) -> Run:

@@ -74,6 +74,7 @@ def save_result(
     prompts: Sequence[SavedPrompt],
     packed: RaggedCache,
     pipeline: Mapping[str, Any],
+    modules: Mapping[str, str],
     *,
     is_batch: bool,
 ) -> None:
@@ -86,6 +87,7 @@ def save_result(
         prompts: one per sequence of `packed`.
         packed: the entries.
         pipeline: what made them, as plain data.
+        modules: of other packages that define its strategies; see `plugins.foreign_modules`.
         is_batch: whether the prompts were given as a list.
     """
     from gracekv import __version__
@@ -95,6 +97,7 @@ def save_result(
         "batch": is_batch,
         "model": identity(model, tokenizer),
         "pipeline": pipeline,
+        "modules": modules,
         "prompts": [prompt.header() for prompt in prompts],
     }
     ids = {f"prompts.{number}.ids": prompt.ids for number, prompt in enumerate(prompts)}

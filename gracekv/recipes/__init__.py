@@ -1,7 +1,7 @@
 """Named pipelines as plain data: what each changes from the paper's method.
 
 A recipe is a name, a line, a source and the fields in which its pipeline differs from `PAPER`. No
-recipe has code of its own.
+recipe has code of its own. Plugins add theirs with `register`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gracekv.errors import UnknownStrategyError
+from gracekv.errors import ConfigError, UnknownStrategyError
+from gracekv.plugins import load_plugins, missing_hint
 from gracekv.registry import suggestion
 
 DEFAULT = "gracekv-plus"
@@ -244,18 +245,33 @@ RECIPES: dict[str, Recipe] = {
 
 
 def names() -> list[str]:
-    """All recipe names, in the order of the tables."""
+    """All recipe names, in the order of the tables; those of plugins last."""
+    load_plugins()
     return list(RECIPES)
 
 
 def find(name: str) -> Recipe:
     """The recipe of that name; `UnknownStrategyError` with the nearest name if there is none."""
-    if name not in RECIPES:
+    known = names()
+    if name not in known:
         raise UnknownStrategyError(
-            f"Unknown recipe {name!r}.{suggestion(str(name), names())} Recipes: "
-            f"{', '.join(names())}. For one of your own use Pipeline.from_dict."
+            f"Unknown recipe {name!r}.{suggestion(str(name), known)} Recipes: {', '.join(known)}. "
+            f"For one of your own use Pipeline.from_dict or recipes.register. {missing_hint()}"
         )
     return RECIPES[name]
+
+
+def register(name: str, recipe: Recipe) -> None:
+    """Make `recipe` available under `name`, to `Pipeline.named` and on the command line.
+
+    Registering an equal recipe again changes nothing. Raises `ConfigError` if another recipe has
+    the name.
+    """
+    if RECIPES.setdefault(name, recipe) != recipe:
+        raise ConfigError(
+            f"The recipe {name!r} is already registered ({RECIPES[name].summary!r}). Choose "
+            f"another name."
+        )
 
 
 def describe(name: str) -> str:

@@ -60,11 +60,11 @@ def test_cells_are_methods_times_budgets_and_fullkv_once():
         ({"methods": ["gracekv", "gracekv"]}, ConfigError, "named twice"),
         ({"methods": ["gracekv"], "ratios": [], "entries": []}, ConfigError, "need a budget"),
         ({"ratios": [0.5]}, ValueError, "at least 1"),
-        ({"samples": 0}, ConfigError, "samples must be at least 1"),
+        ({"samples": 0}, ConfigError, "samples takes a whole number >= 1"),
         ({"generate": False, "fidelity": False}, ConfigError, "nothing to measure"),
         ({"protocol": "query-blind"}, ConfigError, "takes one of"),
         ({"recent_share": 0}, ConfigError, "share"),
-        ({"model": None}, ConfigError, "takes str"),
+        ({"model": None}, ConfigError, "takes a text"),
         ({"colour": 1}, ConfigError, "has no field 'colour'"),
     ],
 )

@@ -1,0 +1,134 @@
+"""Strategies and recipes of other packages: entry points, and modules that are named.
+
+A package declares its modules in the entry-point group `gracekv.strategies`; importing a module
+registers its strategies and recipes. They are loaded the first time a registry is read, not by
+`import gracekv`. Source: ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from typing import Any
+
+from gracekv.errors import ConfigError, PluginError, PluginWarning
+
+GROUP = "gracekv.strategies"
+"""The entry-point group; each entry names a module."""
+
+_lock = threading.RLock()
+_loaded = False
+_broken: dict[str, str] = {}
+_imported: dict[str, None] = {}
+
+
+def load_plugins() -> None:
+    """Import the modules of all installed plugins, once, ordered by name.
+
+    A plugin that cannot be imported is skipped with a `PluginWarning`.
+    """
+    global _loaded
+    with _lock:
+        if _loaded:
+            return
+        # Set first: a plugin may read a registry while it is imported.
+        _loaded = True
+        entries = {(entry.name, entry.value): entry for entry in metadata.entry_points(group=GROUP)}
+        for (name, value), entry in sorted(entries.items()):
+            try:
+                entry.load()
+            except Exception as error:
+                _broken[name] = f"{type(error).__name__}: {error}"
+                warnings.warn(
+                    f"The gracekv plugin {name!r} ({value}) cannot be imported; its strategies and "
+                    f"recipes are missing. {_broken[name]}. Repair or uninstall its package.",
+                    PluginWarning,
+                    stacklevel=2,
+                )
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import modules that register strategies or recipes; also from the current folder.
+
+    Raises `PluginError` if one cannot be imported.
+    """
+    for name in names:
+        here = os.getcwd()
+        if here not in sys.path:
+            sys.path.append(here)
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise PluginError(
+                f"The module {name!r}, named as one that registers strategies, cannot be imported: "
+                f"{type(error).__name__}: {error}. Install its package, or run where "
+                f"{name.partition('.')[0]}.py lies."
+            ) from error
+        _imported[name] = None
+
+
+def module_list(value: object, where: str) -> tuple[str, ...]:
+    """`value`, the `imports` of a file, as module names; `ConfigError` if it is no list of them."""
+    if not isinstance(value, list | tuple) or not all(isinstance(x, str) and x for x in value):
+        raise ConfigError(f"imports in {where} takes a list of modules; got {value!r}.")
+    return tuple(value)
+
+
+def imported_modules() -> tuple[str, ...]:
+    """The modules that `import_modules` imported in this process, for its workers."""
+    return tuple(_imported)
+
+
+def missing_hint() -> str:
+    """What an error about an unknown name adds: how to make it known, and which plugins broke."""
+    broken = "".join(f" The plugin {name!r} is broken: {why}." for name, why in _broken.items())
+    return (
+        f"One of another package is known once the package is installed (entry-point group "
+        f"{GROUP!r}) or its module imported (on the command line: --import MODULE).{broken}"
+    )
+
+
+def foreign_modules(value: Any) -> dict[str, str]:
+    """Modules outside gracekv whose classes `value`, a dataclass with dataclasses in it, holds.
+
+    Returns module to the name and version of the distribution that it belongs to; "" if none is
+    known.
+    """
+    found: dict[str, str] = {}
+
+    def visit(part: Any) -> None:
+        if isinstance(part, tuple):
+            for item in part:
+                visit(item)
+        elif dataclasses.is_dataclass(part):
+            module = type(part).__module__
+            if module.partition(".")[0] != "gracekv":
+                found[module] = ""
+            for field in dataclasses.fields(part):
+                visit(getattr(part, field.name))
+
+    visit(value)
+    if found:
+        owners = metadata.packages_distributions()
+        for module in found:
+            for owner in owners.get(module.partition(".")[0], ())[:1]:
+                found[module] = f"{owner} {metadata.version(owner)}"
+    return dict(sorted(found.items()))
+
+
+def missing_modules(modules: Mapping[str, str]) -> str:
+    """A sentence on those of `modules`, from `foreign_modules`, that are not imported; or ""."""
+    missing = {module: owner for module, owner in modules.items() if module not in sys.modules}
+    if not missing:
+        return ""
+    parts = [
+        f"{module!r} (package {owner}: install it)" if owner else f"{module!r} (import it)"
+        for module, owner in missing.items()
+    ]
+    return f" It was made with strategies of the modules {', '.join(parts)}."
