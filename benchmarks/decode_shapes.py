@@ -85,7 +85,7 @@ class Attention:
         self.full_bytes = self.position_bytes * (self.length + TAIL)
         room = WORKING_SET[self.like.device.type] // self.full_bytes
         self.copies = max(1, min(geometry.layers, room))
-        self.backend = Auto()
+        self.backend = Auto().resolve(self.like.device, self.like.dtype, geometry.dim)
         self.query = random((self.batch, geometry.heads, 1, geometry.dim), self.like)
         tail = (*groups, 2 * TAIL, geometry.dim)
         self.tails = [
@@ -110,7 +110,7 @@ class Attention:
             for _ in range(self.copies)
         ]
         for layer in layers:
-            self.backend.warm(layer, self.geometry.heads)
+            self.backend.warm_up(layer, self.geometry.heads)
         held = sum(map(self.backend.held_bytes, layers)) // self.copies
         scale = self.geometry.dim**-0.5
 

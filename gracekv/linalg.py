@@ -1,7 +1,7 @@
 """Float32 matrix products at the speed of the machine.
 
-Torch multiplies float32 matrices on CPUs with MKL, which leaves half of a recent AMD core unused;
-oneDNN, which torch ships too, does not, and rounds the same way (float32, no lower precision).
+Torch multiplies float32 matrices on CPUs with MKL, which uses half of a recent AMD core; oneDNN,
+which torch ships too, uses all of it and rounds the same way (float32, no lower precision).
 """
 
 from __future__ import annotations

@@ -93,6 +93,7 @@ def test_algorithms_do_not_know_the_model_library(folder):
         # A kernel may use its compiler, if it lives where kernels live.
         allowed = {("backends", "triton"): "triton", ("kernels", "triton"): "triton"}
         allowed[("kernels", "cpu")] = "numba"
+        allowed[("backends", "numba")] = "numba"
         # Helpers of the compiled kernels are named after what they do.
         allowed |= {("kernels", "precision"): "numba", ("kernels", "threads"): "numba"}
         words = path.stem.split("_")

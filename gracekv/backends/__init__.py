@@ -1,7 +1,7 @@
 """Attention over the ragged cache."""
 
 from gracekv.backends.auto import Auto
-from gracekv.backends.base import BACKENDS, Backend, Partial, combine
+from gracekv.backends.base import BACKENDS, AttentionBackend, Backend, Partial, combine
 from gracekv.backends.eager import Eager
 from gracekv.backends.numba import Numba
 from gracekv.backends.sdpa import Sdpa
@@ -9,6 +9,7 @@ from gracekv.backends.triton import Triton
 
 __all__ = [
     "BACKENDS",
+    "AttentionBackend",
     "Auto",
     "Backend",
     "Eager",

@@ -63,6 +63,20 @@ def sequence_of_row(
 
 
 class Backend(Strategy, abc.ABC):
+    """What reads a compressed cache while decoding: a backend, or a rule that chooses one."""
+
+    @abc.abstractmethod
+    def resolve(
+        self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
+    ) -> AttentionBackend:
+        """The backend that reads caches on `device`, of `dtype` and head dimension `dim`.
+
+        None for `dtype` or `dim` stands for any. A cache resolves its backend once, when it is
+        made.
+        """
+
+
+class AttentionBackend(Backend):
     """Attention of a few new tokens over one packed layer and the tail.
 
     B rows, the continuations of the layer's S sequences, share the packed part. `rows` int64 [B],
@@ -70,6 +84,11 @@ class Backend(Strategy, abc.ABC):
     order, each by B // S consecutive rows. Softmax statistics are float32 or better. Results of
     all backends agree within the tolerances of `gracekv.testing.tolerance`.
     """
+
+    def resolve(
+        self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
+    ) -> AttentionBackend:
+        return self
 
     def obstacle(
         self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
@@ -82,14 +101,14 @@ class Backend(Strategy, abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, layer: RaggedLayer) -> Any:
-        """What the backend wants to hold per layer, built once per compression."""
+        """What the backend holds for a layer, built once per compression."""
 
     @abc.abstractmethod
     def held_bytes(self, prepared: Any) -> int:
-        """Bytes that `prepared` holds beside the packed tensors (padding, copies)."""
+        """Bytes that `prepared` holds beside the packed tensors (indices, copies)."""
 
-    def warm(self, prepared: Any, query_heads: int) -> None:
-        """Build ahead what a step of one token for each sequence will hold; nothing by default.
+    def warm_up(self, prepared: Any, query_heads: int) -> None:
+        """Build ahead what a step of one token for each sequence needs; nothing by default.
 
         `held_bytes` then says what decoding holds. `query_heads` is H.
         """

@@ -1,4 +1,4 @@
-"""The reference backend: one head at a time, float32, straight from the definition."""
+"""One head at a time in float32, straight from the definition; on any device."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import BACKENDS, Backend, Partial, sequence_of_row
+from gracekv.backends.base import BACKENDS, AttentionBackend, Partial, sequence_of_row
 from gracekv.cache.base import RaggedLayer
 
 
 @final
 @BACKENDS.register("eager")
 @dataclass(frozen=True, slots=False)
-class Eager(Backend):
-    """Reference: loops over heads in float32, on any device; slow and obvious.
+class Eager(AttentionBackend):
+    """Loops over heads in float32, on any device; slow, for checks.
 
     Source: Eq. (T4): log m is added to the logit.
 
-    Cost: a Python loop over rows and heads; a check, not for use.
+    Cost: a Python loop over sequences and heads.
     """
 
     def prepare(self, layer: RaggedLayer) -> RaggedLayer:

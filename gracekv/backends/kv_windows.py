@@ -1,44 +1,46 @@
-"""Equal windows over the packed entries of all heads: views for a kernel that wants no ragged rows.
+"""Windows of equal length over the packed entries of all heads, for kernels without ragged rows.
 
-The entries of a layer lie one head after the other. C windows of one length, at one distance,
-cover them: a strided view, so nothing is copied or padded, every thread gets the same work, and
-short heads cost what they hold. A window may reach over several heads. It is then given the
-queries of each, and a bias hides from a query what is not its own head's. What the windows of a
-head found is put together by log-sum-exp.
+The entries of a layer lie one head after the other. C windows of one length, at one distance, cover
+them: a strided view, so nothing is copied or padded, every thread gets the same work, and short
+heads cost what they hold. A window that overlaps several heads gets the queries of each; a bias
+hides the other heads' entries. The partial results of a head are merged by log-sum-exp.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gracekv import ragged
 from gracekv.backends.base import sequence_of_row
+from gracekv.backends.latest import Latest
 from gracekv.cache.base import RaggedLayer
 
-# Query rows of a window that reaches over several heads. Each takes a float of bias an entry, so
-# more would hold a good part of what compression has freed; beyond, heads go one by one. Ours.
+# Most query rows of a window over several heads. Each row holds a float of bias an entry, so more
+# would take a large part of the memory that compression frees; beyond, heads go one by one. Ours.
 _SHARED_ROWS = 32
-# Query rows of a window inside one head, where the bias is the same for all of them. Ours.
+# Most query rows of a window inside one head, where all rows share one bias. Ours.
 _OWN_ROWS = 256
-# Cost of a window in the time that one entry takes one query row: entries * (rows + ROW_FREE)
-# plus CALL. Fitted to torch's CPU kernel with d = 64 on one x86 core.
-_ROW_FREE, _CALL = 7, 600
-# How many windows to try, in multiples of the threads and of the rows that hold entries.
+# Cost of a window, in units of one query row over one entry: entries * (rows + _ENTRY_COST)
+# + _CALL_COST. Fitted to torch's CPU kernel with d = 64 on one x86 core.
+_ENTRY_COST, _CALL_COST = 7, 600
+# Numbers of windows to try, in multiples of the threads and of the nonempty rows.
 _PER_THREAD = (1, 2, 3, 4, 6, 8, 12, 16)
 _PER_ROW = (1, 2, 3, 4)
+# Fewest entries of a window.
 _SHORTEST = 64
-# Numbers of a mixing matrix up to which one product beats gathering each query's parts. Ours.
+# Size of a mixing matrix up to which one product is faster than a gather per query. Ours.
 _MIXING = 4096
-# Where the device is no CPU: how many windows to keep busy.
-_ELSEWHERE = 16
+# Parallel windows to plan for on devices other than CPUs.
+_PARALLEL = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """How queries of one shape read a layer.
+class KVWindows:
+    """The windows of a layer for queries of one shape.
 
     Partial results lie in this order: C * R window rows, one blank row, and with a tail
     [B, n * Tq, G] rows of it.
@@ -48,9 +50,9 @@ class Plan:
         values: [C, 1, c, d].
         bias: float32 [C, 1, R or 1, c], log multiplicity, -inf where the entry is another head's
             or another window's; None if all are 0.
-        gather: int64 [C, 1, R], index into the query's (b, h, t) of each window row.
-        slots: int64 [B*H*Tq, 1 + P], where a query's partial results lie: the tail's, then those
-            of its head's windows; the blank row where there are fewer.
+        gather: int64 [C, 1, R], the query (b, h, t), flattened, of each window row.
+        slots: int64 [B*H*Tq, 1 + P], the places of a query's partial results: the tail's, then
+            those of its head's windows; the blank row where there are fewer.
         mixing: float32 [B*H*Tq, partial results], 0 at a query's slots and -inf elsewhere; None
             where that would be large.
         blank_lse: float32 [1], -inf.
@@ -85,46 +87,47 @@ class Plan:
 Key = tuple[int, int, int, tuple[int, ...] | None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Windows:
-    """A layer and the plan of the latest query shape.
+class WindowedLayer:
+    """A layer and its windows for the latest query shape.
 
     Attributes:
         layer: the packed entries.
-        plans: at most one plan; None stands for "head by head".
     """
 
-    layer: RaggedLayer
-    plans: dict[Key, Plan | None] = field(default_factory=dict)
+    def __init__(self, layer: RaggedLayer) -> None:
+        self.layer = layer
+        self._latest: Latest[Key, KVWindows | None] = Latest()
 
-    def plan(self, shape: tuple[int, ...], rows: Tensor | None) -> Plan | None:
-        """The plan for queries of `shape` (B, H, Tq) and `rows` [B]; built once while both stay.
+    def windows(self, shape: tuple[int, ...], rows: Tensor | None) -> KVWindows | None:
+        """The windows for queries of `shape` (B, H, Tq) and `rows` [B]; built once for both.
 
-        None if no windows suit it: there are no entries, or too many queries per head.
+        None if the heads are to be read one by one: there are no entries, or too many queries a
+        head.
         """
         batch, heads, tokens = shape
         key = (batch, heads, tokens, None if rows is None else tuple(rows.tolist()))
-        if key not in self.plans:
-            # Not an inference tensor: the plan outlives this call's mode.
+
+        def build() -> KVWindows | None:
+            # Not inference tensors: the windows outlive this call's mode.
             with torch.inference_mode(False), torch.no_grad():
-                made = _plan(self.layer, batch, heads, tokens, rows)
-            self.plans.clear()
-            self.plans[key] = made
-        return self.plans[key]
+                return _windows(self.layer, batch, heads, tokens, rows)
+
+        return self._latest.get(key, build)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the latest plan."""
-        return sum(plan.held_bytes for plan in self.plans.values() if plan is not None)
+        """Bytes of the latest windows."""
+        windows = self._latest.value
+        return 0 if windows is None else windows.held_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Layout:
+class _WindowLayout:
     """C windows of `length` entries, `step` apart; a window owns its first `step` entries.
 
     Attributes:
-        first: int64 [C], first of the rows with entries that a window's own entries belong to.
-        last: int64 [C].
+        first: int64 [C], the first nonempty row that a window's own entries belong to.
+        last: int64 [C], the last one.
         reach: k, the most rows in a window.
     """
 
@@ -136,20 +139,20 @@ class _Layout:
     reach: int
 
     @classmethod
-    def of(cls, offsets: Tensor, count: int) -> _Layout:
-        """`offsets` int64 [Z+1] of the rows that hold entries."""
+    def of(cls, offsets: Tensor, count: int) -> _WindowLayout:
+        """`offsets` int64 [Z+1] of the nonempty rows."""
         entries = int(offsets[-1])
         step = entries // count
         starts = torch.arange(count) * step
         ends = torch.cat([starts[1:], offsets[-1:]])
         first = torch.searchsorted(offsets, starts, right=True) - 1
         last = torch.searchsorted(offsets, ends) - 1
-        # The windows end with the entries: the last one starts at (count - 1) * step.
+        # The last window starts at (count - 1) * step and ends with the entries.
         length = entries - (count - 1) * step
         return cls(count, step, length, first, last, int((last - first).max()) + 1)
 
     def window_rows(self, rows: int) -> int:
-        """R for `rows` queries a head; odd numbers of rows are slower than the next even one."""
+        """R for `rows` queries a head, even: odd numbers are slower than the next even one."""
         shared = self.reach * rows
         return shared + (shared > 1 and shared % 2)
 
@@ -157,23 +160,21 @@ class _Layout:
         return rows <= _OWN_ROWS if self.reach == 1 else self.reach * rows <= _SHARED_ROWS
 
     def cost(self, rows: int, threads: int) -> int:
-        a_window = self.length * (self.window_rows(rows) + _ROW_FREE) + _CALL
+        a_window = self.length * (self.window_rows(rows) + _ENTRY_COST) + _CALL_COST
         return -(-self.count // threads) * a_window
 
 
-def _plan(
+def _windows(
     layer: RaggedLayer, batch: int, heads: int, tokens: int, rows: Tensor | None
-) -> Plan | None:
+) -> KVWindows | None:
     of_row = sequence_of_row(rows, batch, layer.sequences, torch.device("cpu")).cpu()
-    members = torch.bincount(of_row, minlength=layer.sequences)
+    continuations = torch.bincount(of_row, minlength=layer.sequences)
     group = heads // layer.heads
-    # Every head is given as many rows as the sequence with the most continuations has.
-    per_head = int(members.max()) * group * tokens
+    # Every head gets as many query rows as the sequence with the most continuations needs.
+    per_head = int(continuations.max()) * group * tokens
     lengths = layer.lengths
-    held = lengths.nonzero()[:, 0]
-    layout = _choose(
-        torch.cat([torch.zeros_like(held[:1]), lengths[held].cumsum(0)]), per_head, layer
-    )
+    nonempty = lengths.nonzero()[:, 0]
+    layout = _cheapest_layout(ragged.offsets(lengths[nonempty]), per_head, layer)
     if layout is None:
         return None
     count, wide = layout.count, layout.window_rows(per_head)
@@ -186,24 +187,25 @@ def _plan(
     queries = torch.zeros(len(lengths), per_head, dtype=torch.int64)
     queries[row, place] = query
 
-    # [C, k]: which of the rows with entries each window serves, clamped where it serves fewer.
+    # [C, k]: the nonempty rows that each window serves, clamped where it serves fewer.
     served = layout.first[:, None] + torch.arange(layout.reach)
     real = served <= layout.last[:, None]
-    served = served.clamp(max=len(held) - 1)
+    served = served.clamp(max=len(nonempty) - 1)
     gather = torch.zeros(count, wide, dtype=torch.int64)
-    gather[:, : layout.reach * per_head] = queries[held[served]].flatten(1)
+    gather[:, : layout.reach * per_head] = queries[nonempty[served]].flatten(1)
 
-    # [rows, P]: the first window row of each of a layer row's partial results.
+    # first_slot [Z, P]: the first window row of each partial result of a layer row.
     blank = count * wide
     window = torch.arange(count)[:, None].expand_as(served)[real]
     slot = torch.arange(layout.reach).expand_as(served)[real]
-    mine = held[served[real]]
-    opening = torch.full((len(lengths),), count).scatter_reduce(0, mine, window, "amin")
-    nth = window - opening[mine]
-    found = torch.full((len(lengths), int(nth.max()) + 1), -1)
-    found[mine, nth] = window * wide + slot * per_head
-    slots = torch.where(found[row] < 0, blank, found[row] + place[..., None]).flatten(0, 2)
-    # The tail's results come as [B, n * Tq, G].
+    owner = nonempty[served[real]]
+    first_window = torch.full((len(lengths),), count).scatter_reduce(0, owner, window, "amin")
+    nth = window - first_window[owner]
+    first_slot = torch.full((len(lengths), int(nth.max()) + 1), -1)
+    first_slot[owner, nth] = window * wide + slot * per_head
+    slots = torch.where(first_slot[row] < 0, blank, first_slot[row] + place[..., None])
+    slots = slots.flatten(0, 2)
+    # The tail's results are [B, n * Tq, G].
     tail = torch.arange(query.numel()).view(batch, group * tokens, layer.heads).mT.flatten()
     tail += blank + 1
     slots = torch.cat([tail[:, None], slots], dim=1)
@@ -217,36 +219,41 @@ def _plan(
         x.contiguous().unfold(0, layout.length, layout.step).mT[:, None]
         for x in (layer.keys, layer.values)
     )
-    return Plan(
+    return KVWindows(
         keys=keys,
         values=values,
-        bias=_bias(layer, layout, held[served], real, per_head, wide),
+        bias=_bias(layer, layout, nonempty[served], real, per_head, wide),
         gather=gather[:, None].to(device),
         slots=slots.to(device),
         mixing=None if mixing is None else mixing.to(device),
         blank_lse=torch.full((1,), -math.inf, device=device),
         blank_output=keys.new_zeros(1, keys.shape[-1]),
-        complete=len(held) == len(lengths),
+        complete=len(nonempty) == len(lengths),
     )
 
 
-def _choose(offsets: Tensor, per_head: int, layer: RaggedLayer) -> _Layout | None:
-    """The cheapest layout of those tried; None if none fits."""
+def _cheapest_layout(offsets: Tensor, per_head: int, layer: RaggedLayer) -> _WindowLayout | None:
+    """The layout of least cost among those tried; None if none fits."""
     entries, rows = int(offsets[-1]) if len(offsets) > 1 else 0, len(offsets) - 1
     if not entries or not per_head:
         return None
-    threads = torch.get_num_threads() if layer.keys.device.type == "cpu" else _ELSEWHERE
+    threads = torch.get_num_threads() if layer.keys.device.type == "cpu" else _PARALLEL
     counts = {threads * m for m in _PER_THREAD} | {
         -(-rows * m // threads) * threads for m in _PER_ROW
     }
     counts |= {rows * m for m in _PER_ROW}
     allowed = sorted(c for c in counts if c * _SHORTEST <= entries) or [1]
-    layouts = [x for x in (_Layout.of(offsets, c) for c in allowed) if x.fits(per_head)]
+    layouts = [x for x in (_WindowLayout.of(offsets, c) for c in allowed) if x.fits(per_head)]
     return min(layouts, key=lambda x: x.cost(per_head, threads), default=None)
 
 
 def _bias(
-    layer: RaggedLayer, layout: _Layout, served: Tensor, real: Tensor, per_head: int, wide: int
+    layer: RaggedLayer,
+    layout: _WindowLayout,
+    served: Tensor,
+    real: Tensor,
+    per_head: int,
+    wide: int,
 ) -> Tensor | None:
     device = layer.keys.device
     log_multiplicity = layer.log_multiplicity

@@ -1,4 +1,4 @@
-"""The `numba` backend; the kernel itself is in `gracekv.kernels.attention_cpu`."""
+"""The `numba` backend; the kernel itself is in `numba_kernel`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import BACKENDS, Backend, Partial
+from gracekv.backends.base import BACKENDS, AttentionBackend, Partial
 from gracekv.backends.eager import additive_mask
-from gracekv.backends.kv_windows import Windows
+from gracekv.backends.kv_windows import WindowedLayer
 from gracekv.backends.sdpa import Sdpa
-from gracekv.backends.split_kv import Plan, Plans
+from gracekv.backends.split_kv import SplitKV, SplitLayer
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import omp_threads
@@ -23,29 +23,29 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class NumbaLayer:
     """A layer for both ways of reading it.
 
     Attributes:
-        plans: pieces for the compiled kernel.
+        splits: for the compiled kernel.
         windows: for everything else; holds nothing until then.
     """
 
-    plans: Plans
-    windows: Windows
+    splits: SplitLayer
+    windows: WindowedLayer
 
 
 @final
 @BACKENDS.register("numba")
 @dataclass(frozen=True, slots=False)
-class Numba(Backend):
+class Numba(AttentionBackend):
     """Fused kernel for CPUs: every entry read once, no padding; needs numba (gracekv[cpu]).
 
     Source: splitting the keys and combining by log-sum-exp is flash decoding's idea. Ours: the
-    pieces over ragged heads and the additive log multiplicity.
+    splits over ragged heads and the additive log multiplicity.
 
     Cost: a step reads each packed entry once, without padding; compiling takes seconds once on a
-    machine, and the pieces held beside the cache are small.
+    machine, and the tables held beside the cache are small.
 
     Needs: a CPU and the extra `gracekv[cpu]` (numba).
 
@@ -68,25 +68,25 @@ class Numba(Backend):
             return "numba is not installed. Run: pip install 'gracekv[cpu]', or use backend 'sdpa'."
         return omp_threads.obstacle()
 
-    def prepare(self, layer: RaggedLayer) -> Prepared:
+    def prepare(self, layer: RaggedLayer) -> NumbaLayer:
         """The layer; `BackendUnavailableError` where the kernel cannot run, saying why."""
         found = self.obstacle(layer.keys.device, layer.keys.dtype)
         if found is not None:
             raise BackendUnavailableError(f"Backend 'numba' cannot run here. {found}")
-        return Prepared(Plans(layer), Windows(layer))
+        return NumbaLayer(SplitLayer(layer), WindowedLayer(layer))
 
-    def held_bytes(self, prepared: Prepared) -> int:
-        return prepared.plans.held_bytes + prepared.windows.held_bytes
+    def held_bytes(self, prepared: NumbaLayer) -> int:
+        return prepared.splits.held_bytes + prepared.windows.held_bytes
 
-    def warm(self, prepared: Prepared, query_heads: int) -> None:
-        layer = prepared.plans.layer
-        if prepared.plans.plan(layer.sequences, query_heads, None) is None:
-            Sdpa().warm(prepared.windows, query_heads)
+    def warm_up(self, prepared: NumbaLayer, query_heads: int) -> None:
+        layer = prepared.splits.layer
+        if prepared.splits.splits(layer.sequences, query_heads, None) is None:
+            Sdpa().warm_up(prepared.windows, query_heads)
         else:
             _kernel(layer.keys.dtype)
 
     def packed(
-        self, query: Tensor, prepared: Prepared, scale: float, rows: Tensor | None = None
+        self, query: Tensor, prepared: NumbaLayer, scale: float, rows: Tensor | None = None
     ) -> Partial:
         return Sdpa().packed(query, prepared.windows, scale, rows)
 
@@ -98,25 +98,25 @@ class Numba(Backend):
     def __call__(
         self,
         query: Tensor,
-        prepared: Prepared,
+        prepared: NumbaLayer,
         keys: Tensor,
         values: Tensor,
         mask: Tensor | None,
         scale: float,
         rows: Tensor | None = None,
     ) -> Tensor:
-        plan = None
-        if _suits(query, prepared.plans.layer, keys, values):
-            plan = prepared.plans.plan(query.shape[0], query.shape[1], rows)
-        if plan is None:
+        splits = None
+        if _suits(query, prepared.splits.layer, keys, values):
+            splits = prepared.splits.splits(query.shape[0], query.shape[1], rows)
+        if splits is None:
             return Sdpa()(query, prepared.windows, keys, values, mask, scale, rows)
-        return _attend(plan, prepared.plans.layer, query, keys, values, mask, scale)
+        return _attend(splits, prepared.splits.layer, query, keys, values, mask, scale)
 
 
 def _suits(query: Tensor, layer: RaggedLayer, keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernel can take the step: one token of plain tensors, nothing to record.
+    """Whether the kernel can take the step: one token of plain tensors without gradients.
 
-    The kernel reads addresses, so whatever does not fit is left to torch, which says what is wrong.
+    The kernel reads addresses, so inputs that do not fit go to torch, which raises its own errors.
     """
     batch, heads, tokens, dim = query.shape
     length = keys.shape[2]
@@ -140,7 +140,7 @@ def _suits(query: Tensor, layer: RaggedLayer, keys: Tensor, values: Tensor) -> b
 
 
 def _attend(
-    plan: Plan,
+    splits: SplitKV,
     layer: RaggedLayer,
     query: Tensor,
     keys: Tensor,
@@ -148,34 +148,34 @@ def _attend(
     mask: Tensor | None,
     scale: float,
 ) -> Tensor:
-    from gracekv.kernels.attention_cpu import Task
+    from gracekv.backends.numba_kernel import AttentionArgs
 
     batch, heads, _, dim = query.shape
     length = keys.shape[2]
-    if not _rows_are_whole(keys, values):
+    if not _same_row_layout(keys, values):
         keys, values = keys.contiguous(), values.contiguous()
     if mask is not None:
         mask = additive_mask(mask, 1, length, query.device).expand(batch, 1, 1, length)
         mask = mask.contiguous()
-    tail_pieces = -(-length // plan.longest)
+    tail_splits = -(-length // splits.longest)
     folded = query.float().contiguous()
     output = torch.empty_like(folded)
-    partial = torch.empty(plan.slots + batch * heads * tail_pieces, dim + 2)
+    partial = torch.empty(splits.slots + batch * heads * tail_splits, dim + 2)
     counters = (ctypes.c_int64 * (1 + len(layer.offsets)))()
-    task = Task.from_buffer_copy(plan.task)
-    task.query, task.output = folded.data_ptr(), output.data_ptr()
-    task.tail_keys, task.tail_values = keys.data_ptr(), values.data_ptr()
-    task.mask = 0 if mask is None else mask.data_ptr()
-    task.partial, task.counters = partial.data_ptr(), ctypes.addressof(counters)
-    task.tail, task.tail_pieces = length, tail_pieces
-    task.tail_batch, task.tail_head = (stride // dim for stride in keys.stride()[:2])
-    task.scale = scale
-    omp_threads.run(_kernel(query.dtype), ctypes.addressof(task))
+    args = AttentionArgs.from_buffer_copy(splits.args)
+    args.query, args.output = folded.data_ptr(), output.data_ptr()
+    args.tail_keys, args.tail_values = keys.data_ptr(), values.data_ptr()
+    args.mask = 0 if mask is None else mask.data_ptr()
+    args.partial, args.counters = partial.data_ptr(), ctypes.addressof(counters)
+    args.tail, args.tail_splits = length, tail_splits
+    args.tail_batch, args.tail_head = (stride // dim for stride in keys.stride()[:2])
+    args.scale = scale
+    omp_threads.run(_kernel(query.dtype), ctypes.addressof(args))
     return output if output.dtype == query.dtype else output.to(query.dtype)
 
 
-def _rows_are_whole(keys: Tensor, values: Tensor) -> bool:
-    """Whether both lie alike, and every row of d numbers is a whole number of rows further."""
+def _same_row_layout(keys: Tensor, values: Tensor) -> bool:
+    """Whether both have the same strides, all of them multiples of a contiguous row of d."""
     batch, head, token, number = keys.stride()
     dim = keys.shape[3]
     return (
@@ -186,6 +186,6 @@ def _rows_are_whole(keys: Tensor, values: Tensor) -> bool:
 
 
 def _kernel(dtype: torch.dtype) -> Any:
-    from gracekv.kernels.attention_cpu import attend
+    from gracekv.backends.numba_kernel import attend
 
     return attend(dtype)

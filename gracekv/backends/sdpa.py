@@ -14,11 +14,11 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import BACKENDS, Backend, Partial, sequence_of_row
+from gracekv.backends.base import BACKENDS, AttentionBackend, Partial, sequence_of_row
 from gracekv.backends.eager import additive_mask
-from gracekv.backends.kv_windows import Plan, Windows
+from gracekv.backends.kv_windows import KVWindows, WindowedLayer
 from gracekv.cache.base import RaggedLayer
-from gracekv.errors import BackendUnavailableError, ConfigError
+from gracekv.errors import BackendUnavailableError
 
 # Logits (query rows x tail entries) that the tail may hold at once; longer turns go in blocks.
 _TAIL_LOGITS = 1 << 22
@@ -30,7 +30,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, 
 @final
 @BACKENDS.register("sdpa")
 @dataclass(frozen=True, slots=False)
-class Sdpa(Backend):
+class Sdpa(AttentionBackend):
     """Equal windows over the packed entries; fused attention on the CPU, matrix products elsewhere.
 
     Source: ours; splitting the keys and combining by log-sum-exp is flash decoding's idea.
@@ -43,36 +43,27 @@ class Sdpa(Backend):
             is two matrix products in float32, on any device; "auto" takes "fused" on the CPU.
 
     Keys and values are never copied or padded. A few queries per head read them through
-    `Windows`, whose index and bias are built at the first step and held; many (a long turn) go
-    head by head.
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
+    `WindowedLayer`, whose index and bias are built at the first step and held; many (a long turn)
+    go head by head.
     """
 
     kernel: Literal["auto", "fused", "plain"] = "auto"
 
-    def __post_init__(self) -> None:
-        if self.kernel not in ("auto", "fused", "plain"):
-            raise ConfigError(
-                f"Sdpa.kernel takes one of 'auto', 'fused', 'plain'; got {self.kernel!r}."
-            )
-
-    def prepare(self, layer: RaggedLayer) -> Windows:
+    def prepare(self, layer: RaggedLayer) -> WindowedLayer:
         self._fused(layer.keys.device)
-        return Windows(layer)
+        return WindowedLayer(layer)
 
-    def held_bytes(self, prepared: Windows) -> int:
+    def held_bytes(self, prepared: WindowedLayer) -> int:
         return prepared.held_bytes
 
-    def warm(self, prepared: Windows, query_heads: int) -> None:
+    def warm_up(self, prepared: WindowedLayer, query_heads: int) -> None:
         layer = prepared.layer
-        prepared.plan((layer.sequences, query_heads, 1), None)
+        prepared.windows((layer.sequences, query_heads, 1), None)
 
     def __call__(
         self,
         query: Tensor,
-        prepared: Windows,
+        prepared: WindowedLayer,
         keys: Tensor,
         values: Tensor,
         mask: Tensor | None,
@@ -80,11 +71,11 @@ class Sdpa(Backend):
         rows: Tensor | None = None,
     ) -> Tensor:
         one = query.shape[2] == 1 and keys.shape[2] > 0
-        plan = prepared.plan(query.shape[:3], rows) if one else None
-        if plan is None:
+        windows = prepared.windows(query.shape[:3], rows) if one else None
+        if windows is None:
             return super().__call__(query, prepared, keys, values, mask, scale, rows)
-        # What `packed`, `tail` and `combine` do one after the other, in half as many calls: at a
-        # few hundred entries a head, calls are what a step costs.
+        # `packed`, `tail` and `combine` in half as many calls: at a few hundred entries a head, the
+        # calls dominate the cost of a step.
         batch, groups, length, dim = keys.shape
         folded = query.reshape(batch, groups, -1, dim)
         bias = None if mask is None else additive_mask(mask, 1, length, query.device)
@@ -92,38 +83,38 @@ class Sdpa(Backend):
         tail_output, tail_lse = attend(folded, keys, values, bias, scale)
         if bias is not None:
             tail_lse = tail_lse.masked_fill((bias == -math.inf).all(dim=-1), -math.inf)
-        output, lse = _window_parts(attend, query, plan, scale)
-        # [B, n, G] is how the fused kernel lays its output out, so nothing is copied here.
-        lse = torch.cat([lse, plan.blank_lse, tail_lse.mT.reshape(-1)])
+        output, lse = _window_parts(attend, query, windows, scale)
+        # The fused kernel's output is laid out as [B, n, G], so nothing is copied here.
+        lse = torch.cat([lse, windows.blank_lse, tail_lse.mT.reshape(-1)])
         tail_output = tail_output.transpose(1, 2).reshape(-1, dim)
-        output = torch.cat([output, plan.blank_output, tail_output])
-        parts = torch.take(lse, plan.slots) if plan.mixing is None else lse + plan.mixing
+        output = torch.cat([output, windows.blank_output, tail_output])
+        parts = torch.take(lse, windows.slots) if windows.mixing is None else lse + windows.mixing
         weights = torch.softmax(parts, dim=-1)
-        if bias is not None and not plan.complete:
-            # A head without entries whose query sees nothing of the tail either.
+        if bias is not None and not windows.complete:
+            # Queries of an empty head that see nothing of the tail either.
             weights = weights.nan_to_num(nan=0.0)
-        if plan.mixing is None:
-            return _mixed(weights, output, plan.slots).view(query.shape)
+        if windows.mixing is None:
+            return _mixed(weights, output, windows.slots).view(query.shape)
         return (weights @ output.float()).to(output.dtype).view(query.shape)
 
     def packed(
-        self, query: Tensor, prepared: Windows, scale: float, rows: Tensor | None = None
+        self, query: Tensor, prepared: WindowedLayer, scale: float, rows: Tensor | None = None
     ) -> Partial:
-        plan = prepared.plan(query.shape[:3], rows)
-        if plan is None:
+        windows = prepared.windows(query.shape[:3], rows)
+        if windows is None:
             return self._head_by_head(query, prepared.layer, scale, rows)
-        output, lse = _window_parts(self._kernel(query.device), query, plan, scale)
-        slots = plan.slots[:, 1:]
-        parts = torch.take(torch.cat([lse, plan.blank_lse]), slots)
+        output, lse = _window_parts(self._kernel(query.device), query, windows, scale)
+        slots = windows.slots[:, 1:]
+        parts = torch.take(torch.cat([lse, windows.blank_lse]), slots)
         total = torch.logsumexp(parts, dim=-1, keepdim=True)
         weights = (parts - torch.where(total == -math.inf, 0.0, total)).exp()
-        output = _mixed(weights, torch.cat([output, plan.blank_output]), slots)
+        output = _mixed(weights, torch.cat([output, windows.blank_output]), slots)
         return Partial(output.view(query.shape), total.view(query.shape[:3]))
 
     def _head_by_head(
         self, query: Tensor, layer: RaggedLayer, scale: float, rows: Tensor | None
     ) -> Partial:
-        """For so many queries a head that each call of the loop is long by itself."""
+        """For many queries a head, where each call of the loop takes long."""
         batch, heads, tokens, dim = query.shape
         group = heads // layer.heads
         of_row = sequence_of_row(rows, batch, layer.sequences, query.device)
@@ -163,7 +154,7 @@ class Sdpa(Backend):
         parts = []
         for start in range(0, tokens, block):
             stop = min(start + block, tokens)
-            # Without a mask, what these queries see ends where the last of them stands.
+            # Without a mask, these queries see no token after the last of them.
             seen = keys.shape[2] - tokens + stop if mask is None else keys.shape[2]
             part = None if mask is None else mask[:, :, start:stop]
             bias = additive_mask(part, stop - start, seen, query.device)
@@ -242,12 +233,14 @@ def _plain(
     return output.to(rows.dtype), (top + total.log())[..., 0]
 
 
-def _window_parts(attend: Kernel, query: Tensor, plan: Plan, scale: float) -> tuple[Tensor, Tensor]:
+def _window_parts(
+    attend: Kernel, query: Tensor, windows: KVWindows, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output [C * R, d] and lse [C * R] of every window row."""
     dim = query.shape[-1]
     # `embedding` is an index_select that keeps the index's shape.
-    folded = torch.embedding(query.reshape(-1, dim), plan.gather)
-    output, lse = attend(folded, plan.keys, plan.values, plan.bias, scale)
+    folded = torch.embedding(query.reshape(-1, dim), windows.gather)
+    output, lse = attend(folded, windows.keys, windows.values, windows.bias, scale)
     return output.view(-1, dim), lse.view(-1)
 
 

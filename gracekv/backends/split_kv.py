@@ -1,117 +1,125 @@
-"""How one token's queries share out a layer's entries among threads, for the `numba` backend."""
+"""Entries of a layer in splits of equal size, the work units of the `numba` kernel."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from gracekv import ragged
 from gracekv.backends.base import sequence_of_row
+from gracekv.backends.latest import Latest
 from gracekv.cache.base import RaggedLayer
 
-# Entries of a piece: enough to hide what each costs by itself, few enough to share out. Ours.
+# Entries of a split: enough to outweigh its fixed cost, few enough to balance threads. Ours.
 _ENTRIES = 256
-# Queries of a KV head and all its continuations that were measured to be faster in one pass over
-# the entries than in matrix products: with d = 64 and 128 on two x86 cores, up to this many.
+# Queries of a KV head, over all its continuations, up to which one pass over the entries is faster
+# than matrix products; measured with d = 64 and 128 on two x86 cores.
 _MOST_QUERIES = 96
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """The pieces of a layer for a batch of continuations.
+class SplitKV:
+    """The splits of a layer for a batch of continuations.
 
     Attributes:
-        pieces: int64 [P, 4]: row, first and last + 1 entry, first slot of its partial results.
-        row_pieces: int64 [Z + 1], the first piece of each row.
-        member_start: int64 [S + 1], the first member of each sequence.
-        members: int64 [B], the continuations, by sequence.
-        sequence_of: int64 [B], the sequence of each member.
-        slots: partial results of all pieces.
-        longest: the most entries of a piece.
-        task: what of a step's `Task` is the same at every step, as bytes.
+        splits: int64 [P, 4]: row, first and last + 1 entry, first slot of its partial results.
+        row_splits: int64 [Z + 1], the first split of each row.
+        sequence_start: int64 [S + 1], the first continuation of each sequence.
+        continuations: int64 [B], batch rows ordered by sequence.
+        sequence_of: int64 [B], the sequence of each continuation.
+        slots: partial results of all splits.
+        longest: the most entries of a split.
+        args: the fields of `AttentionArgs` that are the same at every step, as bytes.
     """
 
-    pieces: Tensor
-    row_pieces: Tensor
-    member_start: Tensor
-    members: Tensor
+    splits: Tensor
+    row_splits: Tensor
+    sequence_start: Tensor
+    continuations: Tensor
     sequence_of: Tensor
     slots: int
     longest: int
-    task: bytes
+    args: bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of everything."""
-        lists = (self.pieces, self.row_pieces, self.member_start, self.members, self.sequence_of)
-        return len(self.task) + sum(x.numel() * x.element_size() for x in lists)
+        """Bytes of all tables."""
+        tables = (
+            self.splits,
+            self.row_splits,
+            self.sequence_start,
+            self.continuations,
+            self.sequence_of,
+        )
+        return len(self.args) + sum(x.numel() * x.element_size() for x in tables)
 
 
 Key = tuple[int, int, tuple[int, ...] | None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Plans:
-    """A layer and the plan of the latest batch.
+class SplitLayer:
+    """A layer and its splits for the latest batch.
 
     Attributes:
         layer: the packed entries.
-        plans: at most one plan; None stands for "not by pieces".
     """
 
-    layer: RaggedLayer
-    plans: dict[Key, Plan | None] = field(default_factory=dict)
+    def __init__(self, layer: RaggedLayer) -> None:
+        self.layer = layer
+        self._latest: Latest[Key, SplitKV | None] = Latest()
 
-    def plan(self, batch: int, heads: int, rows: Tensor | None) -> Plan | None:
-        """The plan for one token of `batch` rows, `rows` [B], and `heads` query heads; built once.
+    def splits(self, batch: int, heads: int, rows: Tensor | None) -> SplitKV | None:
+        """The splits for one token of `batch` rows, `rows` [B], and `heads` query heads.
 
-        None if there are so many queries that matrix products suit them, or the entries do not lie
-        one after the other.
+        Built once while these stay the same. None if there are so many queries that matrix
+        products are faster, or the entries are not contiguous.
         """
         key = (batch, heads, None if rows is None else tuple(rows.tolist()))
-        if key not in self.plans:
+
+        def build() -> SplitKV | None:
             with torch.inference_mode(False), torch.no_grad():
-                made = _plan(self.layer, batch, heads // self.layer.heads, rows)
-            self.plans.clear()
-            self.plans[key] = made
-        return self.plans[key]
+                return _split(self.layer, batch, heads // self.layer.heads, rows)
+
+        return self._latest.get(key, build)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the latest plan."""
-        return sum(plan.held_bytes for plan in self.plans.values() if plan is not None)
+        """Bytes of the latest splits."""
+        splits = self._latest.value
+        return 0 if splits is None else splits.held_bytes
 
 
-def _plan(layer: RaggedLayer, batch: int, group: int, rows: Tensor | None) -> Plan | None:
+def _split(layer: RaggedLayer, batch: int, group: int, rows: Tensor | None) -> SplitKV | None:
     of_row = sequence_of_row(rows, batch, layer.sequences, torch.device("cpu")).cpu()
-    members = torch.bincount(of_row, minlength=layer.sequences)
-    widest = int(members.max()) * group
+    counts = torch.bincount(of_row, minlength=layer.sequences)
+    most_queries = int(counts.max()) * group
     stored = (layer.keys, layer.values, layer.log_multiplicity)
-    if widest > _MOST_QUERIES or not all(x.is_contiguous() for x in stored):
+    if most_queries > _MOST_QUERIES or not all(x.is_contiguous() for x in stored):
         return None
-    queries = (members * group).repeat_interleave(layer.heads)  # of each row
-    # A row that nobody continues is left out.
-    counts = (layer.lengths + _ENTRIES - 1) // _ENTRIES * (queries > 0)
-    row = torch.repeat_interleave(counts)
-    row_pieces = _starts(counts)
-    first = layer.offsets[row] + (torch.arange(len(row)) - row_pieces[row]) * _ENTRIES
+    queries = (counts * group).repeat_interleave(layer.heads)  # of each row
+    # A row without continuations is left out.
+    row_counts = (layer.lengths + _ENTRIES - 1) // _ENTRIES * (queries > 0)
+    row, step = ragged.rows_and_steps(row_counts)
+    first = layer.offsets[row] + step * _ENTRIES
     last = torch.minimum(first + _ENTRIES, layer.offsets[row + 1])
-    slots = _starts(queries[row])
-    order = of_row.argsort(stable=True)
-    pieces = torch.stack([row, first, last, slots[:-1]], dim=1)
-    member_start, sequence_of = _starts(members), of_row[order]
+    slots = ragged.offsets(queries[row])
+    splits = torch.stack([row, first, last, slots[:-1]], dim=1)
+    row_splits, sequence_start = ragged.offsets(row_counts), ragged.offsets(counts)
+    continuations = of_row.argsort(stable=True)
+    sequence_of = of_row[continuations]
 
-    from gracekv.kernels.attention_cpu import Task
+    from gracekv.backends.numba_kernel import AttentionArgs
 
-    task = Task(
+    args = AttentionArgs(
         keys=layer.keys.data_ptr(),
         values=layer.values.data_ptr(),
         bias=layer.log_multiplicity.data_ptr(),
-        pieces=pieces.data_ptr(),
-        row_pieces=row_pieces.data_ptr(),
-        member_start=member_start.data_ptr(),
-        members=order.data_ptr(),
+        splits=splits.data_ptr(),
+        row_splits=row_splits.data_ptr(),
+        sequence_start=sequence_start.data_ptr(),
+        continuations=continuations.data_ptr(),
         sequence_of=sequence_of.data_ptr(),
         entries=layer.entries,
         dim=layer.keys.shape[1],
@@ -119,23 +127,18 @@ def _plan(layer: RaggedLayer, batch: int, group: int, rows: Tensor | None) -> Pl
         group=group,
         rows=len(layer.lengths),
         batch=batch,
-        packed_pieces=len(pieces),
+        packed_splits=len(splits),
         packed_slots=int(slots[-1]),
         longest=_ENTRIES,
-        widest=widest,
+        most_queries=most_queries,
     )
-    return Plan(
-        pieces=pieces,
-        row_pieces=row_pieces,
-        member_start=member_start,
-        members=order,
+    return SplitKV(
+        splits=splits,
+        row_splits=row_splits,
+        sequence_start=sequence_start,
+        continuations=continuations,
         sequence_of=sequence_of,
         slots=int(slots[-1]),
         longest=_ENTRIES,
-        task=bytes(task),
+        args=bytes(args),
     )
-
-
-def _starts(counts: Tensor) -> Tensor:
-    """[0, c0, c0 + c1, ...]."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])

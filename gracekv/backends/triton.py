@@ -1,4 +1,4 @@
-"""The `triton` backend; the kernels themselves are in `triton_split` and `triton_merge`."""
+"""The `triton` backend; the kernels are in `triton_split_kernel` and `triton_merge_kernel`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import BACKENDS, Backend, Partial
-from gracekv.backends.triton_device import capability, obstacle, processors
-from gracekv.backends.triton_plan import Plan, plan
+from gracekv.backends.base import BACKENDS, AttentionBackend, Partial
+from gracekv.backends.triton_splits import SplitTables, split_tables
 from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.base import RaggedLayer
-from gracekv.errors import BackendUnavailableError, ConfigError, ShapeError
+from gracekv.errors import BackendUnavailableError, ShapeError
+from gracekv.hyperparameter import bounded
+from gracekv.kernels import device as gpu
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Planned:
-    """One layer with its work lists.
+class TritonLayer:
+    """One layer with its tables of splits.
 
     Attributes:
         keys: [E, d], rows contiguous.
@@ -26,9 +27,9 @@ class Planned:
         bias: float32 [E], log multiplicity.
         heads: G.
         sequences: S.
-        plan: which program reads what.
+        tables: the splits.
         capability: of the GPU.
-        pieces: how many programs should be about right.
+        programs: how many kernel programs to aim at.
         copied: bytes of keys and values that had to be copied to make their rows contiguous.
     """
 
@@ -37,55 +38,41 @@ class Planned:
     bias: Tensor
     heads: int
     sequences: int
-    plan: Plan
+    tables: SplitTables
     capability: tuple[int, int]
-    pieces: int
+    programs: int
     copied: int
 
 
 @final
 @BACKENDS.register("triton")
 @dataclass(frozen=True, slots=False)
-class Triton(Backend):
+class Triton(AttentionBackend):
     """Ragged split-KV kernel for NVIDIA GPUs: no padding, work balanced over uneven heads.
 
     Source: split-KV decoding with a merge by log-sum-exp is FlashDecoding (Dao et al., 2023).
-    Ours: the work list over ragged heads and the additive log multiplicity.
+    Ours: the splits over ragged heads and the additive log multiplicity.
 
-    Cost: a step reads each packed entry once, without padding; the work list is held beside the
-    cache.
+    Cost: a step reads each packed entry once, without padding; the tables of splits are held beside
+    the cache.
 
     Attributes:
-        pieces_per_processor: pieces of work per streaming multiprocessor; two fit on each.
+        splits_per_processor: splits per streaming multiprocessor; two fit on each.
         processors: how many to plan for; None: those of the cache's GPU. A fixed number gives the
             same bits on GPUs of different size.
 
     Needs: the extra `gracekv[triton]` and a GPU of compute capability 8.0 or newer. Reads float32,
     float16 and bfloat16 with heads of dimension 256 or less. Nothing is copied or padded.
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
-    pieces_per_processor: int = 2
-    processors: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.pieces_per_processor < 1:
-            raise ConfigError(
-                f"Triton.pieces_per_processor is 1 or more; got {self.pieces_per_processor!r}."
-            )
-        if self.processors is not None and self.processors < 1:
-            raise ConfigError(
-                f"Triton.processors is 1 or more, or None for the GPU's own; got "
-                f"{self.processors!r}."
-            )
+    splits_per_processor: int = bounded(2, at_least=1)
+    processors: int | None = bounded(None, at_least=1, hint="None takes the GPU's own number.")
 
     def obstacle(
         self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
     ) -> str | None:
         """Why this backend cannot read such a cache, and what to do about it; None if it can."""
-        reason = obstacle(device)
+        reason = gpu.obstacle(device, _OTHERWISE)
         if reason is None and dtype is not None and dim is not None:
             try:
                 tiles(dim, dtype, (8, 0))
@@ -93,35 +80,41 @@ class Triton(Backend):
                 reason = str(error)
         return reason
 
-    def prepare(self, layer: RaggedLayer) -> Planned:
+    def prepare(self, layer: RaggedLayer) -> TritonLayer:
         device, dim = layer.keys.device, layer.keys.shape[-1]
         _require(device)
-        found = capability(device)
-        pieces = self._pieces(device)
-        block = tiles(dim, layer.keys.dtype, found).keys
+        capability = gpu.capability(device)
+        block = tiles(dim, layer.keys.dtype, capability).keys
         keys, values = (_rows_contiguous(x) for x in (layer.keys, layer.values))
         copied = sum(
             new.numel() * new.element_size()
             for new, old in ((keys, layer.keys), (values, layer.values))
             if new is not old
         )
-        return Planned(
+        return TritonLayer(
             keys=keys,
             values=values,
             bias=layer.log_multiplicity.float().contiguous(),
             heads=layer.heads,
             sequences=layer.sequences,
-            plan=plan(layer.offsets, layer.sequences, pieces, block, device),
-            capability=found,
-            pieces=pieces,
+            tables=split_tables(
+                layer.offsets,
+                layer.sequences,
+                block,
+                device,
+                processors=self._processors(device),
+                per_processor=self.splits_per_processor,
+            ),
+            capability=capability,
+            programs=self._programs(device),
             copied=copied,
         )
 
-    def held_bytes(self, prepared: Planned) -> int:
-        return prepared.plan.bytes + prepared.copied
+    def held_bytes(self, prepared: TritonLayer) -> int:
+        return prepared.tables.bytes + prepared.copied
 
     def packed(
-        self, query: Tensor, prepared: Planned, scale: float, rows: Tensor | None = None
+        self, query: Tensor, prepared: TritonLayer, scale: float, rows: Tensor | None = None
     ) -> Partial:
         return Partial(*self._run(query, prepared, None, None, None, None, scale, rows))
 
@@ -134,20 +127,20 @@ class Triton(Backend):
     def __call__(
         self,
         query: Tensor,
-        prepared: Planned,
+        prepared: TritonLayer,
         keys: Tensor,
         values: Tensor,
         mask: Tensor | None,
         scale: float,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """[B, H, Tq, d]: both parts in one launch, and one that merges all pieces."""
+        """[B, H, Tq, d]: both parts in one launch, and a second one that merges all splits."""
         return self._run(query, prepared, keys, values, None, mask, scale, rows)[0]
 
     def decode(
         self,
         query: Tensor,
-        prepared: Planned,
+        prepared: TritonLayer,
         keys: Tensor,
         values: Tensor,
         length: Tensor,
@@ -182,7 +175,7 @@ class Triton(Backend):
     def _run(
         self,
         query: Tensor,
-        prepared: Planned | None,
+        prepared: TritonLayer | None,
         keys: Tensor | None,
         values: Tensor | None,
         length: Tensor | None,
@@ -190,48 +183,54 @@ class Triton(Backend):
         scale: float,
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        # Here and not above, so that gracekv can be imported without triton.
-        from gracekv.backends.triton_op import ragged_attention
+        # Imported here, so that gracekv can be imported without triton.
+        from gracekv.backends.triton_attention import ragged_attention
 
         packed: tuple[Tensor | None, ...] = (None,) * 7
-        slots, pieces = 0, 0
+        slots, programs = 0, 0
         if prepared is None:
-            pieces = self._pieces(query.device)
+            programs = self._programs(query.device)
         else:
             _check_packed(query, prepared, rows)
             count = query.shape[1] // prepared.heads * query.shape[2]
             tile = tiles(query.shape[3], query.dtype, prepared.capability, count)
             readers = query.shape[0] * -(-count // tile.queries) // prepared.sequences
-            work = prepared.plan.pick(readers)
-            slots, pieces = work.slots, prepared.pieces
+            table = prepared.tables.for_readers(readers)
+            slots, programs = table.slots, prepared.programs
             packed = (
                 prepared.keys,
                 prepared.values,
                 prepared.bias,
-                work.items,
-                work.item_first,
-                work.row_first,
+                table.items,
+                table.item_first,
+                table.row_first,
                 None if rows is None else rows.contiguous(),
             )
         if keys is not None and values is not None:
             _check_tail(query, keys, values, mask)
         result: tuple[Tensor, Tensor] = ragged_attention(
-            query, *packed, keys, values, length, mask, scale, slots, pieces
+            query, *packed, keys, values, length, mask, scale, slots, programs
         )
         return result
 
-    def _pieces(self, device: torch.device) -> int:
-        return self.pieces_per_processor * (self.processors or processors(device))
+    def _processors(self, device: torch.device) -> int:
+        return self.processors or gpu.processors(device)
+
+    def _programs(self, device: torch.device) -> int:
+        return self.splits_per_processor * self._processors(device)
+
+
+_OTHERWISE = "backend 'sdpa'"
 
 
 def _require(device: torch.device) -> None:
-    reason = obstacle(device)
+    reason = gpu.obstacle(device, _OTHERWISE)
     if reason is not None:
         raise BackendUnavailableError(f"Backend 'triton' cannot run. {reason}")
 
 
-def _check_packed(query: Tensor, prepared: Planned, rows: Tensor | None) -> None:
-    """A kernel reads wherever it is told to, so what does not fit is refused before."""
+def _check_packed(query: Tensor, prepared: TritonLayer, rows: Tensor | None) -> None:
+    """Raise `ShapeError` unless query and rows fit; the kernel itself does not check addresses."""
     batch, heads, _, dim = query.shape
     if dim != prepared.keys.shape[1] or query.dtype != prepared.keys.dtype:
         raise ShapeError(

@@ -1,7 +1,7 @@
-"""How large the kernel's tiles are: a static table, chosen by head dimension, dtype and GPU.
+"""Sizes of the kernel's tiles: a static table by head dimension, dtype and GPU.
 
-Nothing is tuned at run time, so a model decodes the same way on every machine of a kind. Each
-entry is held by a test that compiles it for its GPUs: nothing spills, and shared memory fits.
+Nothing is tuned at run time, so a model decodes the same way on every machine of a kind. A test
+compiles each entry for its GPUs: no register spills, and shared memory fits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Tiles:
 
 
 # (padded head dimension, bytes of an element) -> (query rows, keys, warps) by growing query rows;
-# read off compiled code (ours): the sizes at which registers suffice.
+# the sizes at which registers suffice in compiled code (ours).
 _TABLE = {
     (16, 2): ((16, 128, 4), (32, 128, 4), (64, 64, 8)),
     (32, 2): ((16, 128, 4), (32, 128, 4), (64, 64, 8)),
@@ -54,7 +54,7 @@ _TABLE = {
     (256, 4): ((16, 16, 4),),
 }
 
-# Loads in flight: two buffers where two such programs then share a processor's memory, else one.
+# Pipeline stages: two buffers in flight where two such programs fit a processor's memory, else one.
 _STAGES = {True: 3, False: 2}
 
 # From this head dimension on, the split operands of tf32x3 do not fit the registers.

@@ -1,4 +1,4 @@
-"""What a compression kept, and what it costs in memory and time."""
+"""Entries, bytes and seconds of a compression."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Accounting:
     """Entries and bytes of one compressed cache.
 
     Attributes:
-        budget: B_total, entries allowed for the context in all heads together.
+        budget: B_total, context entries allowed, over all heads.
         spent: context entries kept, recent window included; prefix and suffix are not counted.
         floor_spent: B_floor, the part of `spent` that the floor stage bought.
         recent: r, tokens of the recent window in each head.
         entries: int64 [L, G] context entries kept per head, recent window included.
         bytes: physical bytes of packed keys and values, prefix and suffix included.
         metadata_bytes: bytes of positions, multiplicities and offsets.
-        full_bytes: what keys and values of FullKV take for the same tokens.
+        full_bytes: bytes of FullKV's keys and values for the same tokens.
         utility: summed gains of the bought operations, each clipped at 0.
         bound: certified upper bound of `utility` at this budget, if the allocator computed one.
-        backend_bytes: what the attention backend holds beside the packed tensors (padding,
+        backend_bytes: bytes that the attention backend holds beside the packed tensors (indices,
             copies), once it is prepared.
     """
 
@@ -45,7 +45,7 @@ class Accounting:
         """The sums over several prompts of one model; `entries` are stacked to [S*L, G].
 
         `recent` is the largest. The bound is the sum if every part has one. `backend_bytes` is
-        what the backend holds for all of them together.
+        that of all of them together.
         """
         bounds = [part.bound for part in parts if part.bound is not None]
         return cls(
@@ -76,12 +76,12 @@ class Timings:
 
     Attributes:
         prefill: the standard forward pass.
-        surprisal: what the capture adds for it: the logits of all positions.
-        projections: what the capture adds for head sensitivity.
-        reconstruction: a second pass over the context, for the scorer that needs one.
-        draft: decoding the answer's first tokens, for the scorer that reads them.
+        surprisal: of the capture, the logits of all positions.
+        projections: of the capture, the projections for head sensitivity.
+        reconstruction: a second pass over the context, if the scorer needs one.
+        draft: decoding the answer's first tokens, if the scorer needs them.
         segment: the pipeline's stage, as are those below.
-        value: token worth and head sensitivity.
+        value: token scores and head sensitivity.
         tree: quotas and candidates included.
         allocate: floor and auction.
         pack: the physical cache.

@@ -11,6 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from gracekv import ragged
 from gracekv.allocate.base import Frontier
 from gracekv.errors import ShapeError
 from gracekv.prefill import Prefill
@@ -132,14 +133,12 @@ class RaggedLayer:
                 f"Only layers of the same heads, dimension, dtype and device can be stacked; got "
                 f"{sorted(map(str, kinds)) or 'none'}. Compress all prompts with one model."
             )
-        starts = torch.tensor([0, *(x.entries for x in layers[:-1])]).cumsum(0)
-        offsets = [x.offsets[1:] + start for x, start in zip(layers, starts, strict=True)]
         return cls(
             torch.cat([x.keys for x in layers]),
             torch.cat([x.values for x in layers]),
             torch.cat([x.positions for x in layers]),
             torch.cat([x.log_multiplicity for x in layers]),
-            torch.cat([torch.zeros(1, dtype=torch.int64), *offsets]),
+            ragged.offsets(torch.cat([x.lengths for x in layers])),
             sequences=sum(x.sequences for x in layers),
         )
 
@@ -151,8 +150,8 @@ class RaggedCache:
     Attributes:
         layers: L ragged layers, each on its model layer's device.
         length: logical tokens covered, positions [0, length) of the longest sequence; decoding
-            goes on from there. It is T - 1: the last prompt token is fed again, over the
-            compressed cache (ours).
+            continues there. It is T - 1: the last prompt token is fed again, over the compressed
+            cache (ours).
         padding: S numbers, how many tokens fewer each sequence covers; its prompt is padded by as
             many on the left.
 
@@ -217,14 +216,14 @@ class Packer(Strategy, abc.ABC):
 
     Each head holds, in this order: the prefix, the kept nodes by start, the recent window, the
     suffix without the last prompt token. Prefix and suffix are the prefill's own keys and values,
-    bit for bit; so are recent window and singletons, unless the packer says that it merges what is
-    dropped into them.
+    bit for bit; so are recent window and singletons, unless the packer merges dropped tokens into
+    them.
 
     Attributes:
-        uses_column_sums: it reads `columns`, which the pipeline then provides.
+        uses_column_sums: whether it reads `columns`, which the pipeline then provides.
         represents: what an entry of the region stands for: "node", all tokens of its node; "token",
-            one of them, the others are gone; "mixture", one token and parts of tokens that are
-            gone, wherever they were.
+            one of them, the others are dropped; "mixture", one token and parts of dropped tokens,
+            from anywhere.
     """
 
     uses_column_sums: ClassVar[bool] = False
@@ -235,7 +234,7 @@ class Packer(Strategy, abc.ABC):
         self,
         prefill: Prefill,
         frontier: Frontier,
-        tokens: Tensor,
+        scores: Tensor,
         rule: PrototypeRule,
         columns: Tensor | None = None,
     ) -> RaggedCache:
@@ -243,11 +242,11 @@ class Packer(Strategy, abc.ABC):
 
         Args:
             prefill: one sequence.
-            frontier: what stays.
-            tokens: R^tok [L, G, N], which weighs merged values.
+            frontier: the kept nodes.
+            scores: R^tok [L, G, N], the weights of merged values.
             rule: how the tokens of one node merge.
-            columns: [L, H, T] float32 attention that each prompt position received in all, per
-                query head; None unless some stage uses it.
+            columns: [L, H, T] float32, the attention that each prompt position received, summed
+                over queries, per query head; None unless some stage uses it.
         """
 
 

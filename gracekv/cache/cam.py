@@ -1,10 +1,10 @@
-"""`cam`: what is dropped leaves part of its value, by chance, with the tokens that follow it."""
+"""`cam`: values of dropped tokens are added, at random, to the tokens that follow them."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final, get_args
+from typing import ClassVar, Literal, final
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from gracekv.allocate.base import Frontier
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.evict import best_tokens, gather_tokens
 from gracekv.cache.layout import LayerLayout, layer_layouts
-from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.errors import MissingCaptureError
+from gracekv.hyperparameter import bounded
 from gracekv.prefill import Prefill
 from gracekv.tree.merge import PrototypeRule
 
@@ -24,7 +25,7 @@ Denominator = Literal["mean_next", "max_next", "max_with_sinks"]
 
 # Attention sinks of "max_with_sinks", as everywhere: the first tokens of the prompt.
 _SINKS = 4
-# Tokens that `replayed` solves for at once: few steps, and triangles that are still small.
+# Tokens that `replayed` solves for at once: few steps, and triangles that stay small.
 _BLOCK = 128
 
 
@@ -32,64 +33,48 @@ _BLOCK = 128
 @PACKERS.register("cam")
 @dataclass(frozen=True)
 class CamPacker(Packer):
-    r"""Dropped values flow, by chance, into the 32 context tokens after them; keys stay (CaM).
+    r"""Dropped values are added at random to the 32 context tokens after them; keys stay (CaM).
 
-    Dropped tokens are visited from first to last, as the per-step policy would have met them. Each
-    draws M_t ~ Bernoulli(p_t) and adds M_t v_t / m_t to the values of the m_t context tokens that
-    follow it, kept or not; v_t is its current value, with what it received itself. Then the kept
-    tokens are gathered. With A_t the attention that token t received in all (column sums, mean over
-    a KV head's group) and m_t = min(merge, N - 1 - t),
+    Dropped tokens are processed from first to last, in the order of the per-step policy. Each draws
+    M_t ~ Bernoulli(p_t) and adds M_t v_t / m_t to the values of the m_t context tokens that follow
+    it, kept or not; v_t is its current value, with everything added to it before. Then the kept
+    tokens are gathered. With A_t the attention that token t received (column sums, mean over a KV
+    head's group) and m_t = min(merge, N - 1 - t),
 
         p_t = clamp(A_t / mean(A_{t+1}, ..., A_{t+m_t}), 0, 1)      ("mean_next").
 
-    A token into which nothing flows keeps its bits. Which tokens stay is the frontier's business;
-    of a node of several tokens the best one stays, as with `evict`. Recent tokens may receive.
+    A token to which nothing is added is unchanged to the bit. The frontier decides which tokens
+    stay; of a node of several tokens the one of the highest score stays, as with `evict`. Values
+    may be added to recent tokens.
 
     Source: Zhang et al. (2024), CaM, ICML, Eq. 14 and Algorithm 1. Ours: one event after prefill
     (adding each dropped value to the next *survivors* instead would multiply their norms), and the
     cascade over dropped tokens.
 
-    Cost: the attention that each position received in all (another attention pass, unless the
-    scorer made it), and O(N (merge + 1) d) a head for the flow.
+    Cost: the attention that each position received (another attention pass, unless the scorer
+    computes it), and O(N (merge + 1) d) a head for the values.
 
     Attributes:
         merge: m, tokens that share a dropped value (CaM's 32).
-        denominator: what A_t is compared with: "mean_next" (the paper), "max_next" (the largest of
-            the following m_t), or "max_with_sinks" (of those and of the prompt's first 4 tokens;
-            the released question-answering code).
+        denominator: divides A_t: "mean_next" (the paper), "max_next" (the largest of the following
+            m_t), or "max_with_sinks" (of those and of the prompt's first 4 tokens; the released
+            question-answering code).
         seed: of the draws. Each layer draws one block of uniforms [G, N] from (seed, layer), so
             they depend neither on the budget nor on the order of layers.
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
     uses_column_sums: ClassVar[bool] = True
     represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
 
-    merge: int = 32
+    merge: int = bounded(32, at_least=1, hint="CaM's is 32; for no merging use the packer 'evict'.")
     denominator: Denominator = "mean_next"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.merge < 1:
-            raise ConfigError(
-                f"CamPacker.merge takes a number of tokens >= 1; got {self.merge!r}. CaM's is 32; "
-                f"for no merging use the packer 'evict'."
-            )
-        if self.denominator not in get_args(Denominator):
-            raise ConfigError(
-                f"CamPacker.denominator takes one of "
-                f"{', '.join(map(repr, get_args(Denominator)))}; got {self.denominator!r}."
-            )
-        if self.seed < 0:
-            raise ConfigError(f"CamPacker.seed takes a number >= 0; got {self.seed!r}.")
+    seed: int = bounded(0, at_least=0)
 
     def __call__(
         self,
         prefill: Prefill,
         frontier: Frontier,
-        tokens: Tensor,
+        scores: Tensor,
         rule: PrototypeRule,
         columns: Tensor | None = None,
     ) -> RaggedCache:
@@ -100,16 +85,16 @@ class CamPacker(Packer):
                 "columns=gracekv.value.attention.all_column_sums(prefill). A Pipeline does so."
             )
         layers = tuple(
-            self._layer(prefill, layout, tokens[layer], columns[layer], layer)
+            self._layer(prefill, layout, scores[layer], columns[layer], layer)
             for layer, layout in enumerate(layer_layouts(prefill, frontier))
         )
         return RaggedCache(layers, length=prefill.spans.length - 1)
 
     def _layer(
-        self, prefill: Prefill, layout: LayerLayout, worth: Tensor, columns: Tensor, layer: int
+        self, prefill: Prefill, layout: LayerLayout, scores: Tensor, columns: Tensor, layer: int
     ) -> RaggedLayer:
         spans, device = prefill.spans, prefill.keys[layer].device
-        positions = best_tokens(layout, worth)
+        positions = best_tokens(layout, scores)
         packed = gather_tokens(prefill, layer, layout, positions)
 
         inside = (positions >= spans.context_start) & (positions < spans.context_end)
@@ -154,9 +139,9 @@ class CamPacker(Packer):
         return torch.where(merges, 1.0 / count.clamp(min=1), 0.0).float()
 
     def probabilities(self, received: Tensor, sinks: Tensor) -> Tensor:
-        """p [G, N] float64; arguments as in `shares`. The last token, which nobody follows: 0 or 1.
+        """p [G, N] float64; arguments as in `shares`.
 
-        Where nothing follows that received anything, every token that did is certain.
+        Where the denominator is 0, as for the last token: 1 if A_t > 0, else 0.
         """
         attention = received.double()
         if self.denominator == "mean_next":
@@ -181,24 +166,24 @@ class CamPacker(Packer):
 
 
 def replayed(values: Tensor, share: Tensor, reach: int, *, block: int = _BLOCK) -> Tensor:
-    """Every token's value after all that came before it has flowed: float32 [G, N, d].
+    """Every token's value after all additions from tokens before it: float32 [G, N, d].
 
         out_s = values_s + sum_{s - reach <= t < s} share_t out_t
 
-    A unit lower triangular system with a band of `reach`, solved block after block of tokens: a
-    block needs what flows in from the `reach` tokens before it, and one small triangle.
+    A unit lower triangular system with a band of `reach`, solved block by block of tokens: a block
+    needs the additions from the `reach` tokens before it, and one small triangle.
 
     Args:
         values: float32 [G, N, d].
         share: float32 [G, N].
         reach: m.
-        block: tokens a step. Changes speed only.
+        block: tokens a step; changes speed only.
     """
     out = values.clone()
     place = torch.arange(values.shape[1], device=values.device)
 
     def band(rows: slice, sources: slice) -> Tensor:
-        """[G, rows, sources]: what flows from each source into each row."""
+        """[G, rows, sources]: the weight of each source in each row."""
         distance = place[rows, None] - place[sources]
         return share[:, None, sources] * ((distance > 0) & (distance <= reach))
 
@@ -212,7 +197,7 @@ def replayed(values: Tensor, share: Tensor, reach: int, *, block: int = _BLOCK) 
 
 
 def reached(share: Tensor, reach: int) -> Tensor:
-    """bool [G, N]: tokens into which at least one of the `reach` before them flows."""
+    """bool [G, N]: tokens to which at least one of the `reach` before them is added."""
     total = functional.pad((share > 0).cumsum(dim=1), (1, 0))
     here = torch.arange(share.shape[1], device=share.device)
     return (total[:, here] - total[:, (here - reach).clamp(min=0)]) > 0

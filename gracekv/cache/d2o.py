@@ -1,11 +1,11 @@
-"""`d2o`: what is dropped merges into the kept entry whose key is most like its own."""
+"""`d2o`: dropped tokens merge into the kept entry of the most similar key."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final, get_args
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from gracekv.allocate.base import Frontier
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.evict import best_tokens, gather_tokens
 from gracekv.cache.layout import LayerLayout, layer_layouts
-from gracekv.errors import ConfigError
 from gracekv.prefill import Prefill
 from gracekv.tree.merge import PrototypeRule
 
@@ -34,15 +33,15 @@ class D2OPacker(Packer):
 
     In each KV head, u_i is the largest cosine between the post-RoPE keys of dropped token i and of
     a kept context token, c(i) that token (ties: the earlier), and tau the mean of all u_i of the
-    layer. Tokens with u_i >= tau merge, the others go. With E_c the tokens that merge into c,
+    layer. Tokens with u_i >= tau merge, the others are dropped. With E_c the tokens merged into c,
 
         x_c <- (e x_c + sum_{i in E_c} exp(u_i) x_i) / (e + sum_{i in E_c} exp(u_i))     ("convex")
         x_c <- (x_c + sum_{i in E_c} u_i x_i) / (1 + |E_c|)                              ("code")
 
     for keys and values alike; e = exp(1) is the weight of c's similarity to itself. Recent tokens
-    may be targets; prefix and suffix never are. Targets of nothing keep their bits. Which tokens
-    stay is the frontier's business; of a node of several tokens the best one stays, as with
-    `evict`.
+    may be targets; prefix and suffix never are. Kept tokens that are no target are unchanged to the
+    bit. The frontier decides which tokens stay; of a node of several tokens the one of the highest
+    score stays, as with `evict`.
 
     Source: Wan et al. (2024), D2O, arXiv:2406.13035, Eqs. 9-12. Ours: one event after prefill, so
     the threshold's moving average never starts; each head accepts by its own u_i (the code mixes
@@ -55,9 +54,6 @@ class D2OPacker(Packer):
         merge: "keys_and_values" (D2O), "values" alone, or "none" (plain eviction); the last two
             are for diagnosis.
         weights: "convex" (the paper) or "code" (the released code, which shrinks norms).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
     represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
@@ -65,33 +61,25 @@ class D2OPacker(Packer):
     merge: Merge = "keys_and_values"
     weights: Weights = "convex"
 
-    def __post_init__(self) -> None:
-        for name, allowed in (("merge", Merge), ("weights", Weights)):
-            if getattr(self, name) not in get_args(allowed):
-                raise ConfigError(
-                    f"D2OPacker.{name} takes one of {', '.join(map(repr, get_args(allowed)))}; "
-                    f"got {getattr(self, name)!r}."
-                )
-
     def __call__(
         self,
         prefill: Prefill,
         frontier: Frontier,
-        tokens: Tensor,
+        scores: Tensor,
         rule: PrototypeRule,
         columns: Tensor | None = None,
     ) -> RaggedCache:
         layers = tuple(
-            self._layer(prefill, layout, tokens[layer], layer)
+            self._layer(prefill, layout, scores[layer], layer)
             for layer, layout in enumerate(layer_layouts(prefill, frontier))
         )
         return RaggedCache(layers, length=prefill.spans.length - 1)
 
     def _layer(
-        self, prefill: Prefill, layout: LayerLayout, worth: Tensor, layer: int
+        self, prefill: Prefill, layout: LayerLayout, scores: Tensor, layer: int
     ) -> RaggedLayer:
         spans, heads = prefill.spans, prefill.kv_heads
-        positions = best_tokens(layout, worth)
+        positions = best_tokens(layout, scores)
         packed = gather_tokens(prefill, layer, layout, positions)
         if self.merge == "none":
             return packed
@@ -126,7 +114,7 @@ class D2OPacker(Packer):
     def _merged(
         self, targets: Tensor, sources: Tensor, target: Tensor, similarity: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """New rows [C, d] float32 of the targets that something merges into, and which those are.
+        """New rows [C, d] float32 of the targets that tokens merge into, and their numbers.
 
         Args:
             targets: [K, d] kept rows.
@@ -154,12 +142,12 @@ def best_matches(
     Args:
         keys: [G, N, d] of one layer's context.
         kept: bool [G, N].
-        block: dropped tokens of each head at once; None: what `_BLOCK` bytes hold. Memory is never
-            dropped x kept.
+        block: dropped tokens of each head at once; None: as many as `_BLOCK` bytes hold, so that
+            memory does not grow with dropped x kept.
 
-    Returns M rows: the dropped token (int64, g * N + t), its target (int64, which of all kept
-    tokens in the order of (head, position); ties: the earlier), and the cosine (float32). Heads
-    that keep nothing have no rows.
+    Returns M rows: the dropped token (int64, g * N + t), its target (int64, its number among all
+    kept tokens in the order of (head, position); ties: the earlier), and the cosine (float32).
+    Heads that keep nothing have no rows.
     """
     heads, length = kept.shape
     unit = functional.normalize(keys.float(), dim=-1)

@@ -1,4 +1,4 @@
-"""`evict`: original tokens only; what is not kept is gone."""
+"""`evict`: original tokens only; all others are dropped."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
+from gracekv import ragged
 from gracekv.allocate.base import Frontier
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.layout import LayerLayout, layer_layouts
@@ -19,12 +20,12 @@ from gracekv.tree.merge import PrototypeRule
 @PACKERS.register("evict")
 @dataclass(frozen=True)
 class EvictPacker(Packer):
-    """Tokens stay as they are or go; of a coarse node its most valuable token stays (eviction).
+    """Tokens are kept or dropped; of a coarse node the token of the highest score stays (eviction).
 
     Nothing is merged, so every multiplicity is 1.
 
     Source: the common ground of the published eviction methods, whose slots are single tokens or
-    chunks kept token by token. Ours: of a node of several tokens the one of the largest worth
+    chunks kept token by token. Ours: of a node of several tokens the one of the highest score
     stays (ties: the earlier one).
 
     Cost: one gather of K and V.
@@ -36,20 +37,20 @@ class EvictPacker(Packer):
         self,
         prefill: Prefill,
         frontier: Frontier,
-        tokens: Tensor,
+        scores: Tensor,
         rule: PrototypeRule,
         columns: Tensor | None = None,
     ) -> RaggedCache:
         layers = []
         for layer, layout in enumerate(layer_layouts(prefill, frontier)):
-            layers.append(gather_tokens(prefill, layer, layout, best_tokens(layout, tokens[layer])))
+            layers.append(gather_tokens(prefill, layer, layout, best_tokens(layout, scores[layer])))
         return RaggedCache(tuple(layers), length=prefill.spans.length - 1)
 
 
-def best_tokens(layout: LayerLayout, worth: Tensor) -> Tensor:
-    """int64 [E]: each entry's token of the largest worth, the earliest of equals.
+def best_tokens(layout: LayerLayout, scores: Tensor) -> Tensor:
+    """int64 [E]: the position of each entry's token of the highest score, the earliest of equals.
 
-    `worth` is [G, N], R^tok of the layer. Entries of one token stand for themselves.
+    `scores` is [G, N], R^tok of the layer.
     """
     positions = layout.start.clone()
     coarse = torch.nonzero(layout.end - layout.start > 1).flatten()
@@ -57,14 +58,13 @@ def best_tokens(layout: LayerLayout, worth: Tensor) -> Tensor:
         return positions
     head, start = layout.head[coarse], layout.start[coarse]
     count = layout.end[coarse] - start
-    node = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-    before = count.cumsum(0) - count
-    token = start[node] + torch.arange(len(node), device=count.device) - before[node]
-    scores = worth.to(count.device)[head[node], token - layout.origin]
-    # By node, and inside a node by falling worth: two stable sorts keep the earlier token first.
-    order = scores.sort(descending=True, stable=True).indices
+    node, step = ragged.rows_and_steps(count)
+    token = start[node] + step
+    own = scores.to(count.device)[head[node], token - layout.origin]
+    # By node, and inside a node by falling score: two stable sorts keep the earlier token first.
+    order = own.sort(descending=True, stable=True).indices
     order = order[node[order].sort(stable=True).indices]
-    positions[coarse] = token[order[before]]
+    positions[coarse] = token[order[ragged.offsets(count)[:-1]]]
     return positions
 
 

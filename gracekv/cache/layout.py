@@ -1,4 +1,4 @@
-"""Which token intervals the entries of a packed layer stand for, in packing order."""
+"""The token interval of each entry of a packed layer, in packing order."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gracekv import ragged
 from gracekv.allocate.base import Frontier
 from gracekv.prefill import Prefill
 
@@ -18,7 +19,7 @@ class LayerLayout:
 
     Attributes:
         head: int64 [E], KV head of each entry.
-        start: int64 [E], first absolute position it stands for.
+        start: int64 [E], the first absolute position of its interval.
         end: int64 [E], exclusive; end - start > 1 only for merged nodes.
         offsets: int64 [G+1] on the CPU.
         origin: first compressible position, where R^tok starts.
@@ -39,25 +40,23 @@ def layer_layouts(prefill: Prefill, frontier: Frontier) -> Iterator[LayerLayout]
     node = torch.nonzero(frontier.kept).flatten()
     layer = frontier.forest.head_of_node()[node] // prefill.kv_heads
     counts = torch.bincount(layer, minlength=prefill.layers).tolist()
-    mine = node[layer.argsort(stable=True)].split(counts)
+    by_layer = node[layer.argsort(stable=True)].split(counts)
     region = _region(frontier)
-    for layer_index, nodes in enumerate(mine):
+    for layer_index, nodes in enumerate(by_layer):
         yield _layout(prefill, frontier, layer_index, nodes, region)
 
 
 def _layout(
-    prefill: Prefill, frontier: Frontier, layer: int, mine: Tensor, region: tuple[int, int]
+    prefill: Prefill, frontier: Frontier, layer: int, nodes: Tensor, region: tuple[int, int]
 ) -> LayerLayout:
-    """Layout of `layer`, whose kept nodes are `mine` (int64 [V])."""
+    """Layout of `layer`, whose kept nodes are `nodes` (int64 [V])."""
     forest, spans, heads = frontier.forest, prefill.spans, prefill.kv_heads
     device = prefill.keys[layer].device
-    head = (forest.tree[mine] // forest.slots % heads).to(device)
-    start, end = forest.start[mine].to(device), forest.end[mine].to(device)
-    exact = (forest.entries[mine] > 1).to(device)
+    head = (forest.tree[nodes] // forest.slots % heads).to(device)
+    start, end = forest.start[nodes].to(device), forest.end[nodes].to(device)
+    exact = (forest.entries[nodes] > 1).to(device)
 
-    pieces = torch.where(exact, end - start, 1)
-    node = torch.repeat_interleave(torch.arange(len(pieces), device=device), pieces)
-    step = torch.arange(len(node), device=device) - (pieces.cumsum(0) - pieces)[node]
+    node, step = ragged.rows_and_steps(torch.where(exact, end - start, 1))
     head, exact = head[node], exact[node]
     first = start[node] + step
     # Without suffix and recent window the region reaches to the last token, which is left out.
@@ -65,7 +64,7 @@ def _layout(
     last = torch.where(exact, first + 1, end[node]).clamp(max=covered)
     head, first, last = head[first < last], first[first < last], last[first < last]
 
-    # What is never compressed: everything outside the region, the same in every head.
+    # Positions outside the region are never compressed; they are the same in every head.
     origin, stop = region
     fixed = torch.cat(
         [
@@ -82,7 +81,7 @@ def _layout(
         head=head[order],
         start=first[order],
         end=last[order],
-        offsets=torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]),
+        offsets=ragged.offsets(counts),
         origin=origin,
     )
 

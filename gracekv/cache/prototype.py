@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from gracekv import ragged
 from gracekv.allocate.base import Frontier
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.layout import LayerLayout, layer_layouts
@@ -31,12 +32,12 @@ class PrototypePacker(Packer):
         self,
         prefill: Prefill,
         frontier: Frontier,
-        tokens: Tensor,
+        scores: Tensor,
         rule: PrototypeRule,
         columns: Tensor | None = None,
     ) -> RaggedCache:
         layers = tuple(
-            self._layer(prefill, layout, layer, tokens, rule)
+            self._layer(prefill, layout, layer, scores, rule)
             for layer, layout in enumerate(layer_layouts(prefill, frontier))
         )
         return RaggedCache(layers, length=prefill.spans.length - 1)
@@ -46,7 +47,7 @@ class PrototypePacker(Packer):
         prefill: Prefill,
         layout: LayerLayout,
         layer: int,
-        tokens: Tensor,
+        scores: Tensor,
         rule: PrototypeRule,
     ) -> RaggedLayer:
         length, dim = prefill.spans.length, prefill.head_dim
@@ -62,13 +63,12 @@ class PrototypePacker(Packer):
         if len(merged):
             head, start, end = (x[merged] for x in (layout.head, layout.start, layout.end))
             count = end - start
-            node = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-            step = torch.arange(len(node), device=count.device) - (count.cumsum(0) - count)[node]
+            node, step = ragged.rows_and_steps(count)
             position, head = start[node] + step, head[node]
             row = head * length + position
-            worth = tokens[layer].to(keys.device)[head, position - layout.origin].float()
+            weights = scores[layer].to(keys.device)[head, position - layout.origin].float()
             made = merge(
-                keys[row].float(), values[row].float(), worth, start, end, prefill.rope, rule
+                keys[row].float(), values[row].float(), weights, start, end, prefill.rope, rule
             )
             packed_keys[merged] = made.keys.to(keys.dtype)
             packed_values[merged] = made.values.to(keys.dtype)

@@ -1,4 +1,4 @@
-"""The merging packers in plain loops and float64, to hold the fast ones against."""
+"""The merging packers in plain loops and float64."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A packed cache as one safetensors file: tensors, and a header that says what they are.
+"""A packed cache as one safetensors file: tensors, and a header that describes them.
 
 The file's metadata holds the header as JSON, with the format's version, the checksum of every
-tensor, and its own checksum. Nothing in a file is ever executed.
+tensor, and its own checksum. Nothing in a file is executed.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class BaseResult(ABC):
                 for number, run in enumerate(runs)
             ]
         cache = GraceCache(packed, pipeline.backend)
-        cache.warm(model)
+        cache.warm_up(model)
         if not cls.is_batch:
             kept = dataclasses.replace(runs[0].accounting, backend_bytes=cache.held_bytes)
             runs = [dataclasses.replace(runs[0], accounting=kept)]

@@ -27,7 +27,7 @@ class GraceCache(Cache):  # type: ignore[misc]
 
     Args:
         packed: the compressed cache of one prompt, or of several.
-        backend: who attends to it; default `Auto()`.
+        backend: what attends to it, resolved once per layer; default `Auto()`.
 
     Attributes:
         layers: packed part and tail of each layer.
@@ -42,8 +42,7 @@ class GraceCache(Cache):  # type: ignore[misc]
         self.padding = packed.padding
         super().__init__(
             layers=[
-                GraceLayer(PackedLayer(layer, backend.prepare(layer), backend, packed.length))
-                for layer in packed.layers
+                GraceLayer(PackedLayer.of(layer, backend, packed.length)) for layer in packed.layers
             ]
         )
 
@@ -82,14 +81,14 @@ class GraceCache(Cache):  # type: ignore[misc]
         padding = padding.repeat_interleave(rows // known)
         return torch.arange(self.packed_length, device=device) >= padding[:, None]
 
-    def warm(self, model: Any) -> None:
-        """Let the backend build now what `model`'s decoding steps hold, for `held_bytes` to count.
+    def warm_up(self, model: Any) -> None:
+        """Build what `model`'s decoding steps hold, for `held_bytes` to count.
 
         Otherwise the first step does.
         """
         heads = model.config.get_text_config().num_attention_heads
         for layer in self.layers:
-            layer.packed.backend.warm(layer.packed.prepared, heads)
+            layer.packed.backend.warm_up(layer.packed.prepared, heads)
 
     @property
     def held_bytes(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from gracekv.backends import Backend
+from gracekv.backends import AttentionBackend, Backend
 from gracekv.backends.base import sequence_of_row
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import CacheError
@@ -24,15 +24,22 @@ class PackedLayer:
 
     Attributes:
         ragged: the entries.
-        prepared: what the backend made of them.
-        backend: who attends.
+        prepared: what the backend holds for them.
+        backend: what attends to them.
         length: logical tokens that the entries stand for.
     """
 
     ragged: RaggedLayer
     prepared: Any
-    backend: Backend
+    backend: AttentionBackend
     length: int
+
+    @classmethod
+    def of(cls, ragged: RaggedLayer, backend: Backend, length: int) -> PackedLayer:
+        """The layer with `backend` resolved for its device, dtype and head dimension."""
+        keys = ragged.keys
+        reader = backend.resolve(keys.device, keys.dtype, keys.shape[1])
+        return cls(ragged, reader.prepare(ragged), reader, length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
         # `copy.deepcopy(cache)` is how users fork a conversation: only the tail need be copied.

@@ -1,4 +1,4 @@
-"""Where Triton's kernels can run, and what there is to know about the device."""
+"""Where Triton's kernels can run, and the properties of the device that they need."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 
 import torch
 
-# Compute capability that Triton's interpreter pretends to have (ours).
+# Compute capability and processors that stand for Triton's interpreter (ours).
 _INTERPRETED_CAPABILITY = (8, 0)
+_INTERPRETED_PROCESSORS = 4
 
 
 def interpreted() -> bool:
@@ -21,6 +22,13 @@ def capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return _INTERPRETED_CAPABILITY
     return torch.cuda.get_device_capability(device)
+
+
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return _INTERPRETED_PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def obstacle(device: torch.device, otherwise: str) -> str | None:

@@ -8,17 +8,17 @@ import numpy as np
 from numba import types  # type: ignore[import-untyped,unused-ignore]
 from numba.extending import overload  # type: ignore[import-untyped,unused-ignore]
 
-# The bits of a float16 in the places of a float32's make a number that is 2^112 times too small.
+# A float16's exponent and mantissa bits in a float32 are a number 2^112 times too small.
 _HALF_SCALE = np.float32(2.0**112)
 
 
 def as_float32(rows: Any, first: int, count: int, wide: Any) -> Any:
-    """Where `count` rows from `first` lie as float32, and the place of the first of them there.
+    """`count` rows from `first` as float32: the array that holds them, and the first one's index.
 
-    numba knows no half-precision numbers: rows of uint16 are bfloat16, rows of int16 float16, and
-    are written to `wide` [count or more, d] float32. All of their numbers are exact there.
+    numba has no half-precision numbers: rows of uint16 are bfloat16, rows of int16 float16. They
+    are converted exactly into `wide` [count or more, d] float32; float32 rows stay where they are.
     """
-    raise NotImplementedError("This name stands for compiled code; see `_typed`.")
+    raise NotImplementedError("Only compiled code can call this; see `_typed`.")
 
 
 @overload(as_float32)  # type: ignore[untyped-decorator]

@@ -1,7 +1,7 @@
 """Run a C function on the threads that torch has already started.
 
-A pool of our own would compete with torch's, whose threads wait for more work by spinning: on a
-machine whose cores are all in use by one of the pools, the other one waits for it.
+A second pool would compete with torch's, whose threads wait by spinning: while one pool uses all
+cores, the other one waits.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def obstacle() -> str | None:
 def run(function: Any, argument: int) -> None:
     """Call function(argument) on all of torch's threads, and wait for them.
 
-    On all of them whatever there is to do: OpenMP ends the threads that a smaller team leaves out,
-    and the next operation of torch would have to start them again. Where they cannot be had (see
+    Always on all of them: OpenMP ends the threads that a smaller team leaves out, and the next
+    operation of torch would have to start them again. Where they are not available (see
     `obstacle`), on as many threads of our own.
 
     Args:
@@ -54,7 +54,7 @@ def run(function: Any, argument: int) -> None:
     if parallel is not None:
         parallel(function.address, argument, threads, 0)
     else:
-        # A call of a C function lets go of Python's lock.
+        # ctypes releases Python's lock during the call.
         list(_pool(os.getpid(), threads).map(function.ctypes, [argument] * threads))
 
 

@@ -8,10 +8,10 @@ from types import ModuleType
 
 
 def digest(*modules: ModuleType) -> str:
-    """Of the files that are compiled into a kernel beside its own.
+    """A digest of the modules that are compiled into a kernel beside its own file, in any order.
 
-    numba looks for changes in the file of the compiled function alone; what that function closes
-    over counts too, so a kernel closes over this. The order of the modules does not matter.
+    numba's cache only detects changes in the file of the compiled function and in the values that
+    it closes over, so a kernel closes over this digest.
     """
     files = sorted(Path(module.__file__ or "") for module in modules)
     texts = [file.read_bytes() for file in files]

@@ -58,11 +58,11 @@ class NumbaLogSumExp(LogSumExp):
         self._total = torch.zeros(rows, dtype=torch.float64)
 
     def add(self, block: Tensor) -> None:
-        from gracekv.kernels.logsumexp_cpu import Task, accumulate
+        from gracekv.prefill.logsumexp_numba import LogSumExpArgs, accumulate
 
         counter = ctypes.c_int64(0)
         rows, columns = block.shape
-        task = Task(
+        args = LogSumExpArgs(
             block.data_ptr(),
             self.top.data_ptr(),
             self._total.data_ptr(),
@@ -70,7 +70,7 @@ class NumbaLogSumExp(LogSumExp):
             rows,
             columns,
         )
-        omp_threads.run(accumulate(), ctypes.addressof(task))
+        omp_threads.run(accumulate(), ctypes.addressof(args))
 
     def result(self) -> Tensor:
         return self._total.log_().float().add_(self.top)

@@ -1,4 +1,4 @@
-"""Attention problems over ragged layers, and their answers written out in float64."""
+"""Random attention problems over ragged layers, and the check of a backend on one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gracekv.backends.base import AttentionBackend
+from gracekv.backends.reference import attention
 from gracekv.cache.base import RaggedLayer
+from gracekv.testing.tolerance import TOLERANCES, relative_error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
-    """What a backend is asked.
+class AttentionProblem:
+    """The arguments of one call of a backend.
 
     Attributes:
         layer: the packed part.
@@ -48,8 +51,8 @@ def attention_problem(
     sequences: int = 1,
     shuffled: bool = False,
     device: str = "cpu",
-) -> Problem:
-    """A random problem; what lies beside the entries that may be read is NaN.
+) -> AttentionProblem:
+    """A random problem; storage beside the entries that may be read is NaN.
 
     Args:
         seed: of all numbers.
@@ -91,7 +94,7 @@ def attention_problem(
     elif mask == "float":
         seen = torch.randn(batch, 1, tokens, tail, generator=rng)
     rows = torch.randint(sequences, (batch,), generator=rng) if shuffled else None
-    return Problem(
+    return AttentionProblem(
         layer=layer,
         query=torch.randn(batch, heads * group, tokens, dim, generator=rng).to(device, dtype),
         keys=poisoned(batch, heads, tail, dim),
@@ -102,33 +105,29 @@ def attention_problem(
     )
 
 
-def dense_attention(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Tq, d] and the lse of both parts [2, B, H, Tq], float64 on the CPU."""
-    layer, query = problem.layer, problem.query.double().cpu()
-    batch, heads, tokens, _ = query.shape
-    length = problem.keys.shape[2]
-    output = torch.zeros_like(query)
-    lse = torch.full((2, batch, heads, tokens), -math.inf, dtype=torch.float64)
-    for b in range(batch):
-        share = batch // layer.sequences if problem.rows is None else 1
-        sequence = b // share if problem.rows is None else int(problem.rows[b])
-        if problem.mask is None:
-            hidden = torch.ones(tokens, length).tril(length - tokens) == 0
-            added = torch.zeros(tokens, length, dtype=torch.float64).masked_fill(hidden, -math.inf)
-        elif problem.mask.dtype == torch.bool:
-            hidden = ~problem.mask[b, 0].cpu()
-            added = torch.zeros(tokens, length, dtype=torch.float64).masked_fill(hidden, -math.inf)
-        else:
-            added = problem.mask[b, 0].double().cpu()
-        for h in range(heads):
-            g = h // (heads // layer.heads)
-            k, v, _, log_m = (x.double().cpu() for x in layer.head(g, sequence))
-            packed = query[b, h] @ k.T * problem.scale + log_m
-            tail = query[b, h] @ problem.keys[b, g].double().cpu().T * problem.scale + added
-            lse[0, b, h], lse[1, b, h] = packed.logsumexp(-1), tail.logsumexp(-1)
-            logits = torch.cat([packed, tail], dim=-1)
-            everything = torch.cat([v, problem.values[b, g].double().cpu()])
-            # A query that sees nothing has no softmax; its answer is 0.
-            weights = logits.softmax(-1).nan_to_num(0.0)
-            output[b, h] = weights @ everything
-    return output, lse
+def check_attention(
+    backend: AttentionBackend, problem: AttentionProblem, *, bound: float | None = None
+) -> None:
+    """Assert that packed part, tail and both together equal attention in float64.
+
+    `bound` is the relative error of outputs; None: that of the dtype in `TOLERANCES`.
+    """
+    p = problem
+    output_bound = TOLERANCES[p.query.dtype].output if bound is None else bound
+    prepared = backend.prepare(p.layer)
+    want, lse = attention(p.query, p.layer, p.keys, p.values, p.mask, p.scale, p.rows)
+    output = backend(p.query, prepared, p.keys, p.values, p.mask, p.scale, p.rows)
+    assert output.dtype == p.query.dtype
+    assert output.shape == p.query.shape
+    assert relative_error(output.cpu(), want) <= output_bound
+    assert bool((output.cpu()[(lse == -math.inf).all(0)] == 0).all())
+    parts = (
+        backend.packed(p.query, prepared, p.scale, p.rows),
+        backend.tail(p.query, p.keys, p.values, p.mask, p.scale),
+    )
+    for part, expected in zip(parts, lse, strict=True):
+        assert part.lse.dtype == torch.float32
+        torch.testing.assert_close(
+            part.lse.double().cpu(), expected, rtol=0, atol=TOLERANCES[p.query.dtype].lse
+        )
+        assert bool((part.output.cpu()[expected == -math.inf] == 0).all())

@@ -1,4 +1,4 @@
-"""How closely results must agree, by dtype, and why."""
+"""Tolerances of attention outputs by dtype, and their reasons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Tolerance:
     Attributes:
         output: relative Frobenius error of attention outputs against float64.
         lse: absolute error of the log-sum-exp against float64.
-        reason: what the bound is made of.
+        reason: where the bounds come from.
     """
 
     output: float

@@ -1,4 +1,4 @@
-"""Every backend against attention written out densely in float64."""
+"""Every backend against attention in float64."""
 
 import math
 
@@ -7,12 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.backends import BACKENDS, Auto, Eager, Numba, Sdpa
+from gracekv.backends import BACKENDS, Eager, Numba, Sdpa
+from gracekv.backends.reference import attention
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError, ConfigError, ShapeError
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 
-VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Numba(), Auto()]
+VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()]
 
 
 def ragged(rng, lengths, dim, dtype, bias=True, sequences=1):
@@ -32,34 +33,6 @@ def spare(x):
     buffer = x.new_full((*x.shape[:2], x.shape[2] + 3, x.shape[3]), math.nan)
     buffer[:, :, : x.shape[2]] = x
     return buffer[:, :, : x.shape[2]]
-
-
-def dense(query, layer, keys, values, mask, scale):
-    """Output and both parts' lse, one query at a time in float64."""
-    batch, heads, tokens, dim = query.shape
-    output = torch.zeros(batch, heads, tokens, dim, dtype=torch.float64)
-    lse = torch.full((2, batch, heads, tokens), -math.inf, dtype=torch.float64)
-    length = keys.shape[2]
-    for b in range(batch):
-        for h in range(heads):
-            g = h // (heads // layer.heads)
-            k, v, _, log_m = (x.double() for x in layer.head(g))
-            for t in range(tokens):
-                q = query[b, h, t].double()
-                seen = torch.zeros(length, dtype=torch.float64)
-                if mask is None:
-                    seen[length - tokens + t + 1 :] = -math.inf
-                elif mask.dtype == torch.bool:
-                    seen[~mask[b, 0, t]] = -math.inf
-                else:
-                    seen += mask[b, 0, t].double()
-                first = k @ q * scale + log_m
-                second = keys[b, g].double() @ q * scale + seen
-                lse[0, b, h, t], lse[1, b, h, t] = first.logsumexp(0), second.logsumexp(0)
-                logits = torch.cat([first, second])
-                if bool((logits > -math.inf).any()):
-                    output[b, h, t] = logits.softmax(0) @ torch.cat([v, values[b, g].double()])
-    return output, lse
 
 
 @pytest.mark.parametrize("backend", VARIANTS, ids=repr)
@@ -95,7 +68,7 @@ def test_packed_and_tail_together_equal_dense_attention(
     prepared = backend.prepare(layer)
 
     output = backend(query, prepared, keys, values, mask, scale)
-    want, lse = dense(query, layer, keys, values, mask, scale)
+    want, lse = attention(query, layer, keys, values, mask, scale)
 
     bound = TOLERANCES[dtype]
     assert output.dtype == dtype
@@ -157,7 +130,7 @@ def test_long_uneven_heads_and_a_padded_start(backend):
 
     output = backend(query, backend.prepare(layer), keys, values, mask, 0.125)
 
-    want, _ = dense(query, layer, keys, values, mask, 0.125)
+    want, _ = attention(query, layer, keys, values, mask, 0.125)
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
 
 
@@ -176,6 +149,10 @@ def test_a_long_turn_is_attended_in_blocks(monkeypatch, masked):
     torch.testing.assert_close(blocks.lse, whole.lse)
 
 
+def same_storage(a, b):
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def test_held_bytes_counts_what_a_step_holds_and_nothing_else():
     rng = torch.Generator().manual_seed(2)
     uneven, even = ragged(rng, [5, 9], 8, torch.float32), ragged(rng, [7, 7], 8, torch.float32)
@@ -184,17 +161,13 @@ def test_held_bytes_counts_what_a_step_holds_and_nothing_else():
     for layer in (uneven, even):
         prepared = sdpa.prepare(layer)
         assert sdpa.held_bytes(prepared) == 0
-        sdpa.warm(prepared, 4)
-        plan = prepared.plan((1, 4, 1), None)
-        held = [plan.bias, plan.gather, plan.slots, plan.mixing, plan.blank_lse]
-        held.append(plan.blank_output)
+        sdpa.warm_up(prepared, 4)
+        windows = prepared.windows((1, 4, 1), None)
+        held = [windows.bias, windows.gather, windows.slots, windows.mixing, windows.blank_lse]
+        held.append(windows.blank_output)
         assert sdpa.held_bytes(prepared) == sum(x.numel() * x.element_size() for x in held)
-        assert plan.keys.untyped_storage().data_ptr() == layer.keys.untyped_storage().data_ptr()
-        assert plan.values.untyped_storage().data_ptr() == layer.values.untyped_storage().data_ptr()
-        chosen, picked = Auto().prepare(layer), Numba().prepare(layer)
-        Auto().warm(chosen, 4)
-        Numba().warm(picked, 4)
-        assert Auto().held_bytes(chosen) == Numba().held_bytes(picked) > 0
+        assert same_storage(windows.keys, layer.keys)
+        assert same_storage(windows.values, layer.values)
     assert Eager().held_bytes(Eager().prepare(uneven)) == 0
 
 

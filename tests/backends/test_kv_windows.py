@@ -1,4 +1,4 @@
-"""The windows that sdpa reads packed entries through: an exact cover, equal to the reference."""
+"""The windows of the sdpa backend: each entry seen once, results equal to the eager backend."""
 
 import math
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gracekv.backends import Eager, Sdpa
 from gracekv.backends import kv_windows as windows_module
-from gracekv.backends.kv_windows import Windows
+from gracekv.backends.kv_windows import WindowedLayer
 from gracekv.cache.base import RaggedLayer
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 
@@ -62,19 +62,19 @@ def test_every_entry_is_seen_once_by_each_query_of_its_head(
     lengths = lengths * sequences
     layer = ragged(torch.Generator().manual_seed(0), lengths, 8, sequences=sequences)
     batch, heads = sequences * continuations, layer.heads * group
-    plan = Windows(layer).plan((batch, heads, 1), None)
-    if plan is None:
+    windows = WindowedLayer(layer).windows((batch, heads, 1), None)
+    if windows is None:
         assert sum(lengths) == 0 or layer.heads * group * continuations > 8
         return
-    entry = torch.arange(layer.entries).unfold(0, plan.keys.shape[2], _step(plan))
-    visible = torch.ones(plan.gather.shape[0], plan.gather.shape[2], entry.shape[1])
-    if plan.bias is not None:
-        visible = (plan.bias[:, 0] > -math.inf).float().expand_as(visible)
+    entry = torch.arange(layer.entries).unfold(0, windows.keys.shape[2], _step(windows))
+    visible = torch.ones(windows.gather.shape[0], windows.gather.shape[2], entry.shape[1])
+    if windows.bias is not None:
+        visible = (windows.bias[:, 0] > -math.inf).float().expand_as(visible)
     by_row = torch.zeros(visible[..., 0].numel() + 1, layer.entries)
     by_row[:-1].view(*visible.shape[:2], -1).scatter_(
         2, entry[:, None].expand(visible.shape), visible
     )
-    seen = by_row[plan.slots[:, 1:]].sum(1).view(batch, layer.heads, group, -1)
+    seen = by_row[windows.slots[:, 1:]].sum(1).view(batch, layer.heads, group, -1)
     for b in range(batch):
         for g in range(layer.heads):
             row = b // continuations * layer.heads + g
@@ -82,14 +82,14 @@ def test_every_entry_is_seen_once_by_each_query_of_its_head(
             want[layer.offsets[row] : layer.offsets[row + 1]] = 1
             assert torch.equal(seen[b, g], want.expand(group, -1))
     # And a row of results belongs to the query that it was made from.
-    origin = plan.gather.flatten()
-    query = torch.arange(batch * heads)[:, None].expand_as(plan.slots[:, 1:])
-    real = plan.slots[:, 1:] < len(origin)
-    assert torch.equal(origin[plan.slots[:, 1:][real]], query[real])
+    origin = windows.gather.flatten()
+    query = torch.arange(batch * heads)[:, None].expand_as(windows.slots[:, 1:])
+    real = windows.slots[:, 1:] < len(origin)
+    assert torch.equal(origin[windows.slots[:, 1:][real]], query[real])
 
 
-def _step(plan):
-    return plan.keys.stride(0) // plan.keys.stride(2)
+def _step(windows):
+    return windows.keys.stride(0) // windows.keys.stride(2)
 
 
 @pytest.mark.parametrize("mixing", [0, 1 << 40])
@@ -200,7 +200,7 @@ def test_many_queries_go_head_by_head():
     query = torch.randn(2, 6, 80, 64, generator=rng)
     prepared = Sdpa().prepare(layer)
 
-    assert prepared.plan(query.shape[:3], None) is None
+    assert prepared.windows(query.shape[:3], None) is None
     part = Sdpa().packed(query, prepared, 0.125)
 
     assert prepared.held_bytes == 0
@@ -212,30 +212,30 @@ def test_many_queries_go_head_by_head():
 def test_a_plan_serves_all_steps_of_one_shape_and_then_makes_room():
     layer = ragged(torch.Generator().manual_seed(3), [90, 60, 30, 20], sequences=2)
     prepared = Sdpa().prepare(layer)
-    first = prepared.plan((2, 6, 1), None)
+    first = prepared.windows((2, 6, 1), None)
 
-    assert prepared.plan((2, 6, 1), None) is first
-    swapped = prepared.plan((2, 6, 1), torch.tensor([1, 0]))
+    assert prepared.windows((2, 6, 1), None) is first
+    swapped = prepared.windows((2, 6, 1), torch.tensor([1, 0]))
     assert swapped is not first
     assert not torch.equal(swapped.gather, first.gather)
-    assert prepared.plan((2, 6, 1), torch.tensor([1, 0])) is swapped
+    assert prepared.windows((2, 6, 1), torch.tensor([1, 0])) is swapped
     assert prepared.held_bytes == swapped.held_bytes
-    back = prepared.plan((2, 6, 1), torch.tensor([0, 1]))
+    back = prepared.windows((2, 6, 1), torch.tensor([0, 1]))
     assert torch.equal(back.gather, first.gather)
 
 
 def test_even_heads_without_multiplicities_hold_no_bias():
     layer = ragged(torch.Generator().manual_seed(4), [2048, 2048], bias=False)
-    plan = Sdpa().prepare(layer).plan((1, 4, 1), None)
+    windows = Sdpa().prepare(layer).windows((1, 4, 1), None)
 
-    assert plan.bias is None
+    assert windows.bias is None
 
 
 def test_a_plan_from_inference_mode_serves_a_step_that_is_differentiated():
     layer = ragged(torch.Generator().manual_seed(5), [50, 40])
     prepared = Sdpa().prepare(layer)
     with torch.inference_mode():
-        Sdpa().warm(prepared, 4)
+        Sdpa().warm_up(prepared, 4)
     query = torch.randn(1, 4, 1, 64, requires_grad=True)
     tail = torch.randn(1, 2, 3, 64)
 

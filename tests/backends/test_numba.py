@@ -1,4 +1,4 @@
-"""The compiled kernel for steps of one token: equal to float64, whoever does which piece."""
+"""The compiled kernel for steps of one token: equal to float64, on any number of threads."""
 
 import importlib
 import importlib.util
@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.backends import Auto, Eager, Numba, Sdpa
+from gracekv.backends import Auto, Eager, Numba, Sdpa, split_kv
 from gracekv.backends import numba as backend_module
-from gracekv.backends import split_kv as pieces_module
+from gracekv.backends.reference import attention
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import omp_threads
@@ -23,9 +23,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _short_pieces(monkeypatch):
-    """So that small heads have many pieces too."""
-    monkeypatch.setattr(pieces_module, "_ENTRIES", 7)
+def _short_splits(monkeypatch):
+    """Small heads have many splits too."""
+    monkeypatch.setattr(split_kv, "_ENTRIES", 7)
 
 
 @pytest.fixture
@@ -67,30 +67,6 @@ def step(rng, layer, group, batch, length):
     return query, keys, values
 
 
-def reference(query, layer, keys, values, mask, scale, rows):
-    """Every query by itself, in float64."""
-    batch, heads, _, dim = query.shape
-    output = torch.zeros(batch, heads, 1, dim, dtype=torch.float64)
-    if rows is None:
-        rows = torch.arange(batch) // (batch // layer.sequences)
-    for b in range(batch):
-        hidden = torch.zeros(keys.shape[2], dtype=torch.float64)
-        if mask is not None:
-            own = mask[b if len(mask) > 1 else 0, 0, 0]
-            if own.dtype == torch.bool:
-                hidden[~own] = -math.inf
-            else:
-                hidden += own.double()
-        for h in range(heads):
-            g = h // (heads // layer.heads)
-            k, v, _, bias = (x.double() for x in layer.head(g, int(rows[b])))
-            logits = torch.cat([k, keys[b, g].double()]) @ query[b, h, 0].double() * scale
-            logits += torch.cat([bias, hidden])
-            if bool((logits > -math.inf).any()):
-                output[b, h, 0] = logits.softmax(0) @ torch.cat([v, values[b, g].double()])
-    return output
-
-
 @pytest.mark.usefixtures("no_detour")
 @settings(max_examples=150)
 @given(
@@ -109,7 +85,7 @@ def reference(query, layer, keys, values, mask, scale, rows):
 def test_equals_attention_in_float64(
     seed, lengths, group, sequences, batch, tail, masked, unequal, dim, dtype, most
 ):
-    pieces_module._ENTRIES = most
+    split_kv._ENTRIES = most
     rng = torch.Generator().manual_seed(seed)
     lengths = [n if (i + seed) % 3 else 0 for i, n in enumerate(lengths * sequences)]
     layer = ragged(rng, lengths, dim, dtype, sequences)
@@ -130,7 +106,7 @@ def test_equals_attention_in_float64(
 
     assert output.dtype == dtype
     assert output.shape == query.shape
-    want = reference(query, layer, *asked)
+    want = attention(query, layer, *asked)[0]
     assert relative_error(output, want) <= TOLERANCES[dtype].output
     assert bool((output[want == 0] == 0).all())
 
@@ -138,14 +114,14 @@ def test_equals_attention_in_float64(
 @pytest.mark.usefixtures("no_detour")
 @pytest.mark.parametrize("most", [7, 256])
 def test_long_uneven_heads(monkeypatch, most):
-    monkeypatch.setattr(pieces_module, "_ENTRIES", most)
+    monkeypatch.setattr(split_kv, "_ENTRIES", most)
     rng = torch.Generator().manual_seed(1)
     layer = ragged(rng, [3000, 17, 900])
     query, keys, values = step(rng, layer, 3, 2, 700)
 
     output = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125)
 
-    want = reference(query, layer, keys, values, None, 0.125, None)
+    want = attention(query, layer, keys, values, None, 0.125)[0]
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
 
 
@@ -158,7 +134,7 @@ def test_logits_that_are_far_apart():
 
     output = Numba()(query * 1000, Numba().prepare(layer), keys, values, None, 1.0)
 
-    want = reference(query * 1000, layer, keys, values, None, 1.0, None)
+    want = attention(query * 1000, layer, keys, values, None, 1.0)[0]
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
 
 
@@ -273,7 +249,7 @@ def test_tails_that_lie_otherwise(change):
 
     output = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125)
 
-    want = reference(query, layer, keys, values, None, 0.125, None)
+    want = attention(query, layer, keys, values, None, 0.125)[0]
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
 
 
@@ -376,51 +352,53 @@ def test_addresses_are_only_read_where_everything_fits(monkeypatch, change):
     layer = ragged(rng, [40, 11])
     asked = step(rng, layer, 2, 2, 12)
     query, keys, values = change(*asked)
-    monkeypatch.setattr(Sdpa, "__call__", lambda *args: "torch's affair")
+    monkeypatch.setattr(Sdpa, "__call__", lambda *args: "sdpa")
     prepared = Numba().prepare(layer)
 
-    assert Numba()(query, prepared, keys, values, None, 0.125) == "torch's affair"
+    assert Numba()(query, prepared, keys, values, None, 0.125) == "sdpa"
     assert torch.is_tensor(Numba()(asked[0], prepared, *asked[1:], None, 0.125))
 
 
-def test_a_plan_serves_all_steps_of_a_batch_and_then_makes_room():
+def test_splits_serve_all_steps_of_a_batch_and_then_make_room():
     layer = ragged(torch.Generator().manual_seed(10), [90, 60, 30, 20], sequences=2)
-    plans = Numba().prepare(layer).plans
-    first = plans.plan(2, 6, None)
+    held = Numba().prepare(layer).splits
+    first = held.splits(2, 6, None)
 
-    assert plans.plan(2, 6, None) is first
-    swapped = plans.plan(2, 6, torch.tensor([1, 0]))
-    assert swapped.members.tolist() == [1, 0]
-    assert plans.plan(2, 6, torch.tensor([1, 0])) is swapped
-    assert plans.held_bytes == swapped.held_bytes
-    # A sequence that nobody continues is not read.
-    only = plans.plan(1, 6, torch.tensor([1]))
-    assert int(only.pieces[:, 0].min()) == 2
-    assert int((only.pieces[:, 2] - only.pieces[:, 1]).sum()) == 50
+    assert held.splits(2, 6, None) is first
+    swapped = held.splits(2, 6, torch.tensor([1, 0]))
+    assert swapped.continuations.tolist() == [1, 0]
+    assert held.splits(2, 6, torch.tensor([1, 0])) is swapped
+    assert held.held_bytes == swapped.held_bytes
+    # A sequence without continuations is not read.
+    only = held.splits(1, 6, torch.tensor([1]))
+    assert int(only.splits[:, 0].min()) == 2
+    assert int((only.splits[:, 2] - only.splits[:, 1]).sum()) == 50
 
 
-def test_held_bytes_are_the_lists_of_pieces():
+def test_held_bytes_are_the_tables_of_splits():
     layer = ragged(torch.Generator().manual_seed(11), [90, 60])
-    compiled, prepared = Numba(), Numba().prepare(layer)
-    assert compiled.held_bytes(prepared) == 0
+    backend, prepared = Numba(), Numba().prepare(layer)
+    assert backend.held_bytes(prepared) == 0
 
-    compiled.warm(prepared, 4)
+    backend.warm_up(prepared, 4)
 
-    plan = prepared.plans.plan(1, 4, None)
-    lists = (plan.pieces, plan.row_pieces, plan.member_start, plan.members, plan.sequence_of)
-    assert compiled.held_bytes(prepared) == 8 * sum(x.numel() for x in lists) + len(plan.task)
-    compiled.packed(torch.zeros(1, 4, 1, 64), prepared, 1.0)
-    assert compiled.held_bytes(prepared) > plan.held_bytes  # and sdpa's windows
+    made = prepared.splits.splits(1, 4, None)
+    tables = (
+        made.splits, made.row_splits, made.sequence_start, made.continuations, made.sequence_of
+    )  # fmt: skip
+    assert backend.held_bytes(prepared) == 8 * sum(x.numel() for x in tables) + len(made.args)
+    backend.packed(torch.zeros(1, 4, 1, 64), prepared, 1.0)
+    assert backend.held_bytes(prepared) > made.held_bytes  # and sdpa's windows
 
 
-def test_a_group_too_large_for_pieces_warms_the_windows():
+def test_a_group_too_large_for_the_kernel_warms_up_the_windows():
     layer = ragged(torch.Generator().manual_seed(12), [90])
     prepared = Numba().prepare(layer)
 
-    Numba().warm(prepared, 97)
+    Numba().warm_up(prepared, 97)
 
     assert prepared.windows.held_bytes > 0
-    assert prepared.plans.held_bytes == 0
+    assert prepared.splits.held_bytes == 0
 
 
 def _without_numba(monkeypatch):
@@ -431,16 +409,14 @@ def _without_numba(monkeypatch):
 
 
 def test_auto_takes_it_on_the_cpu_and_says_why_where_not(monkeypatch):
-    layer = ragged(torch.Generator().manual_seed(13), [90])
-    assert Auto().pick(CPU, torch.float32, 64) == Numba()
-    assert isinstance(Auto().prepare(layer).backend, Numba)
-    assert Auto().pick(CPU, torch.float64, 64) == Sdpa()
+    assert Auto().resolve(CPU, torch.float32, 64) == Numba()
+    assert Auto().resolve(CPU, torch.float64, 64) == Sdpa()
     assert Auto().describe("cpu").startswith("auto -> numba on cpu: ")
     assert "Not" not in Auto().describe("cpu")
 
     _without_numba(monkeypatch)
 
-    assert isinstance(Auto().prepare(layer).backend, Sdpa)
+    assert Auto().resolve(CPU, torch.float32, 64) == Sdpa()
     line = Auto().describe("cpu")
     assert line.startswith("auto -> sdpa on cpu: ")
     assert "Not numba: numba is not installed. Run: pip install 'gracekv[cpu]'" in line

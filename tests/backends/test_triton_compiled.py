@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracekv.backends.triton_device import interpreted
 from gracekv.backends.triton_tiles import padded_dim, tiles
+from gracekv.kernels.device import interpreted
 
 triton = pytest.importorskip("triton")
 if interpreted():
@@ -21,7 +21,7 @@ if interpreted():
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from gracekv.backends import triton_merge, triton_split  # noqa: E402
+from gracekv.backends import triton_merge_kernel, triton_split_kernel  # noqa: E402
 
 # Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
@@ -57,7 +57,7 @@ def resources(binary, folder):
     return {key: int(re.search(rf"{key}:(\d+)", told)[1]) for key in ("REG", "STACK", "LOCAL")}
 
 
-def split(dim, dtype, queries, arch, kind=triton_split.CAUSAL):
+def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL):
     tile = tiles(dim, dtype, divmod(arch, 10), queries)
     element = TYPES[dtype]
     mask = {0: element, 1: element, 2: "*i1", 3: "*fp32"}[kind.value]
@@ -78,7 +78,7 @@ def split(dim, dtype, queries, arch, kind=triton_split.CAUSAL):
         "PRECISION": tile.precision,
     }
     return compiled(
-        triton_split.split,
+        triton_split_kernel.attend_splits,
         pointers | {"mask": mask},
         {"scale"},
         constants,
@@ -109,7 +109,7 @@ def test_split_fits(tmp_path, dim, dtype, queries, arch):
     assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
 
 
-@pytest.mark.parametrize("kind", [triton_split.BOOLEAN, triton_split.ADDITIVE])
+@pytest.mark.parametrize("kind", [triton_split_kernel.BOOLEAN, triton_split_kernel.ADDITIVE])
 @pytest.mark.parametrize("arch", [89, 90])
 def test_split_with_a_mask_fits(tmp_path, kind, arch):
     binary = split(128, BF16, 1, arch, kind)
@@ -135,5 +135,7 @@ def test_merge_fits(tmp_path, dim, arch):
         "HAS_PACKED": True,
         "HAS_ROWS": True,
     }
-    used = resources(compiled(triton_merge.merge, pointers, set(), constants, arch), tmp_path)
+    used = resources(
+        compiled(triton_merge_kernel.merge_splits, pointers, set(), constants, arch), tmp_path
+    )
     assert used["STACK"] == used["LOCAL"] == 0, "registers spill"

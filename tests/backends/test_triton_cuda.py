@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gracekv.backends import Auto, Sdpa, Triton
-from gracekv.testing.attention import attention_problem, dense_attention
+from gracekv.testing.attention import attention_problem, check_attention
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 
 GPU = torch.device("cuda")
@@ -27,17 +27,7 @@ def ask(problem, backend=BACKEND, prepared=None):
 
 
 def check(problem):
-    p = problem
-    want, lse = dense_attention(p)
-    prepared = BACKEND.prepare(p.layer)
-    assert relative_error(ask(p, prepared=prepared).cpu(), want) <= BOUNDS[p.query.dtype]
-    parts = (
-        BACKEND.packed(p.query, prepared, p.scale, p.rows),
-        BACKEND.tail(p.query, p.keys, p.values, p.mask, p.scale),
-    )
-    for part, expected in zip(parts, lse, strict=True):
-        torch.testing.assert_close(part.lse.double().cpu(), expected, rtol=0, atol=1e-4)
-        assert bool((part.output.cpu()[expected == -math.inf] == 0).all())
+    check_attention(BACKEND, problem, bound=BOUNDS[problem.query.dtype])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
@@ -92,8 +82,8 @@ def test_repeats_to_the_bit(dtype):
 
 def test_auto_takes_it_and_agrees_with_sdpa():
     problem = attention_problem(3, [500, 20], group=4, tail=9, device="cuda")
-    assert Auto().prepare(problem.layer).backend == BACKEND
-    torch.testing.assert_close(ask(problem, Auto()), ask(problem, Sdpa()), rtol=0, atol=1e-5)
+    assert Auto().resolve(GPU, torch.float32, 64) == BACKEND
+    torch.testing.assert_close(ask(problem), ask(problem, Sdpa()), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,13 +10,15 @@ pytest.importorskip("numba")
 
 import torch
 
-from gracekv.kernels import attention_cpu, distortion_cpu, logsumexp_cpu
+from gracekv.backends import numba_kernel
+from gracekv.kernels import distortion_cpu
 from gracekv.kernels.source_digest import digest
+from gracekv.prefill import logsumexp_numba
 
 KERNELS = {
-    attention_cpu: lambda: attention_cpu.attend(torch.float32),
+    numba_kernel: lambda: numba_kernel.attend(torch.float32),
     distortion_cpu: distortion_cpu.distortion_kernel,
-    logsumexp_cpu: logsumexp_cpu.accumulate,
+    logsumexp_numba: logsumexp_numba.accumulate,
 }
 
 

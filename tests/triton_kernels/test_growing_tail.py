@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from gracekv.backends import Triton, triton_op
+from gracekv.backends import Triton, triton_attention
+from gracekv.backends.reference import attention
 from gracekv.errors import ShapeError
-from gracekv.testing.attention import attention_problem, dense_attention
+from gracekv.testing.attention import attention_problem
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 
 BACKEND = Triton()
@@ -38,8 +39,9 @@ def launches(monkeypatch):
 
             return launch
 
-    for name in ("split", "merge"):
-        monkeypatch.setattr(triton_op, name, Recorder(getattr(triton_op, name)))
+    for name in ("attend_splits", "merge_splits"):
+        kernel = Recorder(getattr(triton_attention, name))
+        monkeypatch.setattr(triton_attention, name, kernel)
     return seen
 
 
@@ -56,7 +58,9 @@ def test_one_recorded_launch_serves_a_growing_tail(launches, tokens):
             problem.query, BACKEND.prepare(problem.layer), keys, values, length, problem.scale
         )
 
-        want, _ = dense_attention(problem)
+        want, _ = attention(
+            problem.query, problem.layer, problem.keys, problem.values, None, problem.scale
+        )
         assert relative_error(output, want) <= TOLERANCES[torch.float32].output
         recorded.append(list(launches))
     assert len(recorded[0]) == 2
@@ -101,21 +105,21 @@ def test_a_length_that_does_not_fit_the_batch_is_refused():
 @pytest.mark.parametrize("parts", ["both", "packed", "tail"])
 def test_operator_keeps_torch_contract(parts):
     problem = attention_problem(4, [20, 3], group=2, batch=2, tokens=2, tail=4)
-    work = BACKEND.prepare(problem.layer).plan.lists[0]
+    table = BACKEND.prepare(problem.layer).tables.tables[0]
     layer = problem.layer
     packed = (
         layer.keys,
         layer.values,
         layer.log_multiplicity,
-        work.batch,
-        work.item_first,
-        work.row_first,
+        table.items,
+        table.item_first,
+        table.row_first,
         torch.zeros(2, dtype=torch.int64),
     )
     tail = (problem.keys, problem.values, torch.tensor([4, 2]), None)
     if parts == "packed":
         tail = (None,) * 4
-    slots = work.slots
+    slots = table.slots
     if parts == "tail":
         packed, slots = (None,) * 7, 0
 

@@ -1,6 +1,4 @@
-"""The kernels, interpreted, against attention written out densely in float64."""
-
-import math
+"""The kernels, interpreted, against attention in float64."""
 
 import pytest
 import torch
@@ -8,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.backends import Auto, Eager, Triton
+from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError, ShapeError
-from gracekv.testing.attention import attention_problem, dense_attention
+from gracekv.testing.attention import attention_problem, check_attention
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 
 BACKEND = Triton()
@@ -19,30 +18,6 @@ def ask(backend, problem):
     p = problem
     prepared = backend.prepare(p.layer)
     return backend(p.query, prepared, p.keys, p.values, p.mask, p.scale, p.rows)
-
-
-def check(problem, backend=BACKEND):
-    """Both parts and their combination, within the tolerances of the dtype."""
-    p = problem
-    want, lse = dense_attention(p)
-    bound = TOLERANCES[p.query.dtype]
-    prepared = backend.prepare(p.layer)
-
-    output = backend(p.query, prepared, p.keys, p.values, p.mask, p.scale, p.rows)
-
-    assert output.dtype == p.query.dtype
-    assert output.shape == p.query.shape
-    assert relative_error(output, want) <= bound.output
-    assert bool((output[(lse == -math.inf).all(0)] == 0).all())
-    parts = (
-        backend.packed(p.query, prepared, p.scale, p.rows),
-        backend.tail(p.query, p.keys, p.values, p.mask, p.scale),
-    )
-    for part, expected in zip(parts, lse, strict=True):
-        assert part.lse.dtype == torch.float32
-        torch.testing.assert_close(part.lse.double(), expected, rtol=0, atol=bound.lse)
-        assert bool((part.output[expected == -math.inf] == 0).all())
-    return prepared
 
 
 @settings(max_examples=15)
@@ -62,7 +37,8 @@ def check(problem, backend=BACKEND):
 def test_equals_dense_attention(
     seed, lengths, sequences, group, copies, shuffled, tokens, before, mask, dim, dtype
 ):
-    check(
+    check_attention(
+        BACKEND,
         attention_problem(
             seed,
             lengths,
@@ -75,7 +51,7 @@ def test_equals_dense_attention(
             dtype=dtype,
             sequences=sequences,
             shuffled=shuffled,
-        )
+        ),
     )
 
 
@@ -84,25 +60,27 @@ def test_equals_dense_attention(
     ("dim", "group", "tokens"), [(64, 1, 1), (80, 4, 2), (96, 7, 3), (128, 8, 1), (256, 2, 1)]
 )
 def test_every_dimension_and_dtype(dim, group, tokens, dtype):
-    check(
+    check_attention(
+        BACKEND,
         attention_problem(
             dim, [150, 3], dim=dim, group=group, tokens=tokens, tail=40 + tokens, dtype=dtype
-        )
+        ),
     )
 
 
 def test_one_head_fifty_times_longer_than_the_rest():
     problem = attention_problem(3, [1500, 30, 0, 30], group=4, tail=1)
-    prepared = check(problem, Triton(processors=8))
+    backend = Triton(processors=8)
+    check_attention(backend, problem)
 
-    work = prepared.plan.lists[0]
-    assert work.row_first[0].diff().tolist() == [12, 1, 0, 1]
+    table = backend.prepare(problem.layer).tables.tables[0]
+    assert table.row_first[0].diff().tolist() == [12, 1, 0, 1]
 
 
 def test_nothing_to_see_anywhere_gives_zero():
     problem = attention_problem(4, [0, 0], group=2, tail=3, mask="bool")
     problem.mask.fill_(False)
-    check(problem)
+    check_attention(BACKEND, problem)
 
 
 def test_an_empty_tail_changes_nothing():
@@ -115,14 +93,16 @@ def test_an_empty_tail_changes_nothing():
 
 def test_a_turn_of_many_tokens_takes_several_query_tiles():
     problem = attention_problem(6, [70], dim=16, group=4, tokens=37, tail=45)
-    prepared = check(problem)
-    assert prepared.plan.pick(3) is not prepared.plan.pick(64)
+    check_attention(BACKEND, problem)
+    tables = BACKEND.prepare(problem.layer).tables
+    assert tables.for_readers(3) is not tables.for_readers(64)
 
 
 @pytest.mark.parametrize("batch", [4, 16, 64])
-def test_every_level_of_the_plan_reads_all_entries(batch):
+def test_every_table_reads_all_entries(batch):
     problem = attention_problem(7, [260], dim=16, batch=batch)
-    want, _ = dense_attention(problem)
+    p = problem
+    want, _ = attention(p.query, p.layer, p.keys, p.values, None, p.scale)
     assert relative_error(ask(BACKEND, problem), want) <= TOLERANCES[torch.float32].output
 
 
@@ -165,23 +145,23 @@ def test_masks_of_other_strides_and_of_huge_negative_numbers():
     assert torch.equal(run(hidden), run(lowest))
 
 
-def test_agrees_with_the_reference_backend_on_sequences():
+def test_agrees_with_the_eager_backend_on_sequences():
     problem = attention_problem(
         10, [30, 0, 70, 12, 5, 41], group=2, batch=5, tail=6, sequences=3, shuffled=True
     )
     torch.testing.assert_close(ask(BACKEND, problem), ask(Eager(), problem))
 
 
-def test_nothing_is_copied_and_only_lists_are_held():
+def test_nothing_is_copied_and_only_tables_are_held():
     problem = attention_problem(11, [300, 20])
     prepared = BACKEND.prepare(problem.layer)
 
     assert prepared.keys.data_ptr() == problem.layer.keys.data_ptr()
-    assert BACKEND.held_bytes(prepared) == prepared.plan.bytes < 2000
+    assert BACKEND.held_bytes(prepared) == prepared.tables.bytes < 2000
 
 
 def test_auto_on_the_cpu_does_not_take_the_interpreter():
-    assert Auto().pick(torch.device("cpu")).name != "triton"
+    assert Auto().resolve(torch.device("cpu")).name != "triton"
 
 
 def test_what_the_kernels_cannot_read_is_refused():

@@ -1,6 +1,6 @@
-"""The kernel that attends to pieces of the entries; `triton_merge` puts the pieces together.
+"""The kernel that attends to splits of the entries; `triton_merge_kernel` merges their results.
 
-One program per batch row, query tile and piece. A tile holds all query heads of one KV head and all
+One program per batch row, query tile and split. A tile holds all query heads of one KV head and all
 new tokens, so keys and values are read once for all of them.
 """
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What decides whether query t sees entry e (and what is added to the logit).
-PACKED = tl.constexpr(0)  # all do; the log multiplicity is added
+# Whether query t sees entry e, and what is added to the logit.
+PACKED = tl.constexpr(0)  # always; the log multiplicity is added
 CAUSAL = tl.constexpr(1)  # e < length - Tq + t + 1
 BOOLEAN = tl.constexpr(2)  # the mask is not 0
 ADDITIVE = tl.constexpr(3)  # the mask is added
@@ -51,7 +51,7 @@ def _attend(
     for start in range(0, count, BLOCK_N):
         n = start + step
         inside = n < count
-        # Storage past the end may hold anything, NaN included; it is never read.
+        # Storage past the end may hold anything, even NaN; it is never read.
         used = inside[:, None]
         if BLOCK_D != D:
             used = used & (dim < D)[None, :]
@@ -88,7 +88,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["tail_size", "tail_chunk", "tail_splits", "slots", "per_sequence"])
-def split(
+def attend_splits(
     query,  # [B, H, Tq, D]
     query_batch_stride,
     query_head_stride,
@@ -98,7 +98,7 @@ def split(
     key_stride,
     value_stride,
     bias,  # [E]
-    items,  # see WorkList
+    items,  # see SplitTable
     item_first,
     rows,  # [B], or unused
     tail_keys,  # [B, G, S, D]
@@ -137,19 +137,19 @@ def split(
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (batch row and query tile, piece): its output and log-sum-exp, into its slot."""
+    """Program (batch row and query tile, split): output and log-sum-exp into the split's slot."""
     count = group * tokens
     tiles = tl.cdiv(count, BLOCK_M)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     m = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    piece = tl.program_id(1)
+    split = tl.program_id(1)
     token = m % tokens
     dim = tl.arange(0, BLOCK_D)
     real = m < count
     used = real[:, None]
     if BLOCK_D != D:
         used = used & (dim < D)[None, :]
-    # Where this tile's queries lie, but for the KV head.
+    # Addresses of this tile's queries, without the offset of the KV head.
     at = (
         query
         + batch * query_batch_stride
@@ -157,17 +157,17 @@ def split(
         + token[:, None] * query_token_stride
         + dim[None, :]
     )
-    # Where its results go, but for the slot.
+    # Addresses of its results, without the offset of the slot.
     width = slots + heads * tail_splits
     out = part_output + (batch * width * count + m)[:, None] * D + dim[None, :]
     lse_out = part_lse + batch * width * count + m
     if HAS_PACKED:
-        if piece < slots:
+        if split < slots:
             if HAS_ROWS:
                 sequence = tl.load(rows + batch)
             else:
                 sequence = batch // per_sequence
-            item = tl.load(item_first + sequence) + piece
+            item = tl.load(item_first + sequence) + split
             if item < tl.load(item_first + sequence + 1):
                 head = tl.load(items + item * 4)
                 entry = tl.load(items + item * 4 + 1)
@@ -201,14 +201,14 @@ def split(
                 tl.store(out + slot * count * D, output, mask=used)
                 tl.store(lse_out + slot * count, lse, mask=real)
     if HAS_TAIL:
-        if piece >= slots:
-            head = ((piece - slots) // tail_splits).to(tl.int64)
-            first = ((piece - slots) % tail_splits) * tail_chunk
+        if split >= slots:
+            head = ((split - slots) // tail_splits).to(tl.int64)
+            first = ((split - slots) % tail_splits) * tail_chunk
             if HAS_LENGTH:
                 length = tl.load(tail_length + batch).to(tl.int32)
             else:
                 length = tail_size
-            # Grid and pieces follow the buffer's size; those past its length have nothing to do.
+            # The grid follows the buffer's size; splits past the used length are empty.
             here = tl.maximum(tl.minimum(length - first, tail_chunk), 0)
             q = tl.load(at + head * group * query_head_stride, mask=used, other=0.0)
             if UPCAST:
@@ -241,7 +241,7 @@ def split(
                 UPCAST,
                 PRECISION,
             )
-            slot = piece.to(tl.int64)
+            slot = split.to(tl.int64)
             if here > 0:
                 tl.store(out + slot * count * D, output, mask=used)
             tl.store(lse_out + slot * count, lse, mask=real)

@@ -1,4 +1,4 @@
-"""The work list against loops, the tables, and what is said where the kernels cannot run."""
+"""The tables of splits against loops, tile sizes, and the errors where kernels cannot run."""
 
 import importlib.util
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.backends import Auto, Triton
-from gracekv.backends.triton_plan import plan, tail_splits, work_list
+from gracekv.backends.triton_splits import split_size, split_table, split_tables, tail_splits
 from gracekv.backends.triton_tiles import padded_dim, tiles
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError, ConfigError
@@ -46,59 +46,76 @@ ROWS = st.integers(1, 3).flatmap(
 
 
 @given(rows=ROWS, size=st.integers(1, 6).map(lambda n: 16 * n), block=st.sampled_from([1, 16]))
-def test_work_list_equals_loops(rows, size, block):
+def test_a_table_equals_loops(rows, size, block):
     sequences, lengths = rows
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     items, slots = by_loops(offsets.tolist(), sequences, size, block)
 
-    work = work_list(offsets, sequences, size, block)
+    table = split_table(offsets, sequences, size, block)
 
-    assert work.items.tolist() == [item for mine in items for item in mine]
-    assert work.row_first.tolist() == slots
-    assert work.item_first.diff().tolist() == [len(mine) for mine in items]
-    assert work.slots == max(len(mine) for mine in items)
+    assert table.items.tolist() == [item for mine in items for item in mine]
+    assert table.row_first.tolist() == slots
+    assert table.item_first.diff().tolist() == [len(mine) for mine in items]
+    assert table.slots == max(len(mine) for mine in items)
 
 
-@given(rows=ROWS, pieces=st.integers(1, 40))
-def test_a_plan_reads_every_entry_once_in_few_nearly_equal_pieces(rows, pieces):
+@given(rows=ROWS, processors=st.integers(1, 40))
+def test_each_table_reads_every_entry_once_in_nearly_equal_splits(rows, processors):
     sequences, lengths = rows
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    made = plan(offsets, sequences, pieces, 16, torch.device("cpu"))
-    for work in made.lists:
+    made = split_tables(
+        offsets, sequences, 16, torch.device("cpu"), processors=processors, per_processor=1
+    )
+    for table in made.tables:
         read = [
             entry
-            for _, first, length, _ in work.items.tolist()
+            for _, first, length, _ in table.items.tolist()
             for entry in range(first, first + length)
         ]
         assert sorted(read) == list(range(int(offsets[-1])))
-        assert len(work.items) <= pieces + len(lengths)
-    assert len(made.lists[-1].items) == sum(length > 0 for length in lengths)
-    sizes = [len(work.items) for work in made.lists]
+        assert len(table.items) <= processors + len(lengths)
+    assert len(made.tables[-1].items) == sum(length > 0 for length in lengths)
+    sizes = [len(table.items) for table in made.tables]
     assert sizes == sorted(sizes, reverse=True)
-    # No piece is longer than its fair share, rounded to steps.
-    longest = max((int(work[2]) for work in made.lists[0].items), default=0)
-    assert longest <= int(offsets[-1]) / pieces + 2 * 16
+    # No split is longer than its fair share, rounded to steps, unless all processors have one.
+    longest = max((int(item[2]) for item in made.tables[0].items), default=0)
+    assert longest <= int(offsets[-1]) / (0.9 * processors) + 2 * 16
 
 
-def test_more_readers_take_a_coarser_list():
-    made = plan(torch.tensor([0, 5000]), 1, 64, 16, torch.device("cpu"))
-    picked = [made.lists.index(made.pick(readers)) for readers in (1, 3, 4, 15, 16, 63, 64)]
+def test_more_readers_take_larger_splits():
+    offsets = torch.tensor([0, 5000])
+    made = split_tables(offsets, 1, 16, torch.device("cpu"), processors=32, per_processor=2)
+    picked = [made.tables.index(made.for_readers(n)) for n in (1, 3, 4, 15, 16, 63, 64)]
     assert picked == [0, 0, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("entries", "size"),
+    [
+        (16_384, 128),  # 32K at 8x with four heads: 128 splits on 132 processors
+        (8_192, 64),  # too few entries to give every processor a longer split
+        (24_576, 192),
+        (65_536, 256),
+        (131_072, 512),  # two splits a processor are long enough
+    ],
+)
+def test_splits_take_several_kernel_steps_where_they_still_fill_the_gpu(entries, size):
+    assert split_size(entries, 64, 132, 2) == size
 
 
 @given(
     size=st.integers(0, 5000),
     readers=st.integers(1, 300),
-    pieces=st.integers(1, 300),
+    programs=st.integers(1, 300),
     block=st.sampled_from([16, 32, 64]),
 )
-def test_tail_pieces_cover_the_tail_and_are_not_tiny(size, readers, pieces, block):
-    splits, chunk = tail_splits(size, readers, pieces, block)
+def test_tail_splits_cover_the_tail_and_are_not_tiny(size, readers, programs, block):
+    splits, chunk = tail_splits(size, readers, programs, block)
     if size == 0:
         assert splits == 0
     else:
         assert (splits - 1) * chunk < size <= splits * chunk
-        assert splits == 1 or (chunk >= 2 * block and splits * readers <= pieces)
+        assert splits == 1 or (chunk >= 2 * block and splits * readers <= programs)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +174,7 @@ def test_an_old_gpu_and_a_missing_one_are_told_apart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(host, "capability", lambda device: (7, 5))
     assert "compute capability 7.5; the kernels need 8.0" in Triton().obstacle(gpu)
-    assert Auto().pick(gpu).name == "sdpa"
+    assert Auto().resolve(gpu).name == "sdpa"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
@@ -166,13 +183,13 @@ def test_auto_takes_it_where_it_can_read_the_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(host, "capability", lambda device: (9, 0))
     assert Auto().describe(gpu).startswith("auto -> triton on cuda: ")
-    assert Auto().pick(gpu, torch.bfloat16, 128).name == "triton"
-    assert Auto().pick(gpu, torch.float64, 128).name == "sdpa"
-    assert Auto().pick(gpu, torch.bfloat16, 512).name == "sdpa"
+    assert Auto().resolve(gpu, torch.bfloat16, 128).name == "triton"
+    assert Auto().resolve(gpu, torch.float64, 128).name == "sdpa"
+    assert Auto().resolve(gpu, torch.bfloat16, 512).name == "sdpa"
 
 
 def test_hyperparameters_out_of_range_are_refused():
-    with pytest.raises(ConfigError, match="pieces_per_processor is 1 or more; got 0"):
-        Triton(pieces_per_processor=0)
-    with pytest.raises(ConfigError, match="processors is 1 or more"):
+    with pytest.raises(ConfigError, match="splits_per_processor takes a whole number >= 1; got 0"):
+        Triton(splits_per_processor=0)
+    with pytest.raises(ConfigError, match=r"processors takes a whole number >= 1; got 0\. None"):
         Triton(processors=0)

@@ -1,7 +1,7 @@
-"""The kernel that puts the pieces of each query together by their log-sum-exps.
+"""The kernel that merges the splits of each query by their log-sum-exps.
 
-Always in the order of the slots and without atomics, so that results are equal from run to run, to
-the bit.
+The order is that of the slots and there are no atomics, so results are equal to the bit from run to
+run.
 """
 
 # Conditions on constants stand alone: a branch that is not taken must not be compiled.
@@ -32,7 +32,7 @@ def _add(
     for start in range(first, last, BLOCK_S):
         slot = start + tl.arange(0, BLOCK_S)
         lse = tl.load(part_lse + slot * count, mask=slot < last, other=float("-inf"))
-        # Pieces that saw nothing have not written their output.
+        # Splits without visible entries have not written their output.
         used = (lse > float("-inf"))[:, None] & (dim < D)[None, :]
         part = tl.load(
             part_output + (slot * count)[:, None] * D + dim[None, :], mask=used, other=0.0
@@ -48,10 +48,10 @@ def _add(
 
 
 @triton.jit(do_not_specialize=["tail_splits", "slots", "per_sequence"])
-def merge(
+def merge_splits(
     part_output,
     part_lse,
-    row_first,  # see WorkList
+    row_first,  # see SplitTable
     rows,
     output,  # [B, Tq, H, D], contiguous
     output_lse,  # [B, H, Tq]
@@ -67,7 +67,7 @@ def merge(
     HAS_PACKED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
-    """Program (query row m of a KV head, KV head, batch row): its output over all its pieces."""
+    """Program (query row m of a KV head, KV head, batch row): its output over all its splits."""
     m = tl.program_id(0)
     head = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)

@@ -1,7 +1,7 @@
 """The custom operator `gracekv::ragged_attention`: both kernels behind one traceable call.
 
-Importing this module imports triton and registers the operator. `torch.compile` sees the operator
-as one node; a CUDA graph records two launches whose grids follow from shapes alone.
+Importing this module imports triton and registers the operator. `torch.compile` sees it as one
+node; a CUDA graph records two launches whose grids follow from shapes alone.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv.backends.triton_device import capability, interpreted
-from gracekv.backends.triton_merge import merge
-from gracekv.backends.triton_plan import tail_splits
-from gracekv.backends.triton_split import ADDITIVE, BOOLEAN, CAUSAL, split
+from gracekv.backends.triton_merge_kernel import merge_splits
+from gracekv.backends.triton_split_kernel import ADDITIVE, BOOLEAN, CAUSAL, attend_splits
+from gracekv.backends.triton_splits import tail_splits
 from gracekv.backends.triton_tiles import padded_dim, tiles
+from gracekv.kernels.device import capability, interpreted
 
-# Numbers that the merging program holds at once; its step over pieces follows from it.
+# Numbers that the merging program holds at once; its step over splits follows from it.
 _MERGE_TILE = 2048
 
 
@@ -35,7 +35,7 @@ def ragged_attention(
     mask: Tensor | None,
     scale: float,
     slots: int,
-    pieces: int,
+    programs: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention to a packed layer, a dense tail, or both.
 
@@ -44,7 +44,7 @@ def ragged_attention(
         keys: [E, d], or None without a packed part; so are the next five.
         values: [E, d].
         bias: float32 [E].
-        items: see `WorkList`.
+        items: see `SplitTable`.
         item_first: [S+1].
         row_first: [S, G+1].
         rows: int64 [B], or None: sequences in order, each for B // S batch rows.
@@ -53,8 +53,8 @@ def ragged_attention(
         tail_length: int [B], how many of the C places are used; None: all.
         mask: bool or additive float [B or 1, 1, Tq, C]; None is causal, aligned at the length.
         scale: factor of q . k.
-        slots: see `WorkList`; 0 without a packed part.
-        pieces: how many programs should be about right.
+        slots: see `SplitTable`; 0 without a packed part.
+        programs: how many kernel programs to aim at.
 
     Returns:
         Output [B, H, Tq, d], laid out as [B, Tq, H, d], and log-sum-exp float32 [B, H, Tq].
@@ -72,12 +72,12 @@ def ragged_attention(
     query = query if query.stride(-1) == 1 else query.contiguous()
     tail_keys, tail_values = _dense_rows(tail_keys), _dense_rows(tail_values)
 
-    programs = batch * -(-count // tile.queries)
+    readers = batch * -(-count // tile.queries)
     size = 0 if tail_keys is None else tail_keys.shape[2]
-    splits, chunk = tail_splits(size, programs * heads, pieces, tile.keys)
+    splits, chunk = tail_splits(size, readers * heads, programs, tile.keys)
     width = slots + heads * splits
     # The interpreter computes on the bits of bfloat16 as if they were integers, and truncates
-    # where it should round; there everything is float32 and torch rounds.
+    # where it should round; so there the kernel is given float32, and torch rounds.
     upcast = interpreted() and query.dtype == torch.bfloat16
     part_output = query.new_empty((batch, width, count, dim), dtype=torch.float32)
     part_lse = query.new_empty((batch, width, count), dtype=torch.float32)
@@ -90,7 +90,7 @@ def ragged_attention(
 
     with torch.cuda.device_of(query):
         if width:
-            split[(programs, width)](
+            attend_splits[(readers, width)](
                 query,
                 *_strides(query, 0, 1, 2),
                 keys,
@@ -134,7 +134,7 @@ def ragged_attention(
                 num_stages=tile.stages,
                 enable_fp_fusion=True,
             )
-        merge[(count, heads, batch)](
+        merge_splits[(count, heads, batch)](
             part_output,
             part_lse,
             row_first,
@@ -170,7 +170,7 @@ def _kind(mask: Tensor | None) -> int:
 
 
 def _dense_rows(x: Tensor | None) -> Tensor | None:
-    """`x` with its last axis contiguous, which the kernels take for granted."""
+    """`x` with its last axis contiguous, as the kernels require."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 

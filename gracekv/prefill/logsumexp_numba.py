@@ -1,6 +1,6 @@
-"""Running log-sum-exp of rows in one reading, compiled for CPUs.
+"""Running log-sum-exp of rows in one pass, compiled for CPUs.
 
-A row is taken a piece at a time that stays in the nearest cache: its largest number, then the sum.
+A row is read in blocks that stay in the processor's nearest cache: a block's maximum, then its sum.
 
 Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
 """
@@ -20,16 +20,16 @@ from gracekv.kernels.exponential_cpu import exponential
 from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer
 from gracekv.kernels.source_digest import digest
 
-# Numbers of a piece, and rows that a thread fetches at a time.
-_PIECE = 1024
+# Numbers of a block, and rows that a thread takes at a time.
+_BLOCK = 1024
 _ROWS = 8
 
 
-class Task(ctypes.Structure):
-    """What the kernel is to do: addresses of contiguous arrays, and sizes.
+class LogSumExpArgs(ctypes.Structure):
+    """Arguments of the kernel: addresses of contiguous arrays, and sizes.
 
     Fields:
-        x: float32 [rows, columns]; used up.
+        x: float32 [rows, columns]; overwritten.
         top: float32 [rows], the largest number of each row so far.
         total: float64 [rows], the sum of e^(x - top) so far.
         counter: int64, 0.
@@ -40,9 +40,7 @@ class Task(ctypes.Structure):
     ]  # fmt: skip
 
 
-_TASK = np.dtype(Task)
-
-
+_ARGS = np.dtype(LogSumExpArgs)
 _INFINITE = np.int32(0x7F800000)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 
@@ -51,7 +49,7 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 def _largest(x: Any) -> tuple[Any, Any]:
     """The bits of the largest of x, float32 numbers given as int32, and whether one is NaN.
 
-    As whole numbers, because a compiler does not vectorise the largest of what may be NaN.
+    In integers, because compilers do not vectorise a maximum of floats that may be NaN.
     """
     found, magnitude = np.int32(-(2**31)), np.int32(0)
     for i in range(len(x)):
@@ -75,51 +73,51 @@ def _row(x: Any, whole: Any, top: Any, total: Any, bits: Any, power: Any, one: A
 
     As in torch, the total is NaN once a number is NaN or infinite.
     """
-    for first in range(0, len(x), _PIECE):
-        piece = x[first : first + _PIECE]
-        one[0], unknown = _largest(whole[first : first + _PIECE])
+    for first in range(0, len(x), _BLOCK):
+        block = x[first : first + _BLOCK]
+        one[0], unknown = _largest(whole[first : first + _BLOCK])
         peak = max(top, one.view(np.float32)[0])
         if unknown or peak == np.inf:
             total = np.float64(np.nan)
         elif peak > -np.inf:
             total *= math.exp(np.float64(top) - np.float64(peak))
-            for i in range(len(piece)):
-                piece[i] -= peak
-            exponential(piece, bits[: len(piece)], power[: len(piece)])
-            total += _sum(piece)
+            for i in range(len(block)):
+                block[i] -= peak
+            exponential(block, bits[: len(block)], power[: len(block)])
+            total += _sum(block)
             top = peak
     return top, total
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def _work(task: Any) -> None:
-    """Fetch rows until there are none left."""
-    shape = (task.rows, task.columns)
-    x = carray(pointer(task.x), shape, np.float32)
-    whole = carray(pointer(task.x), shape, np.int32)
-    top = carray(pointer(task.top), (task.rows,), np.float32)
-    total = carray(pointer(task.total), (task.rows,), np.float64)
-    bits, one = np.empty(_PIECE, np.int32), np.empty(1, np.int32)
+def _run_rows(args: Any) -> None:
+    """Take rows from the shared counter until there are none left."""
+    shape = (args.rows, args.columns)
+    x = carray(pointer(args.x), shape, np.float32)
+    whole = carray(pointer(args.x), shape, np.int32)
+    top = carray(pointer(args.top), (args.rows,), np.float32)
+    total = carray(pointer(args.total), (args.rows,), np.float64)
+    bits, one = np.empty(_BLOCK, np.int32), np.empty(1, np.int32)
     power = bits.view(np.float32)
-    counter = pointer(task.counter)
+    counter = pointer(args.counter)
     while True:
         start = fetch_and_add(counter, 0) * _ROWS
-        if start >= task.rows:
+        if start >= args.rows:
             return
-        for r in range(start, min(start + _ROWS, task.rows)):
+        for r in range(start, min(start + _ROWS, args.rows)):
             top[r], total[r] = _row(x[r], whole[r], top[r], total[r], bits, power, one)
 
 
 @functools.cache
 def accumulate() -> Any:
-    """The kernel: a C callback that takes a `Task`'s address.
+    """The kernel: a C callback that takes `LogSumExpArgs` by address.
 
-    The first call on a machine compiles for some seconds; later ones find the result on disk.
+    The first call on a machine compiles for some seconds; later ones load the result from disk.
     """
     sources = digest(exponential_cpu, intrinsics_cpu)
 
-    def body(address: Any) -> None:
+    def kernel(address: Any) -> None:
         _ = sources
-        _work(carray(address, (1,), _TASK)[0])
+        _run_rows(carray(address, (1,), _ARGS)[0])
 
-    return cfunc(types.void(types.voidptr), cache=True)(body)
+    return cfunc(types.void(types.voidptr), cache=True)(kernel)

@@ -1,0 +1,53 @@
+"""Attention over a packed layer and a tail, one query at a time in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.base import RaggedLayer
+
+
+def attention(
+    query: Tensor,
+    layer: RaggedLayer,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Tq, d] and the lse of packed part and tail [2, B, H, Tq], float64 on the CPU.
+
+    The arguments are those of `AttentionBackend`, on any device. A query that sees nothing has
+    output 0 and lse -inf. Source: Eq. (T4).
+    """
+    batch, heads, tokens, _ = query.shape
+    length, group = keys.shape[2], heads // layer.heads
+    query, tail_keys, tail_values = (x.double().cpu() for x in (query, keys, values))
+    output = torch.zeros_like(query)
+    lse = torch.full((2, batch, heads, tokens), -math.inf, dtype=torch.float64)
+    for b in range(batch):
+        sequence = b // (batch // layer.sequences) if rows is None else int(rows[b])
+        for h in range(heads):
+            g = h // group
+            packed_keys, packed_values, _, log_multiplicity = (
+                x.double().cpu() for x in layer.head(g, sequence)
+            )
+            for t in range(tokens):
+                packed = packed_keys @ query[b, h, t] * scale + log_multiplicity
+                tail = tail_keys[b, g] @ query[b, h, t] * scale
+                if mask is None:
+                    tail[length - tokens + t + 1 :] = -math.inf
+                else:
+                    own = mask[b if len(mask) > 1 else 0, 0, t].cpu()
+                    hidden = own.dtype == torch.bool
+                    tail = tail.masked_fill(~own, -math.inf) if hidden else tail + own.double()
+                lse[0, b, h, t], lse[1, b, h, t] = packed.logsumexp(0), tail.logsumexp(0)
+                logits = torch.cat([packed, tail])
+                if bool((logits > -math.inf).any()):
+                    everything = torch.cat([packed_values, tail_values[b, g]])
+                    output[b, h, t] = logits.softmax(0) @ everything
+    return output, lse

@@ -1,0 +1,182 @@
+"""Tables of splits for the `triton` kernel: nearly equal units of work, made once per compression.
+
+Heads of a compressed cache differ in length, up to fifty times. With the same number of splits for
+each, most processors would wait for the longest head; here the number of a head's splits follows
+from its length, and long splits start first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv import ragged
+
+# With more query tiles on each packed row, larger splits fill the GPU too and write fewer partial
+# results: a table for at least so many readers of a row, and one of a split per head beyond (ours).
+_READERS = (1, 4, 16)
+# Splits of one kernel step leave its software pipeline unused. Preferred sizes, where there are
+# still enough splits for this share of the processors (ours).
+_PREFERRED_SIZES = (256, 192, 128)
+_FILLED = 0.9
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitTable:
+    """The packed entries of one layer in splits.
+
+    A sequence's splits are numbered head by head; a split's number in its sequence is the slot of
+    its partial result.
+
+    Attributes:
+        items: int64 [W, 4], sequence by sequence, longest first inside one: KV head, first entry,
+            entries, slot.
+        item_first: int64 [S+1]; sequence s has items [item_first[s], item_first[s+1]).
+        row_first: int64 [S, G+1]; head g of sequence s has slots
+            [row_first[s, g], row_first[s, g+1]).
+        slots: the most splits of any sequence.
+    """
+
+    items: Tensor
+    item_first: Tensor
+    row_first: Tensor
+    slots: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the three tensors."""
+        tables = (self.items, self.item_first, self.row_first)
+        return sum(table.numel() * table.element_size() for table in tables)
+
+    def to(self, device: torch.device) -> SplitTable:
+        """The same table on `device`."""
+        return SplitTable(
+            self.items.to(device),
+            self.item_first.to(device),
+            self.row_first.to(device),
+            self.slots,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitTables:
+    """Tables of one layer from small splits to large ones.
+
+    Attributes:
+        tables: of growing splits; the last has one per head.
+    """
+
+    tables: tuple[SplitTable, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tables."""
+        return sum(table.bytes for table in self.tables)
+
+    def for_readers(self, readers: int) -> SplitTable:
+        """The table for `readers` query tiles on each packed row."""
+        level = sum(readers >= least for least in _READERS[1:])
+        # Beyond the last level, the readers alone fill the processors.
+        return self.tables[-1 if readers >= 4 * _READERS[-1] else level]
+
+
+def split_tables(
+    offsets: Tensor,
+    sequences: int,
+    block: int,
+    device: torch.device,
+    *,
+    processors: int,
+    per_processor: int,
+) -> SplitTables:
+    """The tables of a packed layer.
+
+    Args:
+        offsets: int64 [S*G+1] on the CPU, entries of row s*G + g.
+        sequences: S.
+        block: entries of a kernel step; splits are whole blocks where the head allows.
+        device: where the tables are to lie.
+        processors: of the GPU.
+        per_processor: splits to aim at for each of them.
+    """
+    total = int(offsets[-1])
+    sizes = [split_size(total * least, block, processors, per_processor) for least in _READERS]
+    tables = [split_table(offsets, sequences, size, block) for size in [*sizes, max(total, 1)]]
+    return SplitTables(tuple(table.to(device) for table in tables))
+
+
+def split_size(entries: int, block: int, processors: int, per_processor: int) -> int:
+    """Entries of a split where `entries` are read in all, counted once per reader.
+
+    `per_processor` splits for each of `processors`; fewer and longer ones where these are shorter
+    than the preferred sizes and still almost every processor has one.
+    """
+    size = max(1, -(-entries // (processors * per_processor * block))) * block
+    for preferred in _PREFERRED_SIZES:
+        longer = -(-preferred // block) * block
+        if longer > size and entries >= _FILLED * processors * longer:
+            return longer
+    return size
+
+
+def split_table(offsets: Tensor, sequences: int, size: int, block: int) -> SplitTable:
+    """Each row in equal splits of at most about `size` entries, whole blocks each.
+
+    Args:
+        offsets: int64 [S*G+1] on the CPU, of a `RaggedLayer`.
+        sequences: S.
+        size: entries of a split.
+        block: entries of a kernel step.
+    """
+    lengths = offsets.diff()
+    count = _ceil(lengths, lengths.new_tensor(size))
+    even = _round_up(_ceil(lengths, count.clamp(min=1)), block).clamp(min=block)
+    count = _ceil(lengths, even)
+
+    row, step = ragged.rows_and_steps(count)
+    first = ragged.offsets(count)
+    begin = step * even[row]
+    length = torch.minimum(even[row], lengths[row] - begin)
+
+    heads = len(lengths) // sequences
+    item_first = first[::heads]
+    sequence = row // heads
+    slot = torch.arange(len(row)) - item_first[sequence]
+    items = torch.stack([row % heads, offsets[row] + begin, length, slot], dim=1)
+    # Stable sorts, the minor key first: sequence by sequence, longest first, then by slot.
+    order = torch.argsort(length, descending=True, stable=True)
+    order = order[torch.argsort(sequence[order], stable=True)]
+    inside = [first[s * heads : (s + 1) * heads + 1] - item_first[s] for s in range(sequences)]
+    return SplitTable(
+        items=items[order],
+        item_first=item_first.contiguous(),
+        row_first=torch.stack(inside),
+        slots=int(item_first.diff().max()),
+    )
+
+
+def tail_splits(size: int, readers: int, programs: int, block: int) -> tuple[int, int]:
+    """The number of splits of a tail of `size` places, and the places of each.
+
+    Args:
+        size: C; places, not tokens: the grid must not depend on a length that grows.
+        readers: programs without a split.
+        programs: how many programs to aim at.
+        block: places of a kernel step; a split has at least two of them (ours).
+    """
+    if size == 0:
+        return 0, 0
+    splits = min(-(-size // (2 * block)), max(1, programs // readers))
+    chunk = -(-size // splits)
+    chunk = -(-chunk // block) * block
+    return -(-size // chunk), chunk
+
+
+def _ceil(numbers: Tensor, by: Tensor) -> Tensor:
+    return (numbers + by - 1) // by
+
+
+def _round_up(numbers: Tensor, block: int) -> Tensor:
+    return (numbers + block - 1) // block * block
