@@ -33,6 +33,7 @@ from gracekv.cache import (
     Timings,
 )
 from gracekv.errors import ShapeError
+from gracekv.fit import FITTERS, Fitter, NoFit
 from gracekv.prefill import Needs, Prefill
 from gracekv.registry import Configurable, Registry
 from gracekv.segment import SEGMENTERS, Curvature, Partition, Segmenter
@@ -66,6 +67,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "quota": QUOTAS,
     "allocate": ALLOCATORS,
     "pack": PACKERS,
+    "fit": FITTERS,
     "backend": BACKENDS,
 }
 
@@ -125,6 +127,7 @@ class Pipeline(Configurable):
         quota: how many entries each head may hold.
         allocate: which operations the budget buys.
         pack: how a chosen node becomes an entry.
+        fit: how kept entries make up for dropped ones (ours; the paper's is `none`).
         window: the recent window.
         backend: the attention implementation that decoding reads the cache with.
         keep_all: ignore the budget and keep everything (FullKV).
@@ -145,6 +148,7 @@ class Pipeline(Configurable):
     allocate: Allocator
     pack: Packer
     window: RecentWindow
+    fit: Fitter = field(default_factory=NoFit)
     backend: Backend = field(default_factory=Auto)
     keep_all: bool = False
     certify: bool = False
@@ -179,7 +183,7 @@ class Pipeline(Configurable):
         if self.keep_all:
             return Needs()
         needs = self.segment.needs() | self.value.needs() | self.sensitivity.needs()
-        needs |= self.distortion.needs()
+        needs |= self.distortion.needs() | self.fit.needs()
         if self.uses_column_sums:
             needs |= Needs(context_queries=True)
         return needs | Curvature().needs() if self.refine.uses_curvature else needs
@@ -258,6 +262,9 @@ class Pipeline(Configurable):
                 frontier = replace(frontier, bound=max(bound, frontier.utility))
         with clock("pack"):
             cache = self.pack(prefill, frontier, relevance.scores, self.prototype, column_sums)
+        with clock("fit"):
+            fitted = self.fit(prefill, region, cache)
+            cache = fitted.cache
         entries = frontier.entries_per_head().cpu() + plan.recent
         accounting = Accounting(
             budget=plan.total,

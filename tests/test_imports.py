@@ -29,6 +29,7 @@ KNOWS = {
     # The packer reads the nodes and merges their tokens by the trees' own rule.
     "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"}
     | {"gracekv.files"},
+    "fit": {"gracekv.cache.base", "gracekv.prefill", "gracekv.value"},
     "backends": {"gracekv.cache.base", "gracekv.kernels"},
     "recipes": set(),
     # What was kept where; a result is known by what it has, not by its class.

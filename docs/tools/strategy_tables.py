@@ -30,6 +30,7 @@ PAGES = {
     "quota": "stages/allocate.md",
     "allocate": "stages/allocate.md",
     "pack": "stages/cache.md",
+    "fit": "stages/fit.md",
     "backend": "stages/backends.md",
 }
 _MARKER = re.compile(r"^<!-- (strategies|stages|recipes)(?:: ([\w-]+))? -->$", re.MULTILINE)

@@ -85,6 +85,7 @@ class Timings:
         tree: quotas and candidates included.
         allocate: floor and auction.
         pack: the physical cache.
+        fit: values and multiplicities of what is kept.
     """
 
     prefill: float = 0.0
@@ -97,6 +98,7 @@ class Timings:
     tree: float = 0.0
     allocate: float = 0.0
     pack: float = 0.0
+    fit: float = 0.0
 
     @property
     def construction(self) -> float:

@@ -1,0 +1,48 @@
+"""The interface of fitters, which change what kept entries say, never which are kept."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gracekv.cache.base import RaggedCache
+from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import Registry, Strategy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fitted:
+    """A packed cache after fitting.
+
+    Attributes:
+        cache: same entries, keys and positions; other values, and for some fitters other
+            multiplicities.
+        shifts: L tensors float16 [E] on the CPU, |v' - v| / |v| of each entry; None if nothing
+            was fitted.
+    """
+
+    cache: RaggedCache
+    shifts: tuple[Tensor, ...] | None = None
+
+
+class Fitter(Strategy, abc.ABC):
+    """Fit the kept entries so that attention over them gives what attention over all gave.
+
+    Keys, positions and the number of entries stay. Entries outside the compressible region (prefix,
+    recent window, question) stay bit for bit. Deterministic; computed in float32 or better; values
+    return to the cache's dtype. Finite values stay finite.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> Fitted:
+        """Fit the entries of `region` in the packed cache of one sequence."""
+
+    def needs(self) -> Needs:
+        """What the prefill must have captured."""
+        return Needs()
+
+
+FITTERS: Registry[Fitter] = Registry("fit", "how kept entries make up for dropped ones")
+Fitter.registry = FITTERS

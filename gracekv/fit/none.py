@@ -1,0 +1,25 @@
+"""`none`: entries stay as they were packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from gracekv.cache.base import RaggedCache
+from gracekv.fit.base import FITTERS, Fitted, Fitter
+from gracekv.prefill import Prefill, Region
+
+
+@final
+@FITTERS.register("none")
+@dataclass(frozen=True)
+class NoFit(Fitter):
+    """Entries stay as they were packed, bit for bit.
+
+    Source: the paper.
+
+    Cost: none.
+    """
+
+    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> Fitted:
+        return Fitted(cache)

@@ -1,0 +1,71 @@
+"""Reference queries: what decoding is foreseen to ask, with a weight for each query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from gracekv.hyperparameter import bounded
+from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import Configurable
+from gracekv.value import Replay
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuerySet:
+    """Q reference queries.
+
+    Attributes:
+        positions: int64 [Q] on the CPU, the prompt positions that they come from.
+        asked_at: int64 [Q] on the CPU, the position that each is asked from: it sees the keys up
+            to there.
+        weights: float32 [Q] on the CPU, of sum 1.
+    """
+
+    positions: Tensor
+    asked_at: Tensor
+    weights: Tensor
+
+    def rotated(self, prefill: Prefill, layer: int) -> Tensor:
+        """float32 [G, n*Q, d]: the queries at `asked_at`, times the attention scale.
+
+        Raises `MissingCaptureError` if one was not captured.
+        """
+        queries = prefill.queries_at(layer, self.positions).float() * prefill.scale
+        plain = prefill.rope.unrotate(queries, self.positions)
+        asked = prefill.rope.rotate(plain, self.asked_at)
+        return rearrange(asked, "(g n) q d -> g (n q) d", g=prefill.kv_heads)
+
+
+@dataclass(frozen=True)
+class ReferenceQueries(Configurable):
+    """Replayed context queries, asked from the prompt's end, and the prompt's last queries.
+
+    Attributes:
+        replay: which context queries are asked again, and how much each counts.
+        tail: last prompt positions, whose queries are asked at their own places.
+        tail_share: share of all weight that the tail has.
+    """
+
+    replay: Replay = field(default_factory=lambda: Replay(max_queries=256))
+    tail: int = bounded(16, at_least=1)
+    tail_share: float = bounded(0.2, at_least=0, at_most=1)
+
+    def needs(self) -> Needs:
+        """The queries of the context and of the tail."""
+        return self.replay.needs() | Needs(last_queries=self.tail)
+
+    def __call__(self, prefill: Prefill, region: Region) -> QuerySet:
+        """The queries for one prompt."""
+        length = prefill.spans.length
+        replayed, weights = self.replay.queries(prefill, region)
+        tail = torch.arange(max(0, length - self.tail), length)
+        even = torch.full((len(tail),), self.tail_share / len(tail))
+        return QuerySet(
+            torch.cat([replayed, tail]),
+            torch.cat([torch.full_like(replayed, length - 1), tail]),
+            torch.cat([weights * (1 - self.tail_share), even]),
+        )

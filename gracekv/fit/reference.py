@@ -1,0 +1,76 @@
+"""Fitted values and multiplicities in float64, head by head, by least squares."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.base import RaggedLayer
+from gracekv.fit.queries import QuerySet
+from gracekv.fit.values_and_mass import LEAST, MOST
+from gracekv.prefill import Prefill, Region
+
+
+def fitted_head(
+    prefill: Prefill,
+    layer: int,
+    head: int,
+    packed: RaggedLayer,
+    region: Region,
+    queries: QuerySet,
+    trust: float,
+    mass_trust: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Values [E_g, d] and log multiplicities [E_g] of one KV head, float64.
+
+    Multiplicities are fitted if `mass_trust` is a number. Source: ours, `gracekv.fit.values`.
+    """
+    keys, values = (x[layer][head].double() for x in (prefill.keys, prefill.values))
+    own_keys, own_values, positions, log_m = packed.head(head)
+    own_keys, own_values, log_m = own_keys.double(), own_values.double(), log_m.double()
+    free = (positions >= region.start) & (positions < region.end)
+    outputs: list[Tensor] = []
+    attended: list[Tensor] = []
+    weights: list[float] = []
+    for number in range(prefill.group):
+        for q, (at, asked) in enumerate(
+            zip(queries.positions.tolist(), queries.asked_at.tolist(), strict=True)
+        ):
+            query = prefill.queries_at(layer, [at])[head * prefill.group + number].double()
+            query = prefill.rope.rotate(
+                prefill.rope.unrotate(query, torch.tensor([at])), torch.tensor([asked])
+            )[0]
+            full = torch.exp(prefill.scale * keys[: asked + 1] @ query)
+            kept = torch.exp(prefill.scale * own_keys @ query + log_m) * (positions <= asked)
+            again = full[-1] if asked == prefill.spans.length - 1 else torch.zeros(()).double()
+            attended.append(torch.cat([kept, again[None]]) / full.sum())
+            outputs.append((full @ values[: asked + 1]) / full.sum())
+            weights.append(float(queries.weights[q]) / prefill.group)
+    plain, targets = torch.stack(attended), torch.stack(outputs)
+    missing = 1 - plain.sum(dim=1, keepdim=True)
+    weight = torch.tensor(weights, dtype=torch.float64)
+    everything = torch.cat([own_values, values[-1:]])
+    columns = free.nonzero()[:, 0]
+    factor = torch.ones(len(plain.T), dtype=torch.float64)
+    if mass_trust is not None and len(columns):
+        change = _least_squares(plain[:, columns], missing, weight, mass_trust)
+        factor[columns] = (1 + change[:, 0]).clamp(LEAST, MOST)
+    rows = plain * factor / (plain * factor).sum(dim=1, keepdim=True)
+    result = own_values.clone()
+    if len(columns):
+        error = targets - rows @ everything
+        result[columns] += _least_squares(rows[:, columns], error, weight, trust)
+    return result, log_m + factor[:-1].log()
+
+
+def _least_squares(a: Tensor, b: Tensor, weight: Tensor, trust: float) -> Tensor:
+    """The ridge problem as ordinary least squares with a row for each unknown."""
+    mean = float((weight[:, None] * a.square()).sum(dim=0).mean())
+    penalty = math.sqrt(trust * mean if mean > 0 else 1.0)
+    root = weight.sqrt()[:, None]
+    top = torch.cat([a * root, penalty * torch.eye(a.shape[1], dtype=a.dtype)])
+    right = torch.cat([b * root, b.new_zeros(a.shape[1], b.shape[1])])
+    solution: Tensor = torch.linalg.lstsq(top, right).solution
+    return solution

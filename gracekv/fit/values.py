@@ -1,0 +1,88 @@
+"""`values`: values of kept entries fitted by ridge regression."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.fit.attended import LayerAttention, attended, scattered
+from gracekv.fit.base import FITTERS, Fitted, Fitter
+from gracekv.fit.queries import ReferenceQueries
+from gracekv.fit.ridge import ridge
+from gracekv.hyperparameter import bounded
+from gracekv.prefill import Needs, Prefill, Region
+
+
+@final
+@FITTERS.register("values")
+@dataclass(frozen=True)
+class Values(Fitter):
+    r"""Values near the original ones that give the full attention's output for foreseen queries.
+
+    With p the attention of a reference query over the kept entries and o its output over all
+    tokens, the change X of the values minimises the weighted sum of |p (V + X) - o|^2 plus
+    `trust` times the mean diagonal of the normal matrix times |X|^2, per layer and KV head.
+
+    Source: ours. The problem is that of Attention Matching (arXiv:2602.16284) and GRKV
+    (arXiv:2605.31105); reference queries, weights and prior are our own.
+
+    Cost: attention of the reference queries over all keys, O(L H Q T d), and for each head a
+    system of as many unknowns as it has entries or rows of queries, whichever are fewer.
+
+    Attributes:
+        queries: reference queries and their weights.
+        trust: weight of the prior: larger values stay nearer to the originals.
+    """
+
+    queries: ReferenceQueries = field(default_factory=ReferenceQueries)
+    trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
+
+    def needs(self) -> Needs:
+        """What the reference queries need."""
+        return self.queries.needs()
+
+    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> Fitted:
+        chosen = self.queries(prefill, region)
+        layers, shifts = [], []
+        for number, packed in enumerate(cache.layers):
+            attention = attended(prefill, number, packed, region, chosen)
+            layer, shift = with_values(packed, attention, attention.shares(), self.trust)
+            layers.append(layer)
+            shifts.append(shift)
+        return Fitted(RaggedCache(tuple(layers), cache.length, cache.padding), tuple(shifts))
+
+
+def with_values(
+    packed: RaggedLayer, attention: LayerAttention, shares: Tensor, trust: float
+) -> tuple[RaggedLayer, Tensor]:
+    """`packed` with fitted values, and |v' - v| / |v| of each entry, float16 [E] on the CPU.
+
+    Args:
+        packed: one layer of one sequence.
+        attention: the reference queries' attention in this layer.
+        shares: p float32 [G, M, W], attention over the kept entries.
+        trust: weight of the prior.
+    """
+    error = attention.output - shares @ attention.values
+    free = shares.masked_fill(~attention.free[:, None], 0.0)
+    change = ridge(free, error, attention.weights, penalty(free, attention, trust))
+    change.masked_fill_(~attention.free[..., None], 0.0).nan_to_num_(0.0, 0.0, 0.0)
+    values = scattered(packed.values, attention, attention.values + change)
+    moved = change.norm(dim=-1) / attention.values.norm(dim=-1).clamp_min(1e-12)
+    shift = torch.zeros(packed.entries, device=moved.device)
+    shift[attention.columns[attention.free]] = moved[attention.free]
+    return dataclasses.replace(packed, values=values), shift.clamp_(max=6e4).half().cpu()
+
+
+def penalty(shares: Tensor, attention: LayerAttention, trust: float) -> Tensor:
+    """lambda float32 [G, W]: `trust` times the mean diagonal of the normal matrix of each head."""
+    diagonal = torch.einsum("m,gmw->gw", attention.weights, shares.square())
+    count = attention.free.sum(dim=1, keepdim=True).clamp_min(1)
+    mean = diagonal.sum(dim=1, keepdim=True) / count
+    # Without any attention there is nothing to fit, and any penalty leaves the values.
+    return torch.where(mean > 0, trust * mean, 1.0).expand_as(diagonal).contiguous()

@@ -1,0 +1,78 @@
+"""`values_and_mass`: multiplicities first, so that kept entries get their share; then values."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import final
+
+from torch import Tensor
+
+from gracekv.cache.base import RaggedCache
+from gracekv.fit.attended import LayerAttention, attended, scattered
+from gracekv.fit.base import FITTERS, Fitted, Fitter
+from gracekv.fit.queries import ReferenceQueries
+from gracekv.fit.ridge import ridge
+from gracekv.fit.values import penalty, with_values
+from gracekv.hyperparameter import bounded
+from gracekv.prefill import Needs, Prefill, Region
+
+# Bounds of a fitted multiplicity, relative to the packed one (ours).
+LEAST, MOST = 0.25, 50.0
+
+
+@final
+@FITTERS.register("values_and_mass")
+@dataclass(frozen=True)
+class ValuesAndMass(Fitter):
+    r"""Multiplicities that restore the attention mass of what was dropped, then fitted values.
+
+    With e_t the unnormalised attention of a reference query to kept entry t and Z its sum over all
+    tokens, the multiplicities m near 1 minimise the weighted sum of |sum_t m_t e_t / Z - 1|^2: the
+    question, the answer so far and the context keep the shares that they have in the full cache.
+    Values are then fitted as in `values`, with these multiplicities.
+
+    Source: ours; see `values`.
+
+    Cost: that of `values`, and one more system per head. Decoding reads multiplicities anyway.
+
+    Attributes:
+        queries: reference queries and their weights.
+        trust: weight of the prior of the values.
+        mass_trust: weight of the prior of the multiplicities.
+    """
+
+    queries: ReferenceQueries = field(default_factory=ReferenceQueries)
+    trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
+    mass_trust: float = bounded(0.1, above=0)
+
+    def needs(self) -> Needs:
+        """What the reference queries need."""
+        return self.queries.needs()
+
+    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> Fitted:
+        chosen = self.queries(prefill, region)
+        layers, shifts = [], []
+        for number, packed in enumerate(cache.layers):
+            attention = attended(prefill, number, packed, region, chosen)
+            factor = multiplicities(attention, self.mass_trust)
+            shares = attention.shares(factor)
+            layer, shift = with_values(packed, attention, shares, self.trust)
+            weight = scattered(
+                packed.log_multiplicity,
+                attention,
+                packed.log_multiplicity[attention.columns] + factor.log(),
+            )
+            layers.append(dataclasses.replace(layer, log_multiplicity=weight))
+            shifts.append(shift)
+        return Fitted(RaggedCache(tuple(layers), cache.length, cache.padding), tuple(shifts))
+
+
+def multiplicities(attention: LayerAttention, trust: float) -> Tensor:
+    """float32 [G, W]: what the packed multiplicities are multiplied by; 1 for entries not free."""
+    shares = attention.mass / attention.total[..., None]
+    missing = 1.0 - shares.sum(dim=-1, keepdim=True)
+    free = shares.masked_fill(~attention.free[:, None], 0.0)
+    change = ridge(free, missing, attention.weights, penalty(free, attention, trust))[..., 0]
+    factor = (1.0 + change.nan_to_num_(0.0, 0.0, 0.0)).clamp_(LEAST, MOST)
+    return factor.masked_fill_(~attention.free, 1.0)

@@ -1,0 +1,135 @@
+"""Fitted values and multiplicities, against least squares in float64."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate import Budget
+from gracekv.errors import ConfigError
+from gracekv.fit import FITTERS, ReferenceQueries, Values, ValuesAndMass, reference
+from gracekv.fit.ridge import ridge
+from gracekv.pipeline import Pipeline
+from gracekv.testing import synthetic_prefill
+from gracekv.value import Replay
+
+QUERIES = ReferenceQueries(Replay(max_queries=12), tail=3)
+
+
+def compressed(recipe="gracekv-plus", ratio=3, fit="none", **sizes):
+    sizes = {"layers": 2, "context": 40, "question": 3, "tail": 2, "dim": 8} | sizes
+    prefill = synthetic_prefill(**sizes)
+    pipeline = dataclasses.replace(Pipeline.named(recipe), fit=FITTERS.parse(fit))
+    run = pipeline.run(prefill, Budget.ratio(ratio))
+    return prefill, prefill.spans.region(run.plan.recent), run.cache
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 2**16),
+    group=st.integers(1, 3),
+    ratio=st.sampled_from([1.5, 3, 8]),
+    trust=st.sampled_from([0.02, 0.3]),
+    recipe=st.sampled_from(["gracekv-plus", "gracekv"]),
+    mass=st.sampled_from([None, 0.1]),
+)
+def test_equals_least_squares_in_float64(seed, group, ratio, trust, recipe, mass):
+    prefill, region, cache = compressed(recipe, ratio, seed=seed, group=group)
+    fitter = Values(QUERIES, trust) if mass is None else ValuesAndMass(QUERIES, trust, mass)
+    got = fitter(prefill, region, cache).cache
+    chosen = QUERIES(prefill, region)
+    for number, packed in enumerate(cache.layers):
+        for head in range(prefill.kv_heads):
+            values, log_m = reference.fitted_head(
+                prefill, number, head, packed, region, chosen, trust, mass
+            )
+            own = got.layers[number].head(head)
+            torch.testing.assert_close(own[1].double(), values, rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(own[3].double(), log_m, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", sorted(set(FITTERS) - {"none"}))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_values_and_masses_of_the_region_change(name, dtype):
+    prefill, region, cache = compressed(dtype=dtype, seed=3)
+    fitted = FITTERS.build(name)(prefill, region, cache)
+    for old, new, shift in zip(cache.layers, fitted.cache.layers, fitted.shifts, strict=True):
+        free = (old.positions >= region.start) & (old.positions < region.end)
+        assert torch.equal(old.keys, new.keys)
+        assert torch.equal(old.positions, new.positions)
+        assert torch.equal(old.values[~free], new.values[~free])
+        assert torch.equal(old.log_multiplicity[~free], new.log_multiplicity[~free])
+        assert not torch.equal(old.values[free], new.values[free])
+        assert new.values.dtype == dtype
+        assert bool(new.values.isfinite().all())
+        assert bool((shift[~free] == 0).all())
+        assert shift[free].max() > 0
+
+
+def test_without_a_fit_the_cache_is_the_packed_one():
+    prefill, region, cache = compressed(seed=1)
+    assert FITTERS.build("none")(prefill, region, cache).cache is cache
+    assert Pipeline.named("gracekv").fit == FITTERS.build("none")
+
+
+@pytest.mark.parametrize("name", sorted(FITTERS))
+def test_nothing_is_fitted_at_ratio_one(name):
+    prefill, _, cache = compressed(ratio=1, fit=name)
+    for layer, (keys, values) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
+        covered = prefill.spans.length - 1
+        assert torch.equal(cache.layers[layer].keys, keys[:, :covered].flatten(0, 1))
+        assert torch.equal(cache.layers[layer].values, values[:, :covered].flatten(0, 1))
+
+
+def test_fitted_values_bring_the_outputs_nearer():
+    prefill, region, cache = compressed(seed=5, ratio=4, context=80)
+    from gracekv.fit.attended import attended
+
+    chosen = QUERIES(prefill, region)
+    fitted = Values(QUERIES, 0.05)(prefill, region, cache).cache
+    for number in range(prefill.layers):
+        errors = []
+        for packed in (cache.layers[number], fitted.layers[number]):
+            seen = attended(prefill, number, packed, region, chosen)
+            error = (seen.shares() @ seen.values - seen.output).square().sum(-1)
+            errors.append(float((error * seen.weights).sum()))
+        assert errors[1] < 0.7 * errors[0]
+
+
+def test_degenerate_heads_stay_finite():
+    prefill, region, _ = compressed(seed=2)
+    # Repeated keys, and keys that no query looks at.
+    keys = [x.clone() for x in prefill.keys]
+    keys[0][:, region.start : region.end] = keys[0][:, region.start : region.start + 1]
+    keys[1][0] = 0.0
+    keys[1][0, region.start : region.end] = (
+        -1e4 * prefill.queries_at(1, [prefill.spans.length - 1])[0]
+    )
+    broken = dataclasses.replace(prefill, keys=tuple(keys))
+    packed = Pipeline.named("gracekv-plus").run(broken, Budget.ratio(3)).cache
+    for name in FITTERS:
+        for layer in FITTERS.build(name)(broken, region, packed).cache.layers:
+            assert bool(layer.values.isfinite().all())
+            assert bool(layer.log_multiplicity.isfinite().all())
+
+
+@given(rows=st.integers(1, 9), columns=st.integers(1, 9), seed=st.integers(0, 999))
+def test_both_forms_of_the_ridge_problem_agree(rows, columns, seed):
+    rng = torch.Generator().manual_seed(seed)
+    a = torch.rand(2, rows, columns, generator=rng)
+    b, w = torch.randn(2, rows, 3, generator=rng), torch.rand(rows, generator=rng)
+    penalty = torch.rand(2, columns, generator=rng) + 0.1
+    got = ridge(a, b, w, penalty)
+    gram = a.double().mT @ (a * w[:, None]).double() + torch.diag_embed(penalty.double())
+    want = torch.linalg.solve(gram, a.double().mT @ (b * w[:, None]).double())
+    torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("values", "trust"), ("values_and_mass", "mass_trust")]
+)
+def test_bad_input_is_refused_by_name(name, field):
+    with pytest.raises(ConfigError, match=rf"{field} takes a number > 0; got 0"):
+        FITTERS.build(name, **{field: 0.0})
