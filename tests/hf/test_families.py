@@ -15,6 +15,7 @@ from gracekv.hf import GraceCache, attach, detach  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
 from support.dense import dense_logits  # noqa: E402
+from support.margins import assert_same_steps  # noqa: E402
 
 LENGTH = 150
 IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
@@ -98,6 +99,7 @@ def test_the_capture_is_the_stock_forward_pass(case):
         warnings.simplefilter("ignore", LengthWarning)
         prefill = capture(model, PROMPT)
 
+    # Exactly: both call the same functions on the same shapes.
     for layer in range(prefill.layers):
         assert torch.equal(prefill.keys[layer], cache.layers[layer].keys[0])
         assert torch.equal(prefill.values[layer], cache.layers[layer].values[0])
@@ -138,8 +140,7 @@ def test_ratio_one_generates_what_the_stock_model_does(case):
     result = compress(make(case), 1)
     ids, logits = generated(result.model, result.new_cache())
 
-    assert torch.equal(ids, expected)
-    torch.testing.assert_close(logits, expected_logits, rtol=0, atol=3e-4)
+    assert_same_steps(ids, logits, expected, expected_logits, margin=3e-4)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,6 +2,7 @@
 
 What must equal the stock model is compared at ratio 1, where nothing is lost; what must not change
 the answer (assistance, chunks, streaming) is compared with plain decoding over the same cache.
+Where both are one computation they are compared exactly; else greedy tokens may differ at a tie.
 """
 
 from threading import Thread
@@ -27,6 +28,7 @@ import gracekv
 from gracekv.errors import CacheError
 from gracekv.hf import attach, detach
 from gracekv.testing.models import tiny_llama
+from support.margins import assert_same_tokens, logits_over
 
 IDS = torch.randint(2, 97, (150,), generator=torch.Generator().manual_seed(0))
 
@@ -131,7 +133,10 @@ def test_every_mode_is_the_stock_model_s_where_nothing_is_lost(model, whole, mod
     want = stock(model, **MODES[mode]())
     torch.manual_seed(1)
     ours = over(model, whole, **MODES[mode]())
-    assert torch.equal(ours, want)
+    if mode == "greedy":
+        assert_same_tokens(ours, want, logits_over(whole))
+    else:  # Draws, beams and processors of one fixed prompt, with no tie in sight.
+        assert torch.equal(ours, want)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -200,7 +205,8 @@ def test_prompt_lookup_changes_speed_only(model, tokenizer, seed, period, lookup
     ids = cycle.repeat(40)[:110]
     result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (3, 100)), ratio=3)
     plain = result.generate_ids(20)
-    assert torch.equal(result.generate_ids(20, prompt_lookup_num_tokens=lookup), plain)
+    guessed = result.generate_ids(20, prompt_lookup_num_tokens=lookup)
+    assert_same_tokens(guessed, plain, logits_over(result))
 
 
 def counted(model, monkeypatch):
@@ -225,7 +231,8 @@ def test_assisted_decoding_changes_speed_only(model, assistant, result, kind, mo
     plain = over(model, result, max_new_tokens=20)
     fed = counted(model, monkeypatch)
     cache = result.new_cache()
-    assert torch.equal(over(model, result, cache, max_new_tokens=20, **options), plain)
+    assisted = over(model, result, cache, max_new_tokens=20, **options)
+    assert_same_tokens(assisted, plain, logits_over(result))
     # The first step gets the last prompt token and the guesses, not the prompt again.
     assert max(fed) <= 21
     assert cache.get_seq_length() == 150 + 19
@@ -243,18 +250,20 @@ def test_assisted_sampling_runs_and_stays_in_its_cache(model, assistant, result)
 def test_assistance_in_a_second_turn(model, assistant, result):
     """The cached part is then packed and tail; both are left out."""
     runs = []
+    said = torch.cat([over(model, result, max_new_tokens=5)[0], IDS[20:31]])
     for options in ({}, {"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
         cache = result.new_cache()
         answer = over(model, result, cache, max_new_tokens=5)
-        turn = torch.cat([IDS, answer[0], IDS[20:31]])[None]
+        assert torch.equal(answer[0], said[:5])
+        turn = torch.cat([IDS, said])[None]
         runs.append(
             model.generate(
                 turn, attention_mask=torch.ones_like(turn), past_key_values=cache,
                 max_new_tokens=9, do_sample=False, pad_token_id=1, **options,
-            )
+            )[0, turn.shape[1] :]
         )  # fmt: skip
-    assert torch.equal(runs[0], runs[1])
-    assert torch.equal(runs[0], runs[2])
+    for assisted in runs[1:]:
+        assert_same_tokens(assisted, runs[0], logits_over(result, said))
 
 
 def test_turns_appended_to_one_cache_equal_feeding_all_at_once(model, result):

@@ -107,6 +107,7 @@ def test_a_list_answers_as_calls_of_their_own_would(model, tokenizer, seed, leng
     context = text(seed, 200)
     questions = [text(seed + number + 1, length) for number, length in enumerate(lengths)]
     together = pipe(context=context, question=questions)
+    # Exactly: prompt by prompt the same computation, but for the segmentation that they share.
     assert together == [pipe(context=context, question=question) for question in questions]
 
 

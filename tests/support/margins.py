@@ -101,12 +101,53 @@ def assert_same_tokens(
     assert max(one, two) >= float(scores.max()) - margin, f"new token {first} is not the likeliest"
 
 
-def logits_over(result: Any) -> Callable[[Tensor], Tensor]:
-    """The next token's logits after new tokens, over a fresh cache of a `CompressionResult`."""
+def assert_same_steps(
+    got: Tensor, got_logits: Tensor, want: Tensor, want_logits: Tensor, margin: float = LOGITS
+) -> None:
+    """Two greedy answers and the logits of each step, compared up to their first difference.
+
+    Args:
+        got: int64 [n], new tokens.
+        got_logits: [n, V], what each was chosen by.
+        want: int64 [n].
+        want_logits: [n, V].
+        margin: absolute, of every logit and of the two tokens at a difference.
+    """
+    assert_same_tokens(got, want, lambda before: want_logits[len(before)], margin)
+    differing = (got != want).nonzero().flatten()
+    steps = int(differing[0]) + 1 if len(differing) else len(got)
+    torch.testing.assert_close(got_logits[:steps], want_logits[:steps], rtol=0, atol=margin)
+
+
+def logits_over(result: Any, said: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """The next token's logits after new tokens, over a fresh cache of a `CompressionResult`.
+
+    `said`: int64 [s], tokens after the prompt and before the new ones.
+    """
 
     @torch.no_grad()
     def logits(tokens: Tensor) -> Tensor:
-        fed = torch.cat([result.prompt.ids[-1:], tokens])[None].to(result.model.device)
-        return result.model(fed, past_key_values=result.cache).logits[0, -1]
+        before = [result.prompt.ids[-1:], *([] if said is None else [said]), tokens]
+        fed = torch.cat(before)[None].to(result.model.device)
+        return result.model(fed, past_key_values=result.new_cache()).logits[0, -1]
 
     return logits
+
+
+def assert_same_beams(got: Tensor, want: Tensor, result: Any, margin: float = LOGITS) -> None:
+    """Two sets of beams [rows, n]: another sequence only with as large a sum of log-probabilities.
+
+    The sums are taken over a fresh cache of a `CompressionResult`; `margin` is for each token.
+    """
+    assert got.shape == want.shape
+    for one, two in zip(got, want, strict=True):
+        if not torch.equal(one, two):
+            sums = [_log_probability(result, tokens) for tokens in (one, two)]
+            assert abs(sums[0] - sums[1]) <= margin * len(one), (one, two, sums)
+
+
+@torch.no_grad()
+def _log_probability(result: Any, tokens: Tensor) -> float:
+    fed = torch.cat([result.prompt.ids[-1:], tokens[:-1]])[None].to(result.model.device)
+    logits = result.model(fed, past_key_values=result.new_cache()).logits[0].double()
+    return float(logits.log_softmax(-1).gather(-1, tokens[:, None]).sum())
