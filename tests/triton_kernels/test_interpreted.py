@@ -74,7 +74,7 @@ def test_one_head_fifty_times_longer_than_the_rest():
     check_attention(backend, problem)
 
     table = backend.prepare(problem.layer).tables.tables[0]
-    assert table.row_first[0].diff().tolist() == [12, 1, 0, 1]
+    assert table.row_first[0].diff().tolist() == [8, 1, 0, 1]
 
 
 def test_nothing_to_see_anywhere_gives_zero():
