@@ -152,6 +152,34 @@ class AttentionBackend(Backend):
             self.packed(query, prepared, scale, rows), self.tail(query, keys, values, mask, scale)
         )
 
+    def decode(
+        self,
+        query: Tensor,
+        prepared: Any,
+        keys: Tensor,
+        values: Tensor,
+        length: Tensor,
+        scale: float,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """[B, H, Tq, d]: like calling, over tail buffers whose used length lies on the device.
+
+        Nothing waits for the device, and shapes do not depend on `length`.
+
+        Args:
+            query: [B, H, Tq, d].
+            prepared: from `prepare`.
+            keys: [B, G, C, d]; places from `length` on may hold any finite numbers.
+            values: [B, G, C, d].
+            length: int32 or int64 [B], tokens in each row's tail, the queries' own included.
+            scale: factor of q . k.
+            rows: int64 [B], or None.
+        """
+        query_places = torch.arange(-query.shape[2], 0, device=length.device) + length[:, None]
+        places = torch.arange(keys.shape[2], device=length.device)
+        seen = places <= query_places[..., None]
+        return self(query, prepared, keys, values, seen[:, None], scale, rows)
+
 
 BACKENDS: Registry[Backend] = Registry("backend", "how decoding reads the ragged cache")
 Backend.registry = BACKENDS

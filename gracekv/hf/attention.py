@@ -16,6 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from gracekv.errors import CacheError
 from gracekv.hf.input_checks import before_forward, check_positions
 from gracekv.hf.layer import PackedStates
+from gracekv.hf.static_layer import tail_is_full
 from gracekv.prefill.attention_patch import base_attention
 from gracekv.prefill.supported import check_model
 
@@ -104,37 +105,58 @@ def attention(
             "Attention weights over a compressed cache are not those of the prompt's tokens. Use "
             "output_attentions=True without past_key_values."
         )
-    layer, tokens = key.layer, query.shape[2]
-    _check_window(kwargs.get("sliding_window"), layer.logical_length)
+    layer, packed, places = key.layer, key.layer.packed, key.keys.shape[2]
+    _check_window(kwargs.get("sliding_window"), packed.length + places)
     positions = kwargs.get("position_ids")
     if attention_mask is None:
-        if tokens > 1 and positions is not None:
+        if query.shape[2] > 1 and positions is not None and layer.length is None:
             check_positions(int(positions.max()) + 1, layer.logical_length)
-    elif attention_mask.shape[-1] != layer.tail_length:
+    elif attention_mask.shape[-1] != places:
         raise CacheError(
-            f"A prepared attention mask must cover the {layer.tail_length} tokens since "
-            f"compression; it covers {attention_mask.shape[-1]}. Pass a 2D mask over all tokens, "
-            f"or none."
+            f"A prepared attention mask must cover the {places} tokens since compression; it "
+            f"covers {attention_mask.shape[-1]}. Pass a 2D mask over all tokens, or none."
         )
-    packed = layer.packed
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    mixed = packed.backend(
-        query, packed.prepared, key.keys, key.values, attention_mask, scale, layer.rows
-    )
+    if attention_mask is None and layer.length is not None:
+        mixed = packed.backend.decode(
+            query, packed.prepared, key.keys, key.values, layer.length, scale, layer.rows
+        )
+    else:
+        mixed = packed.backend(
+            query, packed.prepared, key.keys, key.values, attention_mask, scale, layer.rows
+        )
     return mixed.transpose(1, 2).contiguous(), None
 
 
 def tail_mask(
-    *, kv_length: int, kv_offset: int = 0, attention_mask: Tensor | None = None, **kwargs: Any
+    *,
+    q_length: int | Tensor = 0,
+    kv_length: int,
+    kv_offset: int = 0,
+    q_offset: int | Tensor = 0,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> Tensor | None:
-    """Stock sdpa mask [B, 1, Tq, S] of the tail, or None where causality says it all.
+    """Stock sdpa mask [B, 1, Tq, S] of the tail, or None where each token sees all before it.
 
     Raises `CacheError` if a 2D `attention_mask` [B, length] does not fit the cache.
     """
     if kv_offset and attention_mask is not None:
-        check_positions(attention_mask.shape[-1], int(kv_offset) + int(kv_length))
+        told, places = attention_mask.shape[-1], int(kv_offset) + int(kv_length)
+        if not isinstance(q_offset, Tensor):
+            check_positions(told, places)
+        elif told > places:
+            raise CacheError(tail_is_full(told - int(kv_offset), int(kv_length)))
+    if kv_offset and attention_mask is None and q_length == 1:
+        # transformers 5.17 would make a mask while a CUDA graph is recorded.
+        return None
     mask: Tensor | None = sdpa_mask(
-        kv_length=kv_length, kv_offset=kv_offset, attention_mask=attention_mask, **kwargs
+        q_length=q_length,
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        q_offset=q_offset,
+        attention_mask=attention_mask,
+        **kwargs,
     )
     return mask
 

@@ -13,6 +13,7 @@ from gracekv.backends import Auto, Backend
 from gracekv.cache.base import RaggedCache
 from gracekv.errors import CacheError
 from gracekv.hf.layer import GraceLayer, PackedLayer
+from gracekv.hf.static_layer import StaticGraceLayer
 
 
 class GraceCache(Cache):  # type: ignore[misc]
@@ -36,6 +37,8 @@ class GraceCache(Cache):  # type: ignore[misc]
     """
 
     layers: list[GraceLayer]
+    # Whether `ReplayedForward` makes the model's inputs, which then need no check.
+    is_replayed = False
 
     def __init__(self, packed: RaggedCache, backend: Backend | None = None) -> None:
         backend = backend or Auto()
@@ -52,6 +55,23 @@ class GraceCache(Cache):  # type: ignore[misc]
         twin.layers = [GraceLayer(layer.packed) for layer in self.layers]
         return twin
 
+    def with_static_tail(self, capacity: int, *, rows: int | None = None) -> GraceCache:
+        """A cache whose tail is preallocated on the device, for `torch.compile` and CUDA graphs.
+
+        `model.generate` compiles its decoding steps over it on GPUs (`cache.is_compileable`). The
+        tail so far is copied; one that is full is continued on another, larger static tail.
+
+        Args:
+            capacity: tokens since compression that it can hold.
+            rows: B, continuations; default: as many as this cache has.
+
+        Raises `CacheError` if rows or tail do not fit.
+        """
+        rows = self.layers[0].batch if rows is None else rows
+        twin = copy.copy(self)
+        twin.layers = [StaticGraceLayer(layer, rows, capacity) for layer in self.layers]
+        return twin
+
     @property
     def packed(self) -> RaggedCache:
         """The compressed entries of all layers."""
@@ -63,8 +83,8 @@ class GraceCache(Cache):  # type: ignore[misc]
         """Logical tokens that the packed part stands for."""
         return self.layers[0].packed.length
 
-    def packed_mask(self, rows: int, device: torch.device) -> Tensor:
-        """bool [rows, packed_length]: False where a row's prompt is padded.
+    def packed_padding(self, rows: int, device: torch.device | None = None) -> Tensor:
+        """int64 [rows]: how many tokens fewer each row's prompt covers than the longest.
 
         Raises `CacheError` if so many rows cannot continue the packed prompts.
         """
@@ -75,10 +95,18 @@ class GraceCache(Cache):  # type: ignore[misc]
                 f"The cache holds {known} prompts, the model was given {rows} rows. Use as many "
                 f"rows, a multiple of them, or cache.batch_select_indices first."
             )
+        device = layer.packed.ragged.keys.device if device is None else device
         padding = torch.tensor(self.padding, device=device)
         if layer.rows is not None:
             padding = padding[layer.rows.to(device)]
-        padding = padding.repeat_interleave(rows // known)
+        return padding.repeat_interleave(rows // known)
+
+    def packed_mask(self, rows: int, device: torch.device) -> Tensor:
+        """bool [rows, packed_length]: False where a row's prompt is padded.
+
+        Raises `CacheError` if so many rows cannot continue the packed prompts.
+        """
+        padding = self.packed_padding(rows, device)
         return torch.arange(self.packed_length, device=device) >= padding[:, None]
 
     def warm_up(self, model: Any) -> None:
@@ -96,8 +124,8 @@ class GraceCache(Cache):  # type: ignore[misc]
         return sum(layer.packed.backend.held_bytes(layer.packed.prepared) for layer in self.layers)
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """No maximum; the name of `get_max_length` in older transformers."""
-        return -1
+        """The name of `get_max_length` in older transformers."""
+        return self.layers[layer_idx or 0].get_max_length()
 
     def __repr__(self) -> str:
         tail: Any = self.layers[0].tail_length

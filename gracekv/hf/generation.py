@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gracekv.errors import PromptError
+from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.prefill.capture import input_device
@@ -51,9 +53,12 @@ def continue_ids(
         options = {"pad_token_id": _padding_id(model, prompts[0])} | options
     if options.get("stop_strings") is not None:
         options = {"tokenizer": prompts[0].tokenizer} | options
-    output = model.generate(
-        **inputs, past_key_values=cache, max_new_tokens=max_new_tokens, **options
-    )
+    with ExitStack() as stack:
+        if graph_replay.suits(model, cache, max_new_tokens, options):
+            cache = stack.enter_context(graph_replay.replaying(model, cache, max_new_tokens))
+        output = model.generate(
+            **inputs, past_key_values=cache, max_new_tokens=max_new_tokens, **options
+        )
     sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
     return sequences[:, inputs["input_ids"].shape[1] :]
 

@@ -29,7 +29,7 @@ def before_forward(
     positions are not those that follow the cached tokens.
     """
     cache = kwargs.get("past_key_values")
-    if not isinstance(cache, GraceCache) or torch.compiler.is_compiling():
+    if not isinstance(cache, GraceCache) or cache.is_replayed or torch.compiler.is_compiling():
         return None
     name = "input_ids" if kwargs.get("inputs_embeds") is None else "inputs_embeds"
     kwargs = dict(kwargs)
@@ -39,7 +39,7 @@ def before_forward(
         return None
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     flat = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    again = cache.get_seq_length()
+    again = int(cache.get_seq_length())
     rows, fed = kwargs[name].shape[:2]
     if fed > again and _whole(flat, positions, fed):
         kwargs[name] = kwargs[name][:, again:]
@@ -55,7 +55,7 @@ def before_forward(
         return (), kwargs
     seen = cache.packed_mask(rows, kwargs[name].device)
     if mask is None:
-        total = cache.get_seq_length() + fed
+        total = again + fed
         mask = seen.new_ones(rows, total)
         mask[:, : seen.shape[1]] = seen
         kwargs["attention_mask"] = mask

@@ -101,18 +101,26 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     supports_early_init = False
 
+    # None: the tail grows, and its length is known without the device.
+    length: Tensor | None = None
+
     def __init__(self, packed: PackedLayer) -> None:
         super().__init__()
         self.packed = packed
-        self.tail_length = 0
         self.rows: Tensor | None = None
+        self._used = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
     @property
+    def tail_length(self) -> int:
+        """Tokens since compression."""
+        return self._used
+
+    @property
     def logical_length(self) -> int:
         """Tokens seen so far: those that the packed part stands for, and the tail's."""
-        return self.packed.length + self.tail_length
+        return self.packed.length + self._used
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self._grow(key_states.shape[0], max(_FIRST_CAPACITY, key_states.shape[2]))
@@ -126,7 +134,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         self._check(key_states)
         batch, _, new, _ = key_states.shape
-        end = self.tail_length + new
+        end = self._used + new
         keys = self._keys
         if (
             keys is None
@@ -138,9 +146,9 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
             capacity = 0 if keys is None else keys.shape[2]
             self._grow(batch, capacity if capacity >= end else max(_FIRST_CAPACITY, 2 * end))
         new_keys, new_values = self._tail(end)
-        new_keys[:, :, self.tail_length :] = key_states.detach()
-        new_values[:, :, self.tail_length :] = value_states.detach()
-        self.tail_length = end
+        new_keys[:, :, self._used :] = key_states.detach()
+        new_values[:, :, self._used :] = value_states.detach()
+        self._used = end
         states = PackedStates(self, new_keys, new_values)
         return states, states
 
@@ -168,31 +176,41 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _grow(self, batch: int, capacity: int) -> None:
         """New storage for `batch` rows and `capacity` places that holds the tail so far."""
-        packed, used = self.packed.ragged, self.tail_length
-        shape = (batch, packed.heads, capacity, packed.keys.shape[-1])
+        self._keys, self._values = self.resized(batch, capacity, self._used)
+        self.rows = self.rows_of(batch)
+        self.is_initialized = True
+
+    def resized(self, batch: int, capacity: int, used: int) -> tuple[Tensor, Tensor]:
+        """Zeros [B, G, capacity, d] for keys and for values, with the first `used` tokens copied.
+
+        Raises `CacheError` if `batch` is no multiple of the continuations so far.
+        """
+        packed = self.packed.ragged
         old_rows = self.batch if used else batch
         if batch % old_rows:
             raise CacheError(
                 f"The cache holds {old_rows} continuations, the model was given {batch} rows. Use "
                 f"as many rows as before, a multiple of them, or cache.batch_select_indices first."
             )
-        known = packed.sequences if self.rows is None else len(self.rows)
+        buffers = []
+        for old in (self._keys, self._values):
+            buffer = packed.keys.new_zeros((batch, packed.heads, capacity, packed.keys.shape[-1]))
+            if old is not None and used:
+                # `generate` repeats its rows for beams and returned sequences, not the cache's.
+                rows = old[:, :, :used].repeat_interleave(batch // old_rows, dim=0)
+                buffer[:, :, :used] = rows
+            buffers.append(buffer)
+        return buffers[0], buffers[1]
+
+    def rows_of(self, batch: int) -> Tensor | None:
+        """`rows` for `batch` rows, each continuation repeated; `CacheError` if they do not fit."""
+        known = self.packed.ragged.sequences if self.rows is None else len(self.rows)
         if batch % known:
             raise CacheError(
                 f"The cache holds {known} prompts, the model was given {batch} rows. Use as many "
                 f"rows, a multiple of them, or cache.batch_select_indices first."
             )
-        if self.rows is not None:
-            self.rows = self.rows.repeat_interleave(batch // known)
-        for name in ("_keys", "_values"):
-            old = getattr(self, name)
-            buffer = packed.keys.new_empty(shape)
-            if old is not None and used:
-                # `generate` repeats its rows for beams and returned sequences, not the cache's.
-                rows = old[:, :, :used].repeat_interleave(batch // old_rows, dim=0)
-                buffer[:, :, :used] = rows
-            setattr(self, name, buffer)
-        self.is_initialized = True
+        return None if self.rows is None else self.rows.repeat_interleave(batch // known)
 
     @property
     def batch(self) -> int:
@@ -206,7 +224,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The mask covers the tail; its offset skips what the packed part stands for."""
-        return self.tail_length + int(query_length), self.packed.length
+        return self._used + int(query_length), self.packed.length
 
     def get_max_length(self) -> int:
         return -1
@@ -217,7 +235,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget the tail; the packed part stays."""
-        self.tail_length = 0
+        self._used = 0
         self.rows = None
         self._keys = self._values = None
         self.is_initialized = False
@@ -227,6 +245,10 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Raises `CacheError` for a positive number, and beyond the tail.
         """
+        self._check_crop(tokens_to_remove)
+        self._used += tokens_to_remove
+
+    def _check_crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise CacheError(
                 f"crop takes minus the number of tokens to remove; got {tokens_to_remove}. To keep "
@@ -237,7 +259,6 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"Only the {self.tail_length} tokens since compression can be removed, not "
                 f"{-tokens_to_remove}: the others are merged. Compress the shorter prompt instead."
             )
-        self.tail_length += tokens_to_remove
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)

@@ -1,0 +1,195 @@
+"""Decoding steps of one token as a CUDA graph that `model.generate` replays.
+
+At batch 1 the kernels of a step take less time than their launches from Python; a graph launches
+all of them at once. Sampling, penalties and stopping stay with `generate`: only the model's forward
+is recorded. Source: CUDA graphs; ours: what is recorded, and growth by a new tail and graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.hf.cache import GraceCache
+
+# Places of the first static tail; each further one is twice as long. Ours.
+_FIRST_CAPACITY = 128
+# Fewer new tokens do not repay the steps that warm up and record. Ours.
+_FEWEST_TOKENS = 16
+# Steps before recording: the first compiles kernels, libraries choose theirs in the second.
+_WARM_UP_STEPS = 2
+# Options of `generate` that feed several tokens a step, change rows, or keep more than logits.
+_UNSUITED_OPTIONS = (
+    "assistant_model",
+    "cache_implementation",
+    "compile_config",
+    "custom_generate",
+    "num_beams",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "prefill_chunk_size",
+    "prompt_lookup_num_tokens",
+)
+_lock = threading.Lock()
+
+
+def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[str, Any]) -> bool:
+    """Whether generation with these `options` replays a graph: plain steps on one NVIDIA GPU."""
+    keys = cache.layers[0].packed.ragged.keys
+    names = [*_UNSUITED_OPTIONS, "use_cache"]
+    given = [options.get(name) for name in names] + [
+        getattr(model.generation_config, name, None) for name in names
+    ]
+    return (
+        keys.is_cuda
+        and max_new_tokens >= _FEWEST_TOKENS
+        and all(value in (None, False, True, 1) for value in given)
+        and not any(options.get(name) for name in _UNSUITED_OPTIONS if name.startswith("output"))
+        and len({parameter.device for parameter in model.parameters()}) == 1
+        and all(layer.packed.backend.name == "triton" for layer in cache.layers)
+    )
+
+
+@contextmanager
+def replaying(model: Any, cache: GraceCache, max_new_tokens: int) -> Iterator[GraceCache]:
+    """The cache to generate with: a static one whose steps `model.forward` replays meanwhile.
+
+    If another thread replays steps of the same model, `cache` itself.
+    """
+    own = model.__dict__.get("forward")
+    with _lock:
+        free = not isinstance(own, ReplayedForward)
+        if free:
+            forward = ReplayedForward(model, cache, max_new_tokens)
+            model.forward = forward
+    if not free:
+        yield cache
+        return
+    try:
+        yield forward.cache
+    finally:
+        with _lock:
+            if own is None:
+                del model.forward
+            else:
+                model.forward = own
+
+
+class ReplayedForward:
+    """`model.forward`, which replays a recorded step for one token a row over its own cache.
+
+    Everything else, such as other caches, goes to the model's own forward. On CPUs the same step
+    runs without being recorded.
+
+    Args:
+        model: attached.
+        cache: the cache to continue.
+        max_new_tokens: bounds the tail.
+
+    Attributes:
+        cache: a static cache that continues the one given.
+        recordings: how many graphs were recorded, or tails allocated.
+    """
+
+    def __init__(self, model: Any, cache: GraceCache, max_new_tokens: int) -> None:
+        self._forward, self._model_name = model.forward, type(model).__name__
+        # `generate` reads the signature to decide what it passes.
+        self.__signature__ = inspect.signature(self._forward)
+        self._used = int(cache.layers[0].tail_length)
+        self._most = self._used + max_new_tokens
+        self._rows = cache.layers[0].batch
+        padding = cache.packed_padding(self._rows)
+        self._start = (cache.packed_length - padding)[:, None]
+        self.cache = cache.with_static_tail(min(_FIRST_CAPACITY, self._most))
+        # `generate` must neither compile the step nor make 4D masks for it.
+        for layer in self.cache.layers:
+            layer.is_compileable = False
+        self.recordings = 0
+        self._options: dict[str, Any] | None = None
+        self._ids = torch.zeros(self._rows, 1, dtype=torch.int64, device=self._start.device)
+        self._graph: Any = None
+        self._output: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
+        if args or cache is not self.cache or ids is None:
+            return self._forward(*args, **kwargs)
+        self._make_room(ids.shape[1])
+        self._used += ids.shape[1]
+        given = ("input_ids", "past_key_values", "attention_mask", "position_ids", "cache_position")
+        options = {name: value for name, value in kwargs.items() if name not in given}
+        if ids.shape != self._ids.shape or any(isinstance(x, Tensor) for x in options.values()):
+            return self._forward(**kwargs)
+        self._ids.copy_(ids)
+        if options != self._options:
+            self._options, self._graph = options, None
+            if self._ids.is_cuda:
+                self._record()
+        if self._graph is None:
+            return self._step()
+        self._graph.replay()
+        return self._output
+
+    def _make_room(self, tokens: int) -> None:
+        """A tail that holds `tokens` more; a longer one needs another graph."""
+        capacity = self.cache.layers[0].get_max_length() - self.cache.packed_length
+        if self._used + tokens > capacity:
+            capacity = max(self._used + tokens, min(2 * capacity, self._most))
+            self.cache.layers = self.cache.with_static_tail(capacity).layers
+            for layer in self.cache.layers:
+                layer.is_compileable = False
+            self._options = self._graph = self._output = None
+
+    def _step(self) -> Any:
+        """One token for each row: every tensor is read at its fixed address."""
+        options = dict(self._options or {})
+        length = self.cache.layers[0].length
+        assert length is not None
+        positions = self._start + length[:, None]
+        if "cache_position" in self.__signature__.parameters:
+            options["cache_position"] = length[:1] + self.cache.packed_length
+        self.cache.is_replayed = True
+        try:
+            return self._forward(
+                input_ids=self._ids,
+                position_ids=positions,
+                past_key_values=self.cache,
+                attention_mask=None,
+                **options,
+            )
+        finally:
+            self.cache.is_replayed = False
+
+    def _record(self) -> None:
+        """Record a step on a stream of its own; afterwards the tail is as it was before."""
+        lengths = [layer.length for layer in self.cache.layers if layer.length is not None]
+        before = [length.clone() for length in lengths]
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_STEPS):
+                self._step()
+                for length, old in zip(lengths, before, strict=True):
+                    length.copy_(old)
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._output = self._step()
+        except RuntimeError as error:
+            warnings.warn(
+                f"A decoding step of {self._model_name} could not be recorded as a "
+                f"CUDA graph ({error}); generation goes on without one.",
+                stacklevel=2,
+            )
+            return
+        self._graph = graph
+        self.recordings += 1
