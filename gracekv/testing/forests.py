@@ -179,3 +179,30 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
     covered.index_add_(0, row + forest.end[kept].cpu(), -ones)
     if bool((covered.view(-1, tokens + 1).cumsum(1) > 1).any()):
         raise AssertionError("a token lies in two kept intervals of its head")
+
+
+def check_forest(forest: Forest) -> None:
+    """Raise `AssertionError`, with the reason, unless `forest` is a forest with finite gains.
+
+    The children of a node follow one another and cover it; single tokens are leaves; a node's
+    physical entries are 1 or its tokens; gains and distortions are finite, distortions >= 0.
+    """
+    inner = (~forest.is_leaf).nonzero().flatten().cpu()
+    first, count = forest.first_child.cpu()[inner], forest.child_count.cpu()[inner]
+    start, end, parent = forest.start.cpu(), forest.end.cpu(), forest.parent.cpu()
+    last = first + count - 1
+    if bool((start[first] != start[inner]).any()) or bool((end[last] != end[inner]).any()):
+        raise AssertionError("children do not begin and end where their node does")
+    below = (parent >= 0).nonzero().flatten()
+    sibling = below[1:][parent[below][1:] == parent[below][:-1]]
+    if bool((start[sibling] != end[sibling - 1]).any()):
+        raise AssertionError("children do not follow one another")
+    if bool((count < 2).any()) or bool((forest.length <= 0).any()):
+        raise AssertionError("a node has one child, or is empty")
+    if bool(((forest.entries != 1) & (forest.entries != forest.length)).any()):
+        raise AssertionError("a node's entries are neither 1 nor its tokens")
+    for name in ("relevance", "distortion", "drop", "add_gain", "split_gain"):
+        if not bool(getattr(forest, name).isfinite().all()):
+            raise AssertionError(f"{name} holds NaN or infinity")
+    if bool((forest.distortion < 0).any()):
+        raise AssertionError("a distortion is below 0")

@@ -18,13 +18,23 @@ def kept_positions(run: Run, prefill: Prefill, layer: int, head: int) -> Tensor:
 
 
 def check_selection(run: Run, prefill: Prefill, recent: int) -> None:
-    """Raise `AssertionError` unless the run spent its budget exactly and kept what it must.
+    """`check_run` of a run that must spend its budget to the last entry."""
+    spent, budget = run.accounting.spent, run.accounting.budget
+    if spent != budget:
+        raise AssertionError(f"{spent} entries of a budget of {budget}")
+    check_run(run, prefill, recent)
 
-    Every head holds the prefix, the last `recent` context tokens and the suffix, prefix and suffix
-    bit for bit with multiplicity 1; positions strictly rise; what was accounted for is there.
+
+def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
+    """Raise `AssertionError` unless the run kept to its budget and kept what it must.
+
+    Every head holds the prefix, the last `recent` context tokens (default: the run's own recent
+    window) and the suffix, prefix and suffix bit for bit with multiplicity 1; positions strictly
+    rise; what was accounted for is there.
     """
     spans, accounting = prefill.spans, run.accounting
-    if accounting.spent != accounting.budget:
+    recent = accounting.recent if recent is None else recent
+    if accounting.spent > accounting.budget:
         raise AssertionError(f"{accounting.spent} entries of a budget of {accounting.budget}")
     covered = spans.length - 1
     fixed = [*range(spans.context_start), *range(spans.context_end, covered)]

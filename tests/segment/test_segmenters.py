@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.errors import ShapeError
 from gracekv.prefill import Region
 from gracekv.segment import SEGMENTERS, Partition
-from gracekv.testing import synthetic_prefill
+from gracekv.testing import contracts, synthetic_prefill
 from gracekv.testing.partitions import check_partition
 
 
@@ -18,24 +17,7 @@ from gracekv.testing.partitions import check_partition
 def test_covers_the_region_and_repeats_itself(name, context, recent, seed):
     prefill = synthetic_prefill(context=context, seed=seed)
     region = prefill.spans.region(min(recent, context - 1))
-    segmenter = SEGMENTERS.build(name)
-    first, second = segmenter(prefill, region), segmenter(prefill, region)
-    check_partition(first, region, prefill.spans.length)
-    assert torch.equal(first.bounds, second.bounds)
-
-
-@pytest.mark.parametrize("name", list(SEGMENTERS))
-def test_refuses_an_empty_region(name):
-    with pytest.raises(ShapeError, match="bounds"):
-        SEGMENTERS.build(name)(synthetic_prefill(), Region(20, 20))
-
-
-@pytest.mark.parametrize("name", list(SEGMENTERS))
-def test_is_a_value_that_survives_plain_data(name):
-    segmenter = SEGMENTERS.build(name)
-    assert SEGMENTERS.parse(segmenter.to_dict()) == segmenter
-    assert hash(SEGMENTERS.build(name)) == hash(segmenter)
-    assert segmenter.summary().endswith(".")
+    contracts.check_segmenter(SEGMENTERS.build(name), prefill, region)
 
 
 def test_the_papers_segmenter_and_its_ablations_are_registered():

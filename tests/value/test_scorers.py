@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.testing import synthetic_prefill
+from gracekv.testing import contracts, synthetic_prefill
 from gracekv.value import SCORERS
 from gracekv.value.seed_scores import mean_seed_scores
 
@@ -21,23 +21,7 @@ from gracekv.value.seed_scores import mean_seed_scores
 def test_scores_are_finite_non_negative_float32_and_repeatable(name, seed, context, recent, dtype):
     prefill = synthetic_prefill(layers=3, dim=8, context=context, seed=seed, dtype=dtype)
     region = prefill.spans.region(min(recent, context - 1))
-    scorer = SCORERS.build(name)
-    scores, again = scorer(prefill, region), scorer(prefill, region)
-    assert scores.scores.shape == (3, 2, region.length)
-    assert scores.scores.dtype == scores.seed_scores.dtype == torch.float32
-    assert bool(scores.scores.isfinite().all() & (scores.scores >= 0).all())
-    assert bool((scores.seed_scores >= 0).all())
-    torch.testing.assert_close(scores.seed_scores.sum(), torch.tensor(1.0))
-    assert torch.equal(scores.scores, again.scores)
-    assert torch.equal(scores.seed_scores, again.seed_scores)
-
-
-@pytest.mark.parametrize("name", list(SCORERS))
-def test_is_a_value_that_survives_plain_data(name):
-    scorer = SCORERS.build(name)
-    assert SCORERS.parse(scorer.to_dict()) == scorer
-    assert hash(SCORERS.build(name)) == hash(scorer)
-    assert scorer.summary().endswith(".")
+    contracts.check_scorer(SCORERS.build(name), prefill, region)
 
 
 def test_the_papers_scorer_and_those_of_its_rivals_are_registered():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs
-from gracekv.testing import synthetic_prefill
+from gracekv.testing import contracts, synthetic_prefill
 from gracekv.value import SENSITIVITIES, NoSensitivity, OutputProjection, reference
 
 
@@ -24,20 +24,7 @@ def test_mean_is_one(name, seed, layers, kv_heads, group):
     prefill = synthetic_prefill(
         layers=layers, kv_heads=kv_heads, group=group, dim=4, context=8, seed=seed
     )
-    sensitivity = SENSITIVITIES.build(name)
-    omega = sensitivity(prefill)
-    assert omega.shape == (layers, kv_heads)
-    assert omega.dtype == torch.float32
-    assert bool((omega > 0).all())
-    torch.testing.assert_close(omega.mean(), torch.tensor(1.0))
-    assert torch.equal(omega, sensitivity(prefill))
-
-
-@pytest.mark.parametrize("name", list(SENSITIVITIES))
-def test_is_a_value_that_survives_plain_data(name):
-    sensitivity = SENSITIVITIES.build(name)
-    assert SENSITIVITIES.parse(sensitivity.to_dict()) == sensitivity
-    assert sensitivity.summary().endswith(".")
+    contracts.check_sensitivity(SENSITIVITIES.build(name), prefill)
 
 
 @given(

@@ -1,0 +1,281 @@
+"""What every strategy of a stage promises, as checks for our own tests and for plugins'.
+
+    from gracekv.testing import contracts
+
+    contracts.check(MyScorer(temperature=0.5))
+
+    class TestMyScorer(contracts.StrategyContract):  # the same under pytest
+        strategy = MyScorer(temperature=0.5)
+
+Every check raises `AssertionError` that names the broken promise. Source: ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate import Allocator, Budget, BudgetPlan, Floor, Frontier, Quota
+from gracekv.backends import Backend
+from gracekv.errors import ShapeError
+from gracekv.pipeline import REGISTRIES, Pipeline
+from gracekv.prefill import Prefill, Region
+from gracekv.registry import Strategy
+from gracekv.segment import Segmenter
+from gracekv.testing.attention import attention_problem, check_attention
+from gracekv.testing.forests import check_forest, check_frontier, random_forest
+from gracekv.testing.partitions import check_partition
+from gracekv.testing.prefills import synthetic_prefill
+from gracekv.testing.selections import check_run
+from gracekv.value import Scorer, Sensitivity
+
+
+class StrategyContract:
+    """Tests of one strategy: subclass it under a name that begins with "Test", set `strategy`.
+
+    Attributes:
+        strategy: what is tested, with the fields that are tested.
+        seeds: of the random inputs.
+    """
+
+    strategy: ClassVar[Strategy]
+    seeds: ClassVar[range] = range(3)
+
+    def test_is_a_value(self) -> None:
+        """See `check_value`."""
+        check_value(self.strategy)
+
+    def test_keeps_the_promises_of_its_stage(self) -> None:
+        """See `check_stage`."""
+        for seed in self.seeds:
+            check_stage(self.strategy, seed)
+
+
+def check(strategy: Strategy, seeds: range = range(3)) -> None:
+    """Raise `AssertionError` unless `strategy` keeps what the interface of its stage promises.
+
+    `seeds` are those of the random inputs.
+    """
+    check_value(strategy)
+    for seed in seeds:
+        check_stage(strategy, seed)
+
+
+def check_value(strategy: Strategy) -> None:
+    """Check that a strategy is registered plain data: frozen, hashable, restored from its fields.
+
+    Raises `AssertionError` otherwise.
+    """
+    cls: Any = type(strategy)
+    _hold(REGISTRIES.get(cls.registry.stage) is cls.registry, f"{cls.__name__} has no stage")
+    frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
+    _hold(frozen, f"{cls.__name__} is no frozen dataclass")
+    data = strategy.to_dict()
+    _hold(cls.registry.parse(data) == strategy, f"{data} does not give {strategy} back")
+    _hold(hash(cls.registry.parse(data)) == hash(strategy), "equal strategies differ in their hash")
+    line = cls.summary()
+    _hold(
+        line.endswith(".") and not line.startswith(f"{cls.__name__}("),
+        f"the docstring of {cls.__name__} begins with no sentence",
+    )
+
+
+def check_stage(strategy: Strategy, seed: int) -> None:
+    """Run the checks of the strategy's stage on random inputs of `seed`.
+
+    Raises `AssertionError` if a promise is broken.
+    """
+    stage = strategy.registry.stage
+    rng = torch.Generator().manual_seed(seed)
+    context = int(torch.randint(2, 120, (), generator=rng))
+    dtype = (torch.float32, torch.bfloat16)[seed % 2]
+    prefill = synthetic_prefill(layers=3, dim=8, context=context, seed=seed, dtype=dtype)
+    region = prefill.spans.region(min(int(torch.randint(0, 16, (), generator=rng)), context - 1))
+    with _unchanged(prefill):
+        if stage == "segment":
+            check_segmenter(cast(Segmenter, strategy), prefill, region)
+        elif stage == "value":
+            check_scorer(cast(Scorer, strategy), prefill, region)
+        elif stage == "sensitivity":
+            check_sensitivity(cast(Sensitivity, strategy), prefill)
+        elif stage == "backend":
+            check_backend(cast(Backend, strategy), seed)
+            return
+        elif stage == "quota":
+            check_quota(cast(Quota, strategy), prefill)
+        elif stage in ("floor", "allocate"):
+            _check_auctions(strategy, seed)
+        check_in_pipeline(strategy, prefill)
+
+
+def check_segmenter(segmenter: Segmenter, prefill: Prefill, region: Region) -> None:
+    """Slots that cover `region`, the same each time; an empty region is a `ShapeError`.
+
+    Raises `AssertionError` otherwise.
+    """
+    first, second = segmenter(prefill, region), segmenter(prefill, region)
+    check_partition(first, region, prefill.spans.length)
+    _hold(torch.equal(first.bounds, second.bounds), "the slots differ between two calls")
+    try:
+        segmenter(prefill, Region(region.start, region.start))
+    except ShapeError:
+        return
+    raise AssertionError("an empty region must raise ShapeError")
+
+
+def check_scorer(scorer: Scorer, prefill: Prefill, region: Region) -> None:
+    """Finite, non-negative float32 scores of every token and head, the same each time.
+
+    Raises `AssertionError` otherwise.
+    """
+    first, second = scorer(prefill, region), scorer(prefill, region)
+    shape = (prefill.layers, prefill.kv_heads, region.length)
+    _hold(first.scores.shape == shape, f"scores must be {shape}; got {tuple(first.scores.shape)}")
+    for name in ("scores", "seed_scores"):
+        tensor: Tensor = getattr(first, name)
+        _hold(tensor.dtype == torch.float32, f"{name} must be float32; got {tensor.dtype}")
+        _hold(
+            bool((tensor >= 0).all()) and bool(tensor.isfinite().all()), f"{name} hold < 0 or NaN"
+        )
+        _hold(torch.equal(tensor, getattr(second, name)), f"{name} differ between two calls")
+    total = float(first.seed_scores.sum())
+    _hold(abs(total - 1) < 1e-4, f"seed_scores must add up to 1; got {total}")
+
+
+def check_sensitivity(sensitivity: Sensitivity, prefill: Prefill) -> None:
+    """Positive float32 weights [L, G] of mean 1, the same each time; else `AssertionError`."""
+    omega = sensitivity(prefill)
+    shape = (prefill.layers, prefill.kv_heads)
+    _hold(omega.shape == shape and omega.dtype == torch.float32, f"omega must be float32 {shape}")
+    _hold(bool((omega > 0).all()), "omega must be positive")
+    _hold(abs(float(omega.mean()) - 1) < 1e-4, f"omega must have mean 1; got {omega.mean()}")
+    _hold(torch.equal(omega, sensitivity(prefill)), "omega differs between two calls")
+
+
+def check_quota(quota: Quota, prefill: Prefill) -> None:
+    """Whole non-negative caps [L, G] or None, the same each time; else `AssertionError`."""
+    layers, heads, context = prefill.layers, prefill.kv_heads, prefill.spans.context_length
+    plan = BudgetPlan(layers, heads, context, layers * heads * context // 2 + 1, recent=0)
+    tokens = torch.rand(layers, heads, context, generator=torch.Generator().manual_seed(context))
+    length = prefill.spans.length
+    columns = torch.rand(
+        layers, prefill.query_heads, length, generator=torch.Generator().manual_seed(1)
+    )
+    caps, again = quota(tokens, plan, columns), quota(tokens, plan, columns)
+    if caps is None or again is None:
+        _hold(caps is again, "caps are there in one call and not in the other")
+        return
+    _hold(caps.shape == (layers, heads), f"caps must be [L, G]; got {list(caps.shape)}")
+    _hold(not caps.is_floating_point() and bool((caps >= 0).all()), "caps must be whole and >= 0")
+    _hold(torch.equal(caps, again), "caps differ between two calls")
+
+
+def check_floor(floor: Floor, forest: Any, plan: BudgetPlan, tokens: Tensor) -> Frontier:
+    """A frontier that stays within B_base; returns it, or raises `AssertionError`.
+
+    Args:
+        floor: what is checked.
+        forest: a `Forest`.
+        plan: the budget in entries.
+        tokens: R^tok [L, G, N].
+    """
+    candidates = floor.candidates(tokens, plan)
+    if candidates is not None:
+        _hold(candidates.shape == tokens.shape, f"candidates must be {list(tokens.shape)}")
+        _hold(not bool(candidates.isnan().any()), "candidates hold NaN")
+    frontier = floor.realize(forest, candidates, plan, None)
+    check_frontier(frontier)
+    _hold(frontier.budget == plan.base, "the floor's frontier has another budget than B_base")
+    _hold(frontier.floor_spent == frontier.spent, "floor_spent is not what the floor spent")
+    return frontier
+
+
+def check_allocator(allocator: Allocator, start: Frontier, quota: Tensor | None) -> None:
+    """A legal frontier within budget and `quota` that keeps `start`, the same each time.
+
+    `quota` is int64 [L, G] or None. Raises `AssertionError` otherwise.
+    """
+    result, again = allocator(start, quota), allocator(start, quota)
+    check_frontier(result, quota)
+    for name in ("added", "split"):
+        before, after = getattr(start, name), getattr(result, name)
+        _hold(not bool((before & ~after).any()), f"{name}: what the floor bought is gone")
+        _hold(torch.equal(after, getattr(again, name)), f"{name} differs between two calls")
+    _hold(
+        (result.budget, result.floor_spent) == (start.budget, start.floor_spent),
+        "budget or floor_spent were changed",
+    )
+
+
+def check_backend(backend: Backend, seed: int) -> None:
+    """Attention within the tolerances of its dtype from a float64 reference.
+
+    Raises `AssertionError` otherwise, and if what a mask or a cache hides was read.
+    """
+    for case, dtype in enumerate((torch.float32, torch.bfloat16)):
+        chosen = backend.resolve(torch.device("cpu"), dtype, 64)
+        if chosen.obstacle(torch.device("cpu"), dtype, 64) is None:
+            problem = attention_problem(
+                seed, [5, 0, 17, 1], group=2, batch=2, tokens=1 + seed % 3, tail=4,
+                mask=("none", "bool", "float")[(seed + case) % 3], dtype=dtype,
+            )  # fmt: skip
+            check_attention(chosen, problem)
+
+
+def check_in_pipeline(strategy: Strategy, prefill: Prefill) -> None:
+    """Run the paper's pipeline with `strategy` in its stage, and check what every stage made.
+
+    The run spends no more than its budget, and all of it if the paper's allocation does; prefix,
+    recent window and suffix survive; the same run gives the same entries. Raises `AssertionError`
+    otherwise.
+    """
+    fields: dict[str, Any] = {strategy.registry.stage: strategy, "prune": False}
+    pipeline = dataclasses.replace(Pipeline.named("gracekv"), **fields)
+    _hold(Pipeline.from_dict(pipeline.to_dict()) == pipeline, "the pipeline is no plain data")
+    budget = Budget.ratio(2)
+    run, again = pipeline.run(prefill, budget), pipeline.run(prefill, budget)
+    check_run(run, prefill)
+    if run.forest is not None and run.frontier is not None:
+        check_forest(run.forest)
+        check_frontier(run.frontier)
+    for one, two in zip(run.cache.layers, again.cache.layers, strict=True):
+        for name in ("positions", "keys", "values", "log_multiplicity"):
+            _hold(
+                torch.equal(getattr(one, name), getattr(two, name)), f"{name} differ between runs"
+            )
+
+
+def _check_auctions(strategy: Strategy, seed: int) -> None:
+    forest = random_forest(
+        seed, slot_tokens=9, gains=("normal", "heavy", "ties", "zeros")[seed % 4]
+    )
+    count = int(forest.end.max() - forest.start.min())
+    rng = torch.Generator().manual_seed(seed)
+    tokens = torch.rand(forest.layers, forest.heads, count, generator=rng) ** 4
+    plan = BudgetPlan(forest.layers, forest.heads, count, 25, recent=0)
+    if isinstance(strategy, Floor):
+        check_floor(strategy, forest, plan, tokens)
+        return
+    start = Frontier.empty(forest, plan.base)
+    for quota in (None, torch.randint(0, 12, (forest.layers, forest.heads), generator=rng)):
+        check_allocator(cast(Allocator, strategy), start, quota)
+
+
+@contextmanager
+def _unchanged(prefill: Prefill) -> Iterator[None]:
+    """Strategies write into no tensor that they were given, and draw nothing from torch."""
+    tensors = [*prefill.keys, *prefill.values, *prefill.queries]
+    before, state = [tensor._version for tensor in tensors], torch.get_rng_state()
+    yield
+    _hold([x._version for x in tensors] == before, "the prefill's tensors were written to")
+    _hold(torch.equal(torch.get_rng_state(), state), "torch's own random numbers were drawn")
+
+
+def _hold(promise: bool, broken: str) -> None:
+    if not promise:
+        raise AssertionError(broken)

@@ -1,0 +1,135 @@
+"""Every registered strategy keeps the promises of its stage's interface, and the checks bite."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from gracekv.allocate import Greedy
+from gracekv.backends import Eager
+from gracekv.errors import BackendUnavailableError
+from gracekv.pipeline import REGISTRIES
+from gracekv.registry import Registry
+from gracekv.segment import Partition, Segmenter, Uniform
+from gracekv.testing import contracts
+from gracekv.value import SCORERS, MeanAttention, Scorer, TokenScores
+
+EVERY = [(stage, name) for stage, registry in REGISTRIES.items() for name in registry]
+
+
+@pytest.mark.parametrize(("stage", "name"), EVERY)
+def test_every_registered_strategy_keeps_its_promises(stage, name):
+    strategy = REGISTRIES[stage].build(name)
+    if stage == "backend":
+        try:
+            strategy.resolve(torch.device("cpu"))
+        except BackendUnavailableError as error:
+            pytest.skip(str(error))
+    contracts.check(strategy, seeds=range(2))
+
+
+class TestMeanAttention(contracts.StrategyContract):
+    strategy = MeanAttention()
+    seeds = range(1)
+
+
+@dataclass(frozen=True)
+class Spoiled(Scorer):
+    """Mean attention with a fault."""
+
+    fault: str = "none"
+
+    def __call__(self, prefill, region):
+        found = MeanAttention()(prefill, region)
+        scores, seeds = found.scores, found.seed_scores
+        if self.fault == "negative":
+            scores = scores - 1
+        elif self.fault == "double":
+            scores = scores.double()
+        elif self.fault == "sum":
+            seeds = 2 * seeds
+        elif self.fault == "shape":
+            scores = scores[:1]
+        elif self.fault == "random":
+            scores = scores + torch.rand(scores.shape)
+        elif self.fault == "draws":
+            torch.rand(1)
+        elif self.fault == "writes":
+            prefill.keys[0].mul_(1)
+        return TokenScores(scores, seeds)
+
+
+@pytest.fixture
+def spoiled(monkeypatch):
+    monkeypatch.setattr(Spoiled, "name", "spoiled", raising=False)
+    monkeypatch.setitem(SCORERS._classes, "spoiled", Spoiled)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("negative", "scores hold < 0"),
+        ("double", "scores must be float32"),
+        ("sum", "add up to 1"),
+        ("shape", "scores must be"),
+        ("random", "differ between two calls"),
+        ("draws", "random numbers were drawn"),
+        ("writes", "written to"),
+    ],
+)
+def test_a_scorer_that_breaks_a_promise_is_named(spoiled, fault, message):
+    with pytest.raises(AssertionError, match=message):
+        contracts.check_stage(Spoiled(fault=fault), seed=0)
+
+
+def test_what_is_no_plain_data_is_named(spoiled):
+    contracts.check_value(Spoiled())
+    unfrozen = dataclass(type("Unfrozen", (), {"registry": SCORERS}))
+    with pytest.raises(AssertionError, match="no frozen dataclass"):
+        contracts.check_value(unfrozen())
+    with pytest.raises(AssertionError, match="has no stage"):
+        contracts.check_value(dataclasses.replace(_Stray()))
+
+
+@dataclass(frozen=True)
+class _Stray(Segmenter):
+    """Not of any registry that pipelines know."""
+
+    registry = Registry("stray", "nothing")
+
+    def __call__(self, prefill, region):
+        return Partition(torch.tensor([region.start, region.end]))
+
+
+def test_an_allocator_that_overspends_is_named(monkeypatch):
+    real = Greedy.__call__
+
+    def generous(self, start, quota):
+        result = real(self, dataclasses.replace(start, budget=start.budget + 5), quota)
+        return dataclasses.replace(result, budget=start.budget)
+
+    monkeypatch.setattr(Greedy, "__call__", generous)
+    with pytest.raises(AssertionError, match="entries spent of a budget"):
+        contracts.check_stage(Greedy(), seed=0)
+
+
+def test_a_segmenter_that_leaves_a_gap_is_named(monkeypatch):
+    real = Uniform.__call__
+    monkeypatch.setattr(
+        Uniform, "__call__", lambda self, p, region: Partition(real(self, p, region).bounds + 1)
+    )
+    with pytest.raises(AssertionError, match="from end to end"):
+        contracts.check_stage(Uniform(), seed=0)
+
+
+def test_a_backend_that_forgets_the_multiplicities_is_named(monkeypatch):
+    real = Eager.prepare
+
+    def forgetful(self, layer):
+        plain = torch.zeros_like(layer.log_multiplicity)
+        return real(self, dataclasses.replace(layer, log_multiplicity=plain))
+
+    monkeypatch.setattr(Eager, "prepare", forgetful)
+    with pytest.raises(AssertionError):
+        contracts.check_stage(Eager(), seed=0)
