@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv import Budget, Pipeline, recipes, strategies
-from gracekv.allocate import ALLOCATORS
+from gracekv.allocate import ALLOCATORS, RecentWindow
+from gracekv.backends import Eager
 from gracekv.errors import BudgetError, ConfigError, MissingCaptureError, UnknownStrategyError
 from gracekv.pipeline import REGISTRIES, Run
 from gracekv.prefill import Prefill
@@ -298,3 +299,11 @@ def test_no_pipeline_pays_for_what_another_captured() -> None:
     assert captured("h2o") == 1.0
     assert captured("kvzip-two-pass") == 9.0
     assert captured("fullkv") == captured("kvzip-two-pass", ratio=1) == 1.0
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_pipeline_is_labelled_by_its_recipe(name: str) -> None:
+    pipeline = Pipeline.named(name)
+    assert recipes.label(pipeline) == name
+    assert recipes.label(dataclasses.replace(pipeline, backend=Eager(), certify=True)) == name
+    assert recipes.label(dataclasses.replace(pipeline, window=RecentWindow(size=7))) == "custom"

@@ -7,12 +7,15 @@ recipe has code of its own. Plugins add theirs with `register`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from gracekv.errors import ConfigError, UnknownStrategyError
 from gracekv.plugins import load_plugins, missing_hint
 from gracekv.registry import suggestion
+
+if TYPE_CHECKING:
+    from gracekv.pipeline import Pipeline
 
 DEFAULT = "gracekv-plus"
 """What `gracekv.compress` and the command line use unless told: the recipe that keeps the most
@@ -278,3 +281,20 @@ def describe(name: str) -> str:
     """One line: what the recipe is and where it comes from; else `UnknownStrategyError`."""
     recipe = find(name)
     return f"{recipe.summary} ({recipe.source})"
+
+
+def label(pipeline: Pipeline) -> str:
+    """The name of the recipe whose pipeline this is, or "custom".
+
+    Backend, certificate and pruning are ignored: they do not change which entries are kept.
+    """
+    for name, recipe in RECIPES.items():
+        same = replace(
+            type(pipeline).from_dict(recipe.pipeline),
+            backend=pipeline.backend,
+            certify=pipeline.certify,
+            prune=pipeline.prune,
+        )
+        if same == pipeline:
+            return name
+    return "custom"
