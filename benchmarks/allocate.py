@@ -18,8 +18,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from gracekv.allocate import Allocator, Frontier, Greedy, GreedyHeap, Lagrangian
+from gracekv.allocate import Frontier, Greedy, Lagrangian
 from gracekv.allocate.operations import Operations
+from gracekv.allocate.reference import greedy_heap
 from gracekv.testing.forests import random_forest
 
 LAYERS, HEADS, SLOT_TOKENS = 28, 4, 127
@@ -33,7 +34,7 @@ COLUMNS = (
 
 
 def timed(
-    allocator: Allocator, start: Frontier, quota: torch.Tensor | None, repeats: int
+    allocator: Callable[..., Frontier], start: Frontier, quota: torch.Tensor | None, repeats: int
 ) -> tuple[float, Frontier]:
     """Best wall seconds of `repeats` calls, and the result."""
     best = float("inf")
@@ -71,12 +72,12 @@ def rows() -> list[list[str]]:
                     # A process is slow at first, until its allocator keeps the memory it got.
                     timed(Greedy(), start, quota, WARM_UP)
                     fast, greedy = timed(Greedy(), start, quota, 5)
-                    slow, heap = timed(GreedyHeap(), start, quota, 2)
+                    slow, heap = timed(greedy_heap, start, quota, 2)
                     if not torch.equal(greedy.added, heap.added) or not torch.equal(
                         greedy.split, heap.split
                     ):
                         raise SystemExit(
-                            "greedy and greedy_heap differ: no timing without equality"
+                            "greedy and its reference differ: no timing without equality"
                         )
                     priced, lagrangian = timed(Lagrangian(), start, quota, 1)
                     bound = lagrangian.bound
@@ -101,7 +102,7 @@ def header() -> list[str]:
         "dtype: gains float64, indices int64",
         f"config: random_forest(0, layers={LAYERS}, heads={HEADS}, slot_tokens={SLOT_TOKENS}, "
         f"explode=0, prune=0.02, whole=0), slots {', '.join(map(str, SLOTS.values()))}; "
-        f"{Greedy()!r}; {GreedyHeap()!r}; {Lagrangian()!r}",
+        f"{Greedy()!r}; {Lagrangian()!r}",
         f"greedy: best of 5 after {WARM_UP} calls (the first of a process, in memory it has not "
         "touched yet, take about 0.2 s at 1e6 operations), heap: best of 2, lagrangian: one call. "
         "Budget share is of the cost of all operations. greedy bytes/op counts the arrays of the "

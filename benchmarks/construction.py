@@ -22,17 +22,21 @@ from construction_page import STAGES, show, write
 from torch.profiler import ProfilerActivity, profile
 
 from gracekv import Budget, Pipeline, Prefill
-from gracekv.allocate import GreedyHeap
+from gracekv.allocate.reference import greedy_heap
 
 MIB = 2**20
 
 
 def differing(pipeline: Pipeline, prefill: Prefill, budget: Budget) -> int:
-    """Nodes that the reference allocator, the priority queue, keeps and the fast one does not."""
+    """Nodes that the reference of the auction, a priority queue, keeps and the fast one does not.
+
+    The reference runs over whole trees.
+    """
     fast = pipeline.run(prefill, budget).frontier
-    queue = dataclasses.replace(pipeline, allocate=GreedyHeap()).run(prefill, budget).frontier
+    whole = dataclasses.replace(pipeline, prune=False).run(prefill, budget).floor
     assert fast is not None
-    assert queue is not None
+    assert whole is not None
+    queue = greedy_heap(whole, None)
     sets = []
     for frontier in (fast, queue):
         forest, kept = frontier.forest, frontier.kept

@@ -169,8 +169,8 @@ def _auction(run: Run, pipeline: Pipeline, prefill: Prefill) -> dict[str, Any]:
     bought = ops.executed(frontier) & ~floor
     adds = torch.arange(len(ops)) < forest.trees
     # From the empty start, so that the floor's purchases stand where the auction would see them.
-    key = ops.bottleneck(ops.executed(Frontier.empty(forest, run.plan.base)))
-    open_key = ops.bottleneck(floor)
+    key = ops.path_minimum(ops.executed(Frontier.empty(forest, run.plan.base)))
+    open_key = ops.path_minimum(floor)
     cut = float(open_key[bought & (open_key > 0)].min())
     positive = key[key > 0].log10()
     low, high = float(positive.quantile(0.02)), float(positive.max())

@@ -1,4 +1,4 @@
-"""Stage 4: who gets the budget."""
+"""Stage 4: how the budget is spent."""
 
 from gracekv.allocate.adaptive_heads import AdaptiveHeads
 from gracekv.allocate.base import ALLOCATORS, FLOORS, QUOTAS, Allocator, Floor, Frontier, Quota
@@ -7,9 +7,7 @@ from gracekv.allocate.density import Density
 from gracekv.allocate.exact_dp import ExactDP
 from gracekv.allocate.global_ import Global
 from gracekv.allocate.greedy import Greedy
-from gracekv.allocate.greedy_heap import GreedyHeap
 from gracekv.allocate.lagrangian import Lagrangian, upper_bound
-from gracekv.allocate.milp import Milp
 from gracekv.allocate.none import NoFloor
 from gracekv.allocate.per_head import PerHead
 from gracekv.allocate.pyramid import Pyramid
@@ -29,9 +27,7 @@ __all__ = [
     "Frontier",
     "Global",
     "Greedy",
-    "GreedyHeap",
     "Lagrangian",
-    "Milp",
     "NoFloor",
     "PerHead",
     "Pyramid",

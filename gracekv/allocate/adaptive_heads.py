@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, final, get_args
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from torch import Tensor
 from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.budget import BudgetPlan
 from gracekv.allocate.shares import equal_shares, largest_remainder
-from gracekv.errors import ConfigError
-
-Rule = Literal["mix", "safeguard"]
+from gracekv.hyperparameter import bounded
 
 
 @final
@@ -35,27 +33,12 @@ class AdaptiveHeads(Quota):
     Attributes:
         floor: weight of the equal part (0.2, the setting recommended for grouped queries).
         rule: "mix", the official one: (1 - floor) f_g + floor M / G. "safeguard", as in other
-            implementations: each head is sure of the share `floor` of its equal part, recent
-            window included; the layer's best fill the rest.
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
+            implementations: each head is guaranteed the share `floor` of its equal part, recent
+            window included; the layer's best tokens get the rest.
     """
 
-    floor: float = 0.2
-    rule: Rule = "mix"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.floor <= 1:
-            raise ConfigError(
-                f"AdaptiveHeads.floor is the weight of the equal part, from 0 (all adaptive) to 1 "
-                f"(all equal); got {self.floor!r}. Ada-KV's is 0.2."
-            )
-        if self.rule not in get_args(Rule):
-            raise ConfigError(
-                f"AdaptiveHeads.rule takes 'mix' or 'safeguard'; got {self.rule!r}. Ada-KV's is "
-                f"'mix'."
-            )
+    floor: float = bounded(0.2, at_least=0, at_most=1, hint="0 is all adaptive, 1 all equal.")
+    rule: Literal["mix", "safeguard"] = "mix"
 
     def __call__(
         self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
@@ -78,12 +61,12 @@ class AdaptiveHeads(Quota):
     def _guarded(self, scores: Tensor, pool: int, plan: BudgetPlan) -> Tensor:
         """Scores [G, N] whose guaranteed tokens outrank everything."""
         held = pool // plan.heads + plan.recent
-        sure = math.floor(Fraction(str(self.floor)) * held)
+        guaranteed = math.floor(Fraction(str(self.floor)) * held)
         if self.floor > 0:
-            sure = max(1, sure)
-        # The recent window is held anyway, and is the first part of what a head is sure of.
-        sure = max(0, sure - plan.recent)
-        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :sure]
+            guaranteed = max(1, guaranteed)
+        # The recent window is held anyway, and counts as part of what is guaranteed.
+        guaranteed = max(0, guaranteed - plan.recent)
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :guaranteed]
         return scores.scatter(-1, best, torch.inf)
 
 
@@ -94,7 +77,7 @@ def winners(scores: Tensor, count: int) -> Tensor:
     """
     if count == 0:
         return torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
-    # Selecting the smallest winner is linear in time; sorting everyone is not.
+    # Selecting the smallest winner is linear in time; sorting all scores is not.
     cut = scores.flatten().topk(count, sorted=False).values.min()
     above, tied = scores > cut, scores == cut
     place = tied.flatten().cumsum(0).view_as(tied)

@@ -1,4 +1,4 @@
-"""`Frontier` and the interfaces of floors, quotas and allocators. No tensor of K or V here."""
+"""`Frontier`, and the interfaces of floors, quotas and allocators."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Frontier:
 class Floor(Strategy, abc.ABC):
     """Exact singletons that are protected before the auction.
 
-    Two steps, because the trees must know the candidates (they extract them early) and the
-    purchase must know the trees.
+    Two steps: the trees need the candidates (they extract them early), and buying them needs the
+    trees.
     """
 
     @abc.abstractmethod

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Literal
 
 from gracekv.errors import BudgetError, ConfigError
+from gracekv.hyperparameter import bounded
 from gracekv.registry import Configurable
 
 _UNITS = {
@@ -27,25 +28,18 @@ class RecentWindow(Configurable):
         share: r takes at most this share of the budget (ours; 1.0 is the paper).
         rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1,
             whatever the other fields say (H2O's published split).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
-    size: int = 32
-    minimum: int = 4
-    share: float = 1.0
+    size: int = bounded(32, at_least=0)
+    minimum: int = bounded(4, at_least=0)
+    share: float = bounded(1.0, above=0, at_most=1, hint="1.0 is the paper's window.")
     rule: Literal["fixed", "half"] = "fixed"
 
-    def __post_init__(self) -> None:
-        if self.rule not in ("fixed", "half"):
+    def check(self) -> None:
+        if self.minimum > self.size:
             raise ConfigError(
-                f"RecentWindow.rule takes 'fixed' (size tokens) or 'half' (of each head's equal "
-                f"share); got {self.rule!r}."
-            )
-        if not 0 <= self.minimum <= self.size or not 0 < self.share <= 1:
-            raise ConfigError(
-                f"RecentWindow takes 0 <= minimum <= size and 0 < share <= 1; got {self!r}."
+                f"RecentWindow.minimum is at most RecentWindow.size; got {self.minimum} and "
+                f"{self.size}."
             )
 
 
@@ -87,10 +81,11 @@ class BudgetPlan:
 class Budget:
     """How much of the context's cache may stay: by ratio, entries per head, or bytes of K/V.
 
-    Build it by `Budget.ratio`, `Budget.entries_per_head` or `Budget.kv_bytes`.
+    Build it by `Budget.ratio`, `Budget.compression_ratio`, `Budget.entries_per_head` or
+    `Budget.kv_bytes`.
 
     Attributes:
-        kind: which of the three.
+        kind: "ratio", "entries_per_head" or "kv_bytes".
         amount: the ratio, the entries of each head, or the bytes; exact.
     """
 
@@ -105,11 +100,33 @@ class Budget:
         """
         amount = _rational(ratio, "ratio")
         if amount < 1:
+            hint = ""
+            if amount > 0:
+                hint = (
+                    f" If {ratio} is the share to keep, use ratio={_plain(1 / amount)}; if it is "
+                    f"the share to remove, use compression_ratio={ratio}."
+                )
             raise BudgetError(
                 f"ratio says how many times fewer entries to keep, so it is at least 1 (1 keeps "
-                f"all, 8 keeps an eighth); got {ratio!r}."
+                f"all, 8 keeps an eighth); got {ratio!r}.{hint}"
             )
         return cls("ratio", amount)
+
+    @classmethod
+    def compression_ratio(cls, removed: float | str | Fraction) -> Budget:
+        """The share of the context's entries to remove, from 0 up to 1: kvpress's measure.
+
+        0.875 removes seven of eight entries, so it equals `Budget.ratio(8)`. Raises `BudgetError`
+        for a share outside [0, 1), or what is no number.
+        """
+        amount = _rational(removed, "compression_ratio")
+        if not 0 <= amount < 1:
+            raise BudgetError(
+                f"compression_ratio is the share of entries to remove, from 0 to below 1 (0.875 "
+                f"keeps an eighth); got {removed!r}. To say how many times fewer entries to keep, "
+                f"use ratio."
+            )
+        return cls("ratio", 1 / (1 - amount))
 
     @classmethod
     def entries_per_head(cls, entries: int) -> Budget:
@@ -150,7 +167,7 @@ class Budget:
         entry_bytes: int,
         window: RecentWindow | None = None,
     ) -> BudgetPlan:
-        """The entries that this budget comes to.
+        """The entries that this budget comes to; needs the model's shape, but no prefill.
 
         Args:
             layers: L.
@@ -187,6 +204,11 @@ class Budget:
         if window.rule == "half":
             recent = max(1, total // units // 2)
         return BudgetPlan(layers, heads, context, total, min(recent, context))
+
+
+def _plain(number: Fraction) -> str:
+    """Up to three decimals, rounded."""
+    return f"{float(number):.3f}".rstrip("0").rstrip(".")
 
 
 def _rational(value: object, name: str) -> Fraction:

@@ -13,7 +13,8 @@ from torch import Tensor
 from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.budget import BudgetPlan
 from gracekv.allocate.shares import largest_remainder
-from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.errors import MissingCaptureError
+from gracekv.hyperparameter import bounded
 
 
 @final
@@ -33,25 +34,15 @@ class Density(Quota):
     largest remainder to exactly B, and no layer is exempt.
 
     Cost: the attention that each position received in all: another attention pass, a third of a
-    prefill at 4,096 tokens on a CPU, unless the scorer made it.
+    prefill at 4,096 tokens on a CPU, unless the scorer has computed it.
 
     Attributes:
         epsilon: in the denominator of the normalisation (the code's 1e-6).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
     uses_column_sums: ClassVar[bool] = True
 
-    epsilon: float = 1e-6
-
-    def __post_init__(self) -> None:
-        if not self.epsilon > 0:
-            raise ConfigError(
-                f"Density.epsilon keeps a denominator from 0, so it is positive; got "
-                f"{self.epsilon!r}. D2O's is 1e-6."
-            )
+    epsilon: float = bounded(1e-6, above=0, hint="It keeps a denominator from 0; D2O's is 1e-6.")
 
     def weights(self, columns: Tensor) -> Tensor:
         """w [L] float64, which sums to 1, from column sums [L, H, T]."""
@@ -91,7 +82,7 @@ def proportional(weights: Sequence[Fraction], total: int, least: int, most: int)
         wanted = {i: scale * weights[i] for i in free}
         held = {i: min(max(want, Fraction(least)), Fraction(most)) for i, want in wanted.items()}
         excess = sum(held[i] - wanted[i] for i in free)
-        # Only one side's clamps are sure to last: those of the side that moves more.
+        # Only the clamps of the side that moves more are final.
         for i in free:
             moved = held[i] - wanted[i]
             if excess == 0 or moved * excess > 0:

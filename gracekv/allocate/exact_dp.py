@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.greedy import auction
 from gracekv.allocate.operations import Operations, RemainingBudget
-from gracekv.allocate.small import SmallProblem
 from gracekv.errors import ConfigError
+from gracekv.hyperparameter import bounded
 
 
 @final
@@ -23,7 +24,7 @@ class ExactDP(Allocator):
 
     With the operations in pre-order, the best value of the operations from i on within b entries
     is the better of skipping i with its whole subtree and of taking it. Under quotas each head
-    has such a table of its own, and a second one shares the budget out among the heads. What
+    has such a table of its own, and a second table divides the budget among the heads. What
     budget is left, the greedy auction spends (on operations without gain).
 
     Source: Eq. (A8). Ours: the algorithm.
@@ -32,52 +33,94 @@ class ExactDP(Allocator):
 
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
-        max_operations: largest number of open operations that is attempted (ours).
+        max_operations: largest number of operations that is attempted (ours).
         max_cells: largest table, operations times budget (ours; 8 bytes each).
 
     Raises:
-        ConfigError: a field lies outside what it takes, or the problem outgrows a limit.
+        ConfigError: the problem exceeds a limit.
     """
 
     elastic: bool = False
-    max_operations: int = 2_000
-    max_cells: int = 20_000_000
-
-    def __post_init__(self) -> None:
-        if self.max_operations < 1 or self.max_cells < 1:
-            raise ConfigError(
-                f"ExactDP takes max_operations >= 1 and max_cells >= 1; got {self!r}."
-            )
+    max_operations: int = bounded(2_000, at_least=1)
+    max_cells: int = bounded(20_000_000, at_least=1)
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)
         executed = ops.executed(start)
-        purse = RemainingBudget.of(ops, start, quota)
-        problem = SmallProblem.of(
-            ops, executed, elastic=self.elastic, most=self.max_operations, solver="ExactDP"
-        )
-        budget = min(purse.budget, int(problem.cost.sum()))
+        left = RemainingBudget.of(ops, start, quota)
+        problem = _Problem.of(ops, executed, self)
+        budget = min(left.total, int(problem.cost.sum()))
         cells = (len(problem.cost) + 1) * (budget + 1)
         if cells > self.max_cells:
             raise ConfigError(
                 f"ExactDP needs a table of {cells} cells for this budget; max_cells is "
-                f"{self.max_cells}. Raise it if the memory is there, or use 'milp'."
+                f"{self.max_cells}. Raise it if the memory is there, or use 'greedy' or "
+                f"'lagrangian', whose bound tells how far from optimal they are."
             )
-        bought = problem.chosen(executed, _solve(problem, budget, purse.room))
-        left = purse.less(ops, bought & ~executed)
-        return ops.frontier(start, auction(ops, bought, left, elastic=self.elastic))
+        bought = executed.clone()
+        taken = torch.from_numpy(_solve(problem, budget, left.per_head))
+        bought[problem.index[taken.to(executed.device)]] = True
+        rest = left.after(ops, bought & ~executed)
+        return ops.frontier(start, auction(ops, bought, rest, elastic=self.elastic))
 
 
-def _solve(problem: SmallProblem, budget: int, room: Tensor | None) -> np.ndarray:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Problem:
+    """The n operations that may still be bought, in pre-order, head after head.
+
+    Attributes:
+        index: int64 [n], which operations they are.
+        parent: int64 [n], place of the parent among them; -1 if it is executed or there is none.
+        gain: float64 [n], clipped at 0.
+        cost: int64 [n].
+        head: int64 [n].
+    """
+
+    index: Tensor
+    parent: np.ndarray
+    gain: np.ndarray
+    cost: np.ndarray
+    head: np.ndarray
+
+    @classmethod
+    def of(cls, ops: Operations, executed: Tensor, solver: ExactDP) -> _Problem:
+        """All operations but `executed` (bool [M]); elastic: only those reached by gains > 0.
+
+        Raises `ConfigError` if they are too many.
+        """
+        wanted = ~executed
+        if solver.elastic:
+            wanted &= ops.path_minimum(executed) > 0
+        index = wanted.nonzero().flatten()
+        if len(index) > solver.max_operations:
+            raise ConfigError(
+                f"ExactDP solves at most max_operations = {solver.max_operations} operations; this "
+                f"forest leaves {len(index)}. Raise max_operations if you can wait, or use "
+                f"'greedy' or 'lagrangian', whose bound tells how far from optimal they are."
+            )
+        index = index[torch.argsort(ops.tie_order(index))] if len(index) else index
+        place = torch.full((len(ops) + 1,), -1, device=index.device)
+        place[index] = torch.arange(len(index), device=index.device)
+        # Parent -1 (none) reads the extra last place.
+        return cls(
+            index=index,
+            parent=place[ops.parent[index]].cpu().numpy(),
+            gain=ops.gain[index].cpu().numpy(),
+            cost=ops.cost[index].cpu().numpy(),
+            head=ops.head(index).cpu().numpy(),
+        )
+
+
+def _solve(problem: _Problem, budget: int, caps: Tensor | None) -> np.ndarray:
     """bool [n]: an optimal choice."""
     take = np.zeros(len(problem.cost), dtype=bool)
-    if room is None:
+    if caps is None:
         parts = [(slice(0, len(take)), budget)]
     else:
-        edges = np.searchsorted(problem.head, np.arange(len(room) + 1))
+        edges = np.searchsorted(problem.head, np.arange(len(caps) + 1))
         parts = [
             (slice(int(begin), int(end)), min(cap, budget))
-            for begin, end, cap in zip(edges[:-1], edges[1:], room.tolist(), strict=True)
+            for begin, end, cap in zip(edges[:-1], edges[1:], caps.tolist(), strict=True)
         ]
     tables = [_table(problem, part, cap) for part, cap in parts]
 
@@ -102,7 +145,7 @@ def _solve(problem: SmallProblem, budget: int, room: Tensor | None) -> np.ndarra
     return take
 
 
-def _subtree_ends(problem: SmallProblem, part: slice) -> list[int]:
+def _subtree_ends(problem: _Problem, part: slice) -> list[int]:
     """For each operation of `part`, counted from its begin: where its subtree ends."""
     count = part.stop - part.start
     ends = list(range(1, count + 1))
@@ -113,7 +156,7 @@ def _subtree_ends(problem: SmallProblem, part: slice) -> list[int]:
     return ends
 
 
-def _table(problem: SmallProblem, part: slice, cap: int) -> np.ndarray:
+def _table(problem: _Problem, part: slice, cap: int) -> np.ndarray:
     """float64 [n + 1, cap + 1]: best value of the operations from i on within b entries."""
     ends = _subtree_ends(problem, part)
     table = np.zeros((len(ends) + 1, cap + 1))
@@ -125,7 +168,7 @@ def _table(problem: SmallProblem, part: slice, cap: int) -> np.ndarray:
     return table
 
 
-def _trace(problem: SmallProblem, part: slice, table: np.ndarray, left: int) -> np.ndarray:
+def _trace(problem: _Problem, part: slice, table: np.ndarray, left: int) -> np.ndarray:
     """bool [n]: the choice behind table[0, left]."""
     ends = _subtree_ends(problem, part)
     take = np.zeros(len(ends), dtype=bool)

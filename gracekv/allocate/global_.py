@@ -1,5 +1,4 @@
-"""`global`: every head draws on one budget. (A file is named after its strategy; Python keywords
-get a trailing underscore.)"""
+"""`global`: all heads share one budget. (Files are named after strategies, keywords with a "_".)"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`greedy`: the auction of `greedy_heap` with sorts in place of the queue."""
+"""`greedy`: the paper's auction, from sorts in place of a priority queue."""
 
 from __future__ import annotations
 
@@ -6,37 +6,43 @@ import heapq
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.operations import Operations, RemainingBudget
-from gracekv.allocate.ranking import dense_rank, descending, positions
+from gracekv.allocate.ranking import dense_rank, descending, where_true
+from gracekv.ragged import offsets
 
 
 @final
 @ALLOCATORS.register("greedy")
 @dataclass(frozen=True, slots=False)
 class Greedy(Allocator):
-    """Best utility per entry first, all at once; buys exactly what `greedy_heap` buys.
+    """Best utility per entry first: the paper's auction, all at once.
+
+    Buys exactly what the paper's priority queue buys (`gracekv.allocate.reference.greedy_heap`):
+    of the available operations the one of highest unit utility; one that does not fit is discarded
+    with its descendants; ties go to the earlier layer, head, slot and start.
 
     Let key(a) be the least unit utility among a and its unexecuted ancestors. Without limits the
     queue executes operations by descending key and, inside one key, tree by tree. (Once all larger
-    keys are done, every open operation has unit utility <= k. The queue takes the first tree with
-    one at k; whatever that opens lies in the same tree and has a higher utility, or the same and
-    the earlier tree, so the tree's whole share of the key comes before the next tree.)
+    keys are done, every available operation has unit utility <= k. The queue takes the first tree
+    with one at k; whatever that makes available lies in the same tree and has a higher utility, or
+    the same and the earlier tree, so all operations of the tree with this key come before those of
+    the next tree.)
 
     So one sort and one running sum find the (key, tree) at which the budget would first be
-    exceeded. All before it is bought at once. What is left then is less than that one tree's
-    share costs, and the real queue, which skips what does not fit, finishes on a shortlist.
+    exceeded. All before it is bought at once. What is left then is less than that tree's operations
+    of this key cost, and a queue, which skips what does not fit, finishes on a shortlist.
 
     Quotas: the same cut per head gives what the quotas alone would allow. If that fits the budget
-    it is the answer, because the budget then never refused anything. If not, the first refusal by
-    the budget falls on one of those operations, so the cut at the budget runs over them, and the
-    queue finishes under both limits.
+    it is the answer, because the budget then refuses nothing. If not, the first operation that the
+    budget refuses is one of those, so the cut at the budget runs over them, and the queue finishes
+    under both limits.
 
-    Source: `greedy_heap`, the paper's queue; departures 8. Ours: the parallel form.
+    Source: Eqs. (A5), (A6) and (A7); departures 6. Ours: the parallel form (departures 8), the tie
+    order and the clipping of gains.
 
     Cost: one sort of the V operations and running minima down the levels: O(V log V), well below
     1 % of a prefill.
@@ -51,30 +57,30 @@ class Greedy(Allocator):
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)
-        purse = RemainingBudget.of(ops, start, quota)
-        return ops.frontier(start, auction(ops, ops.executed(start), purse, elastic=self.elastic))
+        left = RemainingBudget.of(ops, start, quota)
+        return ops.frontier(start, auction(ops, ops.executed(start), left, elastic=self.elastic))
 
 
-def auction(ops: Operations, executed: Tensor, purse: RemainingBudget, *, elastic: bool) -> Tensor:
-    """bool [M]: `executed` and everything that the greedy auction adds to it within `purse`."""
-    if purse.budget == 0:
+def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic: bool) -> Tensor:
+    """bool [M]: `executed` and everything that the greedy auction adds to it within `left`."""
+    if left.total == 0:
         return executed
-    key = ops.bottleneck(executed)
+    key = ops.path_minimum(executed)
     # Elastic: at key 0 the path holds an operation without gain, which is never bought.
     wanted = (key > 0) & ~executed if elastic else ~executed
-    if purse.room is None:
-        limit = torch.tensor([purse.budget], device=key.device)
+    if left.per_head is None:
+        limit = torch.tensor([left.total], device=key.device)
         bought = _cut(ops, wanted, key, limit)
-        return _finish(ops, executed | bought, purse.less(ops, bought), elastic)
-    bought = _cut(ops, wanted, key, purse.room)
+        return _finish(ops, executed | bought, left.after(ops, bought), elastic)
+    bought = _cut(ops, wanted, key, left.per_head)
     # The costs of all operations together: a budget that cannot refuse any.
-    endless = RemainingBudget(int(ops.cost.sum()), purse.room)
-    alone = _finish(ops, executed | bought, endless.less(ops, bought), elastic)
-    bought = alone & ~executed
-    if purse.less(ops, bought).budget >= 0:
-        return alone
-    bought = _cut(ops, bought, key, torch.tensor([purse.budget], device=key.device))
-    return _finish(ops, executed | bought, purse.less(ops, bought), elastic)
+    unlimited = RemainingBudget(int(ops.cost.sum()), left.per_head)
+    by_quota = _finish(ops, executed | bought, unlimited.after(ops, bought), elastic)
+    bought = by_quota & ~executed
+    if left.after(ops, bought).total >= 0:
+        return by_quota
+    bought = _cut(ops, bought, key, torch.tensor([left.total], device=key.device))
+    return _finish(ops, executed | bought, left.after(ops, bought), elastic)
 
 
 def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor:
@@ -89,7 +95,7 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
     order = descending(key)
     if group is not None:
         order = order[torch.sort(group.index_select(0, order), stable=True).indices]
-    running = torch.cat([cost.new_zeros(1), cost.index_select(0, order).cumsum(0)])
+    running = offsets(cost.index_select(0, order))
 
     # Per group: where it begins in the order, and the first place beyond its limit.
     begins = torch.zeros_like(limits)
@@ -101,60 +107,60 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
     last = order[beyond.clamp(max=len(order) - 1)]
     threshold = torch.where(beyond < ends, key[last], -1.0)
 
-    bar = threshold if group is None else threshold.index_select(0, group)
-    above = key > bar
-    tied = (key == bar) & wanted
-    # Inside the key at the cut, trees come one after the other.
-    share = torch.zeros(ops.forest.trees, dtype=torch.int64, device=key.device)
-    share.index_add_(0, tree, torch.where(tied, cost, 0))
+    own = threshold if group is None else threshold.index_select(0, group)
+    above = key > own
+    tied = (key == own) & wanted
+    # Among operations of the key at the cut, trees come one after the other.
+    tied_cost = torch.zeros(ops.forest.trees, dtype=torch.int64, device=key.device)
+    tied_cost.index_add_(0, tree, torch.where(tied, cost, 0))
     paid = torch.where(above, cost, 0)
     spent = (
         paid.sum().view(1) if group is None else begins.new_zeros(groups).index_add_(0, group, paid)
     )
-    total = share.view(groups, -1).cumsum(1) + spent[:, None]
+    total = tied_cost.view(groups, -1).cumsum(1) + spent[:, None]
     fits = (total <= limits[:, None]).flatten()
     return above | (tied & fits.index_select(0, tree))
 
 
-def _finish(ops: Operations, executed: Tensor, purse: RemainingBudget, elastic: bool) -> Tensor:
-    """bool [M]: the queue's own continuation from `executed`, on the few that can matter.
+def _finish(ops: Operations, executed: Tensor, left: RemainingBudget, elastic: bool) -> Tensor:
+    """bool [M]: what the priority queue makes of `executed`, run on a shortlist.
 
-    Discards made earlier need no memory: what did not fit once fits even less now.
+    What was discarded earlier may be offered again: it did not fit then and fits even less now.
     """
-    if purse.budget == 0:
+    if left.total == 0:
         return executed
-    index = _shortlist(ops, executed, purse, elastic)
+    index = _shortlist(ops, executed, left, elastic)
     if not len(index):
         return executed
-    # Only these trees can still change: bring them, and nothing else, to the host.
+    # Only these trees can still change, so only they go to the host.
     touched = torch.zeros(ops.forest.trees, dtype=torch.bool, device=index.device)
     touched[ops.tree[index]] = True
-    local = positions(touched.index_select(0, ops.tree))
-    op_id, parent = local.cpu().numpy(), ops.parent[local].cpu().numpy()
+    local = where_true(touched.index_select(0, ops.tree))
+    parent = ops.parent[local]
     unit, cost = ops.unit[local].tolist(), ops.cost[local].tolist()
     tree, head = ops.tree[local].tolist(), ops.head(local).tolist()
     first_token = ops.forest.start[ops.node[local]].tolist()
     # Parents never decrease, so an operation's children are a range.
-    child_begin = np.searchsorted(parent, op_id, side="left").tolist()
-    child_end = np.searchsorted(parent, op_id, side="right").tolist()
+    child_begin = torch.searchsorted(parent, local).tolist()
+    child_end = torch.searchsorted(parent, local, right=True).tolist()
 
     queue = [
         (-unit[i], tree[i], first_token[i], i) for i in torch.searchsorted(local, index).tolist()
     ]
     heapq.heapify(queue)
-    budget = purse.budget
-    room = None if purse.room is None else purse.room.tolist()
+    total = left.total
+    per_head = None if left.per_head is None else left.per_head.tolist()
     chosen = []
-    while queue and budget > 0:
+    while queue and total > 0:
         negative, _, _, i = heapq.heappop(queue)
         if elastic and negative >= 0:
             break
-        if cost[i] > budget or (room is not None and cost[i] > room[head[i]]):
+        if cost[i] > total or (per_head is not None and cost[i] > per_head[head[i]]):
             continue
         chosen.append(i)
-        budget -= cost[i]
-        if room is not None:
-            room[head[i]] -= cost[i]
+        total -= cost[i]
+        if per_head is not None:
+            per_head[head[i]] -= cost[i]
         for child in range(child_begin[i], child_end[i]):
             heapq.heappush(queue, (-unit[child], tree[child], first_token[child], child))
     result = executed.clone()
@@ -162,34 +168,33 @@ def _finish(ops: Operations, executed: Tensor, purse: RemainingBudget, elastic: 
     return result
 
 
-def _shortlist(ops: Operations, executed: Tensor, purse: RemainingBudget, elastic: bool) -> Tensor:
+def _shortlist(ops: Operations, executed: Tensor, left: RemainingBudget, elastic: bool) -> Tensor:
     """int64, ascending: the available operations that the queue could still buy.
 
     Among available operations of one cost c (and head, under quotas) at most floor(left / c) can
     be bought, and those are the first ones: an earlier one that did not fit leaves less for them.
     """
-    budget = purse.budget
-    fits = ops.available(executed) & (ops.cost <= budget)
+    fits = ops.available(executed) & (ops.cost <= left.total)
     if elastic:
         fits &= ops.gain > 0
-    if purse.room is not None:
-        fits &= ops.cost <= purse.room.index_select(0, ops.head())
-    index = positions(fits)
+    if left.per_head is not None:
+        fits &= ops.cost <= left.per_head.index_select(0, ops.head())
+    index = where_true(fits)
     if not len(index):
         return index
     cost = ops.cost[index]
-    if purse.room is None:
-        group, left = cost, torch.full_like(cost, budget)
+    if left.per_head is None:
+        group, limit = cost, torch.full_like(cost, left.total)
     else:
         head = ops.head(index)
         group = head * (int(cost.max()) + 1) + cost
-        left = purse.room[head].clamp(max=budget)
+        limit = left.per_head[head].clamp(max=left.total)
     # One integer that sorts by group, then falling utility, then the tie order.
     count = len(index)
     group = dense_rank(group)
     utility = dense_rank(ops.unit.index_select(0, index), falling=True)
-    turn = dense_rank(ops.sequence(index))
-    order = descending(-((group * count + utility) * count + turn))
+    tie = dense_rank(ops.tie_order(index))
+    order = descending(-((group * count + utility) * count + tie))
     ordered = group[order]
     rank = torch.arange(count, device=order.device) - torch.searchsorted(ordered, ordered)
-    return index[order[rank < (left // cost)[order]]].sort().values
+    return index[order[rank < (limit // cost)[order]]].sort().values

@@ -14,26 +14,26 @@ from torch import Tensor
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.greedy import auction
 from gracekv.allocate.operations import Operations, RemainingBudget
-from gracekv.allocate.ranking import positions
-from gracekv.errors import ConfigError
+from gracekv.allocate.ranking import where_true
+from gracekv.hyperparameter import bounded
 
-_SWEEPS = 60
+_ITERATIONS = 60
 
 
 @final
 @ALLOCATORS.register("lagrangian")
 @dataclass(frozen=True, slots=False)
 class Lagrangian(Allocator):
-    """Best closures at one price per entry, filled up greedily; certifies how good it is.
+    """Best subtrees at one price per entry, filled up greedily; certifies how good it is.
 
-    At the price lam a tree's best closure (operations with all their ancestors) under
-    gain - lam cost is a bottom-up sum of positive parts. The dual
+    At the price lam, a tree's best subtree (operations with all their ancestors) under
+    gain - lam cost is a bottom-up sum of positive parts. The dual function
     g(lam) = lam B + the sum of those values bounds every allocation from above and is convex; its
-    minimum is bracketed by bisection. The closures at the upper end of the bracket fit the
-    budget; those at its lower end are added tree by tree while they fit, and the greedy auction
-    spends the rest. It reaches valuable leaves behind poor steps,
-    where the auction alone would not. If the auction from `start` does better, its result is
-    returned. Quotas become one more price per head, so the bound accounts for them.
+    minimum is bracketed by bisection. The subtrees at the upper end of the bracket fit the budget;
+    those at its lower end are added tree by tree while they fit, and the greedy auction spends the
+    rest. This reaches valuable leaves behind poor steps, where the auction alone does not. If the
+    auction from `start` does better, its result is returned. Quotas become one more price per head,
+    so the bound accounts for them.
 
     `Frontier.bound` is the bound on the clipped-gain utility of everything that can be reached
     from `start`, what `start` holds included. Elastic allocations never pass an operation without
@@ -41,37 +41,30 @@ class Lagrangian(Allocator):
 
     Source: ours (the problem is Eq. (A8)); departures 9.
 
-    Cost: at most a few times `sweeps` passes over the levels of the forest, O(V) each, and one
+    Cost: at most a few times `iterations` passes over the levels of the forest, O(V) each, and one
     greedy auction.
 
     Attributes:
         elastic: leave budget unspent rather than buy an operation of gain <= 0.
-        sweeps: most evaluations of the dual per bracket; fewer are made once it is tight.
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
+        iterations: most evaluations of the dual function per bracket; it stops once that is tight.
     """
 
     elastic: bool = False
-    sweeps: int = _SWEEPS
-
-    def __post_init__(self) -> None:
-        if self.sweeps < 1:
-            raise ConfigError(f"Lagrangian.sweeps is at least 1; got {self.sweeps}.")
+    iterations: int = bounded(_ITERATIONS, at_least=1)
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)
         executed = ops.executed(start)
-        purse = RemainingBudget.of(ops, start, quota)
-        dual = _Dual(ops, executed, purse, elastic=self.elastic)
-        bound, low, high = dual.minimum(self.sweeps)
-        bought = executed | dual.closures(high)
-        # Trees whose closure changes inside the bracket are all worth about its price per entry.
-        more = (executed | dual.closures(low)) & ~bought
-        bought |= _first_trees(ops, more, purse.less(ops, bought & ~executed))
-        left = purse.less(ops, bought & ~executed)
-        filled = auction(ops, bought, left, elastic=self.elastic)
-        plain = auction(ops, executed, purse, elastic=self.elastic)
+        left = RemainingBudget.of(ops, start, quota)
+        dual = _Dual(ops, executed, left, elastic=self.elastic)
+        bound, low, high = dual.minimum(self.iterations)
+        bought = executed | dual.best_subtrees(high)
+        # Trees whose best subtree changes inside the bracket gain about its price per entry.
+        more = (executed | dual.best_subtrees(low)) & ~bought
+        bought |= _first_trees(ops, more, left.after(ops, bought & ~executed))
+        rest = left.after(ops, bought & ~executed)
+        filled = auction(ops, bought, rest, elastic=self.elastic)
+        plain = auction(ops, executed, left, elastic=self.elastic)
         # Compare what the two do not share, so that equal choices are exactly equal.
         ahead = ops.gain[plain & ~filled].sum() - ops.gain[filled & ~plain].sum()
         result = ops.frontier(start, plain if float(ahead) > 0 else filled)
@@ -80,7 +73,11 @@ class Lagrangian(Allocator):
 
 
 def upper_bound(
-    start: Frontier, quota: Tensor | None = None, *, elastic: bool = False, sweeps: int = _SWEEPS
+    start: Frontier,
+    quota: Tensor | None = None,
+    *,
+    elastic: bool = False,
+    iterations: int = _ITERATIONS,
 ) -> float:
     """Most utility (`Frontier.utility`) that any allocation from `start` can reach, or more.
 
@@ -91,41 +88,39 @@ def upper_bound(
         start: what is bought already (the floor); its `budget` is the limit.
         quota: int64 [L, G] entries per head, or None.
         elastic: bound only the allocations that buy no operation of gain <= 0.
-        sweeps: most evaluations of the dual per bracket.
+        iterations: most evaluations of the dual function per bracket.
     """
     ops = Operations.of(start.forest)
-    executed = ops.executed(start)
-    return _Dual(ops, executed, RemainingBudget.of(ops, start, quota), elastic=elastic).minimum(
-        sweeps
-    )[0]
+    left = RemainingBudget.of(ops, start, quota)
+    return _Dual(ops, ops.executed(start), left, elastic=elastic).minimum(iterations)[0]
 
 
 class _Dual:
-    """The dual function of what `executed` leaves open; prices are per head."""
+    """The dual function over the operations that are not executed; prices are per head."""
 
     def __init__(
-        self, ops: Operations, executed: Tensor, purse: RemainingBudget, *, elastic: bool
+        self, ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic: bool
     ) -> None:
         live = ~executed
         if elastic:
-            live &= ops.bottleneck(executed) > 0
-        self.ops, self.purse = ops, purse
+            live &= ops.path_minimum(executed) > 0
+        self.ops, self.left = ops, left
         self.held = float(ops.gain[executed].sum())
-        self.index = positions(live)
+        self.index = where_true(live)
         self.heads = ops.forest.layers * ops.forest.heads
         self.gain, self.cost = ops.gain[self.index], ops.cost[self.index].double()
         self.head = ops.head(self.index)
         number = live.cumsum(0) - 1
         before = ops.parent[self.index]
         linked = (before >= 0) & live[before.clamp(min=0)]
-        # The dummy operation behind the last one takes what the topmost operations pass up.
+        # The extra operation behind the last one collects what the topmost operations pass up.
         self.parent = torch.where(linked, number[before.clamp(min=0)], len(self.index))
         self.top = (~linked).nonzero().flatten()
         bounds = torch.tensor(ops.bounds, device=number.device)
         self.levels = list(pairwise(torch.searchsorted(self.index, bounds).tolist()))
 
     def _net(self, price: Tensor) -> Tensor:
-        """float64 [n]: value of each operation's best closure below and with itself."""
+        """float64 [n]: value of the best subtree below and with each operation."""
         paid = self.cost * (price if len(price) == 1 else price[self.head])
         net = torch.cat([self.gain - paid, self.cost.new_zeros(1)])
         for begin, end in reversed(self.levels[1:]):
@@ -133,62 +128,62 @@ class _Dual:
         return net[:-1]
 
     def _inside(self, net: Tensor) -> Tensor:
-        """bool [n]: operations of the best closures."""
+        """bool [n]: operations of the best subtrees."""
         inside = torch.cat([net > 0, torch.ones(1, dtype=torch.bool, device=net.device)])
         for begin, end in self.levels[1:]:
             inside[begin:end] &= inside.index_select(0, self.parent[begin:end])
         return inside[:-1]
 
     def evaluate(self, price: Tensor) -> tuple[Tensor, Tensor]:
-        """Value [L * G] of the best closures, net of their price, and entries that they cost."""
+        """Value [L * G] of the best subtrees, net of their price, and entries that they cost."""
         net = self._net(price)
         zeros = self.cost.new_zeros(self.heads)
         value = zeros.index_add(0, self.head[self.top], net[self.top].clamp(min=0))
         spent = zeros.index_add(0, self.head, self.cost * self._inside(net))
         return value, spent
 
-    def closures(self, price: Tensor) -> Tensor:
-        """bool [M]: the best closures at `price`, [1] or [L * G]."""
+    def best_subtrees(self, price: Tensor) -> Tensor:
+        """bool [M]: the operations of the best subtrees at `price`, [1] or [L * G]."""
         result = torch.zeros(len(self.ops), dtype=torch.bool, device=price.device)
         result[self.index[self._inside(self._net(price))]] = True
         return result
 
-    def minimum(self, sweeps: int) -> tuple[float, Tensor, Tensor]:
-        """The bound, and the bracket's prices [1] or [L * G].
+    def minimum(self, iterations: int) -> tuple[float, Tensor, Tensor]:
+        """The bound, and the lower and higher prices of the bracket, [1] or [L * G].
 
-        Closures at the higher price fit budget and quotas; at the lower they may not.
+        Subtrees at the higher price fit budget and quotas; at the lower they may not.
         """
         highest = self.ops.unit[self.index].amax().view(1) if len(self.index) else None
         if highest is None:
             return self.held, self.cost.new_zeros(1), self.cost.new_zeros(1)
-        budget = float(self.purse.budget)
-        if self.purse.room is None:
+        budget = float(self.left.total)
+        if self.left.per_head is None:
 
-            def whole(price: Tensor) -> tuple[Tensor, Tensor]:
+            def total_dual(price: Tensor) -> tuple[Tensor, Tensor]:
                 value, spent = self.evaluate(price)
                 return price * budget + value.sum(), budget - spent.sum().view(1)
 
-            least, _, low, high = _bracket(whole, highest, sweeps)
+            least, _, low, high = _bracket(total_dual, highest, iterations)
             return self.held + float(least), low, high
 
-        room = self.purse.room.double()
+        caps = self.left.per_head.double()
 
-        def alone(price: Tensor) -> tuple[Tensor, Tensor]:
+        def head_duals(price: Tensor) -> tuple[Tensor, Tensor]:
             value, spent = self.evaluate(price)
-            return price * room + value, room - spent
+            return price * caps + value, caps - spent
 
         # Where its quota binds, a head has a price of its own, above the common one.
-        _, own, own_low, own_high = _bracket(alone, highest.expand(self.heads), sweeps)
+        _, own, own_low, own_high = _bracket(head_duals, highest.expand(self.heads), iterations)
 
-        def common(price: Tensor) -> tuple[Tensor, Tensor]:
+        def capped_dual(price: Tensor) -> tuple[Tensor, Tensor]:
             charged = torch.maximum(price, own)
             value, spent = self.evaluate(charged)
             capped = own > price
-            total = price * budget + ((charged - price) * room + value).sum()
-            slope = budget - torch.where(capped, room, spent).sum()
+            total = price * budget + ((charged - price) * caps + value).sum()
+            slope = budget - torch.where(capped, caps, spent).sum()
             return total.view(1), slope.view(1)
 
-        least, _, low, high = _bracket(common, highest, sweeps)
+        least, _, low, high = _bracket(capped_dual, highest, iterations)
         return (
             self.held + float(least),
             torch.maximum(low, own_low),
@@ -196,20 +191,20 @@ class _Dual:
         )
 
 
-def _first_trees(ops: Operations, wanted: Tensor, purse: RemainingBudget) -> Tensor:
-    """bool [M]: of `wanted`, all of the first trees that fit head by head, then in all."""
-    price = torch.zeros(ops.forest.trees, dtype=torch.int64, device=wanted.device)
-    price.index_add_(0, ops.tree, torch.where(wanted, ops.cost, 0))
-    if purse.room is not None:
-        fits = price.view(len(purse.room), -1).cumsum(1) <= purse.room[:, None]
-        price = torch.where(fits.flatten(), price, purse.budget + 1)
-    affordable = price <= purse.budget
-    fits = affordable & (torch.where(affordable, price, 0).cumsum(0) <= purse.budget)
+def _first_trees(ops: Operations, wanted: Tensor, left: RemainingBudget) -> Tensor:
+    """bool [M]: `wanted` in the first trees that fit, within each head and then in all."""
+    cost = torch.zeros(ops.forest.trees, dtype=torch.int64, device=wanted.device)
+    cost.index_add_(0, ops.tree, torch.where(wanted, ops.cost, 0))
+    if left.per_head is not None:
+        fits = cost.view(len(left.per_head), -1).cumsum(1) <= left.per_head[:, None]
+        cost = torch.where(fits.flatten(), cost, left.total + 1)
+    affordable = cost <= left.total
+    fits = affordable & (torch.where(affordable, cost, 0).cumsum(0) <= left.total)
     return wanted & fits.index_select(0, ops.tree)
 
 
 def _bracket(
-    function: Callable[[Tensor], tuple[Tensor, Tensor]], highest: Tensor, sweeps: int
+    function: Callable[[Tensor], tuple[Tensor, Tensor]], highest: Tensor, iterations: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Minimise convex functions side by side on [0, highest].
 
@@ -224,8 +219,8 @@ def _bracket(
     best_point = torch.where(low_value <= high_value, low, high)
     settled = low_slope >= 0
     high = torch.where(settled, low, high)
-    for sweep in range(sweeps):
-        # Where the tangents at both ends meet lies the least value that is still possible.
+    for iteration in range(iterations):
+        # The tangents at both ends meet at the least value that is still possible.
         run = (high_slope - low_slope).clamp(min=torch.finfo(torch.float64).tiny)
         meet = (low_value - low_slope * low - high_value + high_slope * high) / run
         meet = meet.clamp(low, high)
@@ -235,11 +230,11 @@ def _bracket(
         tight = (best - floor <= 1e-12 * best) & (high_value - best <= 1e-9 * best)
         if bool((settled | tight | (high <= low)).all()):
             break
-        # The tangents alone can creep along one side, so every other step splits the bracket: by
-        # orders of magnitude while it spans several.
+        # Tangents alone can converge slowly from one side, so every other step splits the bracket:
+        # by orders of magnitude while it spans several.
         spread = torch.where(low > 0, (low * high).sqrt(), high / 1024)
         split = torch.where(low > high / 16, (low + high) / 2, spread)
-        point = torch.where(settled, high, meet if sweep % 2 == 0 else split)
+        point = torch.where(settled, high, meet if iteration % 2 == 0 else split)
         value, slope = function(point)
         best_point = torch.where(value < best, point, best_point)
         best = torch.minimum(best, value)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import Frontier
-from gracekv.allocate.ranking import positions
+from gracekv.allocate.ranking import where_true
 from gracekv.errors import BudgetError, NonFiniteError, ShapeError
+from gracekv.ragged import offsets
 from gracekv.tree.base import Forest
 
 
@@ -18,14 +19,14 @@ from gracekv.tree.base import Forest
 class Operations:
     """M operations: first Add of each of the R roots, then Split of each inner node.
 
-    Splits keep the nodes' order, so levels are contiguous (Adds are level 0, Splits of the nodes
-    of level k are level k+1) and `parent` never decreases: the operations that o makes available
-    are neighbours.
+    Splits keep the nodes' order. So levels are contiguous (Adds are level 0, Splits of the nodes
+    of level k are level k+1), `parent` never decreases, and the children of an operation are a
+    range.
 
     Attributes:
-        forest: where they come from.
+        forest: the trees.
         node: int64 [M], the root that Add inserts or the node that Split replaces.
-        parent: int64 [M], the operation that must come first; -1 for Adds.
+        parent: int64 [M], the operation that must be executed first; -1 for Adds.
         bounds: level k is operations [bounds[k], bounds[k+1]).
         tree: int64 [M].
         cost: int64 [M], entries that the operation adds, at least 1.
@@ -51,9 +52,9 @@ class Operations:
         """
         roots = forest.trees
         has_children = forest.child_count > 0
-        inner = positions(has_children)
+        inner = where_true(has_children)
         adds = torch.arange(roots, device=inner.device)
-        # Where each node's own Split stands among the operations (meaningless for leaves).
+        # Index of each node's Split among the operations (meaningless for leaves).
         split_of = has_children.cumsum(0) + (roots - 1)
         deep = inner[int(has_children[:roots].sum()) :]
         parent = torch.cat(
@@ -66,26 +67,24 @@ class Operations:
         # Children are contiguous, so differences of one running sum give their entries.
         first = forest.first_child.index_select(0, inner)
         until = first + forest.child_count.index_select(0, inner)
-        running = torch.cat([adds.new_zeros(1), forest.entries.cumsum(0)])
+        running = offsets(forest.entries)
         below = running.index_select(0, until) - running.index_select(0, first)
         cost = torch.cat([forest.add_cost(), below - forest.entries.index_select(0, inner)])
         gain = torch.cat([forest.add_gain, forest.split_gain.index_select(0, inner)])
         if not bool(torch.isfinite(gain.sum())) and not bool(torch.isfinite(gain).all()):
             raise NonFiniteError(
                 "Forest.add_gain or Forest.split_gain holds NaN or infinity, so its operations "
-                "cannot be ranked. Check worth and distortion for overflow."
+                "cannot be ranked. Check relevance and distortion for overflow."
             )
         if len(cost) and int(cost.min()) < 1:
             raise ShapeError(
                 f"Every Add and Split must add at least one entry; the cheapest here costs "
                 f"{int(cost.min())}. Give each node fewer entries than its children together."
             )
-        # `+ 0.0` turns -0.0 into 0.0: both are one utility, in sorts too.
+        # `+ 0.0` turns -0.0 into 0.0, so that sorts do not tell them apart.
         gain = gain.double().clamp(min=0) + 0.0
-        per_level = torch.bincount(forest.level.index_select(0, inner)).tolist()
-        bounds = [0, roots]
-        for count in per_level:
-            bounds.append(bounds[-1] + count)
+        per_level = torch.bincount(forest.level.index_select(0, inner))
+        bounds = [0, *(roots + offsets(per_level)).tolist()]
         return cls(
             forest=forest,
             node=torch.cat([adds, inner]),
@@ -113,14 +112,14 @@ class Operations:
         return dataclasses.replace(start, added=executed[:roots].clone(), split=split)
 
     def available(self, executed: Tensor) -> Tensor:
-        """bool [M]: not executed, and nothing is missing before them."""
+        """bool [M]: not executed yet, and the parent is executed or there is none."""
         roots = self.forest.trees
         open_ = torch.ones_like(executed)
         open_[roots:] = executed.index_select(0, self.parent[roots:])
         return open_ & ~executed
 
-    def bottleneck(self, executed: Tensor) -> Tensor:
-        """float64 [M]: least unit utility on the unexecuted path down to and with the operation.
+    def path_minimum(self, executed: Tensor) -> Tensor:
+        """float64 [M]: least unit utility among the operation and its unexecuted ancestors.
 
         +inf for executed operations.
         """
@@ -130,8 +129,8 @@ class Operations:
             torch.minimum(key[begin:end], above, out=key[begin:end])
         return key
 
-    def sequence(self, index: Tensor) -> Tensor:
-        """int64 [n], as `index` [n]: the tie order layer, head, slot, start, parent before child.
+    def tie_order(self, index: Tensor) -> Tensor:
+        """int64 [n]: sort key of the operations at `index` [n] by layer, head, slot, start, level.
 
         Inside a tree this is the pre-order.
         """
@@ -142,7 +141,7 @@ class Operations:
         return (self.tree[index] * (last - first + 1) + forest.start[node] - first) * levels + level
 
     def head(self, index: Tensor | None = None) -> Tensor:
-        """int64 [n]: layer * G + head of the operations at `index` [n] (of all)."""
+        """int64 [n]: layer * G + head of the operations at `index` [n]; None: of all."""
         return (self.tree if index is None else self.tree[index]) // self.forest.slots
 
 
@@ -151,12 +150,12 @@ class RemainingBudget:
     """What is left to spend.
 
     Attributes:
-        budget: entries left in all.
-        room: int64 [L * G] entries left in each head, None without quotas.
+        total: entries left in all heads together.
+        per_head: int64 [L * G] entries left in each head; None without quotas.
     """
 
-    budget: int
-    room: Tensor | None
+    total: int
+    per_head: Tensor | None
 
     @classmethod
     def of(cls, ops: Operations, start: Frontier, quota: Tensor | None) -> RemainingBudget:
@@ -165,13 +164,13 @@ class RemainingBudget:
         Raises `BudgetError` if `start` already holds more than it may, `ShapeError` if the quota
         is not [L, G].
         """
-        purse = cls(start.budget, cls._caps(ops, quota)).less(ops, ops.executed(start))
-        if purse.budget < 0 or (purse.room is not None and bool((purse.room < 0).any())):
+        left = cls(start.budget, cls._caps(ops, quota)).after(ops, ops.executed(start))
+        if left.total < 0 or (left.per_head is not None and bool((left.per_head < 0).any())):
             raise BudgetError(
                 f"The starting frontier holds more entries than its budget of {start.budget} or a "
                 f"head's quota allows. Realise the floor under the same budget and quota."
             )
-        return purse
+        return left
 
     @staticmethod
     def _caps(ops: Operations, quota: Tensor | None) -> Tensor | None:
@@ -185,10 +184,10 @@ class RemainingBudget:
             )
         return quota.flatten().to(device=ops.cost.device, dtype=torch.int64)
 
-    def less(self, ops: Operations, bought: Tensor) -> RemainingBudget:
-        """The purse after paying for the operations `bought` (bool [M])."""
+    def after(self, ops: Operations, bought: Tensor) -> RemainingBudget:
+        """What is left after the operations `bought` (bool [M])."""
         paid = torch.where(bought, ops.cost, 0)
-        if self.room is None:
-            return RemainingBudget(self.budget - int(paid.sum()), None)
-        per_head = torch.zeros_like(self.room).index_add_(0, ops.head(), paid)
-        return RemainingBudget(self.budget - int(per_head.sum()), self.room - per_head)
+        if self.per_head is None:
+            return RemainingBudget(self.total - int(paid.sum()), None)
+        spent = torch.zeros_like(self.per_head).index_add_(0, ops.head(), paid)
+        return RemainingBudget(self.total - int(spent.sum()), self.per_head - spent)

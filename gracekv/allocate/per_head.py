@@ -24,9 +24,8 @@ class PerHead(Quota):
     Cost: none.
 
     Attributes:
-        remainder: hand out what the division leaves too, an entry each to the first heads, so
-            that the shares add up to B_base (ours: how the published rivals spend exactly the
-            same budget).
+        remainder: give the remainder of the division to the first heads, an entry each, so that
+            the shares add up to B_base (ours: the published rivals then spend the same budget).
     """
 
     remainder: bool = False

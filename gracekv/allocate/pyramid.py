@@ -12,7 +12,7 @@ from torch import Tensor
 from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.budget import BudgetPlan
 from gracekv.allocate.shares import largest_remainder
-from gracekv.errors import ConfigError
+from gracekv.hyperparameter import bounded
 
 
 @final
@@ -27,26 +27,15 @@ class Pyramid(Quota):
 
     Source: Cai et al. (2024), arXiv:2406.02069. Ours: exact whole numbers by largest remainder
     (the published integer schedule overspends small budgets), ties to the lower layer and head,
-    and the same recent window as everyone's.
+    and the recent window that all recipes share.
 
     Cost: none; L numbers.
 
     Attributes:
         beta: mean share over the last layer's (PyramidKV's 20).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
-    beta: float = 20.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.beta < float("inf"):
-            raise ConfigError(
-                f"Pyramid.beta says how many times smaller than the mean the last layer's share "
-                f"is, so it is finite and at least 1 (1 gives equal shares); got {self.beta!r}. "
-                f"PyramidKV's is 20."
-            )
+    beta: float = bounded(20.0, at_least=1, hint="1 gives equal shares; PyramidKV's is 20.")
 
     def layer_shares(self, plan: BudgetPlan) -> list[Fraction]:
         """k_l, real entries per head of each layer beside the recent window; their mean is m."""

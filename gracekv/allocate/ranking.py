@@ -14,15 +14,15 @@ def descending(values: Tensor) -> Tensor:
     return torch.sort(values, descending=True).indices
 
 
-def positions(mask: Tensor) -> Tensor:
-    """int64: where the bool [n] `mask` is true, ascending."""
+def where_true(mask: Tensor) -> Tensor:
+    """int64: indices at which the bool [n] `mask` is true, ascending."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))
     return mask.nonzero().flatten()
 
 
 def dense_rank(values: Tensor, *, falling: bool = False) -> Tensor:
-    """int64 [n]: how many distinct values are below (above, if `falling`) each."""
+    """int64 [n]: how many distinct values lie below each (above it, if `falling`)."""
     order = descending(values if falling else -values)
     ordered = values.index_select(0, order)
     steps = torch.zeros_like(order)

@@ -1,22 +1,111 @@
-"""Floor and quotas straight from the equations: loops, float64, exact fractions, no tricks.
+"""Floor, quotas and allocators straight from the equations: loops, float64, exact fractions.
 
-The auction's reference is a strategy of its own, `greedy_heap`.
+`greedy_heap` is the reference of `greedy`; `integer_program` is that of `exact_dp`, by another
+algorithm. Both are for tests and benchmarks: they give what the strategies give, more slowly.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from fractions import Fraction
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gracekv.allocate.adaptive_heads import AdaptiveHeads
 from gracekv.allocate.base import Frontier
 from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.singleton import Singleton
+from gracekv.errors import GracekvError
 from gracekv.tree.base import Forest
+
+
+def greedy_heap(start: Frontier, quota: Tensor | None, *, elastic: bool = False) -> Frontier:
+    """What `Greedy` returns, by the paper's priority queue, one operation at a time.
+
+    Pops the available operation of the highest unit utility; ties go to the earlier layer, head,
+    slot and start. One that does not fit the budget or its head's quota is discarded with its
+    descendants; the search goes on with the rest.
+
+    Source: Eqs. (A5), (A6) and (A7) and the appendix on the greedy allocator; departures 6.
+    """
+    ops = Operations.of(start.forest)
+    left = RemainingBudget.of(ops, start, quota)
+    total = left.total
+    per_head = None if left.per_head is None else left.per_head.tolist()
+    done = ops.executed(start).tolist()
+    unit, cost, parent = ops.unit.tolist(), ops.cost.tolist(), ops.parent.tolist()
+    tree, head = ops.tree.tolist(), ops.head().tolist()
+    first_token = start.forest.start[ops.node].tolist()
+    children: list[list[int]] = [[] for _ in unit]
+    for op, before in enumerate(parent):
+        if before >= 0:
+            children[before].append(op)
+
+    # Available nodes of one tree do not overlap, so tree and start decide every tie.
+    queue = [
+        (-unit[op], tree[op], first_token[op], op)
+        for op in range(len(ops))
+        if not done[op] and (parent[op] < 0 or done[parent[op]])
+    ]
+    heapq.heapify(queue)
+    while queue and total > 0:
+        negative, _, _, op = heapq.heappop(queue)
+        if elastic and negative >= 0:
+            break
+        if cost[op] > total or (per_head is not None and cost[op] > per_head[head[op]]):
+            continue
+        done[op] = True
+        total -= cost[op]
+        if per_head is not None:
+            per_head[head[op]] -= cost[op]
+        for child in children[op]:
+            heapq.heappush(queue, (-unit[child], tree[child], first_token[child], child))
+    return ops.frontier(start, torch.tensor(done, dtype=torch.bool, device=ops.cost.device))
+
+
+def integer_program(start: Frontier, quota: Tensor | None, *, elastic: bool = False) -> Frontier:
+    """An optimum of Eq. (A8) by scipy's integer solver: one 0/1 variable an operation.
+
+    The constraints are x_a <= x_parent(a), the budget, and the quotas. Exponential at worst.
+    """
+    # Importing scipy's solvers changes the warning filters, so they are imported where used.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    ops = Operations.of(start.forest)
+    executed = ops.executed(start)
+    left = RemainingBudget.of(ops, start, quota)
+    wanted = ~executed
+    if elastic:
+        wanted &= ops.path_minimum(executed) > 0
+    gain, cost = ops.gain.numpy(), ops.cost.numpy().astype(float)
+    count, largest = len(ops), gain.max(initial=0.0)
+    if largest == 0 or left.total == 0:
+        return start
+    rows, limits = [cost * wanted.numpy()], [float(left.total)]
+    if left.per_head is not None:
+        rows += [rows[0] * (ops.head().numpy() == head) for head in range(len(left.per_head))]
+        limits += left.per_head.tolist()
+    for op, before in enumerate(ops.parent.tolist()):
+        if before >= 0:
+            rows.append(np.zeros(count))
+            rows[-1][[op, before]] = 1.0, -1.0
+            limits.append(0.0)
+    solution = milp(
+        # Gains may be tiny against the solver's absolute tolerances.
+        -gain / largest,
+        integrality=np.ones(count),
+        bounds=Bounds(executed.numpy().astype(float), (executed | wanted).numpy().astype(float)),
+        constraints=LinearConstraint(np.stack(rows), -np.inf, np.array(limits)),
+        options={"mip_rel_gap": 0.0},
+    )
+    if solution.x is None:
+        raise GracekvError(f"The integer program was not solved: {solution.message}")
+    return ops.frontier(start, torch.from_numpy(solution.x > 0.5))
 
 
 def floor_candidates(floor: Singleton, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
@@ -27,14 +116,14 @@ def floor_candidates(floor: Singleton, tokens: Tensor, plan: BudgetPlan) -> Tens
     cap = math.floor(Fraction(str(floor.alpha)) * plan.base)
     if cap <= 0:
         return None
-    worth = tokens.double()
-    layers, heads, count = worth.shape
+    relevance = tokens.double()
+    layers, heads, count = relevance.shape
     half = floor.pool // 2
-    mean = worth.mean(dim=(0, 1)).tolist()
+    mean = relevance.mean(dim=(0, 1)).tolist()
     ranked: dict[tuple[int, int], list[tuple[float, int]]] = {}
     for layer in range(layers):
         for head in range(heads):
-            own = worth[layer, head].tolist()
+            own = relevance[layer, head].tolist()
             mixed = [
                 (1 - floor.consensus) * own[t] + floor.consensus * mean[t] for t in range(count)
             ]
@@ -50,7 +139,7 @@ def floor_candidates(floor: Singleton, tokens: Tensor, plan: BudgetPlan) -> Tens
                     break
             ranked[layer, head] = kept
     found = sum(len(kept) for kept in ranked.values())
-    result = torch.full_like(worth, -torch.inf)
+    result = torch.full_like(relevance, -torch.inf)
     for (layer, head), kept in ranked.items():
         size = len(kept)
         if found > cap and size:

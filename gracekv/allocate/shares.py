@@ -13,7 +13,7 @@ from gracekv.errors import BudgetError
 
 
 def equal_shares(plan: BudgetPlan) -> Tensor:
-    """int64 [L, G]: B_base in equal parts; what is left over, one each to the first heads.
+    """int64 [L, G]: B_base in equal parts; the remainder goes to the first heads, one entry each.
 
     Heads count layer by layer. No share exceeds N_c, since a budget that large keeps everything.
     """
@@ -25,8 +25,8 @@ def equal_shares(plan: BudgetPlan) -> Tensor:
 def largest_remainder(wanted: Sequence[Fraction], total: int, cap: int) -> list[int]:
     """Whole numbers near `wanted`, none above `cap`, that add up to `total` exactly.
 
-    Everyone gets the whole part, at most `cap`; what is left goes out one by one in the order of
-    the fractional parts, largest first, ties to the earlier, round after round among those below
+    Each share is the whole part, at most `cap`; the remainder is added one by one in the order of
+    the fractional parts, largest first, ties to the earlier, again and again among those below
     `cap`.
 
     Raises `BudgetError` if the whole parts exceed `total` or `total` exceeds what the caps allow.

@@ -14,7 +14,9 @@ from torch import Tensor
 from gracekv.allocate.base import FLOORS, Floor, Frontier
 from gracekv.allocate.budget import BudgetPlan
 from gracekv.allocate.operations import Operations, RemainingBudget
-from gracekv.errors import ConfigError, ShapeError
+from gracekv.errors import ShapeError
+from gracekv.hyperparameter import bounded
+from gracekv.ragged import rows_and_steps
 from gracekv.tree.base import Forest
 
 
@@ -22,11 +24,11 @@ from gracekv.tree.base import Forest
 @FLOORS.register("singleton")
 @dataclass(frozen=True, slots=False)
 class Singleton(Floor):
-    """Protect the tokens of the highest worth, with max pooling and consensus among heads.
+    """Protect the tokens of the highest relevance, with max pooling and consensus among heads.
 
-    Source: Eqs. (A2), (A3) and (A4) and its appendix on
-    floor construction. Ours: `head_cap`, the tie order (layer, head, token), and that a head whose
-    best token passes the gate keeps that candidate even if its worth alone exceeds `eta`.
+    Source: Eqs. (A2), (A3) and (A4) and the appendix on floor construction. Ours: `head_cap`, the
+    tie order (layer, head, token), and that a head whose best token passes the threshold keeps that
+    candidate even if its relevance alone exceeds `eta`.
 
     Cost: one max pooling and one sort of R [L, G, N], then a walk from each candidate to its
     root, on the host.
@@ -34,37 +36,19 @@ class Singleton(Floor):
     Attributes:
         alpha: the floor spends at most this share of B_base (paper 0.6).
         gamma: a candidate's score is at least gamma / N_c (paper 1.2).
-        eta: a head's candidates stop before their summed worth exceeds this (paper 0.95).
+        eta: a head's candidates stop before their summed relevance exceeds this (paper 0.95).
         consensus: c, weight of the mean over all heads in the score (paper 0.5).
         pool: odd width of the max pooling in tokens (paper 7).
         head_cap: no head's floor costs more than this many equal shares of the floor's budget
             (ours 2.0; the paper has such a cap but not its value).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
-    alpha: float = 0.6
-    gamma: float = 1.2
-    eta: float = 0.95
-    consensus: float = 0.5
-    pool: int = 7
-    head_cap: float = 2.0
-
-    def __post_init__(self) -> None:
-        shares = (self.alpha, self.eta, self.consensus)
-        if not all(0 <= share <= 1 for share in shares):
-            raise ConfigError(
-                f"Singleton takes alpha, eta and consensus from 0 to 1 (they are shares); got "
-                f"{self!r}. To switch the floor off use the floor 'none'."
-            )
-        if self.pool < 1 or self.pool % 2 == 0:
-            raise ConfigError(
-                f"Singleton.pool is a positive odd number of tokens, so that the window is "
-                f"centred; got {self.pool}. Use 1 for no pooling."
-            )
-        if not (0 <= self.gamma < math.inf and 0 < self.head_cap < math.inf):
-            raise ConfigError(f"Singleton takes finite gamma >= 0 and head_cap > 0; got {self!r}.")
+    alpha: float = bounded(0.6, at_least=0, at_most=1, hint="Without a floor use the floor 'none'.")
+    gamma: float = bounded(1.2, at_least=0)
+    eta: float = bounded(0.95, at_least=0, at_most=1)
+    consensus: float = bounded(0.5, at_least=0, at_most=1)
+    pool: int = bounded(7, at_least=1, odd=True, hint="Use 1 for no pooling.")
+    head_cap: float = bounded(2.0, above=0)
 
     def limit(self, plan: BudgetPlan) -> int:
         """Entries that the floor may cost in all, floor(alpha B_base), exactly."""
@@ -79,46 +63,46 @@ class Singleton(Floor):
         limit = self.limit(plan)
         if limit <= 0:
             return None
-        worth = tokens.double()
-        score = self._score(worth)
+        relevance = tokens.double()
+        score = self._score(relevance)
         order = score.sort(dim=-1, descending=True, stable=True)
         passes = order.values >= self.gamma / tokens.shape[-1]
-        before = worth.gather(-1, order.indices).cumsum(-1) <= self.eta
+        before = relevance.gather(-1, order.indices).cumsum(-1) <= self.eta
         # Scores fall and sums rise along the order, so both conditions hold on a prefix.
         counts = (passes & before).sum(-1).maximum(passes[..., 0].long())
         total = int(counts.sum())
         if total > limit:
             counts = torch.where(counts > 0, (counts * limit // total).clamp(min=1), 0)
-        chosen = torch.arange(tokens.shape[-1], device=worth.device) < counts[..., None]
+        chosen = torch.arange(tokens.shape[-1], device=relevance.device) < counts[..., None]
         kept = torch.where(chosen, order.values, -torch.inf)
         return torch.full_like(score, -torch.inf).scatter_(-1, order.indices, kept)
 
-    def _score(self, worth: Tensor) -> Tensor:
-        """f [L, G, N]: worth mixed with its mean over heads, then max pooled (in float64)."""
-        mixed = (1 - self.consensus) * worth + self.consensus * worth.mean(dim=(0, 1))
+    def _score(self, relevance: Tensor) -> Tensor:
+        """f [L, G, N]: relevance mixed with its mean over heads, then max pooled (in float64)."""
+        mean = relevance.mean(dim=(0, 1))
+        mixed = (1 - self.consensus) * relevance + self.consensus * mean
         half = self.pool // 2
         return torch.nn.functional.max_pool1d(mixed, self.pool, stride=1, padding=half)
 
     def realize(
         self, forest: Forest, candidates: Tensor | None, plan: BudgetPlan, quota: Tensor | None
     ) -> Frontier:
-        """Buy the candidates' paths by falling score; ties by layer, head, token.
+        """Buy the paths to the candidates by falling score; ties by layer, head, token.
 
-        A candidate that its forest cannot make exact (its leaf was pruned) is left out. Raises
+        A candidate that the forest cannot make exact (its leaf was pruned) is left out. Raises
         `ShapeError` unless `candidates` is [L, G, N] of this forest.
         """
         start = Frontier.empty(forest, plan.base)
         if candidates is None:
             return start
         ops = Operations.of(forest)
-        caps = RemainingBudget.of(ops, start, quota).room
-        units = forest.layers * forest.heads
-        room = [self.head_limit(plan)] * units
-        if caps is not None:
-            room = [min(own, cap) for own, cap in zip(room, caps.tolist(), strict=True)]
+        quotas = RemainingBudget.of(ops, start, quota).per_head
+        caps = [self.head_limit(plan)] * (forest.layers * forest.heads)
+        if quotas is not None:
+            caps = [min(own, cap) for own, cap in zip(caps, quotas.tolist(), strict=True)]
         executed = torch.zeros(len(ops), dtype=torch.bool, device=ops.cost.device)
         last = _last_operation(ops, candidates)
-        executed[_walk(ops, last, self.limit(plan), room)] = True
+        executed[_buy_paths(ops, last, self.limit(plan), caps)] = True
         spent = int(ops.cost[executed].sum())
         return dataclasses.replace(ops.frontier(start, executed), floor_spent=spent)
 
@@ -140,10 +124,8 @@ def _last_operation(ops: Operations, candidates: Tensor) -> Tensor:
 
     # Exact nodes hold as many entries as tokens: singletons, and nodes kept as they are.
     exact = (forest.entries == forest.length).nonzero().flatten()
-    length = forest.length[exact]
-    holder = torch.repeat_interleave(exact, length)
-    within = torch.arange(len(holder), device=holder.device)
-    within -= torch.repeat_interleave(length.cumsum(0) - length, length)
+    row, within = rows_and_steps(forest.length[exact])
+    holder = exact[row]
     place = forest.head_of_node()[holder] * tokens + forest.start[holder] - first + within
     node_of = torch.full_like(flat, -1, dtype=torch.int64)
     node_of[place] = holder
@@ -157,9 +139,12 @@ def _last_operation(ops: Operations, candidates: Tensor) -> Tensor:
     return torch.where(node < forest.trees, node, split_of[forest.parent[node]])
 
 
-def _walk(ops: Operations, last: Tensor, budget: int, room: list[int]) -> Tensor:
-    """int64: operations executed when each path up from `last` is bought whole or not at all."""
-    # Only the paths' operations matter: number them apart, so that the host sees few.
+def _buy_paths(ops: Operations, last: Tensor, budget: int, caps: list[int]) -> Tensor:
+    """int64: operations executed when each path up from `last` is bought whole or not at all.
+
+    One path after the other, in the order of `last`; `caps` are entries left in each head.
+    """
+    # Only the paths' operations are numbered and go to the host.
     on_path = torch.zeros(len(ops), dtype=torch.bool, device=last.device)
     on_path[last] = True
     for begin, end in reversed(list(zip(ops.bounds[1:-1], ops.bounds[2:], strict=True))):
@@ -178,9 +163,9 @@ def _walk(ops: Operations, last: Tensor, budget: int, room: list[int]) -> Tensor
             path.append(op)
             price += cost[op]
             op = parent[op]
-        if price <= budget and price <= room[unit]:
+        if price <= budget and price <= caps[unit]:
             budget -= price
-            room[unit] -= price
+            caps[unit] -= price
             for bought in path:
                 done[bought] = True
     return local[torch.tensor(done, dtype=torch.bool, device=local.device)]

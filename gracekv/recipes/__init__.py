@@ -7,15 +7,12 @@ recipe has code of its own. Plugins add theirs with `register`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from gracekv.errors import ConfigError, UnknownStrategyError
 from gracekv.plugins import load_plugins, missing_hint
-from gracekv.registry import suggestion
-
-if TYPE_CHECKING:
-    from gracekv.pipeline import Pipeline
+from gracekv.registry import Configurable, suggestion
 
 DEFAULT = "gracekv-plus"
 """What `gracekv.compress` and the command line use unless told: the recipe that keeps the most
@@ -283,18 +280,13 @@ def describe(name: str) -> str:
     return f"{recipe.summary} ({recipe.source})"
 
 
-def label(pipeline: Pipeline) -> str:
+def label(pipeline: Configurable) -> str:
     """The name of the recipe whose pipeline this is, or "custom".
 
     Backend, certificate and pruning are ignored: they do not change which entries are kept.
     """
+    ignored = {key: pipeline.to_dict()[key] for key in ("backend", "certify", "prune")}
     for name, recipe in RECIPES.items():
-        same = replace(
-            type(pipeline).from_dict(recipe.pipeline),
-            backend=pipeline.backend,
-            certify=pipeline.certify,
-            prune=pipeline.prune,
-        )
-        if same == pipeline:
+        if type(pipeline).from_dict({**recipe.pipeline, **ignored}) == pipeline:
             return name
     return "custom"

@@ -53,7 +53,7 @@ def auction_curve(run: Run, pipeline: Pipeline) -> AuctionCurve | None:
     before = torch.zeros_like(executed) if run.floor is None else ops.executed(run.floor)
     bought = torch.nonzero(executed).flatten()
     # What the floor executed has the key +inf and comes first.
-    falling = ops.bottleneck(before)[bought].sort(descending=True, stable=True).indices
+    falling = ops.path_minimum(before)[bought].sort(descending=True, stable=True).indices
     order = bought[falling]
     spent = ops.cost[order].cumsum(0).cpu()
     gained = ops.gain[order].cumsum(0).cpu()

@@ -13,14 +13,13 @@ from gracekv.allocate import (
     Frontier,
     Global,
     Greedy,
-    GreedyHeap,
     Lagrangian,
-    Milp,
     PerHead,
     Singleton,
     upper_bound,
 )
 from gracekv.allocate.operations import Operations
+from gracekv.allocate.reference import greedy_heap, integer_program
 from gracekv.errors import BudgetError, ConfigError, NonFiniteError, ShapeError
 from gracekv.testing.contracts import check_allocator
 from gracekv.testing.forests import check_frontier, random_forest
@@ -54,10 +53,10 @@ def auctions(draw, slots=5, slot_tokens=20):
         quota = torch.randint(0, widest, (forest.layers, forest.heads), generator=rng)
     start = Frontier.empty(forest, budget)
     if draw(st.booleans()):
-        worth = torch.rand(forest.layers, forest.heads, count, generator=rng).double()
-        worth[torch.rand(worth.shape, generator=rng) < 0.7] = -torch.inf
+        scores = torch.rand(forest.layers, forest.heads, count, generator=rng).double()
+        scores[torch.rand(scores.shape, generator=rng) < 0.7] = -torch.inf
         plan = BudgetPlan(forest.layers, forest.heads, count, budget, recent=0)
-        start = Singleton().realize(forest, worth, plan, quota)
+        start = Singleton().realize(forest, scores, plan, quota)
     return start, quota
 
 
@@ -79,8 +78,8 @@ def two_slots(lengths, add, split):
 def affordable(frontier, quota):
     """Operations that could still be bought, one by one."""
     ops = Operations.of(frontier.forest)
-    room = frontier.budget - frontier.spent
-    fits = ops.available(ops.executed(frontier)) & (ops.cost <= room)
+    left = frontier.budget - frontier.spent
+    fits = ops.available(ops.executed(frontier)) & (ops.cost <= left)
     if quota is not None:
         fits &= ops.cost <= (quota - frontier.entries_per_head()).flatten()[ops.head()]
     return fits
@@ -90,7 +89,8 @@ def affordable(frontier, quota):
 @given(case=auctions(), elastic=st.booleans())
 def test_greedy_buys_what_the_heap_buys(case, elastic):
     start, quota = case
-    fast, slow = Greedy(elastic=elastic)(start, quota), GreedyHeap(elastic=elastic)(start, quota)
+    fast = Greedy(elastic=elastic)(start, quota)
+    slow = greedy_heap(start, quota, elastic=elastic)
     assert torch.equal(fast.added, slow.added)
     assert torch.equal(fast.split, slow.split)
 
@@ -102,7 +102,7 @@ def test_greedy_buys_what_the_heap_buys_in_a_larger_forest(gains, share):
     most = int(forest.add_cost().sum() + forest.split_cost().sum())
     start = Frontier.empty(forest, int(share * most))
     for quota in (None, torch.full((4, 4), start.budget // 16), torch.arange(16).view(4, 4) * 60):
-        fast, slow = Greedy()(start, quota), GreedyHeap()(start, quota)
+        fast, slow = Greedy()(start, quota), greedy_heap(start, quota)
         assert torch.equal(fast.added, slow.added)
         assert torch.equal(fast.split, slow.split)
 
@@ -127,7 +127,7 @@ def test_contract_of_every_allocator(name, case, elastic):
 def test_heuristics_below_exact_below_bound(case, elastic):
     start, quota = case
     exact = ExactDP(elastic=elastic)(start, quota).utility
-    program = Milp(elastic=elastic)(start, quota).utility
+    program = integer_program(start, quota, elastic=elastic).utility
     priced = Lagrangian(elastic=elastic)(start, quota)
     greedy = Greedy(elastic=elastic)(start, quota).utility
     slack = 1e-9 * (1 + exact)
@@ -162,7 +162,7 @@ def test_bound_is_tight_in_a_large_forest(seed, share, capped, gains):
 
 
 def test_bound_is_met_where_most_steps_gain_nothing():
-    # Many closures are worth exactly the price here: all of them or none would be far off.
+    # Many subtrees gain exactly the price here: all of them or none would be far off.
     forest = random_forest(0, layers=2, heads=2, slots=150, slot_tokens=60, gains="zeros")
     most = int(forest.add_cost().sum() + forest.split_cost().sum())
     result = Lagrangian()(Frontier.empty(forest, most // 10), None)
@@ -173,9 +173,9 @@ def test_elastic_leaves_a_step_without_gain_that_a_late_purchase_opens():
     # Split of the first slot (cost 3) does not fit, Add of the second does, and its Split would.
     forest = two_slots([4, 2], add=[10.0, 1.0], split=[10.0, 0.0])
     start = Frontier.empty(forest, 3)
-    for name in ("greedy", "greedy_heap"):
-        assert ALLOCATORS.build(name, elastic=True)(start, None).spent == 2
-        assert ALLOCATORS.build(name)(start, None).spent == 3
+    assert Greedy(elastic=True)(start, None).spent == 2
+    assert greedy_heap(start, None, elastic=True).spent == 2
+    assert Greedy()(start, None).spent == greedy_heap(start, None).spent == 3
 
 
 def test_budget_for_everything_keeps_everything():
@@ -260,9 +260,7 @@ def test_bad_starts_and_forests_are_refused():
         greedy(Frontier.empty(free, 30), None)
 
 
-@pytest.mark.parametrize(
-    "allocator", [ExactDP(max_operations=5), ExactDP(max_cells=5), Milp(max_operations=5)]
-)
+@pytest.mark.parametrize("allocator", [ExactDP(max_operations=5), ExactDP(max_cells=5)])
 def test_exact_allocators_refuse_large_forests(allocator):
     with pytest.raises(ConfigError, match="max_"):
         allocator(Frontier.empty(random_forest(0), 30), None)
@@ -273,8 +271,7 @@ def test_exact_allocators_refuse_large_forests(allocator):
     [
         (ExactDP, {"max_operations": 0}),
         (ExactDP, {"max_cells": 0}),
-        (Milp, {"max_operations": 0}),
-        (Lagrangian, {"sweeps": 0}),
+        (Lagrangian, {"iterations": 0}),
     ],
 )
 def test_bad_fields_of_allocators_are_refused(cls, fields):

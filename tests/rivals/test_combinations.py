@@ -28,7 +28,7 @@ STAGES = {
     "pack": PACKERS,
 }
 # Exact solvers refuse more operations than they could ever finish.
-SLOW = {"allocate": {"exact_dp", "milp"}}
+SLOW = {"allocate": {"exact_dp"}}
 
 
 def changed(recipe, **fields):

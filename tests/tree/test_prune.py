@@ -1,13 +1,15 @@
 """Pruned growth gives the greedy auction the same frontier."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.allocate import ALLOCATORS, BudgetPlan, Frontier, Singleton
+from gracekv.allocate import BudgetPlan, Frontier, Greedy, Singleton
+from gracekv.allocate.reference import greedy_heap
 from gracekv.tree import REFINERS, Prototype, TreeContext, build_forest
 from gracekv.tree.prune import Pruner
 from support.trees import tree_context
@@ -19,6 +21,13 @@ def bought(frontier: Frontier) -> set[tuple[int, int, int]]:
     return set(zip(*(column.tolist() for column in columns), strict=True))
 
 
+def reference_auction(greedy: Greedy, start: Frontier, quota: torch.Tensor | None) -> Frontier:
+    return greedy_heap(start, quota, elastic=greedy.elastic)
+
+
+Auction = Callable[[Greedy, Frontier, torch.Tensor | None], Frontier]
+
+
 def problem(seed: int, groups: bool, monkeypatch: pytest.MonkeyPatch) -> TreeContext:
     context = tree_context(seed, layers=5, context=50)
     # One layer at a time, so that later layers are pruned by what earlier ones showed.
@@ -27,7 +36,7 @@ def problem(seed: int, groups: bool, monkeypatch: pytest.MonkeyPatch) -> TreeCon
 
 
 @pytest.mark.parametrize("refiner", ["binary_extract", "binary", "extract", "midpoint"])
-@pytest.mark.parametrize("allocator", ["greedy", "greedy_heap"])
+@pytest.mark.parametrize("auction", [Greedy.__call__, reference_auction])
 @settings(max_examples=30)
 @given(
     seed=st.integers(0, 10_000),
@@ -38,7 +47,7 @@ def problem(seed: int, groups: bool, monkeypatch: pytest.MonkeyPatch) -> TreeCon
     alpha=st.sampled_from([0.05, 0.2, 0.6, 1.0]),
 )
 def test_pruned_forests_give_the_same_frontier(
-    allocator: str, refiner: str, seed: int, budget: int, floor: bool, elastic: bool, alpha: float
+    auction: Auction, refiner: str, seed: int, budget: int, floor: bool, elastic: bool, alpha: float
 ) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         context = problem(seed, True, monkeypatch)
@@ -47,13 +56,13 @@ def test_pruned_forests_give_the_same_frontier(
         keeper = Singleton(gamma=0.5, alpha=alpha)
         candidates = keeper.candidates(context.scores, plan) if floor else None
         context = dataclasses.replace(context, forced=candidates)
-        auction = ALLOCATORS.build(allocator, elastic=elastic)
         forests = [
             build_forest(context, Prototype(), REFINERS.build(refiner), limit)
             for limit in (None, budget)
         ]
         results = [
-            auction(keeper.realize(forest, candidates, plan, None), None) for forest in forests
+            auction(Greedy(elastic), keeper.realize(forest, candidates, plan, None), None)
+            for forest in forests
         ]
     assert forests[1].nodes <= forests[0].nodes
     assert bought(results[0]) == bought(results[1])
@@ -111,7 +120,7 @@ def test_a_guess_that_is_too_high_costs_time_only(seed: int, budget: int) -> Non
         plan = BudgetPlan(
             layers=5, heads=2, context=context.partition.region.length, total=budget, recent=0
         )
-        auction = ALLOCATORS.build("greedy")
+        auction = Greedy()
         results = [
             auction(Frontier.empty(forest, plan.base), None)
             for forest in (
