@@ -40,6 +40,7 @@ KNOWS = {
         "gracekv.files",
         "gracekv.pipeline",
         "gracekv.prefill",
+        "gracekv.recipes",
     },
     # Benchmarks use gracekv as its users do; no stage's inside.
     "evaluate": {

@@ -1,4 +1,4 @@
-"""`AuctionCurve`: what each further entry of the budget was worth."""
+"""`AuctionCurve`: utility over entries spent."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class AuctionCurve:
 
     Attributes:
         entries: int64 [P] ascending from 0, entries spent so far (recent window not counted).
-        utility: float64 [P], summed gains so far; the last is `accounting.utility`.
+        utility: float64 [P], sum of gains so far; the last is `accounting.utility`.
         floor_entries: entries that the floor spent.
         bound_entries: int64 [Q] budgets, () without a certificate.
-        bound: float64 [Q], what no allocation of that many entries over the same trees exceeds.
+        bound: float64 [Q], upper bound of any allocation of that many entries over the same trees.
     """
 
     entries: Tensor
@@ -39,11 +39,11 @@ class AuctionCurve:
 
 
 def auction_curve(run: Run, pipeline: Pipeline) -> AuctionCurve | None:
-    """The curve of `run`, thinned out evenly; None if it holds no forest (FullKV, loaded).
+    """The curve of `run`, subsampled evenly; None if it holds no forest (FullKV, loaded).
 
     Operations are put in the order of the greedy auction (least unit utility on the path, falling),
     whichever allocator chose them. With a certificate, the bound is computed at a dozen budgets, as
-    often as `certify` did; quotas are left out of account, which can only raise it.
+    often as `certify` did; quotas are ignored, which can only raise it.
     """
     if run.frontier is None:
         return None
@@ -57,7 +57,7 @@ def auction_curve(run: Run, pipeline: Pipeline) -> AuctionCurve | None:
     order = bought[falling]
     spent = ops.cost[order].cumsum(0).cpu()
     gained = ops.gain[order].cumsum(0).cpu()
-    at = _thinned(spent, int(ops.cost[before].sum()))
+    at = _subsampled(spent, int(ops.cost[before].sum()))
     zero = torch.zeros(1, dtype=torch.int64)
     budgets, bounds = zero[:0], zero[:0].double()
     if frontier.bound is not None:
@@ -80,7 +80,7 @@ def auction_curve(run: Run, pipeline: Pipeline) -> AuctionCurve | None:
     )
 
 
-def _thinned(spent: Tensor, floor: int) -> Tensor:
+def _subsampled(spent: Tensor, floor: int) -> Tensor:
     """int64: about `_POINTS` places of `spent`, even in entries; the floor's end and the last."""
     if len(spent) <= _POINTS:
         return torch.arange(len(spent))

@@ -28,7 +28,7 @@ class Result(Protocol):
 
     @property
     def model(self) -> Any:
-        """Whose cache it is."""
+        """The model of the cache."""
 
     @property
     def prompt(self) -> Prompt:
@@ -36,7 +36,7 @@ class Result(Protocol):
 
     @property
     def _run(self) -> Run:
-        """What each stage made."""
+        """What each stage computed."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -48,21 +48,21 @@ class Result(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
-    """What one pipeline made of the prompt; parts that the result does not hold are None.
+class ReportColumn:
+    """One result, as the page shows it in one column; what the result does not hold is None.
 
     Attributes:
-        label: what the reader calls it.
+        label: its heading, such as the recipe's name.
         pipeline: the strategies, as plain data.
-        represents: what a merged or kept entry stands for, `Packer.represents`.
+        represents: what an entry stands for, `Packer.represents`.
         entries: what each context entry stands for.
         slots: int64 [J+1] slot borders, absolute; None also where every token is its own slot.
-        relevance: float32 [L, G, N] worth of the tokens from the context's start, without the
-            recent window.
+        relevance: float32 [L, G, N] of the tokens from the context's start, without the recent
+            window.
         curve: the auction.
         accounting: entries and bytes.
         timings: seconds.
-        answer: what the model said.
+        answer: the model's answer.
     """
 
     label: str
@@ -77,9 +77,9 @@ class Outcome:
     answer: str | None = None
 
     def resolution(self) -> Tensor:
-        """int64 [n+1]: how many (head, token) pairs of the region lie in entries of 0..n tokens.
+        """int64 [n+1]: number of (head, token) pairs of the region in entries of 0..n tokens.
 
-        0 are the dropped ones, 1 the exact ones; n is the longest entry's length.
+        0 counts dropped tokens, 1 exact ones; n is the longest entry's length.
         """
         entries = self.entries
         counts = torch.bincount(entries.length, minlength=2) * torch.arange(
@@ -92,19 +92,19 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReportData:
-    """One prompt, and one or more outcomes.
+    """One prompt, and one or more columns.
 
     Attributes:
         model: its name.
         spans: prefix, context, question, tail.
         tokens: T texts.
-        outcomes: at least one.
+        columns: at least one.
     """
 
     model: str
     spans: PromptSpans
     tokens: tuple[str, ...]
-    outcomes: tuple[Outcome, ...]
+    columns: tuple[ReportColumn, ...]
 
     @classmethod
     def of(
@@ -120,10 +120,10 @@ class ReportData:
         if not results:
             raise ReportError("A report needs at least one result; got none.")
         answers = answers or {}
-        if strangers := sorted(set(answers) - set(results)):
+        if unknown := sorted(set(answers) - set(results)):
             raise ReportError(
                 f"Answers are given by the labels of the results, {', '.join(results)}; got "
-                f"{', '.join(strangers)}."
+                f"{', '.join(unknown)}."
             )
         for label, result in results.items():
             _check(label, result)
@@ -146,7 +146,7 @@ class ReportData:
                     f"{list(other.accounting.entries.shape)}."
                 )
         config = getattr(main.model, "config", None)
-        # Of a local folder only its own name: pages are passed on, paths are private.
+        # Of a local folder only its name: pages are shared, paths are private.
         name = str(getattr(config, "name_or_path", "")).rstrip("/\\")
         if os.path.isabs(name) or os.path.isdir(name):
             name = re.split(r"[/\\]", name)[-1]
@@ -154,17 +154,17 @@ class ReportData:
             model=name or type(main.model).__name__,
             spans=main.prompt.spans,
             tokens=tuple(token_texts(_readable([r.prompt for r in results.values()]))),
-            outcomes=tuple(
-                outcome(label, r._run, r.prompt.spans, r.pipeline, answers.get(label))
+            columns=tuple(
+                report_column(label, r._run, r.prompt.spans, r.pipeline, answers.get(label))
                 for label, r in results.items()
             ),
         )
 
 
-def outcome(
+def report_column(
     label: str, run: Run, spans: PromptSpans, pipeline: Pipeline, answer: str | None = None
-) -> Outcome:
-    """What `run` made of a prompt with `spans`. Raises `ReportError` as `kept_entries` does."""
+) -> ReportColumn:
+    """The column of a prompt's `run`. Raises `ReportError` as `kept_entries` does."""
     entries = kept_entries(run, spans, pipeline.pack.represents)
     slots = None
     if run.partition is not None and bool((run.partition.lengths > 1).any()):
@@ -172,7 +172,7 @@ def outcome(
     relevance = None
     if run.relevance is not None:
         relevance = run.relevance.scores.detach().float().cpu()
-    return Outcome(
+    return ReportColumn(
         label=label,
         pipeline=pipeline.to_dict(),
         represents=pipeline.pack.represents,
@@ -199,5 +199,5 @@ def _check(label: str, result: object) -> None:
 
 
 def _readable(prompts: list[Prompt]) -> Prompt:
-    """The prompt that knows most of its text: a loaded one may have no tokenizer."""
+    """The prompt with most of its text: a loaded one may have no tokenizer."""
     return max(prompts, key=lambda p: (p.tokenizer is not None, p.parts is not None))

@@ -12,6 +12,7 @@ from gracekv.allocate.base import Frontier
 from gracekv.cache.base import RaggedCache
 from gracekv.errors import ReportError
 from gracekv.prefill import PromptSpans
+from gracekv.ragged import offsets, rows, rows_and_steps
 
 if TYPE_CHECKING:
     from gracekv.pipeline import Run
@@ -34,8 +35,8 @@ class KeptEntries:
         multiplicity: float32 [E], how many tokens the entry weighs as in attention; at most
             end - start.
         depth: int16 [E] level of its node in the slot's tree, -1 outside of trees (recent window,
-            FullKV); None if the trees are not known.
-        floor: bool [E], bought by the floor, not by the auction; None if that is not known.
+            FullKV); None without trees.
+        floor: bool [E], bought by the floor, not by the auction; None without a floor.
     """
 
     layers: int
@@ -55,13 +56,13 @@ class KeptEntries:
 
     def head_of_entry(self) -> Tensor:
         """int64 [E]: layer * G + head."""
-        return torch.repeat_interleave(torch.arange(len(self.offsets) - 1), self.offsets.diff())
+        return rows(self.offsets.diff())
 
     def per_head(self) -> Tensor:
         """int64 [L, G] entries."""
         return self.offsets.diff().view(self.layers, self.heads)
 
-    def holders(self, position: int) -> Tensor:
+    def entry_of_token(self, position: int) -> Tensor:
         """int64 [L*G]: the entry of each head that stands for the token, -1 where it is gone."""
         stride = int(self.end.max()) + 1 if len(self.end) else 1
         stride = max(stride, position + 1)
@@ -74,7 +75,7 @@ class KeptEntries:
         held[found] = self.end[at[found]] > position
         return torch.where(held, at, -1)
 
-    def coverage(self) -> Tensor:
+    def entry_lengths(self) -> Tensor:
         """int64 [L*G, W] of the region: each token's entry's length, 0 where the token is gone."""
         first, last = self.region
         steps = torch.zeros(len(self.offsets) - 1, last - first + 1, dtype=torch.int64)
@@ -94,17 +95,17 @@ def kept_entries(
     Args:
         run: one prompt's.
         spans: of that prompt.
-        represents: the packer's promise, `Packer.represents`.
+        represents: of its packer, `Packer.represents`.
 
-    Raises `ReportError` if entries are merged and `run` does not hold the frontier that says of
-    what (a loaded result), or if the packer did not pack the frontier's nodes in order.
+    Raises `ReportError` if entries are merged and `run` does not hold the frontier (a loaded
+    result), or if the packer did not pack the frontier's nodes in order.
     """
     cache = run.cache
     region = (spans.context_start, min(spans.context_end, cache.length))
     position, multiplicity, head = _context_entries(cache, region)
     layers, heads = len(cache.layers), cache.layers[0].heads
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), _counts(head, layers * heads)])
-    found = KeptEntries(layers, heads, region, offsets, position, position + 1, multiplicity)
+    starts = offsets(torch.bincount(head, minlength=layers * heads))
+    found = KeptEntries(layers, heads, region, starts, position, position + 1, multiplicity)
     if run.frontier is None:
         # Without trees nothing was merged, unless what was merged is not known any more.
         if represents == "node" and run.accounting.spent < run.accounting.entries.numel() * (
@@ -117,7 +118,7 @@ def kept_entries(
             )
         return found
 
-    node, start, end = _laid_out(run.frontier, cache.length)
+    node, start, end = _tree_entries(run.frontier, cache.length)
     forest = run.frontier.forest
     in_trees = torch.nonzero(position < int(forest.end[: forest.slots].max())).flatten()
     here = position[in_trees]
@@ -140,7 +141,7 @@ def kept_entries(
 
 
 def reached(frontier: Frontier) -> Tensor:
-    """bool [V]: nodes that some executed operation put into the cache, split later or not."""
+    """bool [V]: nodes that an executed operation put into the cache, split later or not."""
     forest = frontier.forest
     inside = torch.zeros_like(frontier.split)
     inside[: forest.trees] = frontier.added
@@ -153,9 +154,7 @@ def _context_entries(cache: RaggedCache, region: tuple[int, int]) -> tuple[Tenso
     """Position, multiplicity and layer * G + head of all entries that lie in `region`."""
     parts = []
     for number, layer in enumerate(cache.layers):
-        head = torch.repeat_interleave(
-            torch.arange(layer.heads) + number * layer.heads, layer.lengths
-        )
+        head = rows(layer.lengths) + number * layer.heads
         position = layer.positions.cpu().long()
         inside = (position >= region[0]) & (position < region[1])
         weight = layer.log_multiplicity.float().cpu().exp()
@@ -164,11 +163,7 @@ def _context_entries(cache: RaggedCache, region: tuple[int, int]) -> tuple[Tenso
     return position, multiplicity, head
 
 
-def _counts(head: Tensor, heads: int) -> Tensor:
-    return torch.bincount(head, minlength=heads).cumsum(0)
-
-
-def _laid_out(frontier: Frontier, covered: int) -> tuple[Tensor, Tensor, Tensor]:
+def _tree_entries(frontier: Frontier, covered: int) -> tuple[Tensor, Tensor, Tensor]:
     """Node and interval of each entry of the trees, by (head, start), on the CPU.
 
     Nodes that stay token by token are one entry a token; nothing reaches beyond `covered`.
@@ -179,8 +174,7 @@ def _laid_out(frontier: Frontier, covered: int) -> tuple[Tensor, Tensor, Tensor]
     end, entries = forest.end[node].cpu(), forest.entries[node].cpu()
     order = (head * (int(forest.end.max()) + 1) + start).argsort()
     node, start, end, entries = node.cpu()[order], start[order], end[order], entries[order]
-    which = torch.repeat_interleave(torch.arange(len(node)), entries)
-    step = torch.arange(len(which)) - (entries.cumsum(0) - entries)[which]
+    which, step = rows_and_steps(entries)
     exact = entries[which] > 1
     first = start[which] + step
     last = torch.where(exact, first + 1, end[which]).clamp(max=covered)

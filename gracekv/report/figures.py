@@ -10,9 +10,9 @@ import torch
 
 from gracekv.errors import MissingDependencyError, ReportError
 from gracekv.report.auction import auction_curve
-from gracekv.report.data import Result, outcome
+from gracekv.report.data import Result, report_column
 from gracekv.report.entries import kept_entries
-from gracekv.report.page import default_label
+from gracekv.report.page import default_label, labelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _BINS = (2, 4, 8, 16, 32, 64)
 # Columns of a map of the prompt. Source: ours.
 _COLUMNS = 600
-# Okabe and Ito's colours, told apart by colour-blind readers; hatches do for print.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; hatches are for print.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _HATCHES = ("", "//", "..", "xx", "\\\\", "--")
 
@@ -68,7 +68,7 @@ def plot_resolution(results: Result | Mapping[str, Result]) -> Figure:
     axis = figure.subplots()
     width = 0.8 / len(named)
     for number, (label, result) in enumerate(named.items()):
-        made = outcome(label, result._run, result.prompt.spans, result.pipeline)
+        made = report_column(label, result._run, result.prompt.spans, result.pipeline)
         counts = made.resolution().double()
         length = torch.arange(len(counts))
         place = torch.bucketize(length, torch.tensor((0, 1, *_BINS)))
@@ -99,7 +99,7 @@ def plot_map(result: Result) -> Figure:
     """
     figure = _figure(8.0, 4.2)
     entries = kept_entries(result._run, result.prompt.spans, result.pipeline.pack.represents)
-    lengths = entries.coverage()
+    lengths = entries.entry_lengths()
     share = torch.where(lengths > 0, 1.0 / lengths.clamp(min=1), 0.0)
     first, last = entries.region
     columns = max(1, min(_COLUMNS, last - first))
@@ -166,7 +166,7 @@ def _named(
     results: Result | Mapping[str, Result],
 ) -> Mapping[str, Result]:
     if not isinstance(results, Mapping):
-        return {default_label(results): results}
+        return labelled([results])
     if not results:
         raise ReportError("A figure needs at least one result; got none.")
     return results

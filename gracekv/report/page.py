@@ -14,17 +14,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gracekv import recipes
 from gracekv.errors import ReportError
 from gracekv.files import write_atomically
 from gracekv.report.data import ReportData, Result
-from gracekv.report.packing import pack
+from gracekv.report.encoding import encode
 
 if TYPE_CHECKING:
     from gracekv.cache import Accounting
     from gracekv.pipeline import Pipeline, Run
     from gracekv.prefill.prompt import Prompt
 
-# In the order in which they build on each other; they share one scope.
+# In order of dependence; they share one scope.
 _SCRIPTS = ("codec.js", "view.js", "charts.js", "text.js", "inspector.js", "main.js")
 
 
@@ -40,8 +41,8 @@ def write(
     Args:
         path: the HTML file; its folder is made.
         result: what to show.
-        label: its name on the page; default: how many times fewer entries it keeps.
-        answer: what the model said, shown beside the accounting.
+        label: its name on the page; default: the recipe's name and the ratio.
+        answer: the model's answer, shown beside the accounting.
 
     Raises `ReportError` if the result does not hold what its entries stand for.
     """
@@ -50,24 +51,24 @@ def write(
 
 
 def compare(
-    results: Mapping[str, Result],
+    results: Mapping[str, Result] | Sequence[Result],
     path: str | os.PathLike[str],
     *,
     answers: Mapping[str, str] | None = None,
 ) -> None:
     """Write a page of several results of one prompt, any two of them side by side.
 
-        gracekv.report.compare({"GraceKV": grace, "SnapKV": snap}, "page.html")
+        gracekv.report.compare([plus, snap], "page.html")
 
     Args:
-        results: by the label that the page shows.
+        results: labelled by their recipes' names, or by the keys of a mapping.
         path: the HTML file; its folder is made.
-        answers: what the model said, by label.
+        answers: the model's answers, by label.
 
     Raises `ReportError` if the results are of different prompts or models, or if one does not
     hold what its entries stand for.
     """
-    write_atomically(Path(path), render(ReportData.of(results, answers)).encode())
+    write_atomically(Path(path), render(ReportData.of(labelled(results), answers)).encode())
 
 
 class Batch(Protocol):
@@ -75,15 +76,15 @@ class Batch(Protocol):
 
     @property
     def model(self) -> Any:
-        """Whose cache it is."""
+        """The model of the cache."""
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
-        """What was compressed, a prompt a row."""
+        """The prompt of each row."""
 
     @property
     def _runs(self) -> tuple[Run, ...]:
-        """What each stage made, of each row."""
+        """What each stage computed, of each row."""
 
     @property
     def pipeline(self) -> Pipeline:
@@ -109,7 +110,7 @@ def write_all(
 ) -> tuple[Path, ...]:
     """Write a page for each prompt of a batch: page-1.html, page-2.html for the path page.html.
 
-    `answers` are what the model said, one a prompt. Returns the pages' paths. Raises `ReportError`
+    `answers` are the model's, one a prompt. Returns the pages' paths. Raises `ReportError`
     if there are more or fewer answers, or as `write` does.
     """
     if answers is not None and len(answers) != len(batch.prompts):
@@ -126,19 +127,31 @@ def write_all(
 
 
 def default_label(result: Result) -> str:
-    """Such as "GraceKV 8x": what merges or evicts, and how many times fewer entries stay."""
-    kept = result.accounting
+    """Such as "snapkv 8x": the recipe's name, and how many times fewer entries are kept."""
+    kept, name = result.accounting, recipes.label(result.pipeline)
     full = kept.entries.numel() * result.prompt.spans.context_length
     ratio = f"{full / max(1, kept.spent):.1f}".removesuffix(".0")
-    return "full cache" if kept.spent >= full else f"compressed {ratio}x"
+    return name if kept.spent >= full else f"{name} {ratio}x"
+
+
+def labelled(results: Mapping[str, Result] | Sequence[Result]) -> Mapping[str, Result]:
+    """Results by label; those of a sequence by `default_label`, numbered where labels repeat."""
+    if isinstance(results, Mapping):
+        return results
+    found: dict[str, Result] = {}
+    for result in results:
+        name = default_label(result)
+        same = sum(label == name or label.startswith(f"{name} (") for label in found)
+        found[f"{name} ({same + 1})" if same else name] = result
+    return found
 
 
 def render(data: ReportData) -> str:
-    """The page as text. Nothing of the prompt is in it as markup: scripts set it as text."""
+    """The page as text. The prompt is never in it as markup: scripts set it as text."""
     from gracekv import __version__
 
-    header, block = pack(data)
-    labels = ", ".join(outcome.label for outcome in data.outcomes)
+    header, block = encode(data)
+    labels = ", ".join(column.label for column in data.columns)
     parts = {
         "title": html.escape(f"{labels} – gracekv report"),
         "style": _asset("page.css"),
@@ -146,7 +159,7 @@ def render(data: ReportData) -> str:
         "header": json_for_html({**header, "version": __version__}),
         "block": base64.b64encode(zlib.compress(block, 6)).decode(),
     }
-    # One pass, so that nothing that was put in is read as a mark again.
+    # One pass, so that inserted text is not searched for marks.
     return re.sub(r"\{\{(\w+)\}\}", lambda mark: parts[mark[1]], _asset("page.html"))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from gracekv.prefill.prompt import Prompt
 
-# A decoder's mark for bytes that are no whole character yet.
+# How decoders show bytes of an incomplete character.
 _INCOMPLETE = "\ufffd"
 
 
@@ -14,9 +14,8 @@ def token_texts(prompt: Prompt) -> list[str]:
     """T texts, which add up to the prompt's.
 
     Of a character that several tokens share, one token has all and the others have "". Where the
-    prompt's text is known and the tokenizer says where its tokens lie, the texts are cut from it;
-    otherwise the ids are decoded one after the other. Without a tokenizer the ids stand for
-    themselves.
+    prompt's text is known and the tokenizer gives offsets, the texts are cut from it; otherwise the
+    ids are decoded one after the other. Without a tokenizer the ids are shown as numbers.
     """
     tokenizer = prompt.tokenizer
     if tokenizer is None:

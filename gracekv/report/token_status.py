@@ -1,4 +1,4 @@
-"""`absorbed`: what became of one token in every layer and head."""
+"""`token_statuses`: the state of one token in every layer and head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenStatus:
         multiplicity: how many tokens the entry weighs as in attention; 0.0 where dropped.
         depth: level of the entry's node in its tree; -1 outside of trees, or unknown.
         floor: the floor bought the entry; None if that is not known.
-        relevance: the token's worth in this head; None outside of the trees, or unknown.
+        relevance: of the token in this head; None outside of the trees, or unknown.
     """
 
     layer: int
@@ -84,10 +84,10 @@ class TokenStatuses:
         return "\n".join(lines)
 
 
-def absorbed(result: Result, position: int) -> TokenStatuses:
-    """Which entry of each head took in the prompt token at `position`.
+def token_statuses(result: Result, position: int) -> TokenStatuses:
+    """Which entry of each head stands for the prompt token at `position`.
 
-        print(gracekv.report.absorbed(result, 203))
+        print(gracekv.report.token_statuses(result, 203))
 
     Tokens of prefix and suffix are exact in every head; so is the last prompt token, which is not
     in the cache but fed again. Negative positions count from the prompt's end.
@@ -106,7 +106,7 @@ def absorbed(result: Result, position: int) -> TokenStatuses:
     if not first <= position < last:
         holder = torch.full((entries.layers * entries.heads,), -2)
     else:
-        holder = entries.holders(position)
+        holder = entries.entry_of_token(position)
     relevance: Tensor | None = None
     if run.relevance is not None and 0 <= position - first < run.relevance.scores.shape[-1]:
         relevance = run.relevance.scores[..., position - first].flatten().cpu()
@@ -122,6 +122,6 @@ def absorbed(result: Result, position: int) -> TokenStatuses:
             floor = None if entries.floor is None else bool(entries.floor[entry])
         state = "dropped" if entry == -1 else "merged" if end - start > 1 else "exact"
         layer, head = divmod(unit, entries.heads)
-        worth = None if relevance is None else float(relevance[unit])
-        rows.append(TokenStatus(layer, head, state, start, end, weight, depth, floor, worth))
+        own = None if relevance is None else float(relevance[unit])
+        rows.append(TokenStatus(layer, head, state, start, end, weight, depth, floor, own))
     return TokenStatuses(position, tuple(rows))

@@ -1,4 +1,4 @@
-"""What every compressed cache of a fixed budget must hold, as checks for our tests and plugins'."""
+"""What every compressed cache of a fixed budget must hold, as checks for tests and plugins."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_stays_below_its_bound(make, seed, recipe):
         assert utility <= float(above[0]) * (1 + 1e-9)
 
 
-def test_is_thinned_to_what_a_screen_shows(make, monkeypatch):
+def test_is_subsampled_to_what_a_screen_shows(make, monkeypatch):
     result = make("snapkv", 2)
     whole = auction_curve(result._run, result.pipeline)
     monkeypatch.setattr(auction, "_POINTS", 12)

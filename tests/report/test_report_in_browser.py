@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from gracekv.report import ReportData, absorbed
+from gracekv.report import ReportData, token_statuses
 from gracekv.report.page import render
 from support.reports import long_report
 
@@ -82,19 +82,19 @@ def shade(length):
     return length if length < 2 else 2 + sum(length > most for most in BINS)
 
 
-def expected(outcome, unit, spans):
+def expected(column, unit, spans):
     """Class names of all tokens in one head, as the entries say."""
-    entries = outcome.entries
+    entries = column.entries
     first, last = entries.region
-    coverage = entries.coverage()[unit].tolist()
+    lengths_of = entries.entry_lengths()[unit].tolist()
     starts = set(entries.start[entries.offsets[unit] : entries.offsets[unit + 1]].tolist())
-    slots = set() if outcome.slots is None else set(outcome.slots.tolist())
+    slots = set() if column.slots is None else set(column.slots.tolist())
     names = {}
     for token in range(spans.length):
         if not first <= token < last:
             names[str(token)] = "t kept"
             continue
-        length = coverage[token - first]
+        length = lengths_of[token - first]
         begin = " begin" if length > 1 and token in starts else ""
         border = " slot" if token in slots else ""
         names[str(token)] = f"t n{shade(length)}{begin}{border}"
@@ -144,12 +144,12 @@ def test_numbers_are_the_accounting(page, pair):
 
 
 def test_sliders_shade_the_text_by_their_head(page, data):
-    heads = data.outcomes[0].entries.heads
+    heads = data.columns[0].entries.heads
     for layer, head in ((0, 0), (2, 1), (1, 0)):
         slide(page, "layer", layer)
         slide(page, "head", head)
-        for pane, outcome in enumerate(data.outcomes):
-            assert classes(page, pane) == expected(outcome, layer * heads + head, data.spans)
+        for pane, column in enumerate(data.columns):
+            assert classes(page, pane) == expected(column, layer * heads + head, data.spans)
     assert page.locator("#layerShown").inner_text() == "1"
     page.uncheck("#slots")
     assert not any("slot" in name for name in classes(page, 0).values())
@@ -159,11 +159,11 @@ def test_averages_shade_by_entries_a_token(page, data):
     for mode, units in (("layer", slice(2, 4)), ("all", slice(0, 6))):
         slide(page, "layer", 1) if mode == "layer" else None
         page.locator(f"[name=mode][value={mode}]").check(force=True)
-        for pane, outcome in enumerate(data.outcomes):
-            lengths = outcome.entries.coverage()[units].double()
+        for pane, column in enumerate(data.columns):
+            lengths = column.entries.entry_lengths()[units].double()
             share = torch.where(lengths > 0, 1 / lengths.clamp(min=1), 0.0).mean(0)
             shown = classes(page, pane)
-            first = outcome.entries.region[0]
+            first = column.entries.region[0]
             for at, value in enumerate(share.tolist()):
                 step = int(re.search(r" a(\d)", shown[str(first + at)])[1])
                 assert abs(step - 8 * value**0.5) <= 0.5 + 1e-4
@@ -176,8 +176,8 @@ def test_resolution_counts_what_is_shown(page, data):
             slide(page, "layer", 1)
             slide(page, "head", 1)
         rows = page.locator("#resolution [data-bin]")
-        for pane, outcome in enumerate(data.outcomes):
-            lengths = outcome.entries.coverage()[units].flatten().tolist()
+        for pane, column in enumerate(data.columns):
+            lengths = column.entries.entry_lengths()[units].flatten().tolist()
             sums = {}
             for length in lengths:
                 sums[shade(length)] = sums.get(shade(length), 0) + 1
@@ -207,25 +207,27 @@ def test_maps_choose_a_head_by_click_and_by_keys(page):
 def test_hover_tells_interval_multiplicity_and_relevance(page, pair, data):
     slide(page, "layer", 1)
     slide(page, "head", 0)
-    fates = {token: absorbed(pair["Grace"], token).rows[2] for token in range(data.spans.length)}
-    merged = next(t for t, fate in fates.items() if fate.state == "merged" and "\n" not in
+    statuses = {
+        token: token_statuses(pair["Grace"], token).rows[2] for token in range(data.spans.length)
+    }
+    merged = next(t for t, status in statuses.items() if status.state == "merged" and "\n" not in
                   data.tokens[t] and data.tokens[t])  # fmt: skip
-    fate = fates[merged]
+    status = statuses[merged]
     page.locator(f".pane:nth-child(1) [data-t='{merged}']").hover()
     tip = page.locator("#tip").inner_text()
-    size = fate.end - fate.start
+    size = status.end - status.start
     assert f"merged with {size - 1} neighbour" in tip
-    assert f"[{fate.start}, {fate.end})" in tip
+    assert f"[{status.start}, {status.end})" in tip
     weight = float(re.search(rf"{size} tokens, weighs as ([\d.]+)", tip)[1])
-    assert weight == pytest.approx(fate.multiplicity, abs=0.5 * size / 255 + 0.006)
+    assert weight == pytest.approx(status.multiplicity, abs=0.5 * size / 255 + 0.006)
     worth = pair["Grace"]._run.relevance.scores[1, 0].double()
     shown = float(re.search(r"relevance\s+([\d.e+-]+) × the mean", tip)[1])
-    assert shown == pytest.approx(fate.relevance / float(worth.mean()), rel=0.06)
+    assert shown == pytest.approx(status.relevance / float(worth.mean()), rel=0.06)
     first = data.spans.context_start
-    share = float(worth[fate.start - first : fate.end - first].sum() / worth.sum()) * 100
+    share = float(worth[status.start - first : status.end - first].sum() / worth.sum()) * 100
     shown = float(re.search(r"entry's relevance\s+([\d.]+)%", tip)[1])
     assert shown == pytest.approx(share, rel=0.06, abs=0.006)
-    gone = next(t for t in fates if absorbed(pair["Snap"], t).rows[2].state == "dropped"
+    gone = next(t for t in statuses if token_statuses(pair["Snap"], t).rows[2].state == "dropped"
                 and data.tokens[t].strip())  # fmt: skip
     page.locator(f".pane:nth-child(2) [data-t='{gone}']").hover()
     assert "dropped" in page.locator("#tip").inner_text()
@@ -235,21 +237,21 @@ def test_a_chosen_token_shows_its_entry_in_every_head(page, pair, data):
     token = data.spans.context_start + 31
     page.locator(f".pane:nth-child(1) [data-t='{token}']").click()
     for at, result in enumerate(pair.values()):
-        fates = absorbed(result, token)
+        statuses = token_statuses(result, token)
         panel = page.locator("#inspector section").nth(at)
-        counts = [f"{state} in {fates.count(state)}" for state in ("exact", "merged", "dropped")]
+        counts = [f"{state} in {statuses.count(state)}" for state in ("exact", "merged", "dropped")]
         assert f"All layers and heads: {', '.join(counts)}." in panel.inner_text()
-        assert panel.locator(".fates i").count() == len(fates)
+        assert panel.locator(".statuses i").count() == len(statuses)
         panel.locator("summary").click()
         rows = panel.locator("tbody tr")
-        rows.nth(len(fates) - 1).wait_for()
-        for row, fate in zip(rows.all_inner_texts(), fates, strict=True):
+        rows.nth(len(statuses) - 1).wait_for()
+        for row, status in zip(rows.all_inner_texts(), statuses, strict=True):
             layer, head, state, entry, tokens, _, depth, _ = row.split("\t")
-            assert (int(layer), int(head), state) == (fate.layer, fate.head, fate.state)
-            gone = fate.state == "dropped"
-            assert entry == ("–" if gone else f"[{fate.start}, {fate.end})")
-            assert tokens == ("–" if gone else str(fate.end - fate.start))
-            assert depth == ("–" if fate.depth < 0 else str(fate.depth))
+            assert (int(layer), int(head), state) == (status.layer, status.head, status.state)
+            gone = status.state == "dropped"
+            assert entry == ("–" if gone else f"[{status.start}, {status.end})")
+            assert tokens == ("–" if gone else str(status.end - status.start))
+            assert depth == ("–" if status.depth < 0 else str(status.depth))
     said = page.locator("#announce").text_content()
     assert f"token {token}. Grace: " in said
     assert f"in layer {page.locator('#layerShown').inner_text()}, head " in said
@@ -290,28 +292,28 @@ def test_everything_is_reached_by_the_tab_key(page):
             " + (document.activeElement.value ?? '')"
         ))  # fmt: skip
     names = " ".join(reached)
-    for control in ("skip", "head", "layer", "left", "right", "slots", "wanted", "cell", "words"):
+    for control in ("skip", "head", "layer", "left", "right", "slots", "query", "cell", "words"):
         assert control in names, control
 
 
 def test_search_finds_words_and_numbers(page, data):
-    page.fill("#wanted", "#33")
-    page.press("#wanted", "Enter")
+    page.fill("#query", "#33")
+    page.press("#query", "Enter")
     assert page.locator(".cursor").first.get_attribute("data-t") == "33"
-    page.fill("#wanted", "WORD4")
-    page.press("#wanted", "Enter")
+    page.fill("#query", "WORD4")
+    page.press("#query", "Enter")
     # Numbers from 40 on come first behind the cursor.
     assert page.locator(".cursor").first.get_attribute("data-t") == "40"
     assert re.fullmatch(r"\d+ of 11, token #40", page.locator("#found").inner_text())
-    page.fill("#wanted", "word44 word45 word46")
-    page.press("#wanted", "Enter")
+    page.fill("#query", "word44 word45 word46")
+    page.press("#query", "Enter")
     marked = page.locator(".pane:nth-child(1) .match")
     assert [m.get_attribute("data-t") for m in marked.all()] == ["44", "45", "46"]
-    page.fill("#wanted", "nowhere")
-    page.press("#wanted", "Enter")
+    page.fill("#query", "nowhere")
+    page.press("#query", "Enter")
     assert page.locator("#found").inner_text() == "not in the prompt"
-    page.fill("#wanted", "#99999")
-    page.press("#wanted", "Enter")
+    page.fill("#query", "#99999")
+    page.press("#query", "Enter")
     assert f"#{data.spans.length - 1}" in page.locator("#found").inner_text()
 
 
@@ -332,8 +334,8 @@ def test_one_result_alone_and_the_other_side(opened, page, data):
     assert abs(page.locator("#words").bounding_box()["y"] - place) < 200
     page.select_option("#left", label="Snap")
     assert page.locator("#names").inner_text() == "Snap"
-    assert classes(page, 0) == expected(data.outcomes[1], shown_unit(page, data), data.spans)
-    alone = opened(dataclasses.replace(data, outcomes=data.outcomes[:1]))
+    assert classes(page, 0) == expected(data.columns[1], shown_unit(page, data), data.spans)
+    alone = opened(dataclasses.replace(data, columns=data.columns[:1]))
     assert alone.locator("#leftChoice").is_hidden()
     assert alone.locator(".row").first.locator(".pane").count() == 1
     assert alone.problems == []
@@ -342,7 +344,7 @@ def test_one_result_alone_and_the_other_side(opened, page, data):
 
 def shown_unit(page, data):
     layer, head = (int(page.locator(f"#{x}Shown").inner_text()) for x in ("layer", "head"))
-    return layer * data.outcomes[0].entries.heads + head
+    return layer * data.columns[0].entries.heads + head
 
 
 def test_curves_end_at_the_utility_and_show_the_bound(page, pair):
@@ -362,7 +364,7 @@ def test_other_recipes_open_too(opened, make, recipe):
     data = ReportData.of({recipe: result})
     page = opened(data)
     assert page.problems == []
-    assert classes(page, 0) == expected(data.outcomes[0], shown_unit(page, data), data.spans)
+    assert classes(page, 0) == expected(data.columns[0], shown_unit(page, data), data.spans)
     assert page.locator("#auctionSection").is_visible() == (recipe != "fullkv")
     page.close()
 
@@ -372,8 +374,8 @@ def test_a_long_prompt_keeps_a_small_document(opened):
     page = opened(data)
     most = 6000
     assert page.locator(".t[data-t]").count() < most
-    page.fill("#wanted", "#16000")
-    page.press("#wanted", "Enter")
+    page.fill("#query", "#16000")
+    page.press("#query", "Enter")
     before = page.locator(".cursor").first.bounding_box()["y"]
     page.select_option("#right", label="nothing")
     # The reader stays about where he was: in the window, though lines are twice as long now.
@@ -382,8 +384,8 @@ def test_a_long_prompt_keeps_a_small_document(opened):
         page.evaluate(f"scrollTo(0, {step} * document.body.scrollHeight)")
         page.wait_for_timeout(100)
         assert 0 < page.locator(".t[data-t]").count() < most
-    page.fill("#wanted", "#30000")
-    page.press("#wanted", "Enter")
+    page.fill("#query", "#30000")
+    page.press("#query", "Enter")
     cursor = page.locator(".cursor").first
     assert cursor.get_attribute("data-t") == "30000"
     box = cursor.bounding_box()

@@ -14,7 +14,7 @@ import gracekv
 from gracekv import Prompt
 from gracekv.errors import ReportError
 from gracekv.report import ReportData, compare, write, write_all
-from gracekv.report.page import default_label, render
+from gracekv.report.page import default_label, labelled, render
 from support.reports import long_report
 
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -67,8 +67,8 @@ def test_texts_are_never_markup(make, words):
     assert found.tags == plain.tags
     assert ATTACK not in text
     header = json.loads(found.scripts["header"])
-    assert header["outcomes"][0]["label"] == f"label {ATTACK}"
-    assert header["outcomes"][0]["answer"] == ATTACK
+    assert header["columns"][0]["label"] == f"label {ATTACK}"
+    assert header["columns"][0]["answer"] == ATTACK
     block = zlib.decompress(base64.b64decode(found.scripts["block"]))
     offset, size = header["parts"]["text"]
     assert block[offset : offset + size].decode() == ATTACK * result.prompt.spans.length
@@ -90,8 +90,12 @@ def test_the_page_is_written_whole_or_not_at_all(make, tmp_path, monkeypatch):
 
 
 def test_labels_by_default(make):
-    assert default_label(make("gracekv", 4, context=400)) == "compressed 4x"
-    assert default_label(make("fullkv", 4)) == "full cache"
+    small, pages = {"window": {"size": 32, "minimum": 4}}, {"quota": "global"}
+    assert default_label(make("snapkv", 4, context=400, fields=small)) == "snapkv 4x"
+    assert default_label(make("fullkv", 4, fields=small)) == "fullkv"
+    assert default_label(make("snapkv", 4, context=400, fields={**small, **pages})) == "custom 4x"
+    one, two = (make("snapkv", 4, context=400, fields=small) for _ in range(2))
+    assert list(labelled([one, two])) == ["snapkv 4x", "snapkv 4x (2)"]
 
 
 def test_the_model_is_named_but_no_folder(make):
@@ -115,8 +119,8 @@ def test_a_batch_has_a_page_a_prompt(make, tmp_path):
     assert written == (tmp_path / "page-1.html", tmp_path / "page-2.html")
     for path, result, answer in zip(written, (one, two), ("first", "second"), strict=True):
         header = json.loads(Tags(path.read_text(encoding="utf-8")).scripts["header"])
-        assert header["outcomes"][0]["accounting"]["spent"] == result.accounting.spent
-        assert header["outcomes"][0]["answer"] == answer
+        assert header["columns"][0]["accounting"]["spent"] == result.accounting.spent
+        assert header["columns"][0]["answer"] == answer
     with pytest.raises(ReportError, match="each of the 2 prompts; got 1"):
         write_all(tmp_path / "page.html", batch, answers=["first"])
     with pytest.raises(ReportError, match=r"is a batch.*batch\.report\(path\)"):

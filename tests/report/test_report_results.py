@@ -49,12 +49,12 @@ def header(path):
 def test_a_result_writes_its_report(model, prompt, tmp_path):
     result = gracekv.compress(model, prompt, ratio=4)
     result.report(tmp_path / "page.html", label="mine", answer="Alice")
-    (outcome,) = header(tmp_path / "page.html")["outcomes"]
-    assert (outcome["label"], outcome["answer"]) == ("mine", "Alice")
-    assert outcome["accounting"]["spent"] == result.accounting.spent
-    assert outcome["accounting"]["backendBytes"] == result.accounting.backend_bytes
+    (column,) = header(tmp_path / "page.html")["columns"]
+    assert (column["label"], column["answer"]) == ("mine", "Alice")
+    assert column["accounting"]["spent"] == result.accounting.spent
+    assert column["accounting"]["backendBytes"] == result.accounting.backend_bytes
     result.report(tmp_path / "page.html")
-    assert header(tmp_path / "page.html")["outcomes"][0]["label"] == "compressed 4x"
+    assert header(tmp_path / "page.html")["columns"][0]["label"] == "compressed 4x"
 
 
 def test_a_batch_writes_a_page_a_prompt(model, prompt, tmp_path):
@@ -63,7 +63,7 @@ def test_a_batch_writes_a_page_a_prompt(model, prompt, tmp_path):
     pages = batch.report(tmp_path / "page.html", answers=batch.generate(4))
     assert [page.name for page in pages] == ["page-1.html", "page-2.html"]
     for page, kept in zip(pages, batch.accountings, strict=True):
-        found = header(page)["outcomes"][0]["accounting"]
+        found = header(page)["columns"][0]["accounting"]
         assert found["entries"] == kept.entries.tolist()
 
 
@@ -74,9 +74,9 @@ def test_a_loaded_result_reports_or_says_why_not(model, prompt, tmp_path):
         result.save(tmp_path / "saved")
         again = gracekv.load(tmp_path / "saved", model, tokenizer=Letters())
         again.report(page)
-        assert header(page)["outcomes"][0]["relevance"] is None
+        assert header(page)["columns"][0]["relevance"] is None
         gracekv.report.compare({"then": result, "now": again}, page)
-        then, now = header(page)["outcomes"]
+        then, now = header(page)["columns"]
         assert then["accounting"]["entries"] == now["accounting"]["entries"]
         page.unlink()
     merged = gracekv.compress(model, prompt, ratio=3, pipeline="gracekv")
@@ -108,8 +108,8 @@ def run(monkeypatch, capsys, model, tmp_path):
 def test_the_command_writes_a_report(run, tmp_path):
     status, out, _ = run("--report", tmp_path / "new" / "page.html")
     assert status == 0
-    (outcome,) = header(tmp_path / "new" / "page.html")["outcomes"]
-    assert outcome["answer"] + "\n" == out
+    (column,) = header(tmp_path / "new" / "page.html")["columns"]
+    assert column["answer"] + "\n" == out
 
 
 def test_the_command_compares(run, model, tmp_path):
@@ -117,14 +117,14 @@ def test_the_command_compares(run, model, tmp_path):
     argv = ("--ratio", 3, "--compare", "snapkv", "--compare", "gracekv-no-floor", "--report", page)
     status, out, _ = run(*argv)
     assert status == 0
-    outcomes = header(page)["outcomes"]
-    assert [x["label"] for x in outcomes] == ["gracekv-plus", "snapkv", "gracekv-no-floor"]
+    columns = header(page)["columns"]
+    assert [x["label"] for x in columns] == ["gracekv-plus", "snapkv", "gracekv-no-floor"]
     prompt = gracekv.Prompt.from_chat(Letters(), context=TEXT, question="Who?")
-    for outcome in outcomes:
-        alone = gracekv.compress(model, prompt, ratio=3, pipeline=outcome["label"])
-        assert outcome["accounting"]["entries"] == alone.accounting.entries.tolist()
-        assert outcome["answer"] == alone.generate(6)
-    assert outcomes[0]["answer"] + "\n" == out
+    for column in columns:
+        alone = gracekv.compress(model, prompt, ratio=3, pipeline=column["label"])
+        assert column["accounting"]["entries"] == alone.accounting.entries.tolist()
+        assert column["answer"] == alone.generate(6)
+    assert columns[0]["answer"] + "\n" == out
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_the_demo_writes_one(model, monkeypatch, tmp_path):
     monkeypatch.setattr(gracekv, "Prompt", Short, raising=False)
     demo.run_demo(tmp_path, max_new_tokens=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["entries.png", "report.html"]
-    found = header(tmp_path / "report.html")["outcomes"]
+    found = header(tmp_path / "report.html")["columns"]
     assert [x["label"] for x in found] == [
         "gracekv 8x", "Paper 8x", "SnapKV 8x", "gracekv 4x", "gracekv 16x",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""`absorbed`: the entry that took a token in, head by head."""
+"""`token_statuses`: the entry that took a token in, head by head."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import ReportError
-from gracekv.report import absorbed
+from gracekv.report import token_statuses
 from gracekv.report.entries import kept_entries
 
 
@@ -17,11 +17,11 @@ def test_rows_are_the_entries(make, recipe, seed, data):
     result = make(recipe, 3, seed=seed)
     spans = result.prompt.spans
     position = data.draw(st.integers(0, spans.length - 1))
-    fates = absorbed(result, position)
-    assert [(row.layer, row.head) for row in fates] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert sum(fates.count(state) for state in ("exact", "merged", "dropped")) == len(fates)
+    statuses = token_statuses(result, position)
+    assert [(row.layer, row.head) for row in statuses] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sum(statuses.count(state) for state in ("exact", "merged", "dropped")) == len(statuses)
     entries = kept_entries(result._run, spans, result.pipeline.pack.represents)
-    for unit, row in enumerate(fates):
+    for unit, row in enumerate(statuses):
         at = range(int(entries.offsets[unit]), int(entries.offsets[unit + 1]))
         held = [e for e in at if entries.start[e] <= position < entries.end[e]]
         if not spans.context_start <= position < spans.context_end:
@@ -42,13 +42,13 @@ def test_rows_are_the_entries(make, recipe, seed, data):
 def test_recent_tokens_have_no_relevance(make):
     result = make("gracekv", 3)
     last = result.prompt.spans.context_end - 1
-    assert {row.relevance for row in absorbed(result, last)} == {None}
-    assert {row.state for row in absorbed(result, last)} == {"exact"}
+    assert {row.relevance for row in token_statuses(result, last)} == {None}
+    assert {row.state for row in token_statuses(result, last)} == {"exact"}
 
 
 def test_prints_as_a_table(make):
     result = make("gracekv", 4)
-    tables = [str(absorbed(result, p)) for p in range(result.prompt.spans.length)]
+    tables = [str(token_statuses(result, p)) for p in range(result.prompt.spans.length)]
     assert all(len(table.splitlines()) == 2 + 4 for table in tables)
     assert {len(line) for table in tables for line in table.splitlines()[1:]} == {
         len(tables[0].splitlines()[1])
@@ -58,18 +58,21 @@ def test_prints_as_a_table(make):
 
 def test_positions_count_from_the_end_too(make):
     result = make("gracekv", 3)
-    assert absorbed(result, -20).rows == absorbed(result, result.prompt.spans.length - 20).rows
+    assert (
+        token_statuses(result, -20).rows
+        == token_statuses(result, result.prompt.spans.length - 20).rows
+    )
 
 
 @pytest.mark.parametrize("position", [10**6, -(10**6)])
 def test_a_token_that_is_not_there(make, position):
     result = make("gracekv", 3)
     with pytest.raises(ReportError, match=rf"tokens 0 to 110; got {position}\."):
-        absorbed(result, position)
+        token_statuses(result, position)
 
 
 def test_relevance_lies_where_its_head_lies(make):
     result = make("gracekv", 3, layers=3, kv_heads=2)
-    fates = absorbed(result, 30)
+    statuses = token_statuses(result, 30)
     expected = result._run.relevance.scores[..., 30 - result.prompt.spans.context_start]
-    assert torch.tensor([row.relevance for row in fates]).equal(expected.flatten())
+    assert torch.tensor([row.relevance for row in statuses]).equal(expected.flatten())

@@ -6,16 +6,16 @@ import torch
 
 from gracekv.cache import Accounting, Timings
 from gracekv.prefill import PromptSpans
-from gracekv.report.data import Outcome, ReportData
+from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
 
 _WORDS = (" the", " rabbit", " ran", " away", ".\n", " because", " it", " was", " late", ",")
 
 
 def long_report(
-    tokens: int, *, layers: int, heads: int, ratio: int, outcomes: int = 2
+    tokens: int, *, layers: int, heads: int, ratio: int, columns: int = 2
 ) -> ReportData:
-    """Random outcomes over a context of so many tokens, as scattered and as large as can be.
+    """Random columns over a context of so many tokens, as scattered and as large as can be.
 
     In the first one, half of the entries are merged and reach to the next; others hold single
     tokens.
@@ -25,16 +25,16 @@ def long_report(
         layers: L.
         heads: G.
         ratio: the context keeps `tokens // ratio` entries in each head.
-        outcomes: how many.
+        columns: how many.
     """
     begin, end = 40, 40 + tokens
     spans = PromptSpans(begin, end, end + 30, end + 40)
-    made = [_outcome(number, tokens, layers, heads, tokens // ratio) for number in range(outcomes)]
+    made = [_column(number, tokens, layers, heads, tokens // ratio) for number in range(columns)]
     words = tuple(_WORDS[i * i % 10] for i in range(spans.length))
     return ReportData("a model", spans, words, tuple(made))
 
 
-def _outcome(number: int, tokens: int, layers: int, heads: int, kept: int) -> Outcome:
+def _column(number: int, tokens: int, layers: int, heads: int, kept: int) -> ReportColumn:
     rng = torch.Generator().manual_seed(number)
     units, begin = layers * heads, 40
     start = torch.rand(units, tokens, generator=rng).argsort(1)[:, :kept].sort(1).values
@@ -63,7 +63,7 @@ def _outcome(number: int, tokens: int, layers: int, heads: int, kept: int) -> Ou
         metadata_bytes=8 * len(start),
         full_bytes=256 * units * tokens,
     )
-    return Outcome(
+    return ReportColumn(
         label=f"made {number}",
         pipeline={},
         represents="node",

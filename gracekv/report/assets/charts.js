@@ -17,13 +17,13 @@ const FIGURES = [
 function drawSummary(report) {
   const context = report.contextEnd - report.contextStart;
   const full = context * report.units;
-  byId("title").textContent = report.outcomes.map((x) => x.label).join(report.outcomes.length > 2 ? ", " : " beside ");
+  byId("title").textContent = report.columns.map((x) => x.label).join(report.columns.length > 2 ? ", " : " beside ");
   byId("facts").textContent =
     `${report.model} · ${count(report.length)} prompt tokens, ${count(context)} of them context · ` +
     `${report.layers} layers × ${report.heads} KV heads`;
   byId("footer").textContent = `Written by gracekv ${report.version}. One file, nothing is loaded from elsewhere.`;
-  for (const outcome of report.outcomes) {
-    const kept = outcome.accounting;
+  for (const column of report.columns) {
+    const kept = column.accounting;
     const bar = el("div", { class: "bar", "aria-hidden": "true" });
     const floor = el("i", { class: "floor" });
     const rest = el("i", {});
@@ -34,26 +34,26 @@ function drawSummary(report) {
       el(
         "article",
         { class: "card" },
-        el("h3", {}, outcome.label),
+        el("h3", {}, column.label),
         el("p", { class: "big" }, percent(kept.spent / full), el("small", {}, " of the context's entries")),
         bar,
         el("p", {}, `${count(kept.spent)} of ${count(full)} entries` +
           (kept.floorSpent ? `, ${count(kept.floorSpent)} of them bought by the floor (dark)` : "")),
         el("p", {}, `${bytes(kept.bytes)} of keys and values, the full cache takes ${bytes(kept.fullBytes)}`),
-        outcome.answer === null ? null : el("blockquote", {}, el("span", { class: "said" }, "Answer"), outcome.answer),
+        column.answer === null ? null : el("blockquote", {}, el("span", { class: "said" }, "Answer"), column.answer),
       ),
     );
   }
-  const rows = FIGURES.filter(([key]) => report.outcomes.some((x) => x.accounting[key] !== null));
-  const settings = [...new Set(report.outcomes.flatMap((x) => x.pipeline.map(([stage]) => stage)))];
-  const seconds = Object.keys(report.outcomes[0].timings);
+  const rows = FIGURES.filter(([key]) => report.columns.some((x) => x.accounting[key] !== null));
+  const settings = [...new Set(report.columns.flatMap((x) => x.pipeline.map(([stage]) => stage)))];
+  const seconds = Object.keys(report.columns[0].timings);
   byId("accounting").append(
-    el("thead", {}, el("tr", {}, el("td", {}), ...report.outcomes.map((x) => el("th", { scope: "col" }, x.label)))),
+    el("thead", {}, el("tr", {}, el("td", {}), ...report.columns.map((x) => el("th", { scope: "col" }, x.label)))),
     el(
       "tbody",
       {},
       ...rows.map(([key, name, format]) =>
-        line(name, report.outcomes, (x) => {
+        line(name, report.columns, (x) => {
           const value = x.accounting[key];
           return el("td", { class: "number", "data-field": key, "data-value": value }, value === null ? "–" : format(value));
         }),
@@ -64,29 +64,29 @@ function drawSummary(report) {
   );
 }
 
-function line(name, outcomes, cell) {
-  return el("tr", {}, el("th", { scope: "row" }, name), ...outcomes.map(cell));
+function line(name, columns, cell) {
+  return el("tr", {}, el("th", { scope: "row" }, name), ...columns.map(cell));
 }
 
 function group(name, report, rows, cell) {
-  const head = el("th", { scope: "rowgroup", colspan: report.outcomes.length + 1 }, name);
-  return el("tbody", {}, el("tr", { class: "group" }, head), ...rows.map((row) => line(row, report.outcomes, (x) => cell(x, row))));
+  const head = el("th", { scope: "rowgroup", colspan: report.columns.length + 1 }, name);
+  return el("tbody", {}, el("tr", { class: "group" }, head), ...rows.map((row) => line(row, report.columns, (x) => cell(x, row))));
 }
 
-/** One grid of buttons an outcome; choose(layer, head) is called for a chosen cell. */
+/** One grid of buttons an column; choose(layer, head) is called for a chosen cell. */
 function drawMaps(report, choose) {
-  const all = report.outcomes.flatMap((x) => x.accounting.entries.flat());
+  const all = report.columns.flatMap((x) => x.accounting.entries.flat());
   const low = Math.log(Math.max(1, Math.min(...all)));
   const high = Math.max(low + 1e-9, Math.log(Math.max(1, ...all)));
   const context = report.contextEnd - report.contextStart;
   byId("maps").replaceChildren();
-  for (const outcome of report.outcomes) {
-    const grid = el("div", { class: "grid", role: "grid", "aria-label": `Entries kept by ${outcome.label}` });
+  for (const column of report.columns) {
+    const grid = el("div", { class: "grid", role: "grid", "aria-label": `Entries kept by ${column.label}` });
     grid.style.setProperty("--layers", report.layers);
     for (let head = 0; head < report.heads; head++) {
       const row = el("div", { role: "row" }, el("span", { role: "rowheader" }, `head ${head}`));
       for (let layer = 0; layer < report.layers; layer++) {
-        const entries = outcome.accounting.entries[layer][head];
+        const entries = column.accounting.entries[layer][head];
         const name = `layer ${layer}, head ${head}: ${count(entries)} entries, ${percent(entries / context)} of the context`;
         const cell = el("button", {
           role: "gridcell", type: "button", tabindex: -1, class: "cell", title: name, "aria-label": name,
@@ -115,7 +115,7 @@ function drawMaps(report, choose) {
       choose(layer, head);
       grid.querySelector(`[data-layer="${layer}"][data-head="${head}"]`).focus();
     });
-    byId("maps").append(el("figure", {}, el("figcaption", {}, outcome.label), grid));
+    byId("maps").append(el("figure", {}, el("figcaption", {}, column.label), grid));
   }
   const scale = el("div", { class: "scale" }, el("span", {}, count(Math.min(...all))), el("i", {}), el("span", {}, count(Math.max(...all))), el("span", {}, "entries"));
   const stops = VIRIDIS.map((_, i) => `rgb(${viridis(i / (VIRIDIS.length - 1))})`);
@@ -145,9 +145,9 @@ function drawResolution(report) {
   byId("scope").textContent = view.scope();
   const units = view.units(report);
   const shown = view.shown(report);
-  const table = shown.map((outcome) => {
+  const table = shown.map((column) => {
     const sums = Array(BINS.length + 3).fill(0);
-    outcome.resolution(units).forEach((tokens, length) => (sums[binOf(length)] += tokens));
+    column.resolution(units).forEach((tokens, length) => (sums[binOf(length)] += tokens));
     return sums;
   });
   const total = units.length * report.width || 1;
@@ -179,9 +179,9 @@ function drawResolution(report) {
 }
 
 function drawAuction(report) {
-  const curved = report.outcomes.filter((x) => x.curve && x.curve.entries.length > 1);
+  const curved = report.columns.filter((x) => x.curve && x.curve.entries.length > 1);
   byId("auctionSection").hidden = curved.length === 0;
-  byId("auction").replaceChildren(...curved.map((outcome) => auctionFigure(outcome)));
+  byId("auction").replaceChildren(...curved.map((column) => auctionFigure(column)));
   const bounded = curved.some((x) => x.curve.bound.length);
   byId("auctionHint").textContent =
     "Utility gained as entries are spent: the floor's purchases, then operations from the best utility per entry down. " +
@@ -191,8 +191,8 @@ function drawAuction(report) {
     (curved.length > 1 ? " Utilities of different pipelines are on different scales." : "");
 }
 
-function auctionFigure(outcome) {
-  const { entries, utility, floorEntries, boundEntries, bound } = outcome.curve;
+function auctionFigure(column) {
+  const { entries, utility, floorEntries, boundEntries, bound } = column.curve;
   const [wide, high, left, bottom, top, right] = [460, 240, 56, 34, 12, 14];
   const mostX = Math.max(entries[entries.length - 1], ...boundEntries);
   const mostY = Math.max(utility[utility.length - 1], ...bound) || 1;
@@ -201,7 +201,7 @@ function auctionFigure(outcome) {
   const path = (xs, ys) => xs.map((n, i) => `${i ? "L" : "M"}${x(n).toFixed(1)} ${y(ys[i]).toFixed(1)}`).join("");
   const last = utility[utility.length - 1];
   const said =
-    `${outcome.label}: ${count(entries[entries.length - 1])} entries reach utility ${short(last)}` +
+    `${column.label}: ${count(entries[entries.length - 1])} entries reach utility ${short(last)}` +
     (bound.length ? `, the bound is ${short(bound[bound.length - 1])}` : "");
   const figure = svg("svg", { viewBox: `0 0 ${wide} ${high}`, role: "img", "aria-label": said });
   if (floorEntries) {
@@ -232,37 +232,37 @@ function drawOverview(report, go) {
   const shown = view.shown(report);
   const wide = Math.max(1, Math.min(1000, report.width));
   byId("overview").replaceChildren(
-    ...shown.map((outcome) => {
+    ...shown.map((column) => {
       const canvas = el("canvas", {
         width: wide, height: report.units, role: "img",
-        "aria-label": `${outcome.label}: how finely each stretch of the context is kept in each head`,
+        "aria-label": `${column.label}: how finely each stretch of the context is kept in each head`,
         onclick: (event) => {
           const box = canvas.getBoundingClientRect();
           const token = report.first + clamp(Math.floor(((event.clientX - box.left) / box.width) * report.width), report.width);
           go(token, clamp(Math.floor(((event.clientY - box.top) / box.height) * report.units), report.units));
         },
       });
-      canvas.getContext("2d").putImageData(picture(outcome, wide), 0, 0);
+      canvas.getContext("2d").putImageData(picture(column, wide), 0, 0);
       canvas.style.height = `${Math.min(260, Math.max(96, report.units * 2))}px`;
       const frame = el("div", { class: "frame" }, canvas, el("i", { class: "here" }), el("i", { class: "unit" }));
-      return el("figure", {}, el("figcaption", {}, outcome.label), frame);
+      return el("figure", {}, el("figcaption", {}, column.label), frame);
     }),
   );
 }
 
-function picture(outcome, wide) {
-  return outcome.remembered(`picture ${wide}`, () => {
-    const report = outcome.report;
+function picture(column, wide) {
+  return column.cached(`picture ${wide}`, () => {
+    const report = column.report;
     const image = new ImageData(wide, report.units);
     const share = new Float32Array(wide);
     const size = new Float32Array(wide);
-    const column = (token) => Math.min(wide - 1, Math.floor(((token - report.first) * wide) / report.width));
-    for (let token = report.first; token < report.last; token++) size[column(token)] += 1;
+    const pixel = (token) => Math.min(wide - 1, Math.floor(((token - report.first) * wide) / report.width));
+    for (let token = report.first; token < report.last; token++) size[pixel(token)] += 1;
     for (let unit = 0; unit < report.units; unit++) {
       share.fill(0);
-      outcome.walk(unit, (kind, first, tokens) => {
+      column.eachRun(unit, (kind, first, tokens) => {
         const part = kind === MERGED ? 1 / tokens : kind;
-        if (part) for (let token = first; token < first + tokens; token++) share[column(token)] += part;
+        if (part) for (let token = first; token < first + tokens; token++) share[pixel(token)] += part;
       });
       for (let at = 0; at < wide; at++) {
         // The square root lifts the coarse, which most of a compressed cache is.

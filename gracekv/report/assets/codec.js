@@ -1,4 +1,4 @@
-// Unpacks what gracekv/report/packing.py packed. Units: heads are numbered layer * G + head, tokens
+// Unpacks what gracekv/report/encoding.py encoded. Units: heads are numbered layer * G + head, tokens
 // by their absolute position in the prompt.
 
 const DROPPED = 0;
@@ -30,7 +30,7 @@ class Report {
       begin += value;
       this.begins[token + 1] = begin;
     }
-    this.outcomes = header.outcomes.map((outcome, number) => new Outcome(this, outcome, number));
+    this.columns = header.columns.map((column, number) => new Column(this, column, number));
   }
 
   static async load() {
@@ -88,13 +88,13 @@ class Report {
 }
 
 /** One result: its figures, and what became of every token. */
-class Outcome {
+class Column {
   constructor(report, facts, number) {
     Object.assign(this, facts);
     this.report = report;
     this.number = number;
-    this.pieces = report.part(`pieces.${number}`);
-    this.pieceStarts = report.numbers(`pieceStarts.${number}`);
+    this.runs = report.part(`runs.${number}`);
+    this.runStarts = report.numbers(`runStarts.${number}`);
     this.entryStarts = report.numbers(`entryStarts.${number}`);
     this.mergedStarts = report.numbers(`mergedStarts.${number}`);
     this.weights = report.part(`weights.${number}`);
@@ -105,10 +105,10 @@ class Outcome {
   }
 
   /** Calls visit(kind, first token, tokens, entry, merged entry) along a head's context. */
-  walk(unit, visit) {
-    const bytes = this.pieces;
-    let at = this.pieceStarts[unit];
-    const end = this.pieceStarts[unit + 1];
+  eachRun(unit, visit) {
+    const bytes = this.runs;
+    let at = this.runStarts[unit];
+    const end = this.runStarts[unit + 1];
     let token = this.report.first;
     let entry = this.entryStarts[unit];
     let merged = this.mergedStarts[unit];
@@ -134,7 +134,7 @@ class Outcome {
   }
 
   /** The last few answers of `make`, by name. */
-  remembered(name, make) {
+  cached(name, make) {
     if (!this.memory.has(name)) {
       if (this.memory.size > 24) this.memory.delete(this.memory.keys().next().value);
       this.memory.set(name, make());
@@ -144,11 +144,11 @@ class Outcome {
 
   /** Of one head: tokens of each token's entry (0: dropped), and where that entry begins. */
   lengths(unit) {
-    return this.remembered(`head ${unit}`, () => {
+    return this.cached(`head ${unit}`, () => {
       const length = new Uint32Array(this.report.width);
       const start = new Uint32Array(this.report.width);
       const base = this.report.first;
-      this.walk(unit, (kind, first, tokens) => {
+      this.eachRun(unit, (kind, first, tokens) => {
         for (let i = 0; i < tokens; i++) {
           length[first - base + i] = kind === MERGED ? tokens : kind;
           start[first - base + i] = kind === MERGED ? first : first + i;
@@ -160,14 +160,14 @@ class Outcome {
 
   /** Of several heads: entries per token on average, and in how many heads it is exact, merged. */
   means(units) {
-    return this.remembered(`heads ${units[0]} ${units.length}`, () => {
+    return this.cached(`heads ${units[0]} ${units.length}`, () => {
       const width = this.report.width;
       const base = this.report.first;
       const share = new Float32Array(width);
       const exact = new Uint32Array(width);
       const merged = new Uint32Array(width);
       for (const unit of units) {
-        this.walk(unit, (kind, first, tokens) => {
+        this.eachRun(unit, (kind, first, tokens) => {
           if (kind === DROPPED) return;
           const part = (kind === EXACT ? 1 : 1 / tokens) / units.length;
           const counts = kind === EXACT ? exact : merged;
@@ -183,10 +183,10 @@ class Outcome {
 
   /** Token counts of the heads `units` by the length of their entries: [dropped, exact, 2, ...]. */
   resolution(units) {
-    return this.remembered(`resolution ${units[0]} ${units.length}`, () => {
+    return this.cached(`resolution ${units[0]} ${units.length}`, () => {
       const counts = [0, 0];
       for (const unit of units) {
-        this.walk(unit, (kind, first, tokens) => {
+        this.eachRun(unit, (kind, first, tokens) => {
           const bin = kind === MERGED ? tokens : kind;
           while (counts.length <= bin) counts.push(0);
           counts[bin] += tokens;
@@ -208,13 +208,13 @@ class Outcome {
   }
 
   /** What became of a token in a head. */
-  fate(unit, position) {
+  status(unit, position) {
     const report = this.report;
     if (position < report.first || position >= report.last) {
       return { state: "exact", start: position, end: position + 1, weight: 1, kept: true };
     }
     let found = null;
-    this.walk(unit, (kind, first, tokens, entry, merged) => {
+    this.eachRun(unit, (kind, first, tokens, entry, merged) => {
       if (position >= first + tokens) return true;
       const one = kind === MERGED;
       const origin = this.origins && kind ? this.origins[one ? entry : entry + position - first] : 127;

@@ -2,17 +2,17 @@
 
 function choices(select, report, none) {
   if (none) select.append(el("option", { value: -1 }, "nothing"));
-  report.outcomes.forEach((outcome, number) => select.append(el("option", { value: number }, outcome.label)));
+  report.columns.forEach((column, number) => select.append(el("option", { value: number }, column.label)));
 }
 
 async function start() {
   const report = await Report.load();
   drawSummary(report);
   drawAuction(report);
-  const several = report.outcomes.length > 1;
+  const several = report.columns.length > 1;
   view.right = several ? 1 : -1;
-  // Open on the head with the most entries of the first outcome: there is most to see.
-  const entries = report.outcomes[0].accounting.entries.flat();
+  // Open on the head with the most entries of the first column: there is most to see.
+  const entries = report.columns[0].accounting.entries.flat();
   const best = entries.indexOf(Math.max(...entries));
   [view.layer, view.head] = [Math.floor(best / report.heads), best % report.heads];
 
@@ -21,7 +21,7 @@ async function start() {
   choices(byId("left"), report, false);
   choices(byId("right"), report, true);
   byId("leftChoice").hidden = byId("rightChoice").hidden = !several;
-  byId("slotsChoice").hidden = report.outcomes.every((x) => !x.slots);
+  byId("slotsChoice").hidden = report.columns.every((x) => !x.slots);
 
   const chooseHead = (layer, head) => {
     Object.assign(view, { mode: "head", layer, head });
@@ -55,7 +55,7 @@ async function start() {
     drawInspector(report, chooseToken);
     track();
   };
-  /** Everything that depends on the outcomes that are shown. */
+  /** Everything that depends on the columns that are shown. */
   const relay = () => {
     drawOverview(report, (position, unit) => {
       if (view.mode === "head") chooseHead(Math.floor(unit / report.heads), unit % report.heads);
@@ -159,22 +159,22 @@ function followSearch(report, chooseToken) {
   let plain = null;
   byId("find").addEventListener("submit", (event) => {
     event.preventDefault();
-    const wanted = byId("wanted").value;
+    const query = byId("query").value;
     const said = byId("found");
     view.match = [-1, -1];
-    const number = /^#\s*(\d+)$/.exec(wanted.trim());
+    const number = /^#\s*(\d+)$/.exec(query.trim());
     if (number) {
       const position = Number(number[1]);
       said.value = position < report.length ? "" : `the last token is #${report.length - 1}`;
       if (position < report.length) chooseToken(position, true);
       return;
     }
-    if (!wanted) return;
+    if (!query) return;
     plain ??= report.text.toLowerCase();
     // A few letters change their length with their case, and then places would not agree.
     const same = plain.length === report.text.length;
     if (!same) plain = report.text;
-    const words = same ? wanted.toLowerCase() : wanted;
+    const words = same ? query.toLowerCase() : query;
     const places = [];
     for (let at = plain.indexOf(words); at >= 0; at = plain.indexOf(words, at + words.length)) places.push(at);
     if (!places.length) return void (said.value = "not in the prompt");

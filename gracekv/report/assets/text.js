@@ -81,11 +81,11 @@ class Words {
 
   /** About how high a block will be. */
   guess(begin, end) {
-    const columns = this.box.classList.contains("two") && matchMedia("(min-width: 760px)").matches ? 2 : 1;
-    const letters = Math.max(12, this.width / columns / 7.6);
+    const panes = this.box.classList.contains("two") && matchMedia("(min-width: 760px)").matches ? 2 : 1;
+    const letters = Math.max(12, this.width / panes / 7.6);
     const lines = this.report.span(begin, end).split("\n");
     const high = lines.reduce((sum, text) => sum + Math.max(1, Math.ceil(text.length / letters)), 0);
-    return Math.ceil(high * 27 * (view.shown(this.report).length / columns));
+    return Math.ceil(high * 27 * (view.shown(this.report).length / panes));
   }
 
   scrolled(changes) {
@@ -105,8 +105,8 @@ class Words {
     const row = this.rows[number];
     const [begin, end] = this.blocks[number];
     row.replaceChildren(
-      ...view.shown(this.report).map((outcome) => {
-        const pane = el("div", { class: "pane", "data-label": outcome.label });
+      ...view.shown(this.report).map((column) => {
+        const pane = el("div", { class: "pane", "data-label": column.label });
         for (let token = begin; token < end; token++) {
           const text = this.report.token(token);
           // A line break shows a sign, so that there is something to point at.
@@ -218,17 +218,17 @@ function drawLegend(report) {
   byId("legend").replaceChildren(...parts.map(([samples, said]) => el("span", {}, ...samples, ` ${said}`)));
 }
 
-/** A function from token to class names, for one outcome in the view as it is now. */
-function shader(report, outcome) {
+/** A function from token to class names, for one column in the view as it is now. */
+function shader(report, column) {
   const units = view.units(report);
-  const borders = view.slots && outcome.slots ? new Set(outcome.slots) : null;
+  const borders = view.slots && column.slots ? new Set(column.slots) : null;
   const border = (token) => (borders?.has(token) ? " slot" : "");
   const [from, until] = view.match;
   const cursor = (token) =>
     (token >= from && token < until ? " match" : "") + (token === view.cursor ? " cursor" : "");
   const fixed = (token) => token < report.first || token >= report.last;
   if (view.mode === "head") {
-    const { length, start } = outcome.lengths(units[0]);
+    const { length, start } = column.lengths(units[0]);
     return (token) => {
       if (fixed(token)) return `t kept${cursor(token)}`;
       const tokens = length[token - report.first];
@@ -236,7 +236,7 @@ function shader(report, outcome) {
       return `t n${binOf(tokens)}${begins}${border(token)}${cursor(token)}`;
     };
   }
-  const { share } = outcome.means(units);
+  const { share } = column.means(units);
   return (token) => {
     if (fixed(token)) return `t kept${cursor(token)}`;
     return `t a${Math.round(8 * Math.sqrt(share[token - report.first]))}${border(token)}${cursor(token)}`;

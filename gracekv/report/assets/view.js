@@ -18,9 +18,9 @@ const view = {
     if (this.mode === "layer") return [...Array(report.heads).keys()].map((g) => base + g);
     return [base + this.head];
   },
-  /** The outcomes side by side. */
+  /** The columns side by side. */
   shown(report) {
-    return [this.left, this.right].filter((n) => n >= 0).map((n) => report.outcomes[n]);
+    return [this.left, this.right].filter((n) => n >= 0).map((n) => report.columns[n]);
   },
   /** In words. */
   scope() {

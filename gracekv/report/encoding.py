@@ -1,9 +1,9 @@
-"""Report data as bytes: what the page's script unpacks again (assets/codec.js).
+"""Report data as bytes, which the page's script decodes (assets/codec.js).
 
 Everything that grows with the prompt goes into one block of bytes; a table says where each part
-lies. A head's context is a chain of pieces, so 32K tokens of 112 heads take a few megabytes:
+lies. A head's context is run-length encoded, so 32K tokens of 112 heads take a few megabytes:
 
-    piece = (tokens << 2) | kind      kind 0: dropped, 1: exact, 2: one merged entry
+    run = (tokens << 2) | kind      kind 0: dropped, 1: exact, 2: one merged entry
 
 as variable-length integers (7 bits a byte, the lowest first, the top bit says that more follow).
 """
@@ -19,16 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gracekv.report.data import Outcome, ReportData
+from gracekv.ragged import offsets
+from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
 
 DROPPED, EXACT, MERGED = 0, 1, 2
 
-# Bytes that the relevance of all outcomes together may take before heads, then layers, are
-# averaged: with the pieces, a page of 32K tokens stays below 15 MB. Source: ours.
+# Bytes that the relevance of all columns together may take before heads, then layers, are
+# averaged: with the runs, a page of 32K tokens stays below 15 MB. Source: ours.
 _RELEVANCE_BYTES = 7 * 2**20
 # Relevances below this share of the largest are shown as 0. Source: ours.
-_FAINT = 1e-7
+_SMALLEST_SHARE = 1e-7
 
 
 @dataclass(slots=True)
@@ -57,36 +58,36 @@ class Block:
         return b"".join(self.parts)
 
 
-def pack(data: ReportData) -> tuple[dict[str, Any], bytes]:
-    """`data` as a plain header and a block of bytes."""
+def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
+    """A header of plain data, and the block of bytes."""
     block = Block()
     block.add("text", "".join(data.tokens).encode("utf-8", "replace"))
     # Scripts count text in units of UTF-16.
     units = [len(text.encode("utf-16-le", "replace")) // 2 for text in data.tokens]
     block.add("lengths", varints(np.array(units, dtype=np.int64)))
-    entries, spans = data.outcomes[0].entries, data.spans
-    outcomes = [_outcome(block, number, data) for number in range(len(data.outcomes))]
+    entries, spans = data.columns[0].entries, data.spans
+    columns = [_column(block, number, data) for number in range(len(data.columns))]
     header = {
         "model": data.model,
         "spans": [spans.context_start, spans.context_end, spans.question_end, spans.length],
         "layers": entries.layers,
         "heads": entries.heads,
         "region": list(entries.region),
-        "outcomes": outcomes,
+        "columns": columns,
         "parts": block.table,
     }
     return header, block.bytes()
 
 
-def _outcome(block: Block, number: int, data: ReportData) -> dict[str, Any]:
-    outcome = data.outcomes[number]
-    entries, kept = outcome.entries, outcome.accounting
-    stream, starts = pieces(entries)
+def _column(block: Block, number: int, data: ReportData) -> dict[str, Any]:
+    column = data.columns[number]
+    entries, kept = column.entries, column.accounting
+    stream, starts = run_lengths(entries)
     merged = entries.length > 1
-    block.add(f"pieces.{number}", stream)
-    block.add(f"pieceStarts.{number}", _u32(starts))
+    block.add(f"runs.{number}", stream)
+    block.add(f"runStarts.{number}", _u32(starts))
     block.add(f"entryStarts.{number}", _u32(entries.offsets))
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), merged.long().cumsum(0)])
+    before = offsets(merged.long())
     block.add(f"mergedStarts.{number}", _u32(before[entries.offsets]))
     share = entries.multiplicity[merged] / entries.length[merged]
     block.add(f"weights.{number}", _u8((share * 255).round().clamp(0, 255)))
@@ -94,13 +95,13 @@ def _outcome(block: Block, number: int, data: ReportData) -> dict[str, Any]:
         depth = torch.where(entries.depth < 0, 127, entries.depth.clamp(max=126))
         floor = 0 if entries.floor is None else entries.floor * 128
         block.add(f"origins.{number}", _u8(depth + floor))
-    if outcome.slots is not None:
-        block.add(f"slots.{number}", _u32(outcome.slots))
+    if column.slots is not None:
+        block.add(f"slots.{number}", _u32(column.slots))
     return {
-        "label": outcome.label,
-        "answer": outcome.answer,
-        "represents": outcome.represents,
-        "pipeline": stages(outcome),
+        "label": column.label,
+        "answer": column.answer,
+        "represents": column.represents,
+        "pipeline": settings(column),
         "accounting": {
             "budget": kept.budget,
             "spent": kept.spent,
@@ -115,15 +116,15 @@ def _outcome(block: Block, number: int, data: ReportData) -> dict[str, Any]:
             "certifiedRatio": kept.certified_ratio,
             "entries": kept.entries.tolist(),
         },
-        "timings": dict(outcome.timings.as_dict()),
+        "timings": dict(column.timings.as_dict()),
         "hasFloor": entries.floor is not None,
-        "relevance": _relevance(block, number, data.outcomes),
-        "curve": _curve(outcome),
+        "relevance": _relevance(block, number, data.columns),
+        "curve": _curve(column),
     }
 
 
-def pieces(entries: KeptEntries) -> tuple[bytes, Tensor]:
-    """The chains of all heads, and int64 [L*G+1] the byte at which each head's begins."""
+def run_lengths(entries: KeptEntries) -> tuple[bytes, Tensor]:
+    """The runs of all heads, and int64 [L*G+1] the byte at which those of each head begin."""
     first, last = entries.region
     heads, width = len(entries.offsets) - 1, last - first
     head, start, end = entries.head_of_entry(), entries.start, entries.end
@@ -131,7 +132,7 @@ def pieces(entries: KeptEntries) -> tuple[bytes, Tensor]:
     begins[1:] = head[1:] != head[:-1]
     before = torch.where(begins, first, end.roll(1))
     exact = end - start == 1
-    # Exact tokens side by side are one piece.
+    # Exact tokens side by side are one run.
     joins = exact & exact.roll(1) & (start == before) & ~begins
     run = (~joins).cumsum(0) - 1
     opening = torch.nonzero(~joins).flatten()
@@ -162,8 +163,7 @@ def pieces(entries: KeptEntries) -> tuple[bytes, Tensor]:
     sizes = torch.from_numpy(_varint_sizes(numbers))
     bytes_per_head = torch.zeros(heads, dtype=torch.int64)
     bytes_per_head.index_add_(0, where[order] // max(1, width), sizes)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), bytes_per_head.cumsum(0)])
-    return varints(numbers), starts
+    return varints(numbers), offsets(bytes_per_head)
 
 
 def varints(numbers: np.ndarray) -> bytes:
@@ -186,31 +186,31 @@ def _varint_sizes(numbers: np.ndarray) -> np.ndarray:
 
 
 def quantised(relevance: Tensor) -> tuple[Tensor, float, float]:
-    """Relevance as uint8 on a logarithmic scale, with the logs that 1 and 255 stand for.
+    """Relevance as uint8 on a logarithmic scale, and the logarithms of what 1 and 255 stand for.
 
-    `relevance` is [..., N], each row in multiples of its mean; 0 stays 0, and what is faint beside
-    the largest becomes 0. Others are off by at most half a step, (high - low) / 508.
+    `relevance` is [..., N], each row in multiples of its mean; 0 stays 0, and so does what is below
+    1e-7 of the largest. Other logarithms are off by at most half a step, (high - low) / 508.
     """
     scaled = relevance.double()
     largest = float(scaled.max()) if scaled.numel() else 0.0
     if largest <= 0:
         return torch.zeros(scaled.shape, dtype=torch.uint8), 0.0, 0.0
-    seen = scaled >= largest * _FAINT
+    seen = scaled >= largest * _SMALLEST_SHARE
     high, low = math.log(largest), math.log(float(scaled[seen].min()))
     step = (high - low) / 254 or 1.0
     codes = ((scaled.clamp(min=math.exp(low)).log() - low) / step).round() + 1
     return torch.where(seen, codes, 0).to(torch.uint8), low, high
 
 
-def _relevance(block: Block, number: int, outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    worth = outcomes[number].relevance
-    if worth is None:
+def _relevance(block: Block, number: int, columns: Sequence[ReportColumn]) -> dict[str, Any] | None:
+    relevance = columns[number].relevance
+    if relevance is None:
         return None
-    mean = worth.double().mean(-1, keepdim=True)
-    scaled = torch.where(mean > 0, worth.double() / mean, 0.0)
-    everything = sum(x.relevance.numel() for x in outcomes if x.relevance is not None)
+    mean = relevance.double().mean(-1, keepdim=True)
+    scaled = torch.where(mean > 0, relevance.double() / mean, 0.0)
+    everything = sum(x.relevance.numel() for x in columns if x.relevance is not None)
     if everything > _RELEVANCE_BYTES:
-        scaled, everything = scaled.mean(1, keepdim=True), everything // worth.shape[1]
+        scaled, everything = scaled.mean(1, keepdim=True), everything // relevance.shape[1]
     if everything > _RELEVANCE_BYTES:
         scaled = scaled.mean(0, keepdim=True)
     codes, low, high = quantised(scaled)
@@ -219,8 +219,8 @@ def _relevance(block: Block, number: int, outcomes: Sequence[Outcome]) -> dict[s
     return {"layers": layers, "heads": heads, "length": length, "low": low, "high": high}
 
 
-def _curve(outcome: Outcome) -> dict[str, Any] | None:
-    curve = outcome.curve
+def _curve(column: ReportColumn) -> dict[str, Any] | None:
+    curve = column.curve
     if curve is None:
         return None
     return {
@@ -232,10 +232,10 @@ def _curve(outcome: Outcome) -> dict[str, Any] | None:
     }
 
 
-def stages(outcome: Outcome) -> list[list[str]]:
-    """Stage and setting, as text, one pair a line."""
+def settings(column: ReportColumn) -> list[list[str]]:
+    """Pairs of stage and setting, as text."""
     lines = []
-    for stage, setting in outcome.pipeline.items():
+    for stage, setting in column.pipeline.items():
         if isinstance(setting, dict):
             fields = dict(setting)
             name = fields.pop("name", "")

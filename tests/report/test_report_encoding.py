@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.report import packing
+from gracekv.report import encoding
 from gracekv.report.data import ReportData
 
-FATES = ["gracekv", "snapkv", "chunkkv", "gracekv-no-multiresolution", "fullkv"]
+RECIPES = ["gracekv", "snapkv", "chunkkv", "gracekv-no-multiresolution", "fullkv"]
 
 
 def numbers(data):
@@ -40,20 +40,20 @@ def u32(data):
 
 @given(st.lists(st.integers(0, 2**35 - 1)))
 def test_varints_come_back(values):
-    assert numbers(packing.varints(np.array(values, dtype=np.int64))) == values
+    assert numbers(encoding.varints(np.array(values, dtype=np.int64))) == values
 
 
-@pytest.mark.parametrize("recipe", FATES)
+@pytest.mark.parametrize("recipe", RECIPES)
 @settings(max_examples=6)
 @given(seed=st.integers(0, 99), ratio=st.sampled_from([1.2, 3, 8]))
 def test_chains_tell_every_tokens_fate(make, recipe, seed, ratio):
     result = make(recipe, ratio, seed=seed, context=72)
     data = ReportData.of({"x": result})
-    header, block = packing.pack(data)
-    entries = data.outcomes[0].entries
-    coverage = entries.coverage()
+    header, block = encoding.encode(data)
+    entries = data.columns[0].entries
+    lengths_of = entries.entry_lengths()
     stream, starts = (
-        part(header, block, "pieces.0"), u32(part(header, block, "pieceStarts.0"))
+        part(header, block, "runs.0"), u32(part(header, block, "runStarts.0"))
     )  # fmt: skip
     entry_starts = u32(part(header, block, "entryStarts.0"))
     merged_starts = u32(part(header, block, "mergedStarts.0"))
@@ -64,17 +64,17 @@ def test_chains_tell_every_tokens_fate(make, recipe, seed, ratio):
         for piece in numbers(stream[starts[unit] : starts[unit + 1]]):
             tokens, kind = piece >> 2, piece & 3
             assert tokens > 0
-            lengths += [tokens if kind == packing.MERGED else kind] * tokens
+            lengths += [tokens if kind == encoding.MERGED else kind] * tokens
             for _ in range({0: 0, 1: tokens, 2: 1}[kind]):
                 if origins is not None:
                     depth, floor = int(entries.depth[entry]), bool(entries.floor[entry])
                     assert origins[entry] == (127 if depth < 0 else depth) + 128 * floor
-                if kind == packing.MERGED:
+                if kind == encoding.MERGED:
                     share = float(entries.multiplicity[entry]) / tokens
                     assert abs(weights[merged] / 255 - share) <= 0.5 / 255 + 1e-6
                     merged += 1
                 entry += 1
-        assert lengths == coverage[unit].tolist()
+        assert lengths == lengths_of[unit].tolist()
         assert (entry, merged) == (entry_starts[unit + 1], merged_starts[unit + 1])
 
 
@@ -83,7 +83,7 @@ def test_chains_tell_every_tokens_fate(make, recipe, seed, ratio):
 def test_relevance_is_off_by_half_a_step_at_most(make, seed):
     worth = make("gracekv", 3, seed=seed)._run.relevance.scores
     scaled = worth.double() / worth.double().mean(-1, keepdim=True)
-    codes, low, high = packing.quantised(scaled)
+    codes, low, high = encoding.quantised(scaled)
     step = (high - low) / 254
     back = torch.where(codes > 0, (low + step * (codes.double() - 1)).exp(), 0.0)
     seen = scaled >= scaled.max() * 1e-7
@@ -94,18 +94,18 @@ def test_relevance_is_off_by_half_a_step_at_most(make, seed):
 
 
 def test_relevance_of_nothing():
-    codes, low, high = packing.quantised(torch.zeros(1, 1, 5))
+    codes, low, high = encoding.quantised(torch.zeros(1, 1, 5))
     assert (codes.tolist(), low, high) == ([[[0] * 5]], 0.0, 0.0)
-    same, _, _ = packing.quantised(torch.full((1, 1, 3), 2.0))
+    same, _, _ = encoding.quantised(torch.full((1, 1, 3), 2.0))
     assert same.tolist() == [[[1, 1, 1]]]
 
 
 @pytest.mark.parametrize(("limit", "shape"), [(10**9, (2, 2)), (400, (2, 1)), (200, (1, 1))])
 def test_relevance_is_averaged_until_it_fits(make, monkeypatch, limit, shape):
-    monkeypatch.setattr(packing, "_RELEVANCE_BYTES", limit)
+    monkeypatch.setattr(encoding, "_RELEVANCE_BYTES", limit)
     result = make("gracekv", 3, context=110)
-    header, block = packing.pack(ReportData.of({"x": result}))
-    found = header["outcomes"][0]["relevance"]
+    header, block = encoding.encode(ReportData.of({"x": result}))
+    found = header["columns"][0]["relevance"]
     assert (found["layers"], found["heads"]) == shape
     assert len(part(header, block, "relevance.0")) == shape[0] * shape[1] * found["length"]
 
@@ -114,7 +114,7 @@ def test_text_and_slots_come_back(make, words):
     tokenizer = words({5: "<script>", 6: "emoji 🙂", 7: "\u2028", 8: ""})
     result = make("gracekv", 3, tokenizer=tokenizer)
     data = ReportData.of({"x": result})
-    header, block = packing.pack(data)
+    header, block = encoding.encode(data)
     text = part(header, block, "text").decode()
     lengths = numbers(part(header, block, "lengths"))
     assert len(lengths) == data.spans.length
@@ -127,23 +127,23 @@ def test_text_and_slots_come_back(make, words):
 
 def test_accounting_is_copied(make):
     result = make("gracekv", 3, fields={"certify": True})
-    header, _ = packing.pack(ReportData.of({"x": result}, {"x": "an answer"}))
-    kept, ours = header["outcomes"][0]["accounting"], result.accounting
+    header, _ = encoding.encode(ReportData.of({"x": result}, {"x": "an answer"}))
+    kept, ours = header["columns"][0]["accounting"], result.accounting
     assert kept["entries"] == ours.entries.tolist()
     assert (kept["spent"], kept["bytes"]) == (ours.spent, ours.bytes)
     assert (kept["fullBytes"], kept["floorSpent"]) == (ours.full_bytes, ours.floor_spent)
     assert (kept["utility"], kept["bound"]) == (ours.utility, ours.bound)
     assert kept["certifiedRatio"] == ours.certified_ratio
-    assert header["outcomes"][0]["answer"] == "an answer"
+    assert header["columns"][0]["answer"] == "an answer"
 
 
 def test_an_empty_region_packs():
     # One token of context, the last of the prompt: the cache covers none of it.
     none = torch.zeros(0, dtype=torch.int64)
-    entries = packing.KeptEntries(1, 2, (5, 5), torch.zeros(3).long(), none, none, none.float())
-    stream, starts = packing.pieces(entries)
+    entries = encoding.KeptEntries(1, 2, (5, 5), torch.zeros(3).long(), none, none, none.float())
+    stream, starts = encoding.run_lengths(entries)
     assert (stream, starts.tolist()) == (b"", [0, 0, 0])
     gone = dataclasses.replace(entries, region=(5, 8))
-    stream, starts = packing.pieces(gone)
+    stream, starts = encoding.run_lengths(gone)
     assert numbers(stream) == [12, 12]
     assert starts.tolist() == [0, 1, 2]
