@@ -41,11 +41,11 @@ class AdaptiveHeads(Quota):
     rule: Literal["mix", "safeguard"] = "mix"
 
     def __call__(
-        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
     ) -> Tensor | None:
         pools = equal_shares(plan).sum(dim=1).tolist()
-        rows = zip(tokens, pools, strict=True)
-        return torch.stack([self._layer(scores, pool, plan) for scores, pool in rows])
+        layers = zip(scores, pools, strict=True)
+        return torch.stack([self._layer(own, pool, plan) for own, pool in layers])
 
     def _layer(self, scores: Tensor, pool: int, plan: BudgetPlan) -> Tensor:
         """int64 [G]: shares of one layer's `pool` entries from its scores [G, N]."""

@@ -86,10 +86,10 @@ class Floor(Strategy, abc.ABC):
     """
 
     @abc.abstractmethod
-    def candidates(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+    def candidates(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         """Score f of each candidate token, -inf elsewhere: [L, G, N] float64; None: no floor.
 
-        `tokens` is R^tok [L, G, N].
+        `scores` is R^tok [L, G, N].
         """
 
     @abc.abstractmethod
@@ -117,12 +117,12 @@ class Quota(Strategy, abc.ABC):
 
     @abc.abstractmethod
     def __call__(
-        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
     ) -> Tensor | None:
         """int64 [L, G] caps; None: no cap but the budget.
 
         Args:
-            tokens: R^tok [L, G, N].
+            scores: R^tok [L, G, N].
             plan: the budget in entries.
             columns: [L, H, T] float32 attention that each prompt position received in all, per
                 query head; None unless some stage uses it.

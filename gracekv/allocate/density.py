@@ -52,7 +52,7 @@ class Density(Quota):
         return torch.softmax(-density, dim=0)
 
     def __call__(
-        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
     ) -> Tensor | None:
         """Caps [L, G] that add up to B_base. Raises `MissingCaptureError` without `columns`."""
         if columns is None:
@@ -67,7 +67,7 @@ class Density(Quota):
         layers = largest_remainder([share - recent for share in whole], plan.base, most)
         total = torch.tensor(layers)[:, None]
         extra = torch.arange(plan.heads) < total % plan.heads
-        return (total // plan.heads + extra).to(tokens.device)
+        return (total // plan.heads + extra).to(scores.device)
 
 
 def proportional(weights: Sequence[Fraction], total: int, least: int, most: int) -> list[Fraction]:

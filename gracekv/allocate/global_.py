@@ -23,6 +23,6 @@ class Global(Quota):
     """
 
     def __call__(
-        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
     ) -> Tensor | None:
         return None

@@ -23,7 +23,7 @@ class NoFloor(Floor):
     Cost: none.
     """
 
-    def candidates(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+    def candidates(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         return None
 
     def realize(

@@ -31,9 +31,9 @@ class PerHead(Quota):
     remainder: bool = False
 
     def __call__(
-        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
     ) -> Tensor | None:
         if self.remainder:
-            return equal_shares(plan).to(tokens.device)
+            return equal_shares(plan).to(scores.device)
         share = plan.base // (plan.layers * plan.heads)
-        return torch.full((plan.layers, plan.heads), share, device=tokens.device)
+        return torch.full((plan.layers, plan.heads), share, device=scores.device)

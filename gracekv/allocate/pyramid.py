@@ -50,10 +50,10 @@ class Pyramid(Quota):
         ]
 
     def __call__(
-        self, tokens: Tensor, plan: BudgetPlan, columns: Tensor | None = None
+        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
     ) -> Tensor | None:
         wanted = [plan.heads * share for share in self.layer_shares(plan)]
         layers = largest_remainder(wanted, plan.base, plan.heads * plan.compressible)
         total = torch.tensor(layers)[:, None]
         extra = torch.arange(plan.heads) < total % plan.heads
-        return (total // plan.heads + extra).to(tokens.device)
+        return (total // plan.heads + extra).to(scores.device)

@@ -108,7 +108,7 @@ def integer_program(start: Frontier, quota: Tensor | None, *, elastic: bool = Fa
     return ops.frontier(start, torch.from_numpy(solution.x > 0.5))
 
 
-def floor_candidates(floor: Singleton, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+def floor_candidates(floor: Singleton, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
     """What `Singleton.candidates` returns: f [L, G, N] float64 of candidates, -inf elsewhere.
 
     Source: Eqs. (A2), (A3).
@@ -116,7 +116,7 @@ def floor_candidates(floor: Singleton, tokens: Tensor, plan: BudgetPlan) -> Tens
     cap = math.floor(Fraction(str(floor.alpha)) * plan.base)
     if cap <= 0:
         return None
-    relevance = tokens.double()
+    relevance = scores.double()
     layers, heads, count = relevance.shape
     half = floor.pool // 2
     mean = relevance.mean(dim=(0, 1)).tolist()
@@ -127,14 +127,14 @@ def floor_candidates(floor: Singleton, tokens: Tensor, plan: BudgetPlan) -> Tens
             mixed = [
                 (1 - floor.consensus) * own[t] + floor.consensus * mean[t] for t in range(count)
             ]
-            scores = [max(mixed[max(0, t - half) : t + half + 1]) for t in range(count)]
+            pooled = [max(mixed[max(0, t - half) : t + half + 1]) for t in range(count)]
             kept: list[tuple[float, int]] = []
             total = 0.0
-            for t in sorted(range(count), key=lambda t: (-scores[t], t)):
+            for t in sorted(range(count), key=lambda t: (-pooled[t], t)):
                 total += own[t]
-                if scores[t] < floor.gamma / count or (kept and total > floor.eta):
+                if pooled[t] < floor.gamma / count or (kept and total > floor.eta):
                     break
-                kept.append((scores[t], t))
+                kept.append((pooled[t], t))
                 if total > floor.eta:
                     break
             ranked[layer, head] = kept
@@ -203,14 +203,14 @@ def _exact_node(forest: Forest, layer: int, head: int, position: int) -> int | N
     return None
 
 
-def adaptive_heads(quota: AdaptiveHeads, tokens: Tensor, plan: BudgetPlan) -> list[list[int]]:
+def adaptive_heads(quota: AdaptiveHeads, scores: Tensor, plan: BudgetPlan) -> list[list[int]]:
     """What `AdaptiveHeads` returns, [L][G]."""
     floor, units = Fraction(str(quota.floor)), plan.layers * plan.heads
     result = []
     for layer in range(plan.layers):
         flat = range(layer * plan.heads, (layer + 1) * plan.heads)
         pool = sum(plan.base // units + (unit < plan.base % units) for unit in flat)
-        rows = tokens[layer].double().tolist()
+        rows = scores[layer].double().tolist()
         ranked = sorted((-score, g, t) for g, row in enumerate(rows) for t, score in enumerate(row))
         if quota.rule == "safeguard":
             held = pool // plan.heads + plan.recent

@@ -59,21 +59,21 @@ class Singleton(Floor):
         caps = Fraction(str(self.head_cap)) * Fraction(str(self.alpha))
         return math.floor(caps * plan.base / (plan.layers * plan.heads))
 
-    def candidates(self, tokens: Tensor, plan: BudgetPlan) -> Tensor | None:
+    def candidates(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         limit = self.limit(plan)
         if limit <= 0:
             return None
-        relevance = tokens.double()
+        relevance = scores.double()
         score = self._score(relevance)
         order = score.sort(dim=-1, descending=True, stable=True)
-        passes = order.values >= self.gamma / tokens.shape[-1]
+        passes = order.values >= self.gamma / scores.shape[-1]
         before = relevance.gather(-1, order.indices).cumsum(-1) <= self.eta
         # Scores fall and sums rise along the order, so both conditions hold on a prefix.
         counts = (passes & before).sum(-1).maximum(passes[..., 0].long())
         total = int(counts.sum())
         if total > limit:
             counts = torch.where(counts > 0, (counts * limit // total).clamp(min=1), 0)
-        chosen = torch.arange(tokens.shape[-1], device=relevance.device) < counts[..., None]
+        chosen = torch.arange(scores.shape[-1], device=relevance.device) < counts[..., None]
         kept = torch.where(chosen, order.values, -torch.inf)
         return torch.full_like(score, -torch.inf).scatter_(-1, order.indices, kept)
 
