@@ -286,7 +286,7 @@ def label(pipeline: Configurable) -> str:
     Backend, certificate and pruning are ignored: they do not change which entries are kept.
     """
     ignored = {key: pipeline.to_dict()[key] for key in ("backend", "certify", "prune")}
-    for name, recipe in RECIPES.items():
-        if type(pipeline).from_dict({**recipe.pipeline, **ignored}) == pipeline:
+    for name in names():
+        if type(pipeline).from_dict({**RECIPES[name].pipeline, **ignored}) == pipeline:
             return name
     return "custom"
