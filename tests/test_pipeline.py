@@ -242,7 +242,7 @@ def test_strategies_lists_every_stage_with_descriptions() -> None:
         ({"segment": {"length": 3}}, ConfigError, "needs a 'name'"),
         ({"refine": {"name": "binary", "candidates": "16"}}, ConfigError, "takes a whole number"),
         ({"refine": {"name": "binary", "reward": -1.0}}, ConfigError, ">= 0"),
-        ({"window": {"size": 2}}, ConfigError, "minimum <= size"),
+        ({"window": {"size": 2}}, ConfigError, "minimum is at most"),
         ({"distortion": {"name": "prototype", "memory_limit": 3}}, ConfigError, "1 MiB"),
         ({"allocate": "none"}, UnknownStrategyError, "Registered: "),
         ({"keep_all": "yes"}, ConfigError, "takes True or False"),

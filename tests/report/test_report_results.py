@@ -54,7 +54,7 @@ def test_a_result_writes_its_report(model, prompt, tmp_path):
     assert column["accounting"]["spent"] == result.accounting.spent
     assert column["accounting"]["backendBytes"] == result.accounting.backend_bytes
     result.report(tmp_path / "page.html")
-    assert header(tmp_path / "page.html")["columns"][0]["label"] == "compressed 4x"
+    assert header(tmp_path / "page.html")["columns"][0]["label"] == "gracekv-plus 4x"
 
 
 def test_a_batch_writes_a_page_a_prompt(model, prompt, tmp_path):
