@@ -1,7 +1,7 @@
 """What does each recipe cost to build? Prints a table and writes `benchmarks/results/rivals.md`.
 
-One prefill of SmolLM2; each recipe then sees what it would have captured and no more. Peak memory
-is the kernel's: the high-water mark of resident memory, reset before every construction (Linux).
+SmolLM2, captured once per recipe for what that recipe needs. Peak memory is the kernel's: the
+high-water mark of resident memory, reset before every construction (Linux).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rich.table import Table
 from gracekv import Budget, Pipeline, Prefill, Prompt, recipes
 from gracekv.hf.smollm2 import load_smollm2
 from gracekv.pipeline import Run
-from gracekv.prefill import Needs, depth_layers
-from gracekv.prefill.capture import _query_positions, capture
+from gracekv.prefill.capture import capture
+from gracekv.prefill.query_moments import QueryMoments
 
 PREFIX, SUFFIX = 16, 48
 STAGES = ("segment", "value", "tree", "allocate", "pack")
-AFTER_PREFILL = ("surprisal", "projections", "reconstruction", "draft")
+AFTER_PREFILL = ("surprisal", "projections", "query_sums", "reconstruction", "draft")
 # Rare enough that the best of two costs little, common enough that one slow call does not decide.
 REPEATS = 2
 MIB = 2**20
@@ -53,36 +53,10 @@ def tensors(owner: object) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, tuple):
             yield from (x for x in value if isinstance(x, torch.Tensor))
+        elif isinstance(value, QueryMoments):
+            yield from tensors(value)
         elif isinstance(value, dict):
             yield from (x for x in value.values() if isinstance(x, torch.Tensor))
-
-
-def narrowed(full: Prefill, prompt: Prompt, needs: Needs) -> Prefill:
-    """`full` as captured for `needs`."""
-    positions = _query_positions(prompt, needs)
-    queries = full.queries
-    if not needs.context_queries:
-        queries = tuple(x[:, positions].contiguous() for x in queries)
-    layers = depth_layers(sorted(needs.hidden_depths), full.layers)
-    extras = {
-        "surprisal": needs.surprisal,
-        "projections": needs.head_outputs,
-        "reconstruction": needs.reconstruction,
-        "draft": needs.draft > 0,
-    }
-    return dataclasses.replace(
-        full,
-        queries=queries,
-        query_positions=positions,
-        hidden={layer: x for layer, x in full.hidden.items() if layer in layers},
-        surprisal=full.surprisal if needs.surprisal else None,
-        head_outputs=full.head_outputs if needs.head_outputs else None,
-        projected_norms=full.projected_norms if needs.head_outputs else None,
-        projection_norms=full.projection_norms if needs.head_outputs else None,
-        reconstruction=full.reconstruction if needs.reconstruction else None,
-        draft=full.draft if needs.draft else None,
-        seconds={k: s for k, s in full.seconds.items() if extras.get(k, True)},
-    )
 
 
 class Peak:
@@ -122,10 +96,8 @@ def best(pipeline: Pipeline, prefill: Prefill, budget: Budget) -> tuple[Run, flo
     return run, memory
 
 
-def row_of(
-    name: str, pipeline: Pipeline, full: Prefill, prompt: Prompt, budget: Budget
-) -> list[str]:
-    prefill = narrowed(full, prompt, pipeline.needs())
+def row_of(name: str, pipeline: Pipeline, model: Any, prompt: Prompt, budget: Budget) -> list[str]:
+    prefill = capture(model, prompt, pipeline.needs())
     captured = sum(x.numel() * x.element_size() for x in tensors(prefill)) / MIB
     run, memory = best(pipeline, prefill, budget)
     seconds = run.timings.as_dict()
@@ -160,7 +132,7 @@ def header(length: int, ratio: str, prefill: Prefill) -> list[str]:
         f"commit: {commit}",
         f"model: SmolLM2-135M-Instruct, {str(prefill.keys[0].dtype)[6:]}; {length:,} prompt tokens "
         f"(prefix {PREFIX}, suffix {SUFFIX}); ratio {ratio}; prefill "
-        f"{prefill.seconds['prefill']:.1f} s; each recipe sees what it would have captured",
+        f"{prefill.seconds['prefill']:.1f} s; captured once per recipe",
         f"config: {Pipeline.named('gracekv')!r}",
         f"recipes, as changes to it: {'; '.join(changes)}",
         f"Seconds are the faster of {REPEATS} constructions. Construction is the stages and what "
@@ -183,14 +155,11 @@ def main() -> None:
     pipelines = {name: Pipeline.named(name) for name in args.recipes}
     model, tokenizer = load_smollm2()
     prompt = prompt_of(tokenizer, args.length)
-    needs = Needs()
-    for pipeline in pipelines.values():
-        needs |= pipeline.needs()
-    prefill = capture(model, prompt, needs)
-    del model
+    prefill = capture(model, prompt)
     budget = Budget.ratio(args.ratio)
     lines = header(args.length, args.ratio, prefill)
-    body = [row_of(name, pipe, prefill, prompt, budget) for name, pipe in pipelines.items()]
+    del prefill
+    body = [row_of(name, pipe, model, prompt, budget) for name, pipe in pipelines.items()]
     table = Table(title="Recipes")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == "recipe" else "right")

@@ -49,6 +49,10 @@ class MissingCaptureError(GracekvError):
     """A strategy asks for something that the prefill capture did not keep."""
 
 
+class CaptureMemoryError(GracekvError, MemoryError):
+    """A capture ran out of memory; says which lengths or limits would fit."""
+
+
 class CacheError(GracekvError):
     """The compressed cache was used in a way that would give wrong answers."""
 

@@ -34,6 +34,7 @@ from gracekv.cache import (
 )
 from gracekv.errors import ShapeError
 from gracekv.fit import FITTERS, Fitter, NoFit
+from gracekv.linalg import full_float32
 from gracekv.prefill import Needs, Prefill
 from gracekv.registry import Configurable, Registry
 from gracekv.segment import SEGMENTERS, Curvature, Partition, Segmenter
@@ -185,7 +186,8 @@ class Pipeline(Configurable):
         needs = self.segment.needs() | self.value.needs() | self.sensitivity.needs()
         needs |= self.distortion.needs() | self.fit.needs()
         if self.uses_column_sums:
-            needs |= Needs(context_queries=True)
+            needs |= Needs(column_sums=True)
+        needs |= Needs(recent=self.window.size)
         return needs | Curvature().needs() if self.refine.uses_curvature else needs
 
     @property
@@ -217,7 +219,7 @@ class Pipeline(Configurable):
             return _full(prefill, plan)
         clock = StageClock(prefill.keys[0].device)
         region = prefill.spans.region(plan.recent)
-        with clock("segment"):
+        with full_float32(), clock("segment"):
             if partition is None:
                 partition = self.segment(prefill, region)
         if partition.region != region:
@@ -225,18 +227,20 @@ class Pipeline(Configurable):
                 f"The partition covers {partition.region}, this prompt and budget leave {region} "
                 f"to compress. Segment again, or keep context and budget the same."
             )
-        with clock("value"):
+        with full_float32(), clock("value"):
             scores = self.value(prefill, region)
             relevance = Relevance(scores.scores, scores.seed_scores, self.sensitivity(prefill))
             column_sums = scores.column_sums
             if column_sums is None and self.uses_column_sums:
                 column_sums = all_column_sums(prefill)
-        with clock("tree"):
+        with full_float32(), clock("tree"):
             quota = self.quota(relevance.scores, plan, column_sums)
             candidates = self.floor.candidates(relevance.scores, plan)
             curvature = partition.curvature
             if curvature is None and self.refine.uses_curvature:
                 curvature = Curvature()(prefill)
+            # Freed unless the caller holds the prefill, too.
+            prefill = prefill.without("hidden")
             forest = build_forest(
                 TreeContext(
                     prefill=prefill,
@@ -260,9 +264,9 @@ class Pipeline(Configurable):
                 empty = Frontier.empty(forest, plan.base)
                 bound = upper_bound(empty, quota, elastic=elastic)
                 frontier = replace(frontier, bound=max(bound, frontier.utility))
-        with clock("pack"):
+        with full_float32(), clock("pack"):
             cache = self.pack(prefill, frontier, relevance.scores, self.prototype, column_sums)
-        with clock("fit"):
+        with full_float32(), clock("fit"):
             fitted = self.fit(prefill, region, cache)
             cache = fitted.cache
         entries = frontier.entries_per_head().cpu() + plan.recent

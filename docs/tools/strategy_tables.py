@@ -115,10 +115,14 @@ def _needs(cls: type[Any]) -> str:
     """What an instance with default fields asks of the capture, in words."""
     strategy = cls()
     needs: Needs = strategy.needs() if hasattr(strategy, "needs") else Needs()
-    columns = getattr(strategy, "uses_columns", False)
+    columns = getattr(strategy, "uses_column_sums", False)
     depths = ", ".join(f"{depth:g}" for depth in sorted(needs.hidden_depths))
     words = {
-        "queries of all positions": needs.context_queries or columns,
+        "column sums of attention": needs.column_sums or columns,
+        "means and covariances of queries": needs.query_moments is not None,
+        f"{needs.prompt_samples} evenly spaced queries of the prompt": needs.prompt_samples > 0,
+        f"{needs.context_samples} evenly spaced queries of the context": needs.context_samples > 0,
+        "queries of positions known later": needs.later_queries,
         f"queries of the last {needs.last_queries} positions": needs.last_queries > 0,
         f"hidden states at depths {depths}": bool(depths),
         "surprisal": needs.surprisal,

@@ -78,6 +78,7 @@ class Timings:
         prefill: the standard forward pass.
         surprisal: of the capture, the logits of all positions.
         projections: of the capture, the projections for head sensitivity.
+        query_sums: what the capture adds for sums over all queries.
         reconstruction: a second pass over the context, if the scorer needs one.
         draft: decoding the answer's first tokens, if the scorer needs them.
         segment: the pipeline's stage, as are those below.
@@ -91,6 +92,7 @@ class Timings:
     prefill: float = 0.0
     surprisal: float = 0.0
     projections: float = 0.0
+    query_sums: float = 0.0
     reconstruction: float = 0.0
     draft: float = 0.0
     segment: float = 0.0

@@ -48,6 +48,7 @@ class Values(Fitter):
 
     def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> Fitted:
         chosen = self.queries(prefill, region)
+        prefill = prefill.with_queries(chosen.positions)
         layers, shifts = [], []
         for number, packed in enumerate(cache.layers):
             attention = attended(prefill, number, packed, region, chosen)

@@ -52,6 +52,7 @@ class ValuesAndMass(Fitter):
 
     def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> Fitted:
         chosen = self.queries(prefill, region)
+        prefill = prefill.with_queries(chosen.positions)
         layers, shifts = [], []
         for number, packed in enumerate(cache.layers):
             attention = attended(prefill, number, packed, region, chosen)

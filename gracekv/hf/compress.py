@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, TypeAlias, overload
 
@@ -14,6 +14,7 @@ from gracekv.backends import BACKENDS, Backend
 from gracekv.errors import BudgetError, CacheError, ConfigError, PromptError
 from gracekv.hf.batch import BatchResult
 from gracekv.hf.result import CompressionResult
+from gracekv.hf.trim import trim_memory
 from gracekv.pipeline import Pipeline, Run
 from gracekv.prefill import Prefill
 from gracekv.prefill.capture import capture
@@ -38,6 +39,10 @@ def compress(
     pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
     keep_run: bool = False,
+    chunk: int | None = None,
+    memory_limit: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    trim: bool = True,
 ) -> CompressionResult: ...
 @overload
 def compress(
@@ -53,6 +58,10 @@ def compress(
     pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
     keep_run: bool = False,
+    chunk: int | None = None,
+    memory_limit: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    trim: bool = True,
 ) -> BatchResult: ...
 def compress(
     model: Any,
@@ -67,6 +76,10 @@ def compress(
     pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
     keep_run: bool = False,
+    chunk: int | None = None,
+    memory_limit: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    trim: bool = True,
 ) -> CompressionResult | BatchResult:
     """Prefill once, compress the context's cache to a budget, and be ready to generate.
 
@@ -99,12 +112,19 @@ def compress(
             "gracekv" is the paper's method.
         backend: the attention implementation of decoding; default: the pipeline's.
         keep_run: keep what the stages made in `result.details`, which takes memory.
+        chunk: prompt tokens that the prefill runs at once; see `capture`.
+        memory_limit: most bytes of queries that the prefill holds; see `capture`.
+        progress: called with the prompt's tokens done and in all; see `capture`.
+        trim: on a CPU, return freed memory to the system afterwards, which takes milliseconds and
+            works on Linux with glibc; without, the process keeps the peak for later allocations.
 
     Raises:
         BudgetError: not exactly one budget is given, or it is too small for a prompt; found from
             the model's config and the prompts, before the model is run.
         UnsupportedModelError: as `capture` does.
         PromptError: as `capture` does; for an empty list, and for prompts of several tokenizers.
+        ConfigError: `chunk` or `memory_limit` cannot be.
+        CaptureMemoryError: memory ran out during the prefill.
         NonFiniteError: as `capture` does.
         MissingCaptureError: the prefill was captured for another pipeline.
         CacheError: the prefill is not this model's, or not this prompt's.
@@ -123,18 +143,32 @@ def compress(
     if is_batch and prefill is not None:
         prefills = prefill  # type: ignore[assignment]
     _check_inputs(model, prompts, prefills, pipe, chosen)
+    options = {"chunk": chunk, "memory_limit": memory_limit, "progress": progress}
     runs = [
-        _run(model, one, given, pipe, chosen) for one, given in zip(prompts, prefills, strict=True)
+        _run(model, one, given, pipe, chosen, options)
+        for one, given in zip(prompts, prefills, strict=True)
     ]
     made = BatchResult if is_batch else CompressionResult
-    return made.from_runs(model, prompts, runs, pipe, keep_run=keep_run)
+    result = made.from_runs(model, prompts, runs, pipe, keep_run=keep_run)
+    if trim and model.device.type == "cpu":
+        del runs
+        trim_memory()
+    return result
 
 
 def _run(
-    model: Any, prompt: Prompt, prefill: Prefill | None, pipe: Pipeline, budget: Budget
+    model: Any,
+    prompt: Prompt,
+    prefill: Prefill | None,
+    pipe: Pipeline,
+    budget: Budget,
+    options: dict[str, Any],
 ) -> Run:
     """One pipeline run; a prefill made here is gone when this returns."""
-    return pipe.run(capture(model, prompt, pipe.needs()) if prefill is None else prefill, budget)
+    if prefill is not None:
+        return pipe.run(prefill, budget)
+    # No name holds the new prefill, so a stage can free what later ones do not read.
+    return pipe.run(capture(model, prompt, pipe.needs(), **options), budget)
 
 
 def _check_inputs(

@@ -13,7 +13,7 @@ from gracekv.errors import PromptError
 from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
-from gracekv.prefill.capture import input_device
+from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.length_limits import check_continuation
 from gracekv.prefill.prompt import Prompt
 

@@ -19,7 +19,7 @@ from gracekv.hf.result import CompressionResult
 from gracekv.hf.saving import SavedPrompt, identity
 from gracekv.pipeline import Pipeline, Run
 from gracekv.plugins import missing_modules
-from gracekv.prefill.capture import input_device
+from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.prompt import Prompt
 
 # Where the model came from may differ between machines; its computation may not.

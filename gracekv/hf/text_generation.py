@@ -166,6 +166,8 @@ def without_question(prefill: Prefill) -> Prefill:
         surprisal=None if prefill.surprisal is None else prefill.surprisal[:end],
         head_outputs=None,
         projected_norms=None,
+        column_sums=None,
+        query_moments=None,
         logits=None,
         token_ids=None if prefill.token_ids is None else prefill.token_ids[:end],
     )

@@ -1,6 +1,7 @@
 """One standard prefill and what compression reads from it."""
 
-from gracekv.prefill.base import Needs, Prefill, depth_layers
+from gracekv.prefill.base import Prefill
+from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.spans import PromptSpans, Region
 
 __all__ = ["Needs", "Prefill", "PromptSpans", "Region", "depth_layers"]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from gracekv.errors import UnsupportedModelError
 from gracekv.prefill.supported import BASE_ATTENTION
 
@@ -62,3 +64,10 @@ def attention_function(model: Any, base: str) -> Any:
     # "eager" is not in transformers' table: each modeling file has its own.
     module = sys.modules[type(model.get_decoder().layers[0].self_attn).__module__]
     return AttentionInterface().get_interface(base, module.__dict__.get("eager_attention_forward"))
+
+
+def input_device(model: Any) -> torch.device:
+    """Where the model wants its token ids."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    # Weights that accelerate offloads lie on "meta" between calls; its hooks move the ids.
+    return torch.device("cpu") if device.type == "meta" else device

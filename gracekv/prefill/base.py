@@ -2,62 +2,32 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from gracekv.errors import MissingCaptureError, NonFiniteError, ShapeError
-from gracekv.prefill.spans import PromptSpans
+from gracekv.prefill.needs import Needs, depth_layers
+from gracekv.prefill.query_moments import QueryMoments
+from gracekv.prefill.spans import PromptSpans, Region
 from gracekv.rope import Rope
 
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a strategy reads from a prefill beyond keys and values; `Pipeline.needs` is the union.
-
-    Attributes:
-        context_queries: queries of every position at every layer (multi-hop seeds, evidence
-            probes, column sums). Takes H/(2G) times the memory of K and V together.
-        hidden_depths: relative depths rho; the block input of layer min(floor(rho L), L-1) is kept.
-        surprisal: -log p(x_i | x_<i) of every position.
-        head_outputs: attention outputs per query head at the question probes, and their
-            projected norms.
-        last_queries: queries of this many last positions of the prompt, and as many of the
-            context, at every layer (observation windows). Much less memory than `context_queries`.
-        reconstruction: the most attention that each context token gets while the model repeats the
-            context, which is a second pass and takes longer than the first.
-        draft: attention of this many greedy answer tokens, each a decoding step on the full cache.
-    """
-
-    context_queries: bool = False
-    hidden_depths: frozenset[float] = frozenset()
-    surprisal: bool = False
-    head_outputs: bool = False
-    last_queries: int = 0
-    reconstruction: bool = False
-    draft: int = 0
-
-    def __or__(self, other: Needs) -> Needs:
-        return Needs(
-            context_queries=self.context_queries or other.context_queries,
-            hidden_depths=self.hidden_depths | other.hidden_depths,
-            surprisal=self.surprisal or other.surprisal,
-            head_outputs=self.head_outputs or other.head_outputs,
-            last_queries=max(self.last_queries, other.last_queries),
-            reconstruction=self.reconstruction or other.reconstruction,
-            draft=max(self.draft, other.draft),
-        )
+# Tokens whose keys and values are summed at once by the check for NaN, and positions whose queries
+# are computed again at once.
+_CHECKED, _PART = 1024, 1024
 
 
-def depth_layers(depths: Sequence[float], layers: int) -> tuple[int, ...]:
-    """Relative depths to 0-based layers, min(floor(rho L), L-1), ascending without duplicates.
+class QuerySource(Protocol):
+    """Computes queries that were not captured."""
 
-    Source: Eq. (S1).
-    """
-    return tuple(sorted({min(math.floor(rho * layers), layers - 1) for rho in depths}))
+    def __call__(
+        self, prefill: Prefill, positions: Tensor, layers: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """L tensors [H, P, d] for P ascending positions; [H, 0, d] for layers not asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +40,7 @@ class Prefill:
         values: L tensors [G, T, d].
         queries: L tensors [H, n, d], post-RoPE, of the positions `query_positions`.
         query_positions: int64 [n] ascending, on the CPU; the same for all layers.
+            A view by `with_queries` for some layers has n = 0 in the others.
         rope: the rotations that made `keys`, for positions 0..T-1.
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).
         hidden: layer -> block-input residual stream [T, D] (empty if not captured).
@@ -82,12 +53,17 @@ class Prefill:
             second pass; None if there was none.
         draft: [L, G, S, N_ctx] float32, attention that the answer's S first tokens, drafted
             greedily, pay each context token; None if nothing was drafted.
+        column_sums: [L, H, T] float32, the attention that each position receives from all queries;
+            None if not captured.
+        query_moments: statistics of the queries before rotation; None if not captured.
+        query_source: computes queries that were not captured, by running their tokens once more;
+            None for a prefill built from tensors.
         logits: [vocab] of the last position, or None for a prefill built from tensors.
         token_ids: int64 [T], or None for a prefill built from tensors.
         fingerprint: identifies model and tokenizer (names, config hash), for saved caches.
         seconds: wall seconds of the capture by part: "prefill" is the forward pass, the others
-            are what the capture added after it ("surprisal", "projections", the second pass,
-            "reconstruction", and the "draft").
+            are what the capture added to it ("surprisal", "query_sums", "projections", the second
+            pass, "reconstruction", and the "draft").
 
     Needs no model: build one from plain tensors to test an algorithm.
 
@@ -110,6 +86,9 @@ class Prefill:
     projection_norms: Tensor | None = None
     reconstruction: Tensor | None = None
     draft: Tensor | None = None
+    column_sums: Tensor | None = None
+    query_moments: QueryMoments | None = None
+    query_source: QuerySource | None = None
     logits: Tensor | None = None
     token_ids: Tensor | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
@@ -191,6 +170,7 @@ class Prefill:
             "projections": needs.head_outputs,
             "reconstruction": needs.reconstruction,
             "draft": needs.draft > 0,
+            "query_sums": needs.column_sums or needs.query_moments is not None,
         }
         return {part: taken for part, taken in self.seconds.items() if captured.get(part, True)}
 
@@ -200,16 +180,93 @@ class Prefill:
         Raises `MissingCaptureError` if one of them was not captured.
         """
         wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
-        at = torch.searchsorted(self.query_positions, wanted).clamp(
-            max=len(self.query_positions) - 1
-        )
-        missing = wanted[self.query_positions[at] != wanted]
-        if len(missing):
+        at, held = self._rows(wanted)
+        queries = self.queries[layer]
+        if not bool(held.all()) or queries.shape[1] != len(self.query_positions):
             raise MissingCaptureError(
-                f"Queries at positions {missing[:5].tolist()} were not captured. Capture for the "
-                f"pipeline that you run: gracekv.capture(model, prompt, needs=pipeline.needs())."
+                f"Queries of layer {layer} at positions {wanted[~held][:5].tolist() or 'asked for'}"
+                f" were not captured. Capture for the pipeline that you run: "
+                f"gracekv.capture(model, prompt, needs=pipeline.needs())."
             )
-        return self.queries[layer][:, at.to(self.queries[layer].device)]
+        return queries[:, at.to(queries.device)]
+
+    def _rows(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Where `query_positions` holds each of `wanted`, int64 [P], and whether, bool [P]."""
+        if not len(self.query_positions):
+            return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+        at = torch.searchsorted(self.query_positions, wanted)
+        at = at.clamp(max=len(self.query_positions) - 1)
+        return at, self.query_positions[at] == wanted
+
+    def with_queries(
+        self, positions: Sequence[int] | Tensor, layers: Sequence[int] | None = None
+    ) -> Self:
+        """A view that holds the queries at `positions`; ask once for all positions and layers.
+
+        What was not captured is computed again: the tokens of the missing positions run through the
+        model once more, each attending to the captured keys and values up to its own position.
+
+        Args:
+            positions: absolute, in any order.
+            layers: which layers' queries are read; None: all.
+
+        Returns:
+            `self` if it holds them all, else a prefill that shares everything else with it.
+
+        Raises `MissingCaptureError` if a position was not captured and there is no
+        `query_source`.
+        """
+        wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu").unique()
+        at, held = self._rows(wanted)
+        if bool(held.all()) and all(
+            self.queries[x].shape[1] == len(self.query_positions)
+            for x in (range(self.layers) if layers is None else layers)
+        ):
+            return self
+        if self.query_source is None:
+            raise MissingCaptureError(
+                f"Queries at positions {wanted[~held][:5].tolist()} were not captured. Capture for "
+                f"the pipeline that you run: gracekv.capture(model, prompt, "
+                f"needs=pipeline.needs())."
+            )
+        chosen = range(self.layers) if layers is None else sorted(set(layers))
+        found = self.query_source(self, wanted[~held], chosen)
+        queries = [x[:, :0] for x in self.queries]
+        for layer in chosen:
+            own, new = self.queries[layer], found[layer]
+            place = held.to(own.device)
+            both = own.new_empty(own.shape[0], len(wanted), own.shape[2])
+            both[:, place] = own[:, at[held].to(own.device)]
+            both[:, ~place] = new
+            queries[layer] = both
+        return self._replaced(queries=tuple(queries), query_positions=wanted)
+
+    def query_parts(self) -> Iterator[tuple[Self, Region]]:
+        """Views that together hold the queries of all positions, each of a run of positions."""
+        length = self.spans.length
+        if len(self.query_positions) == length:
+            yield self, Region(0, length)
+            return
+        for first in range(0, length, _PART):
+            part = Region(first, min(first + _PART, length))
+            yield self.with_queries(range(part.start, part.end)), part
+
+    def without(self, *names: str) -> Self:
+        """Shares everything but the tensors of these fields ("hidden", "queries", ...)."""
+        empty: dict[str, object] = dict.fromkeys(names)
+        if "hidden" in empty:
+            empty["hidden"] = {}
+        if "queries" in empty:
+            empty["queries"] = tuple(x[:, :0].clone() for x in self.queries)
+            empty["query_positions"] = self.query_positions[:0]
+        return self._replaced(**empty)
+
+    def _replaced(self, **fields: object) -> Self:
+        """As `dataclasses.replace`, without checking all tensors once more."""
+        view = copy.copy(self)
+        for name, value in fields.items():
+            object.__setattr__(view, name, value)
+        return view
 
     def hidden_at(self, depths: Sequence[float]) -> list[Tensor]:
         """Block inputs [T, D] of the layers at relative `depths`, ascending, without duplicates.
@@ -228,6 +285,7 @@ class Prefill:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # One pass without a boolean copy of the tensor: a NaN or an infinity survives a sum of
-    # absolute values; float64 because long float16 sums would overflow by themselves.
-    return bool(torch.isfinite(tensor.abs().sum(dtype=torch.float64)))
+    # A NaN or an infinity survives a sum; float64, since long float16 sums overflow. In parts,
+    # since torch copies what it sums in another dtype.
+    sums = [part.sum(dtype=torch.float64) for part in tensor.split(_CHECKED, dim=1)]
+    return not sums or bool(torch.isfinite(torch.stack(sums)).all())

@@ -31,11 +31,23 @@ def surprisal(final: Tensor, head: Any, ids: Tensor, vocabulary: int) -> Tensor:
 
     Source: Eq. (S6); the blocks: ours.
     """
-    following = ids[1:].to(final.device)
+    return torch.nn.functional.pad(unlikelihood(final[:-1], head, ids[1:], vocabulary), (1, 0))
+
+
+@torch.no_grad()
+def unlikelihood(final: Tensor, head: Any, following: Tensor, vocabulary: int) -> Tensor:
+    """-log p of the token that follows each of n positions, float32 [n].
+
+    Args:
+        final: [n, D] the decoder's output, after its last norm.
+        head: the module that makes logits of it.
+        following: int64 [n].
+        vocabulary: number of logits.
+    """
     values = _by_blocks if _is_plain(head) else _by_rows
-    found = values(final[:-1], head, following, vocabulary).to(final.device)
+    found = values(final, head, following.to(final.device), vocabulary).to(final.device)
     # Rounding must not make a certain token's surprisal negative.
-    return torch.nn.functional.pad(found.clamp_(min=0), (1, 0))
+    return found.clamp_(min=0)
 
 
 def _is_plain(head: Any) -> bool:

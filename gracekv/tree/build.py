@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,10 @@ def build_forest(
     Source: the paper, "Recursive refinement rule" and Eqs. (V6),
     (A5).
     """
+    probes = distortion.probes(context)
+    if probes is not None:
+        # Once for all layers: what was not captured is computed by running the model.
+        context = replace(context, prefill=context.prefill.with_queries(probes))
     if budget is None or refiner.max_cost > 2:
         levels, drop = _grow_all(context, distortion, refiner, Pruner())
     else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from gracekv.prefill import Needs
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.context import TreeContext
@@ -54,6 +56,10 @@ class Distortion(Strategy, abc.ABC):
             workspace: scratch memory for one call of the evaluator at a time, and memory for what
                 the evaluator keeps: the next evaluator with that workspace overwrites it.
         """
+
+    def probes(self, context: TreeContext) -> Tensor | None:
+        """Positions whose queries the evaluators read, int64 [P] ascending; None: none."""
+        return None
 
     def needs(self) -> Needs:
         """What the prefill must have captured."""

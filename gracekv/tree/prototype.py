@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from torch import Tensor
+
 from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs
 from gracekv.tree.context import TreeContext
@@ -72,16 +74,15 @@ class Prototype(Distortion):
     engine: Engine = "auto"
 
     def needs(self) -> Needs:
-        return Needs(context_queries=self.evidence_slots * self.evidence_per_slot > 0)
+        """Queries of the probes, of which those of evidence slots are known later."""
+        return Needs(
+            question_queries=self.question_probes,
+            tail_queries=self.tail_probes,
+            later_queries=self.evidence_slots * self.evidence_per_slot > 0,
+        )
 
-    def evaluator(
-        self,
-        context: TreeContext,
-        layers: Sequence[int],
-        batch: TreeBatch,
-        workspace: Workspace,
-    ) -> DistortionEvaluator:
-        probes = distortion_probes(
+    def probes(self, context: TreeContext) -> Tensor:
+        return distortion_probes(
             context.prefill,
             context.partition,
             context.seed_scores,
@@ -90,9 +91,17 @@ class Prototype(Distortion):
             slots=self.evidence_slots,
             per_slot=self.evidence_per_slot,
         )
+
+    def evaluator(
+        self,
+        context: TreeContext,
+        layers: Sequence[int],
+        batch: TreeBatch,
+        workspace: Workspace,
+    ) -> DistortionEvaluator:
         inputs = EngineInputs(
             weights=DistortionWeights(self.lambda_z, self.lambda_m, self.epsilon),
-            attention=ProbeAttention.of(context, layers, probes, workspace),
+            attention=ProbeAttention.of(context, layers, self.probes(context), workspace),
             batch=batch,
             rope=context.prefill.rope,
             rule=context.rule,

@@ -15,10 +15,7 @@ from torch import Tensor
 
 from gracekv.linalg import linear
 from gracekv.prefill import Prefill, Region
-
-# Bytes of logits that are held at once: near a CPU's cache; on a GPU, enough work for each launch.
-# Very long prompts exceed them rather than fall below a useful number of rows.
-_CPU_BLOCK, _GPU_BLOCK, _LEAST_ROWS = 4 * 2**20, 256 * 2**20, 16
+from gracekv.prefill.column_sums import add_column_sums, block_rows
 
 
 def probabilities(prefill: Prefill, layer: int, probes: Sequence[int] | Tensor) -> Tensor:
@@ -79,7 +76,7 @@ def received(
     total = torch.zeros(groups, prefill.group, region.length, device=device)
     share = torch.ones(len(at)) if weights is None else weights
     share = share.to(device=device, dtype=torch.float32)
-    block = block or block_rows(prefill, device, prefill.group)
+    block = block or block_rows(device, prefill.group, prefill.spans.length)
     for first in range(0, len(at), block):
         rows = at[first : first + block]
         after, stop = int(rows.min()) + 1, int(rows.max()) + 1
@@ -96,19 +93,27 @@ def received(
     return total.flatten(0, 1)
 
 
-def block_rows(prefill: Prefill, device: torch.device, heads: int) -> int:
-    """Probes whose logits in `heads` query heads over the whole prompt suit the device at once."""
-    limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
-    return max(_LEAST_ROWS, limit // (4 * heads * prefill.spans.length))
-
-
 def all_column_sums(prefill: Prefill) -> Tensor:
     """`column_sums` of all layers for all prompt positions, float32 [L, H, T]; on layer 0's device.
 
-    Raises `MissingCaptureError` unless the queries of every position were captured.
+    Those that the capture added up, else from the queries of every position. Raises
+    `MissingCaptureError` without either.
     """
-    device, prompt = prefill.keys[0].device, Region(0, prefill.spans.length)
-    return torch.stack([column_sums(prefill, i, prompt).to(device) for i in range(prefill.layers)])
+    if prefill.column_sums is not None:
+        return prefill.column_sums
+    device, length = prefill.keys[0].device, prefill.spans.length
+    sums = [torch.zeros(prefill.query_heads, length, device=keys.device) for keys in prefill.keys]
+    for view, part in prefill.query_parts():
+        exact = len(view.query_positions) == part.length
+        for layer, total in enumerate(sums):
+            # Queries that are just those of the part are read where they lie.
+            queries = (
+                view.queries[layer]
+                if exact
+                else view.queries_at(layer, range(part.start, part.end))
+            )
+            add_column_sums(total, queries, prefill.keys[layer], part.start, prefill.scale)
+    return torch.stack([total.to(device) for total in sums])
 
 
 def column_sums(
@@ -116,34 +121,12 @@ def column_sums(
 ) -> Tensor:
     """sum over all prompt queries of pi_{u,t}, float32 [H, N]; never T x T (baselines' S2).
 
-    One causal attention pass without values: a block of queries meets the keys up to its last
-    query, so its softmax rows are complete, and all blocks share two buffers. Queries before the
-    region see none of it and are skipped.
+    Queries before the region see none of it and are skipped. `block` queries run at once.
 
     Raises `MissingCaptureError` unless the queries of every position were captured.
     """
-    length, heads, group = prefill.spans.length, prefill.kv_heads, prefill.group
-    complete = len(prefill.query_positions) == length
-    # A complete capture is read where it lies; of any other, the error names what is missing.
-    queries = (
-        prefill.queries[layer] if complete else prefill.queries_at(layer, torch.arange(length))
-    )
-    keys = prefill.keys[layer].float().transpose(1, 2)
-    queries = rearrange(queries, "(g n) t d -> g n t d", g=heads)
-    device = keys.device
-    block = min(block or block_rows(prefill, device, heads * group), length)
-    logits, shares = torch.empty(2, heads * group * block * length, device=device)
-    later = torch.ones(block, block, dtype=torch.bool, device=device).triu(1)
-    total = torch.zeros(heads * group, length, device=device)
-    for first in range(region.start, length, block):
-        last = min(first + block, length)
-        rows = last - first
-        size = heads * group * rows * last
-        some = rearrange(queries[:, :, first:last].float() * prefill.scale, "g n p d -> g (n p) d")
-        torch.bmm(some, keys[..., :last], out=logits[:size].view(heads, -1, last))
-        square = logits[:size].view(-1, rows, last)
-        square[..., first:].masked_fill_(later[:rows, :rows], -torch.inf)
-        share = torch.softmax(square, dim=-1, out=shares[:size].view_as(square))
-        # A product with ones adds rows up several times faster than a sum over a middle axis.
-        total[:, :last] += torch.ones(rows, device=device) @ share
+    length, keys = prefill.spans.length, prefill.keys[layer]
+    queries = prefill.queries_at(layer, range(region.start, length))
+    total = torch.zeros(prefill.query_heads, length, device=keys.device)
+    add_column_sums(total, queries, keys, region.start, prefill.scale, block=block)
     return total[:, region.start : region.end]

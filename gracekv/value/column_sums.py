@@ -30,7 +30,7 @@ class ColumnSums(Scorer):
     """
 
     def needs(self) -> Needs:
-        return Needs(context_queries=True)
+        return Needs(column_sums=True)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Group means of the sums, not normalised.

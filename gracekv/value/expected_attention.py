@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill.query_moments import QueryMoments, QuerySums
 from gracekv.rope import Rope
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.seed_scores import mean_seed_scores
@@ -69,8 +70,8 @@ class ExpectedAttention(Scorer):
             )
 
     def needs(self) -> Needs:
-        """Every query of the prompt."""
-        return Needs(context_queries=True)
+        """Statistics of the queries of prefix and context."""
+        return Needs(query_moments=self.sinks)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Expected attention times norm, not normalised.
@@ -81,18 +82,22 @@ class ExpectedAttention(Scorer):
         # A context of nothing but sinks still has statistics.
         first = min(self.sinks, end - 1)
         rotation = mean_rotation(prefill.rope, prefill.head_dim, end, self.future)
+        moments = query_moments(prefill, Region(first, end))
         scores = []
         for layer in range(prefill.layers):
-            seen = self._layer(prefill, layer, Region(first, end), rotation)
+            seen = self._layer(prefill, layer, moments, rotation)
             whole = seen.new_full((prefill.kv_heads, end), float(seen.max()) + 1)
             whole[:, first:] = seen
             scores.append(whole[:, region.start : region.end].to(device))
         tokens = torch.stack(scores)
         return TokenScores(tokens, mean_seed_scores(tokens))
 
-    def _layer(self, prefill: Prefill, layer: int, seen: Region, rotation: Tensor) -> Tensor:
-        """Scores of the positions of `seen`, float32 [G, n]."""
-        mean, covariance = query_moments(prefill, layer, seen)
+    def _layer(
+        self, prefill: Prefill, layer: int, moments: QueryMoments, rotation: Tensor
+    ) -> Tensor:
+        """Scores of the positions that the moments cover, float32 [G, n]."""
+        seen = Region(moments.start, moments.end)
+        mean, covariance = moments.means[layer], moments.covariances[layer]
         turn = rotation.to(mean.device)
         mean = prefill.scale * mean @ turn
         spread = 0.5 * prefill.scale**2 * turn.T @ covariance @ turn if self.covariance else None
@@ -118,29 +123,23 @@ def _log_expected(keys: Tensor, mean: Tensor, spread: Tensor | None) -> Tensor:
     return logits
 
 
-def query_moments(prefill: Prefill, layer: int, seen: Region) -> tuple[Tensor, Tensor]:
-    """Mean [H, d] and covariance [H, d, d] (over n) of the queries before rotation, float32.
+def query_moments(prefill: Prefill, seen: Region) -> QueryMoments:
+    """Mean and covariance (over n) of the queries before rotation, of all layers.
 
-    Sums run in float64 over blocks of positions, around the first block's mean, so that a large
-    mean costs no digits. Raises `MissingCaptureError` if a query in `seen` was not captured.
+    Those that the capture added up, else from the queries themselves. Raises `MissingCaptureError`
+    without either.
     """
-    device, parts = prefill.keys[layer].device, _blocks(prefill, seen)
-    rope = Rope(prefill.rope.cos.to(device), prefill.rope.sin.to(device))
-
-    def plain(part: Region) -> Tensor:
-        at = torch.arange(part.start, part.end)
-        return rope.unrotate(prefill.queries_at(layer, at).float(), at.to(device))
-
-    pivot = plain(parts[0]).mean(dim=1, keepdim=True)
-    total = torch.zeros_like(pivot, dtype=torch.float64)
-    square = total.transpose(1, 2) @ total
-    for part in parts:
-        rows = plain(part) - pivot
-        total += rows.sum(dim=1, keepdim=True, dtype=torch.float64)
-        square += (rows.transpose(1, 2) @ rows).double()
-    away = total / seen.length
-    covariance = square / seen.length - away.transpose(1, 2) @ away
-    return (pivot + away)[:, 0].float(), covariance.float()
+    held = prefill.query_moments
+    if held is not None and (held.start, held.end) == (seen.start, seen.end):
+        return held
+    sums = [QuerySums() for _ in range(prefill.layers)]
+    for view, part in prefill.query_parts():
+        first, last = max(part.start, seen.start), min(part.end, seen.end)
+        if first < last:
+            for layer, total in enumerate(sums):
+                total.add(view.queries_at(layer, range(first, last)), prefill.rope, first)
+    means, covariances = zip(*(total.moments() for total in sums), strict=True)
+    return QueryMoments(seen.start, seen.end, means, covariances)
 
 
 def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:

@@ -10,6 +10,7 @@ from einops import reduce
 
 from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill.needs import prompt_samples
 from gracekv.value.attention import received
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.seed_scores import mean_seed_scores
@@ -45,8 +46,8 @@ class MeanAttention(Scorer):
             )
 
     def needs(self) -> Needs:
-        """Every query of the prompt."""
-        return Needs(context_queries=True)
+        """Evenly spaced queries of the prompt."""
+        return Needs(prompt_samples=self.max_queries)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Group means, float32 [L, G, N], not normalised.
@@ -55,10 +56,10 @@ class MeanAttention(Scorer):
         """
         length = prefill.spans.length
         count = min(self.max_queries, length)
-        # The last of every stretch, so that one query alone would be the prompt's last.
-        probes = (torch.arange(1, count + 1) * length) // count - 1
+        probes = prompt_samples(length, count)
         # What comes before the region sees none of it.
         inside = probes[probes >= region.start]
+        prefill = prefill.with_queries(inside)
         device, scores = prefill.keys[0].device, []
         for layer in range(prefill.layers):
             per_head = received(prefill, layer, inside, region) / count

@@ -92,9 +92,12 @@ class MultiHop(Scorer):
             )
 
     def needs(self) -> Needs:
-        """Queries of the context for seeds; also for more probes than every capture keeps."""
-        beyond = self.question > MultiHop.question or self.tail > MultiHop.tail
-        return Needs(context_queries=self._propagates or beyond)
+        """Queries of the probes, and of the hops' seeds, which are known later."""
+        return Needs(
+            question_queries=self.question,
+            tail_queries=self.tail,
+            later_queries=self._propagates,
+        )
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """R and S-hat.
@@ -125,6 +128,7 @@ class MultiHop(Scorer):
                 f"MultiHop has no probe: the prompt has no question and tail={self.tail}. Give "
                 f"tail >= 1, or mark the question's span in the prompt."
             )
+        prefill = prefill.with_queries(probes)
         device = prefill.keys[0].device
         scores = []
         for layer in range(prefill.layers):
@@ -145,7 +149,8 @@ class MultiHop(Scorer):
             known[seeds] = True
             weights = score[seeds] / score[seeds].sum()
             positions = seeds.cpu() + region.start
-            found = [received(prefill, layer, positions, region, weights) for layer in layers]
+            view = prefill.with_queries(positions, layers)
+            found = [received(view, layer, positions, region, weights) for layer in layers]
             score = torch.stack([per_head.sum(0).to(evidence.device) for per_head in found]).sum(0)
             score = score.masked_fill(known, 0)  # a hop only discovers
             total = total + self.decay**hop * score

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.errors import ConfigError, PromptError
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.attention import probabilities
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.seed_scores import mean_seed_scores
@@ -74,6 +74,10 @@ class ReadAhead(Scorer):
                 f"got kernel={self.kernel!r}, most={self.most!r}."
             )
 
+    def needs(self) -> Needs:
+        """Queries of the probes."""
+        return Needs(question_queries=self.question, tail_queries=self.tail)
+
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Attention shares, float32 [L, G, N], not normalised: heads compete by what they look at.
 
@@ -86,6 +90,7 @@ class ReadAhead(Scorer):
                 f"The prompt has no position among its last {self.question} question and "
                 f"{self.tail} tail positions. Give tail >= 1."
             )
+        prefill = prefill.with_queries(probes)
         device = prefill.keys[0].device
         tokens = torch.stack(
             [

@@ -18,8 +18,9 @@ from torch import Tensor
 from gracekv.errors import ConfigError
 from gracekv.linalg import linear
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill.column_sums import block_rows
+from gracekv.prefill.needs import region_samples
 from gracekv.rope import Rope
-from gracekv.value.attention import block_rows
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.read_ahead import ReadAhead
 from gracekv.value.seed_scores import mean_seed_scores
@@ -68,8 +69,9 @@ class Replay(Scorer):
             )
 
     def needs(self) -> Needs:
-        """Every query of the prompt."""
-        return Needs(context_queries=True) | self.evidence.needs()
+        """Evenly spaced queries of the context, and those of likely words, known later."""
+        own = Needs(later_queries=True, context_samples=self.max_queries // 2)
+        return own | self.evidence.needs()
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Root mean squares of attention, float32 [L, G, N], not normalised.
@@ -77,6 +79,7 @@ class Replay(Scorer):
         Raises `MissingCaptureError` unless the queries of the context were captured.
         """
         at, weights = self.queries(prefill, region)
+        prefill = prefill.with_queries(at)
         device = prefill.keys[0].device
         squares = [
             replayed_squares(prefill, layer, at, weights, region).to(device)
@@ -90,7 +93,7 @@ class Replay(Scorer):
         seen = self.evidence(prefill, region).scores
         likely = seen.amax(dim=1).mean(dim=0).double().cpu() ** self.power
         count = min(self.max_queries, region.length)
-        spaced = torch.linspace(0, region.length - 1, max(1, count // 2)).round().long()
+        spaced = region_samples(region, self.max_queries // 2) - region.start
         # Ties toward the earlier token, as everywhere: a stable sort.
         order = likely.argsort(descending=True, stable=True)
         chosen = torch.zeros(region.length, dtype=torch.bool)
@@ -138,7 +141,7 @@ def replayed_squares(
     rope = Rope(prefill.rope.cos.to(device), prefill.rope.sin.to(device))
     last = torch.full_like(at, length - 1)
     share = (weights / group).to(device)
-    block = min(block or block_rows(prefill, device, group), len(at))
+    block = min(block or block_rows(device, group, length), len(at))
     total = torch.zeros(heads, region.length, device=device)
     for first in range(0, len(at), block):
         some = at[first : first + block]

@@ -53,13 +53,15 @@ class Scissorhands(Scorer):
             )
 
     def needs(self) -> Needs:
-        """Every query of the prompt, for the ties."""
-        return Needs(context_queries=True)
+        """The history's queries, and column sums for the ties."""
+        return Needs(last_queries=self.history, column_sums=True)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Ranks as scores. Raises `MissingCaptureError` unless all queries were captured."""
         device, groups = prefill.keys[0].device, prefill.kv_heads
         columns = all_column_sums(prefill)
+        length = prefill.spans.length
+        prefill = prefill.with_queries(range(max(0, length - self.history), length))
         inside = columns[..., region.start : region.end]
         sums = reduce(inside, "l (g n) t -> l g t", "mean", g=groups)
         counts = torch.stack(

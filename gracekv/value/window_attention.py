@@ -86,6 +86,7 @@ class WindowAttention(Scorer):
         Raises `MissingCaptureError` without the observers' queries.
         """
         observers = self.observers(prefill.spans)
+        prefill = prefill.with_queries(observers)
         device = prefill.keys[0].device
         scores = []
         for layer in range(prefill.layers):

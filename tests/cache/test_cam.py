@@ -181,7 +181,7 @@ def test_draws_depend_on_seed_and_layer_alone():
 def test_a_streaming_base_gets_its_column_sums_from_the_pipeline():
     prefill = synthetic_prefill(context=120, seed=1)
     whole = pipeline("cam", value="recency")
-    assert whole.needs().context_queries
+    assert whole.needs().column_sums
     run = whole.run(prefill, Budget.ratio(4))
     base = pipeline("evict", value="recency").run(prefill, Budget.ratio(4))
     assert torch.equal(run.cache.layers[0].positions, base.cache.layers[0].positions)

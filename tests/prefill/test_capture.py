@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
 
 from gracekv.errors import (  # noqa: E402
     MissingCaptureError,
@@ -24,25 +24,13 @@ from gracekv.prefill.fingerprint import fingerprint  # noqa: E402
 from gracekv.prefill.projection import projection_norms  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
+from support.capture_state import state  # noqa: E402
 
 
 def prompt_of(length=90, seed=0, **spans):
     ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
     return Prompt.from_ids(
         ids, **({"context": (5, length - 12), "question_end": length - 4} | spans)
-    )
-
-
-def state(model):
-    hooks = [
-        (name, len(module._forward_pre_hooks), len(module._forward_hooks))
-        for name, module in model.named_modules()
-    ]
-    return (
-        hooks,
-        model.config._attn_implementation,
-        dict(AttentionInterface._global_mapping),
-        dict(AttentionMaskInterface._global_mapping),
     )
 
 

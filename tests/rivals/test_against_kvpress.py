@@ -64,7 +64,7 @@ def case_of(model, ids):
         )
     try:
         prompt = Prompt.from_ids(ids, context=(0, len(ids)))
-        prefill = capture(model, prompt, Needs(context_queries=True))
+        prefill = capture(model, prompt, Needs(later_queries=True, column_sums=True))
     finally:
         for hook in hooks:
             hook.remove()

@@ -75,7 +75,7 @@ def test_refuses_a_bad_configuration(fields):
 
 def test_needs_what_its_token_scores_need(without_context_queries):
     assert ChunkOrder().needs() == Needs(last_queries=32)
-    assert ChunkOrder(ColumnSums()).needs() == Needs(context_queries=True)
+    assert ChunkOrder(ColumnSums()).needs() == Needs(column_sums=True)
     prefill = synthetic_prefill(context=60)
     with pytest.raises(MissingCaptureError):
         ChunkOrder()(without_context_queries(prefill), prefill.spans.region(4))

@@ -41,7 +41,7 @@ def test_all_columns_together_hold_one_unit_per_query():
 
 
 def test_needs_every_query(without_context_queries):
-    assert ColumnSums().needs().context_queries
+    assert ColumnSums().needs().column_sums
     prefill = synthetic_prefill(context=60)
     with pytest.raises(MissingCaptureError, match="not captured"):
         ColumnSums()(without_context_queries(prefill), Region(4, 40))

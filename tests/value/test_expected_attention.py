@@ -64,7 +64,7 @@ def test_equals_kvpress(kvpress_module, attention, ratio):
         )
         for block in model.model.layers
     ]
-    prefill = capture(model, Prompt.from_ids(ids, (0, 200)), Needs(context_queries=True))
+    prefill = capture(model, Prompt.from_ids(ids, (0, 200)), Needs(query_moments=4))
     for hook in hooks:
         hook.remove()
     ours = ExpectedAttention()(prefill, Region(0, 200)).scores
@@ -114,10 +114,11 @@ def test_blocks_change_nothing(monkeypatch):
 def test_a_large_mean_costs_no_digits():
     prefill = synthetic_prefill(context=200, layers=1)
     region = Region(4, prefill.spans.context_end)
-    want = query_moments(prefill, 0, region)[1]
+    want = query_moments(prefill, region).covariances[0]
     rope, at = prefill.rope, torch.arange(prefill.spans.length)
     moved = rope.rotate(rope.unrotate(prefill.queries[0], at) + 300.0, at)
-    mean, got = query_moments(dataclasses.replace(prefill, queries=(moved,)), 0, region)
+    moments = query_moments(dataclasses.replace(prefill, queries=(moved,)), region)
+    mean, got = moments.means[0], moments.covariances[0]
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
     assert float((mean - 300).abs().max()) < 10
 
@@ -144,7 +145,7 @@ def test_sinks_in_the_region_outrank_everything():
 
 
 def test_needs_every_query(without_context_queries):
-    assert ExpectedAttention().needs().context_queries
+    assert ExpectedAttention().needs() == Needs(query_moments=4)
     prefill = synthetic_prefill(context=60)
     with pytest.raises(MissingCaptureError, match="not captured"):
         ExpectedAttention()(without_context_queries(prefill), Region(4, 40))

@@ -57,7 +57,7 @@ def test_weights_default_to_equal_and_survive_plain_data():
 
 def test_needs_what_its_parts_need_and_hands_on_columns():
     both = Mixture((SCORERS.build("window_attention"), ColumnSums()))
-    assert both.needs() == Needs(context_queries=True, last_queries=32)
+    assert both.needs() == Needs(column_sums=True, last_queries=32)
     assert both(small(), REGION).column_sums is not None
     assert ValueNorm(both).needs() == both.needs()
     assert ValueNorm(both)(small(), REGION).column_sums is not None

@@ -218,15 +218,15 @@ def test_hops_need_the_contexts_queries(without_context_queries):
 @pytest.mark.parametrize(
     ("scorer", "needed"),
     [
-        (MultiHop(), True),
-        (MultiHop(hops=0), False),
-        (MultiHop(lambda_graph=0.0), False),
-        (MultiHop(hops=0, question=33), True),
-        (MultiHop(hops=0, tail=17), True),
+        (MultiHop(), Needs(later_queries=True)),
+        (MultiHop(hops=0), Needs()),
+        (MultiHop(lambda_graph=0.0), Needs()),
+        (MultiHop(hops=0, question=33), Needs(question_queries=33)),
+        (MultiHop(hops=0, tail=17), Needs(tail_queries=17)),
     ],
 )
 def test_declares_what_it_reads(scorer, needed):
-    assert scorer.needs() == Needs(context_queries=needed)
+    assert scorer.needs() == needed
 
 
 def test_refuses_a_prompt_without_any_probe():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError, MissingCaptureError
-from gracekv.prefill import Region
+from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import ReadAhead, Replay, reference
 from gracekv.value.replay import replayed_squares
@@ -90,7 +90,7 @@ def test_a_query_finds_what_came_after_it():
 
 
 def test_needs_every_query_of_the_context(without_context_queries):
-    assert Replay().needs().context_queries
+    assert Replay().needs() == Needs(later_queries=True, context_samples=512)
     with pytest.raises(MissingCaptureError, match="not captured"):
         Replay()(without_context_queries(small(context=60)), Region(2, 40))
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError, MissingCaptureError
-from gracekv.prefill import Region
+from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import SCORERS, Scissorhands, reference
 from support.margins import SCORES
@@ -48,7 +48,7 @@ def test_equals_plain_loops(seed, kv_heads, group, history):
 
 
 def test_needs_every_query(without_context_queries):
-    assert Scissorhands().needs().context_queries
+    assert Scissorhands().needs() == Needs(last_queries=400, column_sums=True)
     with pytest.raises(MissingCaptureError, match="not captured"):
         Scissorhands()(without_context_queries(synthetic_prefill(context=60)), Region(4, 40))
 

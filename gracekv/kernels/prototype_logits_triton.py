@@ -1,4 +1,4 @@
-"""The logits of probes and prototypes; a part of `triton_kernel`."""
+"""The logits of probes and prototypes; a part of `distortion_triton`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,147 @@
+"""What a capture holds in memory: which queries stay, and what to say when it does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ConfigError
+from gracekv.prefill.needs import Needs
+from gracekv.prefill.partial_attention import chunk_length
+from gracekv.prefill.spans import PromptSpans
+
+QUERY_BYTES = 256 * 2**20
+"""Bytes of queries that a capture may always hold; a quarter of keys and values, if that is more.
+Source: ours."""
+
+# Prompts of at most this many tokens run in one pass unless told otherwise.
+_ONE_PASS = 2048
+# What running out of memory suggests.
+_LEAST_CHUNK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSizes:
+    """Bytes of one token in all layers, from a model's config.
+
+    Attributes:
+        kv: keys and values.
+        queries: queries.
+    """
+
+    kv: int
+    queries: int
+
+    @classmethod
+    def of(cls, model: Any) -> CaptureSizes:
+        """Sizes for `model`, in its dtype."""
+        config = model.config
+        heads = config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        unit = config.num_hidden_layers * dim * model.dtype.itemsize
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        return cls(kv=2 * groups * unit, queries=heads * unit)
+
+
+def held_positions(
+    needs: Needs, spans: PromptSpans, sizes: CaptureSizes, memory_limit: int | None
+) -> Tensor:
+    """Positions whose queries the capture holds: int64 [n] ascending.
+
+    All positions if some are known only later, else those known before the pass, if their queries
+    take at most `memory_limit` bytes; failing both, direct probes and observation windows. What is
+    missing then is computed again when it is asked for.
+    """
+    limit = max(QUERY_BYTES, spans.length * sizes.kv // 4) if memory_limit is None else memory_limit
+    if needs.later_queries and spans.length * sizes.queries <= limit:
+        return torch.arange(spans.length)
+    known = needs.known_positions(spans)
+    return known if len(known) * sizes.queries <= limit else needs.window_positions(spans)
+
+
+def checked_chunk(chunk: int | None, length: int, splits: bool) -> int:
+    """Tokens of one pass over a prompt of `length`; `splits`: the model can run in parts.
+
+    Raises `ConfigError` for a chunk that is no whole number of at least 1.
+    """
+    if chunk is None:
+        return chunk_length(length) if splits and length > _ONE_PASS else length
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ConfigError(
+            f"chunk is the number of prompt tokens that run at once, a whole number of at least 1; "
+            f"got {chunk!r}. Leave it out for {chunk_length(length)} here."
+        )
+    return min(chunk, length)
+
+
+def check_memory_limit(memory_limit: int | None) -> None:
+    """Raise `ConfigError` unless `memory_limit` is None or a number of bytes."""
+    if memory_limit is None:
+        return
+    if isinstance(memory_limit, bool) or not isinstance(memory_limit, int) or memory_limit < 0:
+        raise ConfigError(
+            f"memory_limit is the most bytes of queries that are held, a whole number of at least "
+            f"0 (0 computes all but the windows' again); got {memory_limit!r}."
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on whatever device."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or "not enough memory" in text
+        or "can't allocate memory" in text
+    )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on `device`; None where that cannot be known."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + reserved
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            sizes = dict(line.split(":", 1) for line in lines)
+        return int(sizes["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def out_of_memory_message(
+    length: int, chunk: int, held: int, sizes: CaptureSizes, free: int | None
+) -> str:
+    """What did not fit, and what would.
+
+    Args:
+        length: T, tokens.
+        chunk: tokens of one pass.
+        held: positions whose queries were held.
+        sizes: of a token.
+        free: bytes before the capture, or None if unknown.
+    """
+    mib = 2**20
+    text = (
+        f"Capturing {length} tokens ran out of memory: keys and values take "
+        f"{length * sizes.kv / mib:,.0f} MiB, held queries {held * sizes.queries / mib:,.0f} MiB, "
+        f"and {chunk} tokens ran at once. The model is as it was before."
+    )
+    options = []
+    if chunk > _LEAST_CHUNK:
+        options.append(f"chunk={_LEAST_CHUNK}")
+    if held:
+        options.append("memory_limit=0")
+    if options:
+        text += f" Try {' and '.join(options)}."
+    if free is not None:
+        # A fifth is left to what is not counted here: one chunk's activations, and the allocator.
+        fits = int(0.8 * free / sizes.kv)
+        text += (
+            f" {free / mib:,.0f} MiB were free, enough for a prompt of about {fits:,} tokens so."
+            if fits < length
+            else f" {free / mib:,.0f} MiB were free, enough for this prompt so."
+        )
+    return text

@@ -1,0 +1,127 @@
+"""`Needs`: what the strategies of a pipeline read from a prefill beyond keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv.prefill.spans import PromptSpans, Region
+
+# Queries that every capture keeps of the ends of prompt and context: observation windows.
+_WINDOW = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a strategy reads from a prefill beyond keys and values; `Pipeline.needs` is the union.
+
+    Attributes:
+        question_queries: queries of this many last positions of the question, at every layer.
+        tail_queries: queries of this many last positions of the prompt.
+        last_queries: queries of this many last positions of the prompt, and as many of the
+            context (observation windows); at least 32 are kept.
+        prompt_samples: queries of this many evenly spaced positions of the prompt
+            (`prompt_samples`).
+        context_samples: queries of this many evenly spaced positions of the context without its
+            recent window (`region_samples`).
+        recent: the size of that window, in tokens.
+        later_queries: queries of positions that are known only after the pass (multi-hop seeds,
+            evidence probes, likely words). They are held where that is cheap, else computed again
+            when they are asked for: see `gracekv.capture`.
+        column_sums: the attention that each position receives from all queries of the prompt, added
+            up during the pass.
+        query_moments: mean and covariance of the queries of prefix and context from this position
+            on, added up during the pass; None: not needed.
+        hidden_depths: relative depths rho; the block input of layer min(floor(rho L), L-1) is kept.
+        surprisal: -log p(x_i | x_<i) of every position.
+        head_outputs: attention outputs per query head at the question probes, and their
+            projected norms.
+        reconstruction: the most attention that each context token gets while the model repeats the
+            context, which is a second pass and takes longer than the first.
+        draft: attention of this many greedy answer tokens, each a decoding step on the full cache.
+    """
+
+    question_queries: int = 32
+    tail_queries: int = 16
+    last_queries: int = 0
+    prompt_samples: int = 0
+    context_samples: int = 0
+    recent: int = 0
+    later_queries: bool = False
+    column_sums: bool = False
+    query_moments: int | None = None
+    hidden_depths: frozenset[float] = frozenset()
+    surprisal: bool = False
+    head_outputs: bool = False
+    reconstruction: bool = False
+    draft: int = 0
+
+    def __or__(self, other: Needs) -> Needs:
+        """What both need. Numbers: the larger; of two starts of query moments, the earlier."""
+        starts = [x.query_moments for x in (self, other) if x.query_moments is not None]
+        merged = {
+            field.name: max(getattr(self, field.name), getattr(other, field.name))
+            for field in dataclasses.fields(self)
+            if field.name not in ("query_moments", "hidden_depths")
+        }
+        return Needs(
+            query_moments=min(starts, default=None),
+            hidden_depths=self.hidden_depths | other.hidden_depths,
+            **merged,
+        )
+
+    def window_positions(self, spans: PromptSpans) -> Tensor:
+        """int64 [n] ascending: direct probes and observation windows, which every capture keeps."""
+        width = max(_WINDOW, self.last_queries)
+        windows = (range(max(0, end - width), end) for end in (spans.length, spans.context_end))
+        probes = spans.direct_probes(self.question_queries, self.tail_queries)
+        return torch.tensor(sorted({*probes, *itertools.chain(*windows)}))
+
+    def known_positions(self, spans: PromptSpans) -> Tensor:
+        """int64 [n] ascending: all whose queries are read and that are known before the pass."""
+        region = spans.region(self.recent)
+        known: Tensor = torch.cat(
+            [
+                self.window_positions(spans),
+                prompt_samples(spans.length, self.prompt_samples),
+                region_samples(region, self.context_samples),
+            ]
+        ).unique()
+        return known
+
+
+def depth_layers(depths: Sequence[float], layers: int) -> tuple[int, ...]:
+    """Relative depths to 0-based layers, min(floor(rho L), L-1), ascending without duplicates.
+
+    Source: Eq. (S1).
+    """
+    return tuple(sorted({min(math.floor(rho * layers), layers - 1) for rho in depths}))
+
+
+def prompt_samples(length: int, count: int) -> Tensor:
+    """The last position of each of `count` equal stretches of a prompt: int64 [min(count, T)].
+
+    Args:
+        length: T, tokens.
+        count: most positions; 0: none.
+    """
+    count = min(count, length)
+    return (torch.arange(1, count + 1) * length) // max(1, count) - 1
+
+
+def region_samples(region: Region, count: int) -> Tensor:
+    """Evenly spaced positions of `region`, its ends included: int64 [n] ascending, absolute.
+
+    Args:
+        region: N tokens.
+        count: positions; 0: none. A region of less than twice as many gives half of its own.
+    """
+    count = min(count, max(1, region.length // 2), region.length)
+    spaced = torch.linspace(0, max(0, region.length - 1), count).round().long()
+    return spaced + region.start

@@ -1,0 +1,94 @@
+"""Queries that a capture did not keep: their tokens run through the model once more.
+
+The tokens attend to the captured keys and values, each up to its own position, so they pass through
+the same states as in the prefill and the rest of the prompt need not run. Their queries equal those
+of the prefill up to the rounding of matrix products of other shapes.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
+from gracekv.prefill.partial_attention import PartialAttention, chunk_length, rotations
+
+if TYPE_CHECKING:
+    from gracekv.prefill.base import Prefill
+
+
+class _LastLayer(Exception):
+    """Ends a pass after the last layer whose queries are wanted."""
+
+
+class QueryPass:
+    """A `QuerySource` that runs a model.
+
+    Args:
+        model: as for `capture`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @torch.no_grad()
+    def __call__(
+        self, prefill: Prefill, positions: Tensor, layers: Sequence[int]
+    ) -> tuple[Tensor, ...]:
+        """L tensors [H, P, d]; [H, 0, d] for layers that are not in `layers`.
+
+        Args:
+            prefill: with the keys, values, rotations and ids of the prompt.
+            positions: int64 [P] ascending, on the CPU.
+            layers: whose queries are wanted, ascending.
+
+        Costs the matrix products of P tokens up to the last of `layers`.
+        """
+        wanted = set(layers)
+        made: list[list[Tensor]] = [[] for _ in range(prefill.layers)]
+        base, decoder = base_attention(self._model), self._model.get_decoder()
+        assert prefill.token_ids is not None  # `capture`, which makes this object, keeps them
+        device = input_device(self._model)
+
+        def table(own: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            rope = prefill.rope
+            return rope.cos[None].to(x.device, x.dtype), rope.sin[None].to(x.device, x.dtype)
+
+        for some in positions.split(chunk_length(prefill.spans.length)):
+            attend = PartialAttention(base, some)
+
+            def wrap(stock: Any, attend: PartialAttention = attend) -> Any:
+                def attention(
+                    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+                ) -> Any:
+                    layer = module.layer_idx
+                    if layer in wanted:
+                        made[layer].append(query[0].contiguous())
+                    if layer == layers[-1]:
+                        raise _LastLayer
+                    return attend(
+                        stock, module, query, prefill.keys[layer], prefill.values[layer], **kwargs
+                    )
+
+                return attention
+
+            with (
+                patched_attention(self._model, wrap),
+                rotations(decoder, table),
+                suppress(_LastLayer),
+            ):
+                decoder(
+                    input_ids=prefill.token_ids[some][None].to(device),
+                    position_ids=some[None].to(device),
+                    use_cache=False,
+                )
+        return tuple(
+            torch.cat(parts, dim=1) if parts else held[:, :0]
+            for parts, held in zip(made, prefill.queries, strict=True)
+        )

@@ -1,0 +1,173 @@
+"""A capture in chunks against the same capture in one pass."""
+
+import weakref
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from gracekv import Budget, Pipeline  # noqa: E402
+from gracekv.errors import CaptureMemoryError, ConfigError  # noqa: E402
+from gracekv.prefill import Needs  # noqa: E402
+from gracekv.prefill.capture import EVERYTHING, capture  # noqa: E402
+from gracekv.prefill.prompt import Prompt  # noqa: E402
+from gracekv.testing.models import tiny_llama, tiny_model  # noqa: E402
+from support.capture_state import state  # noqa: E402
+
+NEEDS = EVERYTHING | Needs(column_sums=True, query_moments=4)
+
+
+def prompt_of(length=200):
+    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(0))
+    return Prompt.from_ids(ids, (5, length - 20), question_end=length - 5)
+
+
+def tensors(prefill):
+    return {
+        "keys": torch.stack(prefill.keys),
+        "values": torch.stack(prefill.values),
+        "queries": torch.stack(prefill.queries),
+        "hidden": torch.stack([prefill.hidden[x] for x in sorted(prefill.hidden)]),
+        "surprisal": prefill.surprisal,
+        "logits": prefill.logits,
+        "outputs": prefill.head_outputs,
+        "column sums": prefill.column_sums,
+        "means": torch.stack(prefill.query_moments.means),
+        "covariances": torch.stack(prefill.query_moments.covariances),
+        "cos": prefill.rope.cos,
+    }
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", "default"),
+        ("llama", "dynamic"),
+        ("llama", "yarn"),
+        ("mistral", "default"),
+        ("qwen2", "longrope"),
+        ("qwen3", "default"),
+        ("phi3", "default"),
+        ("phi3", "longrope"),
+        ("gemma", "default"),
+    ],
+)
+def test_chunks_give_what_one_pass_gives(family, rope, attention):
+    model = tiny_model(family, rope=rope, attention=attention, layers=3, original=128)
+    whole = tensors(capture(model, prompt_of(), NEEDS))
+    before = state(model)
+    chunked = tensors(capture(model, prompt_of(), NEEDS, chunk=48))
+    assert state(model) == before
+    for name, tensor in whole.items():
+        torch.testing.assert_close(chunked[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 199, 200, 1000])
+def test_any_chunk_works(chunk):
+    model = tiny_llama()
+    whole, chunked = (tensors(capture(model, prompt_of(), NEEDS, chunk=x)) for x in (None, chunk))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(chunked[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_long_prompts_run_in_chunks_by_themselves():
+    model, seen = tiny_llama(layers=1), []
+    prompt = prompt_of(2500)
+    capture(model, prompt, Needs(), progress=lambda done, length: seen.append((done, length)))
+    assert seen == [(1024, 2500), (2048, 2500), (2500, 2500)]
+    seen.clear()
+    capture(model, prompt_of(), Needs(), progress=lambda done, length: seen.append((done, length)))
+    assert seen == [(200, 200)]
+
+
+def test_models_in_bfloat16_run_in_chunks():
+    model = tiny_llama(dtype=torch.bfloat16)
+    whole, chunked = (capture(model, prompt_of(), NEEDS, chunk=x) for x in (None, 48))
+    assert chunked.keys[0].dtype == torch.bfloat16
+    torch.testing.assert_close(chunked.keys[0], whole.keys[0], rtol=0, atol=0)
+    torch.testing.assert_close(chunked.keys[1], whole.keys[1], rtol=0.1, atol=0.2)
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 1.5, True, "8"])
+def test_a_bad_chunk_is_refused(chunk):
+    with pytest.raises(ConfigError, match=r"chunk is .* whole number of at least 1; got"):
+        capture(tiny_llama(), prompt_of(), Needs(), chunk=chunk)
+
+
+@pytest.mark.parametrize("limit", [-1, 0.5, True, "1MiB"])
+def test_a_bad_memory_limit_is_refused(limit):
+    with pytest.raises(ConfigError, match=r"memory_limit is .* at least 0 .*; got"):
+        capture(tiny_llama(), prompt_of(), Needs(), memory_limit=limit)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_out_of_memory_leaves_the_model_as_it_was(error):
+    model = tiny_llama(layers=3)
+    before, calls = state(model), []
+
+    def fail(module, args, output):
+        calls.append(1)
+        if len(calls) == 2:
+            raise error
+
+    hook = model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(CaptureMemoryError, match=r"Capturing 200 tokens ran out .*chunk") as caught:
+        capture(model, prompt_of(), chunk=150)
+    hook.remove()
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    assert "memory_limit=0" in str(caught.value)
+    assert state(model) == before
+    assert isinstance(caught.value, MemoryError)
+    capture(model, prompt_of(), chunk=150)
+
+
+def test_other_errors_and_interrupts_pass_through():
+    model = tiny_llama()
+    before = state(model)
+
+    def interrupt(done, length):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        capture(model, prompt_of(), Needs(), chunk=50, progress=interrupt)
+    assert state(model) == before
+
+    def fail(done, length):
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        capture(model, prompt_of(), Needs(), chunk=50, progress=fail)
+    assert state(model) == before
+
+
+def test_a_run_frees_hidden_states_before_it_packs():
+    model, prompt = tiny_llama(layers=3), prompt_of()
+    pipeline, alive = Pipeline.named("gracekv"), []
+
+    def captured():
+        prefill = capture(model, prompt, pipeline.needs())
+        hidden = [weakref.ref(x) for x in prefill.hidden.values()]
+        watched.append(hidden)
+        return prefill
+
+    watched = []
+    before = type(pipeline.pack).__call__
+
+    def packing(self, *args):
+        alive.extend(ref() is not None for ref in watched[0])
+        return before(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(pipeline.pack), "__call__", packing)
+        pipeline.run(captured(), Budget.ratio(4))
+    assert alive
+    assert not any(alive)

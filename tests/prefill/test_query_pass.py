@@ -1,0 +1,146 @@
+"""Queries that were not captured, computed again, against those of a capture that holds them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+transformers = pytest.importorskip("transformers")
+
+from gracekv import Budget, Pipeline  # noqa: E402
+from gracekv.errors import MissingCaptureError  # noqa: E402
+from gracekv.prefill import Needs  # noqa: E402
+from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.prefill.capture_memory import CaptureSizes, held_positions  # noqa: E402
+from gracekv.prefill.prompt import Prompt  # noqa: E402
+from gracekv.testing import synthetic_prefill  # noqa: E402
+from gracekv.testing.models import tiny_llama, tiny_model  # noqa: E402
+from gracekv.value.attention import all_column_sums  # noqa: E402
+from gracekv.value.expected_attention import query_moments  # noqa: E402
+from support.capture_state import state  # noqa: E402
+
+LATER = Needs(later_queries=True)
+
+
+def prompt_of(length=200, seed=0):
+    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(seed))
+    return Prompt.from_ids(ids, (5, length - 20), question_end=length - 5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", "default"),
+        ("llama", "dynamic"),
+        ("mistral", "default"),
+        ("qwen2", "yarn"),
+        ("qwen3", "default"),
+        ("phi3", "longrope"),
+        ("gemma", "default"),
+    ],
+)
+def test_queries_computed_again_are_those_of_the_pass(family, rope, attention):
+    model = tiny_model(family, rope=rope, attention=attention, layers=3, original=128)
+    held = capture(model, prompt_of(), LATER)
+    lean = capture(model, prompt_of(), LATER, memory_limit=0)
+    assert len(held.query_positions) == 200 > len(lean.query_positions)
+    before, at = state(model), [0, 30, 7, 150, 199]
+    view = lean.with_queries(at)
+    assert state(model) == before
+    assert view.query_positions.tolist() == sorted(at)
+    for layer in range(3):
+        torch.testing.assert_close(
+            view.queries_at(layer, at), held.queries_at(layer, at), rtol=1e-3, atol=1e-4
+        )
+
+
+@settings(max_examples=10)
+@given(at=st.lists(st.integers(0, 199), min_size=1, max_size=30), layer=st.integers(0, 2))
+def test_any_positions_of_one_layer(at, layer):
+    model = tiny_llama(layers=3)
+    held = capture(model, prompt_of(), LATER)
+    view = capture(model, prompt_of(), LATER, memory_limit=0).with_queries(at, [layer])
+    torch.testing.assert_close(
+        view.queries_at(layer, at), held.queries_at(layer, at), rtol=1e-3, atol=1e-4
+    )
+    if len(view.queries[layer - 1][0]) < len(view.query_positions):
+        with pytest.raises(MissingCaptureError, match=f"Queries of layer {(layer - 1) % 3} "):
+            view.queries_at((layer - 1) % 3, at)
+
+
+def test_what_is_held_is_not_computed_again():
+    prefill = capture(tiny_llama(), prompt_of(), LATER, memory_limit=0)
+    assert prefill.with_queries([199, 198]) is prefill
+    assert prefill.with_queries(range(190, 200), [1]) is prefill
+    whole = synthetic_prefill()
+    assert whole.with_queries(range(whole.spans.length)) is whole
+
+
+def test_without_a_model_missing_queries_are_named():
+    import dataclasses
+
+    full = synthetic_prefill()
+    lean = dataclasses.replace(
+        full,
+        queries=tuple(x[:, 4:] for x in full.queries),
+        query_positions=full.query_positions[4:],
+    )
+    with pytest.raises(MissingCaptureError, match=r"positions \[1, 2\] were not captured"):
+        lean.with_queries([2, 1, 50])
+
+
+def test_sums_over_all_queries_are_the_same_from_every_source(monkeypatch):
+    from gracekv.prefill import base
+    from gracekv.prefill.spans import Region
+
+    monkeypatch.setattr(base, "_PART", 64)
+    model, region = tiny_llama(layers=3), Region(4, 180)
+    summed = capture(model, prompt_of(), Needs(column_sums=True, query_moments=4))
+    for prefill in (
+        capture(model, prompt_of(), LATER),
+        capture(model, prompt_of(), LATER, memory_limit=0),
+    ):
+        torch.testing.assert_close(
+            all_column_sums(prefill), summed.column_sums, rtol=1e-3, atol=1e-4
+        )
+        for got, want in zip(
+            query_moments(prefill, region).covariances,
+            query_moments(summed, region).covariances,
+            strict=True,
+        ):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+def kept(run):
+    return [(x.positions.tolist(), x.offsets.tolist()) for x in run.cache.layers]
+
+
+@pytest.mark.parametrize("name", ["gracekv", "gracekv-plus", "h2o", "scissorhands", "d2o"])
+def test_held_and_computed_queries_keep_the_same_entries(name):
+    """Random weights leave clear margins between scores; rounding alone moves nothing here."""
+    model, prompt, pipeline = tiny_llama(layers=3), prompt_of(), Pipeline.named(name)
+    held, lean = (
+        pipeline.run(capture(model, prompt, pipeline.needs(), memory_limit=limit), Budget.ratio(4))
+        for limit in (2**30, 0)
+    )
+    moved = sum(len(set(a) ^ set(b)) for (a, _), (b, _) in zip(kept(held), kept(lean), strict=True))
+    assert moved <= 0.02 * held.accounting.spent
+    assert held.accounting.spent == lean.accounting.spent
+
+
+def test_which_queries_are_held():
+    sizes, spans = CaptureSizes(kv=100, queries=1000), prompt_of(4000).spans
+    needs = Needs(later_queries=True, prompt_samples=100, context_samples=50, recent=4)
+    assert len(held_positions(needs, spans, sizes, None)) == 4000
+    known = held_positions(needs, spans, sizes, 300_000)
+    assert known.tolist() == needs.known_positions(spans).tolist()
+    assert {39, 79, 3999, 5, 3975} <= set(known.tolist())
+    assert len(held_positions(needs, spans, sizes, 0)) == len(needs.window_positions(spans))
+    assert held_positions(Needs(), spans, sizes, None).tolist() == (
+        Needs().window_positions(spans).tolist()
+    )
+    # A quarter of keys and values, where that is more than 256 MiB.
+    large = CaptureSizes(kv=2**20, queries=2**18)
+    assert len(held_positions(LATER, spans, large, None)) == 4000
+    assert len(held_positions(LATER, spans, CaptureSizes(kv=2**18, queries=2**18), None)) < 4000

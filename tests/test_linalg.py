@@ -1,0 +1,63 @@
+"""Full float32 inside, what was set outside."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gracekv import Budget, Pipeline
+from gracekv.linalg import full_float32
+from gracekv.testing import synthetic_prefill
+
+
+@pytest.fixture
+def precision():
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("setting", ["highest", "high", "medium"])
+def test_the_setting_is_full_inside_and_as_before_outside(precision, setting):
+    precision(setting)
+    with full_float32():
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cuda.matmul.allow_tf32
+    assert torch.get_float32_matmul_precision() == setting
+    with pytest.raises(ZeroDivisionError), full_float32():
+        1 / 0  # noqa: B018
+    assert torch.get_float32_matmul_precision() == setting
+
+
+def test_stages_compute_in_full_float32(precision, monkeypatch):
+    pipeline, seen = Pipeline.named("snapkv"), []
+
+    def watched(stock):
+        def call(*args, **kwargs):
+            seen.append(torch.get_float32_matmul_precision())
+            return stock(*args, **kwargs)
+
+        return call
+
+    for stage in (pipeline.segment, pipeline.value, pipeline.pack):
+        monkeypatch.setattr(type(stage), "__call__", watched(type(stage).__call__))
+    precision("high")
+    pipeline.run(synthetic_prefill(context=150), Budget.ratio(4))
+    assert seen == ["highest"] * 3
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_settings_by_backend_are_kept_too():
+    """torch refuses to sum them up, and cannot go back; so in a process of its own."""
+    code = """
+import torch
+from gracekv.linalg import full_float32
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+with full_float32():
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+"""
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this torch has no settings by backend")
+    subprocess.run([sys.executable, "-c", code], check=True)
