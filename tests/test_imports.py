@@ -103,6 +103,60 @@ def test_algorithms_do_not_know_the_model_library(folder):
         assert not tops & (HEAVY - mine), path.name
 
 
+def import_graph(package: Path) -> dict[str, set[str]]:
+    """Each module of `package` and the modules of it that it imports when it is imported.
+
+    Imports under `TYPE_CHECKING` count too; imports inside functions do not.
+    """
+    files = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        files[".".join(parts).removesuffix(".__init__")] = path
+    graph = {}
+    for name, path in files.items():
+        graph[name] = set()
+        pending = list(ast.parse(path.read_text(encoding="utf-8")).body)
+        while pending:
+            node = pending.pop()
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                # `from package import module` needs the module, other names need the package.
+                graph[name] |= inner & files.keys() or {node.module}
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                pending += ast.iter_child_nodes(node)
+        graph[name] &= files.keys() - {name}
+    return graph
+
+
+def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import each other, directly or not."""
+
+    def reachable(name):
+        seen, pending = set(), list(graph[name])
+        while pending:
+            other = pending.pop()
+            if other not in seen:
+                seen.add(other)
+                pending += graph[other]
+        return seen
+
+    reach = {name: reachable(name) for name in graph}
+    groups = {tuple(sorted({name} | {o for o in reach[name] if name in reach[o]})) for name in graph
+              if name in reach[name]}  # fmt: skip
+    return [list(group) for group in sorted(groups)]
+
+
+def test_no_import_cycles():
+    assert import_cycles(import_graph(PACKAGE)) == []
+
+
+def test_cycle_check_sees_a_cycle():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert import_cycles(graph) == [["b", "c"]]
+
+
 def test_checker_sees_a_stranger():
     assert strangers({"gracekv.hf.cache", "gracekv.tree.base", "torch"}, {"gracekv.tree"}) == {
         "gracekv.hf.cache"
