@@ -1,0 +1,242 @@
+"""Strategies of other packages: installed ones, named modules, broken ones, missing ones."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from gracekv import plugins, recipes
+from gracekv.config import load_pipeline, save_pipeline
+from gracekv.errors import ConfigError, PluginError, PluginWarning, UnknownStrategyError
+from gracekv.evaluate import Experiment
+from gracekv.pipeline import Pipeline
+from gracekv.segment import SEGMENTERS
+from gracekv.testing.models import tiny_llama
+from gracekv.testing.tokenizers import tiny_tokenizer
+
+ROOT = Path(__file__).parents[1]
+SHELL = "from gracekv.cli import main; main()"
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory):
+    """The template package, built and installed into a folder of its own."""
+    folder = tmp_path_factory.mktemp("plugin")
+    shutil.copytree(ROOT / "examples" / "plugin", folder / "source")
+    pip = ["-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    alone = ["--no-deps", "--no-build-isolation", "--no-index", "--target", folder / "site"]
+    done = subprocess.run(
+        [sys.executable, *pip, *alone, folder / "source"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(vocabulary=2000).save_pretrained(folder)
+    tiny_tokenizer(vocabulary=2000).save_pretrained(folder)
+    return folder
+
+
+def python(code, *argv, site=None, folder=None):
+    """Run `code` in a fresh process: (status, stdout, stderr)."""
+    paths = [str(path) for path in (ROOT, site) if path is not None]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_templates_own_tests_pass(installed):
+    tests = ROOT / "examples" / "plugin" / "tests"
+    code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+    quiet = ("-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", tests)
+    status, out, err = python(code, *quiet, tests, site=installed)
+    assert status == 0, out + err
+
+
+def test_an_installed_plugin_is_known_in_every_process(installed, model_folder, tmp_path):
+    status, out, err = python(SHELL, "list", site=installed)
+    assert status == 0, err
+    assert "rare_tokens" in out
+    assert "rare-tokens" in out
+    story = tmp_path / "story.txt"
+    story.write_text("Alice fell. The rabbit ran. Who sat there? " * 12)
+    asked = ["--context", story, "--question", "Who?", "--ratio", 2, "--max-new-tokens", 2]
+    saved = tmp_path / "saved.gracekv"
+    status, _, err = python(
+        SHELL, "compress", "--model", model_folder, *asked, "--pipeline", "rare-tokens",
+        "--save", saved, site=installed,
+    )  # fmt: skip
+    assert status == 0, err
+    read = ["generate", saved, "--model", model_folder, "--max-new-tokens", 2]
+    status, _, err = python(SHELL, *read, site=installed)
+    assert status == 0, err
+    # Where it is not installed, the file names what is missing.
+    status, _, err = python(SHELL, *read)
+    assert status == 2
+    assert "gracekv_rare_tokens.rare_tokens" in err
+    assert "gracekv-rare-tokens 0.1.0" in err
+
+
+ABLATION = """
+import sys
+from pathlib import Path
+from gracekv.evaluate import Experiment, Panel, read_rows, run
+
+folder, model, workers = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+panel = Panel(tasks=("ruler:niah_single_1",), methods=("snapkv", "rare-tokens"), ratios=(2,),
+              lengths=(400,), samples=1, generate=False)
+experiment = Experiment(model=model, panels=(panel,))
+run(experiment, folder, ray_workers=int(workers) or None)
+print([(row["method"], row["error"]) for row in read_rows(folder)])
+"""
+
+
+def test_an_evaluation_knows_an_installed_plugin(installed, model_folder, tmp_path):
+    status, out, err = python(ABLATION, tmp_path, model_folder, 0, site=installed)
+    assert status == 0, err
+    assert "('rare-tokens', None)" in out
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="Ray is an optional extra: pip install 'gracekv[ray]'",
+)
+def test_workers_of_ray_know_an_installed_plugin(installed, model_folder, tmp_path):
+    status, out, err = python(ABLATION, tmp_path, model_folder, 1, site=installed)
+    assert status == 0, err
+    assert "('rare-tokens', None)" in out
+
+
+MINE = '''
+from dataclasses import dataclass
+from typing import final
+from gracekv import recipes
+from gracekv.segment import SEGMENTERS, Segmenter, Uniform
+
+@final
+@SEGMENTERS.register("mine")
+@dataclass(frozen=True)
+class Mine(Segmenter):
+    """Slots of one length."""
+
+    length: int = 32
+
+    def __call__(self, prefill, region):
+        return Uniform(self.length)(prefill, region)
+
+recipes.register("mine", recipes.Recipe("Mine", "a test", {"segment": "mine"}))
+'''
+
+
+def test_the_shell_imports_a_named_module(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "experiment.yaml").write_text("model: nothing\nimports: [mine]\n")
+    status, out, err = python(SHELL, "list", "--import", "mine", folder=tmp_path)
+    assert status == 0, err
+    assert "Slots of one length." in out
+    status, _, err = python(SHELL, "list", "--import", "yours", folder=tmp_path)
+    assert status == 2
+    assert "PluginError: The module 'yours'" in err
+    assert "Install its package" in err
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A folder with a module that registers a segmenter and a recipe; forgotten afterwards."""
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(SEGMENTERS, "_classes", dict(SEGMENTERS._classes))
+    monkeypatch.setattr(recipes, "RECIPES", dict(recipes.RECIPES))
+    monkeypatch.setattr(plugins, "_imported", {})
+    importlib.invalidate_caches()
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def test_files_carry_the_modules_that_they_need(mine):
+    with pytest.raises(UnknownStrategyError, match="--import MODULE"):
+        Pipeline.from_dict({"segment": "mine"})
+    data = {"imports": ["mine"], "segment": {"name": "mine", "length": 16}}
+    (mine / "given.json").write_text(json.dumps(data))
+    pipeline = load_pipeline(mine / "given.json")
+    assert plugins.foreign_modules(pipeline) == {"mine": ""}
+    assert plugins.imported_modules() == ("mine",)
+    for suffix in ("yaml", "toml", "json"):
+        save_pipeline(pipeline, mine / f"saved.{suffix}")
+        assert load_pipeline(mine / f"saved.{suffix}") == pipeline
+    assert "mine" in (mine / "saved.yaml").read_text()
+
+
+def test_experiments_import_before_they_read_their_panels(mine):
+    data = {
+        "model": "smollm2", "imports": ["mine"], "methods": ["mine", "gracekv[segment=mine]"],
+        "tasks": ["ruler:cwe"], "ratios": [4],
+    }  # fmt: skip
+    experiment = Experiment.from_dict(data)
+    assert experiment.imports == ("mine",)
+    assert Experiment.from_dict(experiment.to_dict()) == experiment
+    for wrong in ("mine", [3], [""]):
+        with pytest.raises(ConfigError, match="imports in an experiment takes a list of modules"):
+            Experiment.from_dict({**data, "imports": wrong})
+    with pytest.raises(PluginError, match=r"'yours'.*cannot be imported"):
+        Experiment.from_dict({**data, "imports": ["yours"]})
+
+
+def test_names_that_are_taken_are_refused():
+    with pytest.raises(ConfigError, match="recipe 'snapkv' is already registered"):
+        recipes.register("snapkv", recipes.Recipe("mine", "a test"))
+    recipes.register("snapkv", recipes.find("snapkv"))
+
+
+def test_a_missing_module_is_named_with_its_package():
+    text = plugins.missing_modules({"absent.scorers": "absent-scorers 1.2", "script": "", "os": ""})
+    assert "'absent.scorers' (package absent-scorers 1.2: install it), 'script' (import it)" in text
+    assert "os" not in text.replace("absent-scorers", "")
+    assert plugins.missing_modules({"os": ""}) == ""
+
+
+class Entry:
+    """An entry point, as far as plugins are loaded by it."""
+
+    def __init__(self, name, action):
+        self.name, self.value, self.load = name, f"{name}_module", action
+
+
+def test_plugins_load_in_order_and_a_broken_one_harms_no_other(monkeypatch):
+    seen = []
+
+    def broken():
+        raise RuntimeError("no such device")
+
+    entries = [
+        Entry("c", lambda: seen.append("c")),
+        Entry("b", broken),
+        Entry("a", lambda: seen.append("uniform" in SEGMENTERS)),
+    ]
+    monkeypatch.setattr(metadata, "entry_points", lambda group: entries)
+    monkeypatch.setattr(plugins, "_loaded", False)
+    monkeypatch.setattr(plugins, "_broken", {})
+    with pytest.warns(PluginWarning, match=r"'b' \(b_module\) .* RuntimeError: no such device"):
+        len(SEGMENTERS)
+    assert seen == [True, "c"]
+    with pytest.raises(UnknownStrategyError, match="plugin 'b' is broken: RuntimeError"):
+        SEGMENTERS.get("of_b")
