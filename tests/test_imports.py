@@ -93,11 +93,11 @@ def test_algorithms_do_not_know_the_model_library(folder):
     for path in sorted((PACKAGE / folder).rglob("*.py")):
         tops = {name.partition(".")[0] for name in imported(path)}
         # A kernel may use its compiler, if it lives where kernels live.
-        allowed = {("backends", "triton"): "triton", ("kernels", "triton"): "triton"}
-        allowed[("kernels", "cpu")] = "numba"
-        allowed[("backends", "numba")] = "numba"
+        allowed = {("backends", "triton"): "triton", ("tree", "triton"): "triton"}
+        allowed |= {("backends", "numba"): "numba", ("tree", "numba"): "numba"}
         # Helpers of the compiled kernels are named after what they do.
-        allowed |= {("kernels", "precision"): "numba", ("kernels", "threads"): "numba"}
+        helpers = ("exponential", "intrinsics", "precision", "threads")
+        allowed |= {("kernels", word): "numba" for word in helpers}
         words = path.stem.split("_")
         mine = {allowed.get((folder, word)) for word in (words[0], words[-1])}
         assert not tops & (HEAVY - mine), path.name

@@ -26,9 +26,10 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels import half_precision, intrinsics_cpu
+from gracekv.kernels import exponential, half_precision, intrinsics
+from gracekv.kernels.exponential import LEAST, exponential_parts
 from gracekv.kernels.half_precision import as_float32
-from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer, prefetch
+from gracekv.kernels.intrinsics import fetch_and_add, pointer, prefetch
 from gracekv.kernels.source_digest import digest
 
 
@@ -69,11 +70,6 @@ class AttentionArgs(ctypes.Structure):
 
 
 _ARGS = np.dtype(AttentionArgs)
-_LOG2_E = np.float32(1.4426950408889634)
-# ln 2 in two parts, so that x - n ln 2 keeps its digits.
-_LN2_HIGH = np.float32(0.693359375)
-_LN2_LOW = np.float32(-2.12194440e-4)
-_LEAST = np.float32(-87.0)
 _LOWEST = np.finfo(np.float32).min
 # Keys of a split to prefetch before they are multiplied; the first split of a thread has no
 # predecessor that prefetches for it.
@@ -143,18 +139,10 @@ def _mixtures(
 def _exponentials(x: Any, count: int, top: Any, bits: Any, power: Any) -> Any:
     """Sum of x <- e^(x - top), in place, for x <= top; `power` is `bits` (int32) as float32."""
     for e in range(count):
-        y = max(x[e] - top, _LEAST)
-        n = np.floor(y * _LOG2_E + np.float32(0.5))
-        r = (y - n * _LN2_HIGH) - n * _LN2_LOW
-        s = np.float32(1.9875691500e-4)
-        s = s * r + np.float32(1.3981999507e-3)
-        s = s * r + np.float32(8.3334519073e-3)
-        s = s * r + np.float32(4.1665795894e-2)
-        s = s * r + np.float32(1.6666665459e-1)
-        s = s * r + np.float32(5.0000001201e-1)
+        y = max(x[e] - top, LEAST)
+        mantissa, bits[e] = exponential_parts(y)
         # An entry that a bias of -inf hides has weight 0.
-        x[e] = np.float32(0) if y == _LEAST else s * r * r + r + np.float32(1)
-        bits[e] = (np.int32(n) + np.int32(127)) << np.int32(23)
+        x[e] = np.float32(0) if y == LEAST else mantissa
     total = np.float32(0)
     for e in range(count):
         x[e] *= power[e]
@@ -281,7 +269,7 @@ def attend(dtype: torch.dtype) -> Any:
 
     The first call on a machine compiles for some seconds; later ones load the result from disk.
     """
-    number, sources = _NUMBERS[dtype], digest(half_precision, intrinsics_cpu)
+    number, sources = _NUMBERS[dtype], digest(exponential, half_precision, intrinsics)
 
     def kernel(address: Any) -> None:
         _ = sources

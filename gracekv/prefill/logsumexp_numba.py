@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels import exponential_cpu, intrinsics_cpu
-from gracekv.kernels.exponential_cpu import exponential
-from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer
+from gracekv.kernels import exponential, intrinsics
+from gracekv.kernels.exponential import exponentiate
+from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.source_digest import digest
 
 # Numbers of a block, and rows that a thread takes at a time.
@@ -83,7 +83,7 @@ def _row(x: Any, whole: Any, top: Any, total: Any, bits: Any, power: Any, one: A
             total *= math.exp(np.float64(top) - np.float64(peak))
             for i in range(len(block)):
                 block[i] -= peak
-            exponential(block, bits[: len(block)], power[: len(block)])
+            exponentiate(block, bits[: len(block)], power[: len(block)])
             total += _sum(block)
             top = peak
     return top, total
@@ -114,7 +114,7 @@ def accumulate() -> Any:
 
     The first call on a machine compiles for some seconds; later ones load the result from disk.
     """
-    sources = digest(exponential_cpu, intrinsics_cpu)
+    sources = digest(exponential, intrinsics)
 
     def kernel(address: Any) -> None:
         _ = sources

@@ -8,7 +8,7 @@ import torch
 numba = pytest.importorskip("numba")
 
 from gracekv.kernels import omp_threads  # noqa: E402
-from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer  # noqa: E402
+from gracekv.kernels.intrinsics import fetch_and_add, pointer  # noqa: E402
 
 
 @numba.cfunc(numba.types.void(numba.types.int64))

@@ -10,14 +10,14 @@ pytest.importorskip("numba")
 
 import torch
 
-from gracekv.backends import numba_kernel
-from gracekv.kernels import distortion_cpu
+from gracekv.backends import numba_kernel as attention_kernel
 from gracekv.kernels.source_digest import digest
 from gracekv.prefill import logsumexp_numba
+from gracekv.tree.engines import numba_kernel
 
 KERNELS = {
-    numba_kernel: lambda: numba_kernel.attend(torch.float32),
-    distortion_cpu: distortion_cpu.distortion_kernel,
+    attention_kernel: lambda: attention_kernel.attend(torch.float32),
+    numba_kernel: numba_kernel.distortion_kernel,
     logsumexp_numba: logsumexp_numba.accumulate,
 }
 
@@ -26,9 +26,8 @@ def compiled(module):
     """The kernel modules that `module` imports compiled code from, and theirs."""
     words = ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
     names = {node.module for node in words if isinstance(node, ast.ImportFrom)}
-    names = {n for n in names if n.startswith("gracekv.kernels.")} - {
-        "gracekv.kernels.source_digest"
-    }
+    folders = ("gracekv.kernels.", "gracekv.tree.engines.")
+    names = {n for n in names if n.startswith(folders)} - {"gracekv.kernels.source_digest"}
     found = {importlib.import_module(name) for name in names}
     return found.union(*(compiled(other) for other in found))
 
@@ -42,7 +41,7 @@ def test_a_kernel_closes_over_all_that_it_is_compiled_from(module):
 
 
 def test_each_file_counts(monkeypatch):
-    modules = sorted(compiled(distortion_cpu), key=lambda module: module.__name__)
+    modules = sorted(compiled(numba_kernel), key=lambda module: module.__name__)
     read = Path.read_bytes
     before = digest(*modules)
     assert digest(*reversed(modules)) == before

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import BackendUnavailableError
-from gracekv.kernels.distortion_blocks import block_sizes
 from gracekv.rope import Rope
 from gracekv.segment import Partition
 from gracekv.tree import BinaryExtract, IntervalCosts, Nodes, Prototype, PrototypeRule, build_forest
 from gracekv.tree.engines.reference import ReferenceDistortion
+from gracekv.tree.engines.triton_blocks import block_sizes
 from support.interval_costs import assert_same_costs, evaluator_of, some_nodes
 from support.trees import tree_context
 

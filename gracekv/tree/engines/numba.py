@@ -27,7 +27,7 @@ class NumbaEvaluator(DistortionEvaluator):
     """
 
     def __init__(self, inputs: EngineInputs) -> None:
-        from gracekv.kernels.matmul_cpu import COLUMNS
+        from gracekv.tree.engines.numba_matmul import COLUMNS
 
         self._batch = inputs.batch
         attention, rule, weights = inputs.attention, inputs.rule, inputs.weights
@@ -71,7 +71,7 @@ class NumbaEvaluator(DistortionEvaluator):
         }
 
     def __call__(self, nodes: Nodes) -> IntervalCosts:
-        from gracekv.kernels.distortion_cpu import EVALUATE
+        from gracekv.tree.engines.numba_kernel import EVALUATE
 
         count, width = len(nodes), int(nodes.length.max())
         forced_token = self._batch.forced_token(nodes)
@@ -94,11 +94,11 @@ class NumbaEvaluator(DistortionEvaluator):
 
         Args:
             nodes: which.
-            mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS` of `gracekv.kernels.distortion_cpu`.
+            mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS` of `gracekv.tree.engines.numba_kernel`.
             tensors: contiguous fields of its `DistortionArgs` for that mode, [V, ...].
             numbers: its other fields.
         """
-        from gracekv.kernels.distortion_cpu import DistortionArgs, distortion_kernel
+        from gracekv.tree.engines.numba_kernel import DistortionArgs, distortion_kernel
 
         length = nodes.length
         counter = ctypes.c_int64(0)
@@ -142,7 +142,7 @@ class NumbaSplitter(Splitter):
         self._numbers = {"cuts": cuts, "reward": rule.reward, "extracts": rule.extracts}
 
     def roots(self, nodes: Nodes) -> RootCosts:
-        from gracekv.kernels.distortion_cpu import SPLIT_ROOTS
+        from gracekv.tree.engines.numba_kernel import SPLIT_ROOTS
 
         distortion = torch.empty(len(nodes), dtype=torch.float64)
         drop = torch.empty(len(nodes))
@@ -155,7 +155,7 @@ class NumbaSplitter(Splitter):
         return RootCosts(distortion, drop.double(), split)
 
     def __call__(self, nodes: Nodes, distortion: Tensor) -> Split:
-        from gracekv.kernels.distortion_cpu import SPLIT
+        from gracekv.tree.engines.numba_kernel import SPLIT
 
         if not len(nodes):
             none = torch.empty(0, dtype=torch.int64)

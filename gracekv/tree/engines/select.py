@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.device import obstacle
-from gracekv.kernels.distortion_blocks import LARGEST_DIM
 from gracekv.tree.engines.base import Engine
+from gracekv.tree.engines.triton_blocks import LARGEST_DIM
 
 
 def select_engine(engine: Engine, values: Tensor) -> Engine:

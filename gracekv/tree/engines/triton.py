@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from gracekv.kernels.distortion_blocks import block_sizes, padded_size
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs
+from gracekv.tree.engines.triton_blocks import block_sizes, padded_size
 from gracekv.tree.nodes import IntervalCosts, Nodes
 
 
@@ -24,7 +24,7 @@ class TritonEvaluator(DistortionEvaluator):
     """
 
     def __init__(self, inputs: EngineInputs) -> None:
-        from gracekv.kernels.distortion_triton import interval_costs
+        from gracekv.tree.engines.triton_kernel import interval_costs
 
         self._kernel: Any = interval_costs
         self._batch = inputs.batch

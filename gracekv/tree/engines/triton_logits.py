@@ -1,4 +1,4 @@
-"""The logits of probes and prototypes; a part of `distortion_triton`."""
+"""The logits of probes and prototypes; a part of `triton_kernel`."""
 
 from __future__ import annotations
 

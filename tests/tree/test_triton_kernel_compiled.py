@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gracekv.kernels.device import interpreted
-from gracekv.kernels.distortion_blocks import block_sizes, padded_size
+from gracekv.tree.engines.triton_blocks import block_sizes, padded_size
 
 triton = pytest.importorskip("triton")
 if interpreted():
@@ -20,7 +20,7 @@ if interpreted():
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from gracekv.kernels.distortion_triton import interval_costs  # noqa: E402
+from gracekv.tree.engines.triton_kernel import interval_costs  # noqa: E402
 
 # Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}

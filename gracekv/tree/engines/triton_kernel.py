@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gracekv.kernels.prototype_logits_triton import prototype_logits
+from gracekv.tree.engines.triton_logits import prototype_logits
 
 # As `gracekv.tree.engines.base.MAX_EXPONENT`.
 _MAX_EXPONENT = tl.constexpr(20.0)

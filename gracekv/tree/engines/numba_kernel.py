@@ -15,19 +15,23 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels import (
-    distortion_arrays_cpu,
-    exponential_cpu,
-    interval_costs_cpu,
-    intrinsics_cpu,
-    matmul_cpu,
-    split_choice_cpu,
-)
-from gracekv.kernels.distortion_arrays_cpu import HeadArrays, Node, new_scratch
-from gracekv.kernels.interval_costs_cpu import add_intervals, flush, load_node, token_masses
-from gracekv.kernels.intrinsics_cpu import fetch_and_add, pointer
+from gracekv.kernels import exponential, intrinsics
+from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.source_digest import digest
-from gracekv.kernels.split_choice_cpu import argmax, best_cut, extraction_utility, mark_candidates
+from gracekv.tree.engines import (
+    numba_arrays,
+    numba_interval_costs,
+    numba_matmul,
+    numba_split_choice,
+)
+from gracekv.tree.engines.numba_arrays import HeadArrays, Node, new_scratch
+from gracekv.tree.engines.numba_interval_costs import add_intervals, flush, load_node, token_masses
+from gracekv.tree.engines.numba_split_choice import (
+    argmax,
+    best_cut,
+    extraction_utility,
+    mark_candidates,
+)
 
 # Nodes that a thread takes at a time.
 _NODES = 4
@@ -37,8 +41,8 @@ class DistortionArgs(ctypes.Structure):
     """The kernel's arguments: addresses of contiguous arrays, sizes and weights.
 
     Fields, with V nodes, U heads, N tokens a head, P probes, Q the next multiple of
-    `matmul_cpu.COLUMNS`:
-        exponentials ... sin: as in `distortion_arrays_cpu.HeadArrays`.
+    `numba_matmul.COLUMNS`:
+        exponentials ... sin: as in `numba_arrays.HeadArrays`.
         kappa: float64 [T]; 0: it is not read.
         forced: float64 [U, N] floor scores, -inf: no candidate; 0: no floor.
         head, first, length: int64 [V]: head, place in the region, and tokens of each node.
@@ -50,7 +54,7 @@ class DistortionArgs(ctypes.Structure):
         prefix, suffix, mass: float32 [V, max_length], and drop [V], as in `IntervalCosts`.
     `SPLIT` and `SPLIT_ROOTS` also read and write:
         node_cost: float64 [V], D of each node. `SPLIT_ROOTS` fills it, and drop float32 [V].
-        cuts, reward: as in `split_choice_cpu`; cuts < 0: nodes are not cut.
+        cuts, reward: as in `numba_split_choice`; cuts < 0: nodes are not cut.
         extracts: whether a token may be extracted.
         low, high: int64 [V], cuts counted from the node's start.
         part_costs: float64 [V, 2], D of the tokens before `low` and of those from `high` on.
@@ -222,12 +226,12 @@ def distortion_kernel() -> Any:
     The first call on a machine compiles for 20 to 30 seconds; later ones find the result on disk.
     """
     sources = digest(
-        split_choice_cpu,
-        exponential_cpu,
-        intrinsics_cpu,
-        interval_costs_cpu,
-        distortion_arrays_cpu,
-        matmul_cpu,
+        numba_split_choice,
+        exponential,
+        intrinsics,
+        numba_interval_costs,
+        numba_arrays,
+        numba_matmul,
     )
 
     def body(address: Any) -> None:

@@ -19,7 +19,7 @@ from numba.core.codegen import (  # type: ignore[import-untyped,unused-ignore]
 from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
 
 COLUMNS = 16
-"""Columns come in multiples of this; whoever has fewer pads them."""
+"""The number of columns must be a multiple of this."""
 
 _ROWS = 4
 _WIDE = "+avx512f" in get_host_cpu_features()

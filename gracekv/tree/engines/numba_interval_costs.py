@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels.distortion_arrays_cpu import MAX_PENDING
-from gracekv.kernels.exponential_cpu import exponential
-from gracekv.kernels.matmul_cpu import COLUMNS, multiply
+from gracekv.kernels.exponential import exponentiate
+from gracekv.tree.engines.numba_arrays import MAX_PENDING
+from gracekv.tree.engines.numba_matmul import COLUMNS, multiply
 
 # As `gracekv.tree.engines.base.MAX_EXPONENT`.
 _MAX_EXPONENT = np.float32(20.0)
@@ -253,7 +253,7 @@ def flush(node: Any, heads: Any, scratch: Any, costs: Any, pending: int) -> None
             logit = logits[r, i] + (log_m - max_logit[u, i])
             logits[r, i] = min(logit, _MAX_EXPONENT)
     size = pending * padded_probes
-    exponential(logits.reshape(-1)[:size], bits.reshape(-1)[:size], power.reshape(-1)[:size])
+    exponentiate(logits.reshape(-1)[:size], bits.reshape(-1)[:size], power.reshape(-1)[:size])
     for r in range(pending):
         v_square = v_squares[r]
         for q in range(padded_probes):

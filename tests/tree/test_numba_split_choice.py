@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("numba")
 
-from gracekv.kernels import split_choice_cpu
 from gracekv.segment import Partition
 from gracekv.tree import CostTable, IntervalCosts, Nodes, TreeBatch
+from gracekv.tree.engines import numba_split_choice
 from gracekv.tree.split_rule import best_cut, salient_extraction, salient_token
 from support.trees import tree_context
 
@@ -49,11 +49,11 @@ def test_same_choice_with_ties(seed, n, cuts, reward, steps):
     kappa, found = batch.curvature.numpy(), costs[:, 0].numpy()
     chosen = np.empty(n, np.bool_)
     top = np.empty(max(cuts, 1), np.int64)
-    split_choice_cpu.mark_candidates(kappa, start, n, cuts, chosen, top)
-    at, gain = split_choice_cpu.best_cut(float(node_cost), found, n, chosen, kappa, start, reward)
+    numba_split_choice.mark_candidates(kappa, start, n, cuts, chosen, top)
+    at, gain = numba_split_choice.best_cut(float(node_cost), found, n, chosen, kappa, start, reward)
     assert (at, gain) == (int(want.low), float(want.utility))
 
-    token = split_choice_cpu.argmax(mass[0].numpy(), 0, n)
+    token = numba_split_choice.argmax(mass[0].numpy(), 0, n)
     assert token == int(salient_token(table))
-    utility = split_choice_cpu.extraction_utility(float(node_cost), found, n, token)
+    utility = numba_split_choice.extraction_utility(float(node_cost), found, n, token)
     assert utility == float(salient_extraction(nodes, table).utility)
