@@ -1,58 +1,68 @@
-"""The best ordered partition under length limits, given what each candidate slot is worth."""
+"""The best ordered partition under length limits, given the profit of each candidate slot."""
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.lib.stride_tricks import as_strided, sliding_window_view
-from numpy.typing import NDArray
+import importlib.util
+
+import torch
+from torch import Tensor
+from torch.nn import functional
 
 
-def best_partition(
-    profit: NDArray[np.float64], min_length: int
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def best_partition(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]:
     """Cut [0, N) into slots of greatest total profit.
 
+    On a CPU in one compiled pass, if numba is installed; elsewhere in torch, with one
+    synchronisation at the end.
+
     Args:
-        profit: [N, n_max]; entry (a, n-1) is what the slot of n tokens from a on is worth. Entries
-            whose slot ends beyond N are never read.
+        profit: [N, n_max] float64; entry (a, n-1) is the profit of the slot of n tokens from a on.
+            Entries whose slot ends beyond N are never read.
         min_length: n_min <= n_max, the shortest slot. Only the last slot may be shorter, and only
             if no slot within the limits reaches N.
 
     Returns:
         F [N+1], the best total up to each endpoint (-inf where none is reachable), and the bounds
-        [J+1], 0 and N included. Among equal totals the earliest predecessor wins.
+        int64 [J+1] on the CPU, 0 and N included. Among equal totals the earliest predecessor wins.
 
     Source: Eq. (S12).
     """
+    if profit.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+        from gracekv.segment.partition_dp_numba import best_partition as compiled
+
+        best, previous = map(torch.from_numpy, compiled(profit.contiguous().numpy(), min_length))
+    else:
+        best, previous = torch_best_partition(profit, min_length)
+    bounds, predecessors = [len(profit)], previous.tolist()
+    while bounds[-1] > 0:
+        bounds.append(predecessors[bounds[-1]])
+    return best, torch.tensor(bounds[::-1])
+
+
+def torch_best_partition(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]:
+    """F [N+1] and the best predecessor, int64 [N+1], of each endpoint; nothing is synchronised."""
     length, max_length = profit.shape
-    choices = max_length - min_length + 1
-    # Endpoint i and column c stand for the predecessor i - max_length + c, so earlier predecessors
-    # come first and argmax keeps the earliest. Along a row of `slots` the start advances and the
-    # slot shrinks: one row down, one column left, hence the skewed view.
-    rows = np.full((max_length + length, choices), -np.inf)
-    rows[max_length:] = profit[:, min_length - 1 :]
-    down, right = rows.strides
-    slots = as_strided(
-        rows[:, choices - 1 :], (length + 1, choices), (down, down - right), writeable=False
+    device, choices = profit.device, max_length - min_length + 1
+    # Endpoint i and column c belong to the predecessor i - max_length + c, so earlier predecessors
+    # come first and max keeps the earliest. Along a row of `slots` the start advances and the slot
+    # shrinks: one row down, one column left, hence the skewed view.
+    rows = functional.pad(profit[:, min_length - 1 :], (0, 0, max_length, 0), value=-torch.inf)
+    slots = rows.as_strided(
+        (length + 1, choices), (choices, choices - 1), storage_offset=choices - 1
     )
-    padded = np.full(max_length + length + 1, -np.inf)
-    best, previous = padded[max_length:], np.zeros(length + 1, dtype=np.int64)
+    padded = torch.full((max_length + length + 1,), -torch.inf, dtype=profit.dtype, device=device)
+    best, before = padded[max_length:], padded.unfold(0, choices, 1)
     best[0] = 0.0
-    before = sliding_window_view(padded, choices)
+    choice = torch.zeros(length + 1, dtype=torch.int64, device=device)
     # No slot is shorter than min_length, so that many endpoints do not depend on one another.
     for start in range(min_length, length + 1, min_length):
-        stop = min(start + min_length, length + 1)
-        totals = before[start:stop] + slots[start:stop]
-        choice = totals.argmax(axis=1)
-        best[start:stop] = totals[np.arange(stop - start), choice]
-        previous[start:stop] = np.arange(start, stop) - max_length + choice
-    if best[length] == -np.inf and length:
-        first = max(0, length - max_length)
-        starts = np.arange(first, length)
+        ends = slice(start, min(start + min_length, length + 1))
+        torch.max(before[ends] + slots[ends], dim=1, out=(best[ends], choice[ends]))
+    previous = torch.arange(length + 1, device=device) - max_length + choice
+    if length and -(-length // max_length) * min_length > length:
+        # No slot within the limits reaches the end: the last one may be shorter.
+        starts = torch.arange(max(0, length - max_length), length, device=device)
         totals = best[starts] + profit[starts, length - starts - 1]
-        choice = totals.argmax()
-        best[length], previous[length] = totals[choice], starts[choice]
-    bounds = [length]
-    while bounds[-1] > 0:
-        bounds.append(int(previous[bounds[-1]]))
-    return best, np.array(bounds[::-1], dtype=np.int64)
+        torch.max(totals, dim=0, out=(best[length], choice[length]))
+        previous[length] = starts[0] + choice[length]
+    return best, previous

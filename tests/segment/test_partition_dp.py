@@ -3,13 +3,30 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gracekv.segment import reference
-from gracekv.segment.partition_dp import best_partition
+from gracekv.segment import partition_dp, reference
 
 seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(params=["numba", "torch"], autouse=True, scope="module")
+def implementation(request):
+    """Each test runs on the compiled pass and on torch."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partition_dp.importlib.util, "find_spec", lambda name: None)
+        yield
+
+
+def best_partition(profit, min_length):
+    found = partition_dp.best_partition(torch.from_numpy(profit), min_length)
+    return tuple(x.numpy() for x in found)
 
 
 @st.composite
@@ -94,7 +111,7 @@ def test_what_lies_after_an_endpoint_does_not_change_its_best_total(problem, dat
     profit, min_length = problem
     stop = data.draw(st.integers(1, len(profit)))
     best, _ = best_partition(profit, min_length)
-    shorter, _ = best_partition(profit[:stop], min_length)
+    shorter, _ = best_partition(profit[:stop].copy(), min_length)
     # The last endpoint of the shorter problem may be the terminal exception.
     np.testing.assert_array_equal(best[:stop], shorter[:-1])
     assume(best[stop] > -np.inf)
