@@ -53,22 +53,25 @@ _REPLAYED: Mapping[str, Any] = {
     "name": "mixture",
     "rule": "rms",
     "weights": [1.0, 0.5],
-    "parts": ["replay", {"name": "read_ahead", "question": 0, "length": 1, "power": 2.0}],
+    "scorers": [
+        "replay",
+        {"name": "read_ahead", "question_probes": 0, "lookahead": 1, "power": 2.0},
+    ],
 }
 # The mean over probes and the maximum, fifty to one.
-_AHEAD: Mapping[str, Any] = {"name": "read_ahead", "most": 1 / 51}
+_AHEAD: Mapping[str, Any] = {"name": "read_ahead", "max_weight": 1 / 51}
 _POINTED: Mapping[str, Any] = {
     "name": "mixture",
     "rule": "sum",
     "weights": [2.0, 1.0],
-    "parts": [_AHEAD, "mean_attention"],
+    "scorers": [_AHEAD, "mean_attention"],
 }
 _READING: Mapping[str, Any] = {
     "name": "mixture",
     "rule": "geometric",
-    "parts": [_REPLAYED, _POINTED],
+    "scorers": [_REPLAYED, _POINTED],
 }
-_FORESEEN: Mapping[str, Any] = {"name": "value_norm", "relative": 0.5, "score": _READING}
+_FORESEEN: Mapping[str, Any] = {"name": "value_norm", "relative": 0.5, "scorer": _READING}
 # One top-k over all heads by that worth; of recent tokens only the last few are sure of a place.
 _PLUS: Mapping[str, Any] = {
     **_TOKENS,
@@ -78,9 +81,9 @@ _PLUS: Mapping[str, Any] = {
 }
 
 
-def _by(score: object) -> dict[str, Any]:
+def _by(scorer: object) -> dict[str, Any]:
     """gracekv-plus with another score under its value norms."""
-    return {**_PLUS, "value": {**_FORESEEN, "score": score}}
+    return {**_PLUS, "value": {**_FORESEEN, "scorer": scorer}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +111,12 @@ RECIPES: dict[str, Recipe] = {
     "gracekv-draft": Recipe(
         "gracekv-plus after a look at what 16 drafted answer tokens read",
         "ours: 16 decoding steps on the full cache come before compression",
-        _by({"name": "mixture", "parts": ["draft_attention", _READING]}),
+        _by({"name": "mixture", "scorers": ["draft_attention", _READING]}),
     ),
     "gracekv-foresight": Recipe(
         "One top-k over all heads by what 64 tokens of FullKV's own answer read: a limit",
         "ours: not a method, since it generates the answer first; what selection could reach",
-        _by({"name": "draft_attention", "tokens": 64}),
+        _by({"name": "draft_attention", "max_tokens": 64}),
     ),
     "gracekv-plus-no-replay": Recipe(
         "gracekv-plus by read-ahead and mean attention alone",
@@ -128,12 +131,12 @@ RECIPES: dict[str, Recipe] = {
     "gracekv-plus-no-read-ahead": Recipe(
         "gracekv-plus whose read-ahead only picks the queries that are replayed",
         "ours: an ablation",
-        _by({"name": "mixture", "rule": "geometric", "parts": [_REPLAYED, "mean_attention"]}),
+        _by({"name": "mixture", "rule": "geometric", "scorers": [_REPLAYED, "mean_attention"]}),
     ),
     "gracekv-plus-no-mean-attention": Recipe(
         "gracekv-plus without what the prompt looked at all along",
         "ours: an ablation",
-        _by({"name": "mixture", "rule": "geometric", "parts": [_REPLAYED, _AHEAD]}),
+        _by({"name": "mixture", "rule": "geometric", "scorers": [_REPLAYED, _AHEAD]}),
     ),
     "gracekv-plus-no-norms": Recipe(
         "gracekv-plus by attention alone, whatever it brings",

@@ -1,4 +1,4 @@
-"""Stage 2: token worth and head sensitivity."""
+"""Stage 2: token scores and head sensitivity."""
 
 from gracekv.value.base import SCORERS, SENSITIVITIES, Relevance, Scorer, Sensitivity, TokenScores
 from gracekv.value.chunk_order import ChunkOrder

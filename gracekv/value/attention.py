@@ -1,6 +1,4 @@
-"""Attention probabilities of chosen positions, and how much each context token receives.
-
-Every score of this stage is some weighted sum of such probabilities.
+"""Attention probabilities of chosen positions (probes), and sums over probes for each token.
 
 Source: Eq. (V1); computing sums in blocks of probes is ours.
 """
@@ -18,17 +16,16 @@ from gracekv.prefill import Prefill, Region
 from gracekv.prefill.column_sums import add_column_sums, block_rows
 
 
-def probabilities(prefill: Prefill, layer: int, probes: Sequence[int] | Tensor) -> Tensor:
-    """pi: how each probe spreads its attention over all that it sees, float32 [H, P, S].
+def attention_probabilities(prefill: Prefill, layer: int, probes: Sequence[int] | Tensor) -> Tensor:
+    """pi: attention of each probe over the tokens up to its own position, float32 [H, P, S].
 
     Args:
         prefill: H query heads that share G KV heads.
         layer: 0-based.
         probes: P >= 1 absolute positions.
 
-    S = max(probes) + 1: nobody sees a later key, so the columns up to T are left out. Columns
-    after a probe's own position are exactly 0; each row sums to 1. Keys and queries are raised to
-    float32 before their product.
+    S = max(probes) + 1, since no probe sees a later key. Columns after a probe's own position are
+    exactly 0; each row sums to 1. Keys and queries are converted to float32 before the product.
 
     Raises `MissingCaptureError` if a probe's query was not captured.
     """
@@ -40,13 +37,13 @@ def probabilities(prefill: Prefill, layer: int, probes: Sequence[int] | Tensor) 
     shared = rearrange(queries, "(g n) p d -> g (n p) d", g=heads)
     logits = shared @ keys[:, :stop].float().transpose(1, 2)
     logits = rearrange(logits, "g (n p) s -> (g n) p s", p=len(at))
-    # Everyone sees the keys up to the earliest probe; only the columns after it need a mask.
+    # All probes see the keys up to the earliest one; only the columns after it need a mask.
     unseen = torch.arange(after, stop) > at[:, None]
     logits[..., after:].masked_fill_(unseen.to(logits.device), -torch.inf)
     return torch.softmax(logits, dim=-1)
 
 
-def received(
+def attention_sums(
     prefill: Prefill,
     layer: int,
     probes: Sequence[int] | Tensor,
@@ -55,9 +52,9 @@ def received(
     *,
     block: int | None = None,
 ) -> Tensor:
-    """sum_u w_u pi_{u,t}: attention that each token of `region` receives, float32 [H, N].
+    """sum_u w_u pi_{u,t}: weighted attention that each token of `region` receives, float32 [H, N].
 
-    The softmax runs over everything that a probe sees; the slice to the region comes after it.
+    The softmax runs over all tokens up to the probe; the slice to the region comes after it.
 
     Args:
         prefill: H query heads.
@@ -65,8 +62,8 @@ def received(
         probes: P absolute positions.
         region: the N tokens that are scored.
         weights: w [P]; None: all 1.
-        block: probes per block; None: what suits the device. Changes memory and time only. A
-            block works on the keys up to its last probe, so ascending probes are cheapest.
+        block: probes per block; None: by device. Changes memory and time only. A block reads the
+            keys up to its last probe, so ascending probes are fastest.
 
     Raises `MissingCaptureError` if a probe's query was not captured.
     """
@@ -83,7 +80,7 @@ def received(
         queries = prefill.queries_at(layer, rows).float() * prefill.scale
         shared = rearrange(queries, "(g n) p d -> g (n p) d", g=groups)
         unseen = (torch.arange(after, stop) > rows[:, None]).to(device)
-        # Head by head: what one product makes is still in the cache when it is read again.
+        # One head at a time, so that its logits are still in the CPU's cache when they are read.
         for head in range(groups):
             logits = linear(shared[head], keys[head, :stop]).view(-1, len(rows), stop)
             logits[..., after:].masked_fill_(unseen, -torch.inf)
@@ -119,9 +116,9 @@ def all_column_sums(prefill: Prefill) -> Tensor:
 def column_sums(
     prefill: Prefill, layer: int, region: Region, *, block: int | None = None
 ) -> Tensor:
-    """sum over all prompt queries of pi_{u,t}, float32 [H, N]; never T x T (baselines' S2).
+    """sum over all prompt queries of pi_{u,t}, float32 [H, N], without a T x T matrix.
 
-    Queries before the region see none of it and are skipped. `block` queries run at once.
+    Queries before the region do not see it and are skipped. `block` queries run at once.
 
     Raises `MissingCaptureError` unless the queries of every position were captured.
     """

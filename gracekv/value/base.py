@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
@@ -14,22 +15,28 @@ from gracekv.registry import Registry, Strategy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenScores:
-    """What a scorer says of every compressible token.
+    """The score of every compressible token of every (layer, KV head).
 
     Attributes:
         scores: R^tok [L, G, N] float32, non-negative (the paper's R sums to 1 per head).
-        seed_scores: S-hat [N] float32, the head-averaged direct score that picks evidence probes.
-        column_sums: [L, H, T] float32, all the attention that each prompt position received, per
-            query head, for the stages that read it; None if the scorer did not compute it.
+        seed_scores: S-hat [N] float32, one score per token for all heads; picks hop seeds and the
+            evidence probes of the distortion.
+        column_sums: [L, H, T] float32, sum over all prompt queries of the attention that each
+            position receives, per query head, for later stages; None if not computed.
 
     Raises:
-        ShapeError: scores and seed_scores do not fit one another.
+        ShapeError: scores and seed_scores have shapes that do not fit one another.
         NonFiniteError: a score is NaN or infinite.
     """
 
     scores: Tensor
     seed_scores: Tensor
     column_sums: Tensor | None = None
+
+    @classmethod
+    def from_scores(cls, scores: Tensor, column_sums: Tensor | None = None) -> Self:
+        """Scores [L, G, N] with their mean over heads as seed scores, see `mean_seed_scores`."""
+        return cls(scores, mean_seed_scores(scores), column_sums)
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 3 or self.seed_scores.shape != self.scores.shape[-1:]:
@@ -44,9 +51,20 @@ class TokenScores:
             )
 
 
+def mean_seed_scores(scores: Tensor, epsilon: float = 1e-12) -> Tensor:
+    """S-hat [N]: scores [L, G, N] averaged over all heads and normalised to sum 1.
+
+    `epsilon` keeps the denominator from 0; a score that is 0 everywhere stays 0.
+
+    Source: Eq. (V3), whose scores are the direct relevance; the same rule for other scores is ours.
+    """
+    mean = scores.mean(dim=(0, 1))
+    return mean / (mean.sum() + epsilon)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Relevance:
-    """Token worth and head sensitivity, the prices of the auction.
+    """Token scores and head sensitivity, which the allocation multiplies.
 
     Attributes:
         scores: R^tok [L, G, N] float32, Eq. (V6).
@@ -62,8 +80,8 @@ class Relevance:
 class Scorer(Strategy, abc.ABC):
     """Score every compressible token of every (layer, KV head).
 
-    Pure and deterministic; float32 or better whatever the model's dtype; scores are finite and
-    non-negative. Result tensors lie on the device of layer 0.
+    Deterministic, without side effects; float32 or better whatever the model's dtype; scores are
+    finite and non-negative. Result tensors lie on the device of layer 0.
     """
 
     @abc.abstractmethod
@@ -87,7 +105,7 @@ class Sensitivity(Strategy, abc.ABC):
         return Needs()
 
 
-SCORERS: Registry[Scorer] = Registry("value", "what each token is worth to the question")
+SCORERS: Registry[Scorer] = Registry("value", "how much each token matters to the question")
 Scorer.registry = SCORERS
-SENSITIVITIES: Registry[Sensitivity] = Registry("sensitivity", "what each KV head is worth")
+SENSITIVITIES: Registry[Sensitivity] = Registry("sensitivity", "how much each KV head matters")
 Sensitivity.registry = SENSITIVITIES

@@ -1,4 +1,4 @@
-"""H2O's score: all the attention that a token ever received in the prompt."""
+"""H2O's score: the sum of the attention that a token receives from the prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from einops import reduce
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.attention import all_column_sums
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
@@ -20,10 +19,9 @@ class ColumnSums(Scorer):
     """Sum of the causal attention from all prompt queries, mean over a KV head's group (H2O).
 
     A sum, not an average: early tokens are seen by more queries and score higher, as published.
-    Costs one more attention pass, in blocks of queries.
 
-    Source: Zhang et al. (2023), H2O, arXiv:2306.14048. Ours: one event after prefill instead of one
-    a step.
+    Source: Zhang et al. (2023), H2O, arXiv:2306.14048. Ours: one eviction after prefill instead of
+    one per step.
 
     Cost: one more attention pass over the prompt, in blocks of queries: O(L H T² d), a third of a
     prefill at 4,096 tokens on a CPU.
@@ -39,5 +37,5 @@ class ColumnSums(Scorer):
         """
         columns = all_column_sums(prefill)
         inside = columns[..., region.start : region.end]
-        tokens = reduce(inside, "l (g n) t -> l g t", "mean", g=prefill.kv_heads)
-        return TokenScores(tokens, mean_seed_scores(tokens), columns)
+        scores = reduce(inside, "l (g n) t -> l g t", "mean", g=prefill.kv_heads)
+        return TokenScores.from_scores(scores, columns)

@@ -1,14 +1,14 @@
-"""What the answer's first tokens look at, which takes generating them."""
+"""Attention of the answer's first tokens, which are generated over the full cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import final
 
-from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.errors import MissingCaptureError
+from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
@@ -17,31 +17,22 @@ from gracekv.value.seed_scores import mean_seed_scores
 class DraftAttention(Scorer):
     """Mean attention of the first 16 answer tokens, drafted greedily over the full cache.
 
-    Leaves the single pass: the capture decodes `tokens` steps more, and the full cache stays until
+    Not a single pass: the capture decodes `max_tokens` steps more and holds the full cache until
     they are done (`Prefill.seconds["draft"]`).
 
     Source: ours; see `gracekv.prefill.draft`.
 
-    Cost: `tokens` decoding steps over the full cache.
+    Cost: `max_tokens` decoding steps over the full cache.
 
     Attributes:
-        tokens: most drafted tokens; fewer where the answer ends before.
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
+        max_tokens: drafted tokens; fewer if the answer ends before.
     """
 
-    tokens: int = 16
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ConfigError(
-                f"DraftAttention.tokens takes a number of tokens >= 1; got {self.tokens!r}."
-            )
+    max_tokens: int = bounded(16, at_least=1)
 
     def needs(self) -> Needs:
         """The draft."""
-        return Needs(draft=self.tokens)
+        return Needs(draft=self.max_tokens)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Attention shares, float32 [L, G, N], not normalised.
@@ -54,6 +45,5 @@ class DraftAttention(Scorer):
                 "gracekv.capture(model, prompt, needs=pipeline.needs())."
             )
         first = region.start - prefill.spans.context_start
-        rows = prefill.draft[:, :, : self.tokens, first : first + region.length]
-        tokens = rows.float().mean(dim=2).to(prefill.keys[0].device)
-        return TokenScores(tokens, mean_seed_scores(tokens))
+        rows = prefill.draft[:, :, : self.max_tokens, first : first + region.length]
+        return TokenScores.from_scores(rows.float().mean(dim=2).to(prefill.keys[0].device))

@@ -1,8 +1,8 @@
-r"""Expected Attention: what future queries, whoever asks, can be expected to attend to.
+r"""Expected Attention: the attention that unknown future queries are expected to pay.
 
-The queries before rotation of the prefix and the context are taken for a Gaussian N(mu, Sigma) per
-query head. A future query stands at one of the next positions, so with R the mean of their
-rotations its logit with key k is a Gaussian too, and
+The queries of prefix and context, before rotation, are modelled as a Gaussian N(mu, Sigma) per
+query head. A future query has one of the next positions; with R the mean of their rotations, its
+logit with key k is Gaussian too, and
 
     E exp(logit) = exp(s k^T R mu + s^2 k^T R Sigma R^T k / 2),       s the attention scale.
 
@@ -18,12 +18,11 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
-from gracekv.errors import ConfigError
+from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.query_moments import QueryMoments, QuerySums
 from gracekv.rope import Rope
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.seed_scores import mean_seed_scores
 
 # Bytes of one block's largest float32 temporary, [H, block, d].
 _BLOCK = 16 * 2**20
@@ -35,39 +34,30 @@ _BLOCK = 16 * 2**20
 class ExpectedAttention(Scorer):
     """Expected attention of unknown future queries times the value's norm; ignores the question.
 
-    Nothing after the context is read: the statistics are those of the prefix and the context, and
-    the future begins where the context ends.
+    Nothing after the context is read: the statistics cover the prefix and the context, and future
+    positions begin where the context ends.
 
     Source: Devoto et al. (2025), Expected Attention, arXiv:2510.00636, as in kvpress's
     ExpectedAttentionPress. Ours: rotations of future positions are continued from the captured
-    table, and sinks inside the region outrank everything (elsewhere they are not compressed).
+    table, and sinks inside the region score higher than all other tokens (elsewhere they are not
+    compressed).
 
     Cost: one covariance of all queries per query head and its product with every key: O(L H N d²),
     some 5 % of a prefill at 4,096 tokens on a CPU.
 
     Attributes:
-        future: next positions that a query may stand at (512).
+        future_positions: number of next positions that a query may have (512).
         sinks: first prompt tokens that are left out of the statistics and always kept (4).
-        covariance: use Sigma; without it the mean query alone counts.
+        covariance: use Sigma; without it only the mean query counts.
         value_norm: multiply by |v|.
         epsilon: added to the expected attention before that (0).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
-    future: int = 512
-    sinks: int = 4
+    future_positions: int = bounded(512, at_least=1, hint="The published number is 512.")
+    sinks: int = bounded(4, at_least=0, hint="The published number is 4.")
     covariance: bool = True
     value_norm: bool = True
-    epsilon: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.future < 1 or self.sinks < 0 or not self.epsilon >= 0:
-            raise ConfigError(
-                f"ExpectedAttention takes future >= 1 positions, sinks >= 0 tokens and epsilon >= "
-                f"0; got {self!r}. The published values are 512, 4 and 0."
-            )
+    epsilon: float = bounded(0.0, at_least=0, hint="The published value is 0.")
 
     def needs(self) -> Needs:
         """Statistics of the queries of prefix and context."""
@@ -79,9 +69,9 @@ class ExpectedAttention(Scorer):
         Raises `MissingCaptureError` unless the queries of the prefix and the context were captured.
         """
         device, end = prefill.keys[0].device, prefill.spans.context_end
-        # A context of nothing but sinks still has statistics.
+        # A context that consists of sinks alone still has statistics.
         first = min(self.sinks, end - 1)
-        rotation = mean_rotation(prefill.rope, prefill.head_dim, end, self.future)
+        rotation = mean_rotation(prefill.rope, prefill.head_dim, end, self.future_positions)
         moments = query_moments(prefill, Region(first, end))
         scores = []
         for layer in range(prefill.layers):
@@ -89,8 +79,7 @@ class ExpectedAttention(Scorer):
             whole = seen.new_full((prefill.kv_heads, end), float(seen.max()) + 1)
             whole[:, first:] = seen
             scores.append(whole[:, region.start : region.end].to(device))
-        tokens = torch.stack(scores)
-        return TokenScores(tokens, mean_seed_scores(tokens))
+        return TokenScores.from_scores(torch.stack(scores))
 
     def _layer(
         self, prefill: Prefill, layer: int, moments: QueryMoments, rotation: Tensor
@@ -145,8 +134,8 @@ def query_moments(prefill: Prefill, seen: Region) -> QueryMoments:
 def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:
     """float32 [d, d] M with x M = mean of R(t) x over t in [start, start + count), for rows x.
 
-    The table ends with the prompt, but rotations add up: R(p + n) = R(p) U^n, U the rotation by one
-    position without the attention factor. So the mean is R(start - 1) times a mean of powers.
+    The table ends with the prompt. R(p + n) = R(p) U^n, U the rotation by one position without the
+    attention factor, so the mean is R(start - 1) times a mean of powers of U.
     """
     cos, sin = rope.cos.double(), rope.sin.double()
     half = cos.shape[1] // 2

@@ -1,45 +1,35 @@
-"""KVzip's score: what the model looks at when it repeats its context. Needs a second pass."""
+"""KVzip's score: attention while the model repeats its context. Needs a second pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import final
 
-from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.errors import MissingCaptureError
+from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
 @SCORERS.register("kvzip_two_pass")
 @dataclass(frozen=True, slots=False)
 class KVzipTwoPass(Scorer):
-    """Most attention received while the model repeats the context in a second pass (KVzip).
+    """Maximum attention received while the model repeats the context in a second pass (KVzip).
 
-    The question is not read. Every other score costs one prefill; this one makes the capture run
-    the model over the context again, which takes longer than the prefill itself
+    The question is not read. The capture runs the model over the context again, which takes longer
+    than the prefill itself
     (`Prefill.seconds["reconstruction"]`).
 
     Source: Kim et al. (2025), KVzip, arXiv:2505.23416; see `gracekv.prefill.reconstruction`.
 
-    Cost: the second pass, 3.5 times the prefill at 4,096 tokens on a CPU; nothing after it.
+    Cost: the second pass, 3.5 times the prefill at 4,096 tokens on a CPU.
 
     Attributes:
-        sinks: first prompt tokens that outrank all others (4).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
+        sinks: first prompt tokens, which score higher than all others (KVzip's 4).
     """
 
-    sinks: int = 4
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise ConfigError(
-                f"KVzipTwoPass.sinks takes a number of tokens >= 0; got {self.sinks!r}. KVzip's "
-                f"is 4."
-            )
+    sinks: int = bounded(4, at_least=0, hint="KVzip's is 4.")
 
     def needs(self) -> Needs:
         """The second pass."""
@@ -59,4 +49,4 @@ class KVzipTwoPass(Scorer):
         if inside:
             tokens = tokens.clone()
             tokens[..., :inside] = float(tokens.max()) + 1
-        return TokenScores(tokens, mean_seed_scores(tokens))
+        return TokenScores.from_scores(tokens)

@@ -1,4 +1,4 @@
-"""The attention that a token receives on average while the prompt is read."""
+"""Mean attention that a token receives from the prompt."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import final
 import torch
 from einops import reduce
 
-from gracekv.errors import ConfigError
+from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.needs import prompt_samples
-from gracekv.value.attention import received
+from gracekv.value.attention import attention_sums
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
@@ -22,28 +21,18 @@ from gracekv.value.seed_scores import mean_seed_scores
 class MeanAttention(Scorer):
     """Mean causal attention from the prompt's queries, at most 1,024 of them, evenly spaced.
 
-    H2O's column sums as a share of attention, whose scale does not grow with the prompt, so that it
-    mixes with other shares; and from a sample of the queries once the prompt is long.
+    H2O's column sums divided by the number of queries, so that the scale does not grow with the
+    prompt and combines with other attention shares; of long prompts, from a sample of the queries.
 
     Source: ours, after Zhang et al. (2023), H2O, arXiv:2306.14048.
 
     Cost: attention rows of at most `max_queries` queries in every layer: O(L H Q T d).
 
     Attributes:
-        max_queries: most queries; the prompt's last position is always one of them.
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
+        max_queries: number of queries; the prompt's last position is always one of them.
     """
 
-    max_queries: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.max_queries < 1:
-            raise ConfigError(
-                f"MeanAttention.max_queries takes a number of queries >= 1; got "
-                f"{self.max_queries!r}."
-            )
+    max_queries: int = bounded(1024, at_least=1)
 
     def needs(self) -> Needs:
         """Evenly spaced queries of the prompt."""
@@ -57,13 +46,12 @@ class MeanAttention(Scorer):
         length = prefill.spans.length
         count = min(self.max_queries, length)
         probes = prompt_samples(length, count)
-        # What comes before the region sees none of it.
+        # Probes before the region do not see it.
         inside = probes[probes >= region.start]
         prefill = prefill.with_queries(inside)
         device, scores = prefill.keys[0].device, []
         for layer in range(prefill.layers):
-            per_head = received(prefill, layer, inside, region) / count
+            per_head = attention_sums(prefill, layer, inside, region) / count
             score = reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads)
             scores.append(score.to(device))
-        tokens = torch.stack(scores)
-        return TokenScores(tokens, mean_seed_scores(tokens))
+        return TokenScores.from_scores(torch.stack(scores))

@@ -1,12 +1,11 @@
-"""Several scores in one."""
+"""A combination of several scores."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
-from typing import Literal, final, get_args
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -16,13 +15,8 @@ from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.mean_attention import MeanAttention
 from gracekv.value.read_ahead import ReadAhead
-from gracekv.value.seed_scores import mean_seed_scores
 
 Rule = Literal["sum", "rms", "geometric", "max"]
-
-
-def _parts() -> tuple[Scorer, ...]:
-    return ReadAhead(), MeanAttention()
 
 
 @final
@@ -31,60 +25,53 @@ def _parts() -> tuple[Scorer, ...]:
 class Mixture(Scorer):
     """Sum, root of summed squares, geometric mean or maximum of other scores.
 
-    Scores meet as they are: parts should be on one scale (attention shares are), except under
-    "geometric", where a part's scale does not matter.
+    Scores are not normalised: they should be on one scale (attention shares are), except under
+    "geometric", where scale does not matter.
 
     Source: ours.
 
-    Cost: that of its parts.
+    Cost: that of its scorers.
 
     Attributes:
-        parts: the scores, at least one.
-        weights: one a part, positive; empty for equal weights. They are normalised to sum 1, but
-            under "max", where they are factors.
+        scorers: the scores that are combined, at least one.
+        weights: one per scorer, positive; empty for equal weights. They are normalised to sum 1,
+            except under "max", where they are factors.
         rule: "sum" sum w x, "rms" sqrt(sum w x^2), "geometric" prod x^w, "max" max w x.
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
-    parts: tuple[Scorer, ...] = field(default_factory=_parts)
+    scorers: tuple[Scorer, ...] = field(default_factory=lambda: (ReadAhead(), MeanAttention()))
     weights: tuple[float, ...] = ()
     rule: Rule = "sum"
 
-    def __post_init__(self) -> None:
-        if self.rule not in get_args(Rule):
+    def check(self) -> None:
+        """Raise `ConfigError` if the weights do not fit the scorers."""
+        if not self.scorers or len(self.weights) not in (0, len(self.scorers)):
             raise ConfigError(
-                f"Mixture.rule takes one of {', '.join(map(repr, get_args(Rule)))}; got "
-                f"{self.rule!r}."
+                f"Mixture takes at least one scorer, and a weight for each or none at all; got "
+                f"{len(self.scorers)} scorers and weights {list(self.weights)!r}."
             )
-        if not self.parts or (self.weights and len(self.weights) != len(self.parts)):
-            raise ConfigError(
-                f"Mixture takes at least one part, and a weight for each or none at all; got "
-                f"{len(self.parts)} parts and weights {list(self.weights)!r}."
-            )
-        if not all(weight > 0 and math.isfinite(weight) for weight in self.weights):
+        if not all(0 < weight < float("inf") for weight in self.weights):
             raise ConfigError(
                 f"Mixture.weights takes positive numbers; got {list(self.weights)!r}. Leave out "
-                f"the part that should not count."
+                f"the scorer that should not count."
             )
 
     def needs(self) -> Needs:
-        """What all parts need."""
-        return reduce(or_, (part.needs() for part in self.parts), Needs())
+        """What all scorers need."""
+        return reduce(or_, (scorer.needs() for scorer in self.scorers), Needs())
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """The mixed scores, float32 [L, G, N]."""
-        scores = [part(prefill, region) for part in self.parts]
-        weights = self.weights or (1.0,) * len(self.parts)
-        tokens = mix([score.scores for score in scores], weights, self.rule)
+        """The combined scores, float32 [L, G, N]."""
+        scores = [scorer(prefill, region) for scorer in self.scorers]
+        weights = self.weights or (1.0,) * len(self.scorers)
+        mixed = combine_scores([score.scores for score in scores], weights, self.rule)
         columns = next(
             (score.column_sums for score in scores if score.column_sums is not None), None
         )
-        return TokenScores(tokens, mean_seed_scores(tokens), columns)
+        return TokenScores.from_scores(mixed, columns)
 
 
-def mix(scores: list[Tensor], weights: tuple[float, ...], rule: Rule) -> Tensor:
+def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule) -> Tensor:
     """float32 of the scores' shape [L, G, N]; arithmetic in float64, see `Mixture`."""
     stacked = torch.stack([score.double() for score in scores])
     share = torch.tensor(weights, dtype=torch.float64, device=stacked.device)[:, None, None, None]
@@ -96,6 +83,6 @@ def mix(scores: list[Tensor], weights: tuple[float, ...], rule: Rule) -> Tensor:
     elif rule == "rms":
         mixed = (share * stacked.square()).sum(dim=0).sqrt()
     else:
-        # A token that one part gives nothing still ranks by the others.
+        # A token whose score is 0 in one of them still ranks by the others.
         mixed = (share * stacked.clamp_min(1e-30).log()).sum(dim=0).exp()
     return mixed.float()

@@ -1,4 +1,4 @@
-"""No sensitivity: all heads pay the same price."""
+"""No sensitivity: all heads count the same."""
 
 from __future__ import annotations
 

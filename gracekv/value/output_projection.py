@@ -1,4 +1,4 @@
-"""The paper's sensitivity: how far a head can and does move the residual stream."""
+"""The paper's sensitivity: how much a head can and does write to the residual stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import final
 from einops import reduce
 from torch import Tensor
 
-from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.errors import MissingCaptureError
+from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill
 from gracekv.value.base import SENSITIVITIES, Sensitivity
 
@@ -19,30 +20,18 @@ from gracekv.value.base import SENSITIVITIES, Sensitivity
 class OutputProjection(Sensitivity):
     """Size of a head's output projection times size of its output at the question.
 
-    The geometric mean of both (Eq. (V7)), divided by its mean over all heads
-    (Eq. (V8)).
+    The geometric mean of both (Eq. (V7)), divided by its mean over all heads (Eq. (V8)).
 
-    Source: Eqs. (V7) and (V8); departures 3. Ours:
-    the value of `epsilon`.
+    Source: Eqs. (V7) and (V8); departures 3. Ours: the value of `epsilon`.
 
     Cost: none of its own; the capture multiplies the question's head outputs by the output
     projections, below 1 % of a prefill.
 
     Attributes:
-        epsilon: guards the mean's denominator; the value is ours.
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
+        epsilon: keeps the denominator from 0; the value is ours.
     """
 
-    epsilon: float = 1e-12
-
-    def __post_init__(self) -> None:
-        if not 0 < self.epsilon <= 1e-3:
-            raise ConfigError(
-                f"OutputProjection.epsilon only keeps a denominator from 0, so it lies in "
-                f"(0, 1e-3]; got {self.epsilon!r}."
-            )
+    epsilon: float = bounded(1e-12, above=0, at_most=1e-3, hint="It keeps a denominator from 0.")
 
     def needs(self) -> Needs:
         return Needs(head_outputs=True)
@@ -58,6 +47,6 @@ class OutputProjection(Sensitivity):
         device = prefill.keys[0].device
         squares = prefill.projection_norms.to(device).float().square()
         static = reduce(squares, "l (g n) -> l g", "sum", g=prefill.kv_heads).sqrt()
-        given = prefill.projected_norms.to(device).float().mean(dim=-1)
-        raw = (static * given).sqrt()
+        dynamic = prefill.projected_norms.to(device).float().mean(dim=-1)
+        raw = (static * dynamic).sqrt()
         return raw / (raw.mean() + self.epsilon)

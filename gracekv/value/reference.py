@@ -1,6 +1,6 @@
-"""The stage in float64 and plain loops, straight from the equations; slow on purpose.
+"""The stage in float64 and plain loops, as the equations are written; slow on purpose.
 
-The functions named after a strategy take it first, for its hyperparameters, if it has any.
+A function that is named after a strategy takes it as its first argument, for its hyperparameters.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ def seeds(scores: list[float], mass: float, limit: int) -> list[int]:
 
 
 def propagated(
-    scorer: MultiHop, prefill: Prefill, region: Region, evidence: list[float]
+    scorer: MultiHop, prefill: Prefill, region: Region, seed_scores: list[float]
 ) -> list[float]:
     """d_t, Eqs. (V4) and (V5), before normalisation."""
-    total, score, known = [0.0] * region.length, evidence, set[int]()
+    total, score, known = [0.0] * region.length, seed_scores, set[int]()
     for hop in range(1, scorer.hops + 1):
         chosen = seeds(score, scorer.seed_mass, scorer.max_seeds)
         known.update(chosen)
@@ -103,18 +103,18 @@ def propagated(
 
 def multi_hop(scorer: MultiHop, prefill: Prefill, region: Region) -> TokenScores:
     """R and S-hat, Eqs. (V2) to (V6); float64."""
-    probes = prefill.spans.direct_probes(scorer.question, scorer.tail)
+    probes = prefill.spans.direct_probes(scorer.question_probes, scorer.tail_probes)
     direct = group_sums(prefill, dict.fromkeys(probes, 1.0), region)
     for layer in range(prefill.layers):
         for head in range(prefill.kv_heads):
             row = normalised(direct[layer, head].tolist(), scorer.epsilon)
             direct[layer, head] = torch.tensor(row, dtype=torch.float64)
-    evidence = mean_over_heads(direct, scorer.epsilon)
-    reached = propagated(scorer, prefill, region, evidence)
-    share = scorer.lambda_graph if sum(reached) > 0 else 0.0
-    diffused = torch.tensor(normalised(reached, scorer.epsilon), dtype=torch.float64)
-    tokens = (1 - share) * direct + share * diffused
-    return TokenScores(tokens, torch.tensor(evidence, dtype=torch.float64))
+    seed_scores = mean_over_heads(direct, scorer.epsilon)
+    diffused = propagated(scorer, prefill, region, seed_scores)
+    share = scorer.lambda_graph if sum(diffused) > 0 else 0.0
+    hops = torch.tensor(normalised(diffused, scorer.epsilon), dtype=torch.float64)
+    tokens = (1 - share) * direct + share * hops
+    return TokenScores(tokens, torch.tensor(seed_scores, dtype=torch.float64))
 
 
 def window_attention(scorer: WindowAttention, prefill: Prefill, region: Region) -> TokenScores:
@@ -137,26 +137,27 @@ def window_attention(scorer: WindowAttention, prefill: Prefill, region: Region) 
                     tokens[layer, head, t] = max(near)
                 elif scorer.pooling == "avg":
                     tokens[layer, head, t] = sum(near) / scorer.kernel
-    evidence = mean_over_heads(tokens, 1e-12)
-    return TokenScores(tokens, torch.tensor(evidence, dtype=torch.float64))
+    seed_scores = mean_over_heads(tokens, 1e-12)
+    return TokenScores(tokens, torch.tensor(seed_scores, dtype=torch.float64))
 
 
 def column_sums(prefill: Prefill, region: Region) -> TokenScores:
     """H2O's score from the full T x T attention of every head; float64."""
     everyone = dict.fromkeys(range(prefill.spans.length), 1 / prefill.group)
     tokens = group_sums(prefill, everyone, region)
-    evidence = mean_over_heads(tokens, 1e-12)
-    return TokenScores(tokens, torch.tensor(evidence, dtype=torch.float64))
+    seed_scores = mean_over_heads(tokens, 1e-12)
+    return TokenScores(tokens, torch.tensor(seed_scores, dtype=torch.float64))
 
 
 def chunk_order(scorer: ChunkOrder, scores: Tensor) -> list[list[list[int]]]:
-    """ChunkKV's order of the tokens, [L][G][N], from the token scores [L, G, N] of `scorer.of`."""
+    """ChunkKV's order of the tokens, [L][G][N], from token scores [L, G, N]."""
     layers, heads, length = scores.shape
-    chunks = [range(a, min(a + scorer.size, length)) for a in range(0, length, scorer.size)]
+    starts = range(0, length, scorer.chunk_size)
+    chunks = [range(first, min(first + scorer.chunk_size, length)) for first in starts]
     orders: list[list[list[int]]] = []
     for layer in range(layers):
-        rows = scores[layer - layer % scorer.reuse].double().tolist()
-        if scorer.shared:
+        rows = scores[layer - layer % scorer.reuse_layers].double().tolist()
+        if scorer.share_heads:
             rows = [[sum(row[t] for row in rows) for t in range(length)]] * heads
         orders.append([])
         for row in rows:
@@ -168,7 +169,7 @@ def chunk_order(scorer: ChunkOrder, scores: Tensor) -> list[list[list[int]]]:
 
 
 def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Region) -> TokenScores:
-    """Score by score as the Gaussian says, rotations position by position; float64.
+    """The closed form per key, with rotations averaged position by position; float64.
 
     Needs a prompt as long as the future reaches: the table holds only what the model used.
     """
@@ -176,7 +177,10 @@ def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Regi
     first, group = min(scorer.sinks, end - 1), prefill.group
     eye = torch.eye(dim, dtype=torch.float64)
     table = Rope(prefill.rope.cos.double(), prefill.rope.sin.double())
-    turns = [table.rotate(eye, torch.full((dim,), end + ahead)) for ahead in range(scorer.future)]
+    turns = [
+        table.rotate(eye, torch.full((dim,), end + ahead))
+        for ahead in range(scorer.future_positions)
+    ]
     turn = sum(turns[1:], turns[0]) / len(turns)
     tokens = torch.zeros(prefill.layers, prefill.kv_heads, end, dtype=torch.float64)
     for layer in range(prefill.layers):
@@ -200,8 +204,8 @@ def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Regi
             tokens[layer, g] = score
         tokens[layer, :, :first] = tokens[layer, :, first:].max() + 1
     tokens = tokens[..., region.start : region.end]
-    evidence = mean_over_heads(tokens, 1e-12)
-    return TokenScores(tokens, torch.tensor(evidence, dtype=torch.float64))
+    seed_scores = mean_over_heads(tokens, 1e-12)
+    return TokenScores(tokens, torch.tensor(seed_scores, dtype=torch.float64))
 
 
 def output_projection(sensitivity: OutputProjection, prefill: Prefill) -> Tensor:
@@ -216,16 +220,16 @@ def output_projection(sensitivity: OutputProjection, prefill: Prefill) -> Tensor
         for g in range(prefill.kv_heads):
             group = range(g * prefill.group, (g + 1) * prefill.group)
             static = math.sqrt(sum(float(prefill.projection_norms[layer, h]) ** 2 for h in group))
-            given = [float(norm) for norm in prefill.projected_norms[layer, g]]
-            raw[layer, g] = math.sqrt(static * sum(given) / len(given))
+            dynamic = [float(norm) for norm in prefill.projected_norms[layer, g]]
+            raw[layer, g] = math.sqrt(static * sum(dynamic) / len(dynamic))
     return raw / (float(raw.sum()) / raw.numel() + sensitivity.epsilon)
 
 
 def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
-    """[L, G, N] float64, each token's window added up by itself."""
-    probes = prefill.spans.direct_probes(scorer.question, scorer.tail)
+    """[L, G, N] float64, the weighted sum of each token computed by itself."""
+    probes = prefill.spans.direct_probes(scorer.question_probes, scorer.tail_probes)
     mean = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
-    most = torch.zeros_like(mean)
+    maximum = torch.zeros_like(mean)
     for layer in range(prefill.layers):
         for head in range(prefill.query_heads):
             for probe in probes:
@@ -233,19 +237,19 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
                 for t in range(region.start, min(region.end, probe + 1)):
                     share, place = row[t] ** scorer.power, t - region.start
                     mean[layer, head // prefill.group, place] += share / len(probes) / prefill.group
-                    most[layer, head // prefill.group, place].clamp_(min=share)
-    paid = (1 - scorer.most) * mean + scorer.most * most
-    ahead = torch.zeros_like(paid)
+                    maximum[layer, head // prefill.group, place].clamp_(min=share)
+    score = (1 - scorer.max_weight) * mean + scorer.max_weight * maximum
+    ahead = torch.zeros_like(score)
     for t in range(region.length):
         for i in range(t + 1):
-            weight = (1 - 1 / scorer.length) ** i if scorer.kernel == "geometric" else 1.0
-            if scorer.kernel == "geometric" or i < scorer.length:
-                ahead[..., t] += weight * paid[..., t - i] / scorer.length
+            weight = (1 - 1 / scorer.lookahead) ** i if scorer.kernel == "geometric" else 1.0
+            if scorer.kernel == "geometric" or i < scorer.lookahead:
+                ahead[..., t] += weight * score[..., t - i] / scorer.lookahead
     return ahead ** (1 / scorer.power)
 
 
 def replay(prefill: Prefill, at: Tensor, weights: Tensor, region: Region) -> Tensor:
-    """[L, G, N] float64: root of sum_u w_u p_{u,t}^2, queries `at` asked from the last position."""
+    """[L, G, N] float64: root of sum_u w_u p_{u,t}^2, queries `at` rotated to the last position."""
     rope = Rope(prefill.rope.cos.double(), prefill.rope.sin.double())
     last = prefill.spans.length - 1
     total = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
@@ -255,7 +259,7 @@ def replay(prefill: Prefill, at: Tensor, weights: Tensor, region: Region) -> Ten
             for u, weight in zip(at.tolist(), weights.tolist(), strict=True):
                 query = prefill.queries_at(layer, [u])[head].double()
                 plain = rope.unrotate(query, torch.tensor([u]))
-                asked = rope.rotate(plain, torch.tensor([last]))[0]
-                row = (prefill.scale * keys @ asked).softmax(0)[region.start : region.end]
+                moved = rope.rotate(plain, torch.tensor([last]))[0]
+                row = (prefill.scale * keys @ moved).softmax(0)[region.start : region.end]
                 total[layer, head // prefill.group] += weight * row**2 / prefill.group
     return total.sqrt()

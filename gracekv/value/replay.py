@@ -1,9 +1,9 @@
-"""What the context's own queries would look at if they were asked again after the prompt.
+"""Attention of the context's queries when they are moved to the end of the prompt.
 
-An answer repeats words of its context, and while the model repeats a word its heads ask what they
-asked when they first read it: mostly for what came after. The queries of that first reading were
-captured; turned to the prompt's last position they see the whole context, the tokens behind their
-own included, and show what a second reading would have shown (KVzip), without one.
+An answer repeats words of its context. When the model repeats a word, its heads make nearly the
+same queries as when they first read it, and attend mostly to what followed. So the captured queries
+of the context are rotated to the prompt's last position, from which they see the whole context,
+including the tokens after their own. This approximates the second pass of KVzip without running it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.errors import ConfigError
+from gracekv.hyperparameter import bounded
 from gracekv.linalg import linear
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.column_sums import block_rows
@@ -23,75 +23,64 @@ from gracekv.prefill.needs import region_samples
 from gracekv.rope import Rope
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.read_ahead import ReadAhead
-from gracekv.value.seed_scores import mean_seed_scores
 
 
 @final
 @SCORERS.register("replay")
 @dataclass(frozen=True, slots=False)
 class Replay(Scorer):
-    """Attention of the context's queries, asked again after the prompt, likely words first.
+    """Attention of the context's queries, moved to the prompt's end; likely answers weigh more.
 
-    Root mean square over queries, so that a token that one of them needs outranks a token that all
-    look at a little: dropping it changes one output much, and outputs err by squares. Half of the
-    weight goes to queries whose tokens the prompt's end reads ahead to, half to all alike. A token
-    is likely if in most layers some probe of some head points at it: in a list of answers each has
-    pointers of its own, which a mean over probes and heads would drown.
+    Root mean square over queries: dropping a token that one query needs changes one output much,
+    and squared errors add up. Half of the weight goes to queries of tokens that `query_scorer`
+    finds likely to appear in the answer, half is uniform. A token is likely if in most layers some
+    probe of some head attends to it: the values of a list each have heads of their own, which a
+    mean over probes and heads would hide.
 
-    Source: ours; that a repetition shows what an answer will read is from Kim et al. (2025), KVzip,
-    arXiv:2505.23416, which runs the model a second time for it.
+    Source: ours; the idea that repeating the context shows what an answer will attend to is from
+    Kim et al. (2025), KVzip, arXiv:2505.23416, which runs the model a second time.
 
     Cost: attention rows of at most `max_queries` context queries in every layer, O(L H Q T d), and
     the queries of every position must be captured.
 
     Attributes:
-        evidence: what the likely words are found by: its maximum over a layer's heads, the mean
-            over layers.
-        power: exponent of that evidence: the larger, the fewer words hold its half of the weight.
-        even: share of the weight that all queries have alike; 1 ignores the question.
-        max_queries: most queries; of a longer context the likeliest words' and evenly spaced ones,
-            half and half.
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
+        query_scorer: scores how likely a token is to appear in the answer: maximum over the heads
+            of a layer, mean over layers.
+        power: exponent of that likelihood: the larger, the fewer queries hold its half of the
+            weight.
+        uniform_weight: share of the weight that is equal for all queries; 1 ignores the question.
+        max_queries: number of queries; of a longer context, half are evenly spaced and half are
+            those of the likeliest tokens.
     """
 
-    evidence: ReadAhead = field(default_factory=lambda: ReadAhead(length=12, most=1.0))
-    power: float = 4.0
-    even: float = 0.5
-    max_queries: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.power <= 0 or not 0 <= self.even <= 1 or self.max_queries < 2:
-            raise ConfigError(
-                f"Replay takes power > 0, even from 0 to 1 and max_queries >= 2; got "
-                f"power={self.power!r}, even={self.even!r}, max_queries={self.max_queries!r}."
-            )
+    query_scorer: ReadAhead = field(default_factory=lambda: ReadAhead(lookahead=12, max_weight=1.0))
+    power: float = bounded(4.0, above=0)
+    uniform_weight: float = bounded(0.5, at_least=0, at_most=1)
+    max_queries: int = bounded(1024, at_least=2)
 
     def needs(self) -> Needs:
         """Evenly spaced queries of the context, and those of likely words, known later."""
         own = Needs(later_queries=True, context_samples=self.max_queries // 2)
-        return own | self.evidence.needs()
+        return own | self.query_scorer.needs()
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Root mean squares of attention, float32 [L, G, N], not normalised.
 
         Raises `MissingCaptureError` unless the queries of the context were captured.
         """
-        at, weights = self.queries(prefill, region)
+        at, weights = self.select_queries(prefill, region)
         prefill = prefill.with_queries(at)
         device = prefill.keys[0].device
         squares = [
             replayed_squares(prefill, layer, at, weights, region).to(device)
             for layer in range(prefill.layers)
         ]
-        tokens = torch.stack(squares).sqrt()
-        return TokenScores(tokens, mean_seed_scores(tokens))
+        return TokenScores.from_scores(torch.stack(squares).sqrt())
 
-    def queries(self, prefill: Prefill, region: Region) -> tuple[Tensor, Tensor]:
-        """Positions that are asked again, int64 [Q] ascending on the CPU; weights [Q], sum 1."""
-        seen = self.evidence(prefill, region).scores
-        likely = seen.amax(dim=1).mean(dim=0).double().cpu() ** self.power
+    def select_queries(self, prefill: Prefill, region: Region) -> tuple[Tensor, Tensor]:
+        """Positions of the queries, int64 [Q] ascending on the CPU; weights float32 [Q], sum 1."""
+        scores = self.query_scorer(prefill, region).scores
+        likely = scores.amax(dim=1).mean(dim=0).double().cpu() ** self.power
         count = min(self.max_queries, region.length)
         spaced = region_samples(region, self.max_queries // 2) - region.start
         # Ties toward the earlier token, as everywhere: a stable sort.
@@ -99,15 +88,15 @@ class Replay(Scorer):
         chosen = torch.zeros(region.length, dtype=torch.bool)
         chosen[spaced] = True
         chosen[order[~chosen[order]][: count - int(chosen.sum())]] = True
-        every = torch.ones_like(likely) if count == region.length else torch.zeros_like(likely)
-        every[spaced] = 1.0
-        weights = (1 - self.even) * _share(torch.where(chosen, likely, 0.0))
-        weights += self.even * _share(every)
+        uniform = torch.ones_like(likely) if count == region.length else torch.zeros_like(likely)
+        uniform[spaced] = 1.0
+        weights = (1 - self.uniform_weight) * _normalised(torch.where(chosen, likely, 0.0))
+        weights += self.uniform_weight * _normalised(uniform)
         at = chosen.nonzero()[:, 0]
-        return at + region.start, _share(weights[at]).float()
+        return at + region.start, _normalised(weights[at]).float()
 
 
-def _share(weights: Tensor) -> Tensor:
+def _normalised(weights: Tensor) -> Tensor:
     return weights / weights.sum().clamp_min(1e-300)
 
 
@@ -120,18 +109,18 @@ def replayed_squares(
     *,
     block: int | None = None,
 ) -> Tensor:
-    """sum_u w_u p_{u,t}^2 of queries asked again from the last position: float32 [G, N].
+    """sum_u w_u p_{u,t}^2 of queries rotated to the last position: float32 [G, N].
 
-    The softmax runs over the whole prompt, nothing masked; the mean over a KV head's query heads is
-    taken. Queries meet the keys in blocks.
+    The softmax runs over the whole prompt without a mask; the result is the mean over a KV head's
+    query heads.
 
     Args:
         prefill: H query heads over G KV heads, T tokens.
         layer: 0-based.
-        at: int64 [Q] absolute positions whose queries are asked again.
+        at: int64 [Q] absolute positions of the queries.
         weights: [Q].
         region: the N tokens that are scored.
-        block: queries at once; None: what suits the device.
+        block: queries per block; None: by device. Changes memory and time only.
 
     Raises `MissingCaptureError` if a query was not captured.
     """
@@ -140,18 +129,18 @@ def replayed_squares(
     device = keys.device
     rope = Rope(prefill.rope.cos.to(device), prefill.rope.sin.to(device))
     last = torch.full_like(at, length - 1)
-    share = (weights / group).to(device)
+    weights = (weights / group).to(device)
     block = min(block or block_rows(device, group, length), len(at))
     total = torch.zeros(heads, region.length, device=device)
     for first in range(0, len(at), block):
         some = at[first : first + block]
         plain = rope.unrotate(prefill.queries_at(layer, some).float() * prefill.scale, some)
-        asked = rope.rotate(plain, last[: len(some)])
-        asked = rearrange(asked, "(g n) q d -> g (n q) d", g=heads)
-        rows = share[first : first + block].repeat(group)
-        # Head by head: what one product makes is still in the cache when it is read again.
+        moved = rope.rotate(plain, last[: len(some)])
+        moved = rearrange(moved, "(g n) q d -> g (n q) d", g=heads)
+        row_weights = weights[first : first + block].repeat(group)
+        # One head at a time, so that its logits are still in the CPU's cache when they are read.
         for head in range(heads):
-            logits = linear(asked[head], keys[head])
-            chance = torch.softmax(logits, dim=-1, out=logits)
-            total[head] += rows @ chance[:, region.start : region.end].square_()
+            logits = linear(moved[head], keys[head])
+            shares = torch.softmax(logits, dim=-1, out=logits)
+            total[head] += row_weights @ shares[:, region.start : region.end].square_()
     return total

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from typing import Literal, final
 
 import torch
 from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.errors import ConfigError
+from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
-from gracekv.value.attention import received
+from gracekv.value.attention import attention_sums
 from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.seed_scores import mean_seed_scores
 
 Observation = Literal["prompt_tail", "context_tail"]
 Pooling = Literal["max", "avg", "none"]
@@ -26,62 +25,43 @@ Pooling = Literal["max", "avg", "none"]
 class WindowAttention(Scorer):
     """Mean attention from the last 32 prompt positions, max-pooled over 7 tokens (SnapKV).
 
-    The mean over the window and over the query heads of a KV head comes before pooling, and
-    pooling sees the region alone, so that nothing leaks in from prefix or recent window.
+    The mean over the window and over the query heads of a KV head comes before pooling. Only tokens
+    of the region are pooled, not those of the prefix or the recent window.
 
-    Source: Li et al. (2024), SnapKV, arXiv:2404.14469, in its benchmark setting. Ours: pooling sees
-    the compressible region alone.
+    Source: Li et al. (2024), SnapKV, arXiv:2404.14469, in its benchmark setting. Ours: only the
+    compressible region is pooled.
 
     Cost: attention rows of the window in every layer: O(L H T d) with a small constant, about 1 %
     of a prefill.
 
     Attributes:
         window: observation queries (SnapKV's benchmark setting, 32).
-        observation: where they end: "prompt_tail" sees the question (SnapKV), "context_tail" is
-            question-agnostic.
+        observation: where they end: "prompt_tail" includes the question (SnapKV), "context_tail"
+            does not.
         pooling: "max" (SnapKV's benchmark setting; pads with -infinity), "avg" (pads with zeros
             that count in the denominator) or "none".
         kernel: pooling width in tokens, odd (SnapKV's benchmark setting, 7).
-
-    Raises:
-        ConfigError: a field lies outside what it takes.
     """
 
-    window: int = 32
+    window: int = bounded(32, at_least=1, hint="A number of positions; SnapKV's is 32.")
     observation: Observation = "prompt_tail"
     pooling: Pooling = "max"
-    kernel: int = 7
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ConfigError(
-                f"WindowAttention.window takes a number of positions >= 1; got {self.window!r}. "
-                f"SnapKV's is 32."
-            )
-        for name, allowed in (("observation", Observation), ("pooling", Pooling)):
-            if getattr(self, name) not in get_args(allowed):
-                raise ConfigError(
-                    f"WindowAttention.{name} takes one of "
-                    f"{', '.join(map(repr, get_args(allowed)))}; got {getattr(self, name)!r}."
-                )
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise ConfigError(
-                f"WindowAttention.kernel takes an odd number of tokens >= 1, so that it has a "
-                f"middle; got {self.kernel!r}. SnapKV's is 7; give pooling='none' for no pooling."
-            )
+    kernel: int = bounded(
+        7, at_least=1, odd=True, hint="SnapKV's is 7; give pooling='none' for no pooling."
+    )
 
     def needs(self) -> Needs:
-        """The window's queries, wherever it ends; no others."""
+        """The queries of the window."""
         return Needs(last_queries=self.window)
 
     def observers(self, spans: PromptSpans) -> range:
-        """Absolute positions of the observation queries; fewer than `window` if all there is."""
+        """Absolute positions of the observation queries; fewer than `window` in a short prompt."""
         if self.observation == "prompt_tail":
             return range(max(0, spans.length - self.window), spans.length)
         return range(max(spans.context_start, spans.context_end - self.window), spans.context_end)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Pooled scores, not normalised: layers and heads stay comparable as attention mass.
+        """Pooled attention, not normalised.
 
         Raises `MissingCaptureError` without the observers' queries.
         """
@@ -90,11 +70,10 @@ class WindowAttention(Scorer):
         device = prefill.keys[0].device
         scores = []
         for layer in range(prefill.layers):
-            per_head = received(prefill, layer, observers, region) / len(observers)
+            per_head = attention_sums(prefill, layer, observers, region) / len(observers)
             score = reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads)
             scores.append(self._pooled(score).to(device))
-        tokens = torch.stack(scores)
-        return TokenScores(tokens, mean_seed_scores(tokens))
+        return TokenScores.from_scores(torch.stack(scores))
 
     def _pooled(self, score: Tensor) -> Tensor:
         """[G, N] -> [G, N]."""

@@ -202,7 +202,7 @@ def test_chunkkv_of_whole_chunks(case, kvpress_module, ratio, recipe):
     chunks, recent = case.length // 10, WINDOW // 10
     count = max(int(chunks / ratio), recent + 1)
     of = WindowAttention(WINDOW, pooling="avg", kernel=5)
-    value = {"name": "chunk_order", "of": of.to_dict()}
+    value = {"name": "chunk_order", "scorer": of.to_dict()}
     kept, ranks = ours(case, "chunkkv", WINDOW + 10 * (count - recent), value=value, **recipe)
     want = theirs(case, press(snap(1 - (count + 0.5) / chunks, WINDOW, 5), chunk_length=10))
     # Chunks go by the mean score of their tokens, summed over the heads.

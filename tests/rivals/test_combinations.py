@@ -114,7 +114,7 @@ def test_gracekvs_relevance_with_plain_eviction():
 def test_the_familys_options_reach_every_member(value):
     prefill = synthetic_prefill(context=200, layers=2, seed=8)
     for recipe in ("snapkv", "ada-snapkv", "pyramidkv", "chunkkv"):
-        inner = {"name": "chunk_order", "of": value} if recipe == "chunkkv" else value
+        inner = {"name": "chunk_order", "scorer": value} if recipe == "chunkkv" else value
         run = changed(recipe, value=inner).run(prefill, Budget.ratio(5))
         check_selection(run, prefill, recent=32)
         default = Pipeline.named(recipe).run(prefill, Budget.ratio(5))

@@ -9,7 +9,7 @@ from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import reference
-from gracekv.value.attention import column_sums, probabilities, received
+from gracekv.value.attention import attention_probabilities, attention_sums, column_sums
 
 # float32 sums of a few dozen terms against float64. bfloat16 inputs get no more: both sides raise
 # the same rounded tensors before any arithmetic.
@@ -33,7 +33,7 @@ def small(seed, kv_heads=2, group=2, dtype=torch.float32):
 )
 def test_probabilities_match_the_definition(seed, kv_heads, group, dtype, probes):
     prefill = small(seed, kv_heads, group, dtype)
-    fast = probabilities(prefill, 1, probes)
+    fast = attention_probabilities(prefill, 1, probes)
     assert fast.dtype == torch.float32
     assert fast.shape == (kv_heads * group, len(probes), max(probes) + 1)
     for head in range(prefill.query_heads):
@@ -52,10 +52,10 @@ def test_probabilities_match_the_definition(seed, kv_heads, group, dtype, probes
     probes=st.lists(st.integers(0, 33), min_size=1, max_size=6, unique=True),
     block=st.one_of(st.none(), st.integers(1, 4)),
 )
-def test_received_is_the_weighted_sum_over_probes(seed, bounds, probes, block):
+def test_attention_sums_are_the_weighted_sum_over_probes(seed, bounds, probes, block):
     prefill, region = small(seed), Region(bounds[0], bounds[1] + 1)
     weights = torch.rand(len(probes), generator=torch.Generator().manual_seed(seed))
-    fast = received(prefill, 0, probes, region, weights, block=block)
+    fast = attention_sums(prefill, 0, probes, region, weights, block=block)
     by_probe = dict(zip(probes, weights.tolist(), strict=True))
     for head in range(prefill.query_heads):
         slow = reference.attention_sums(prefill, 0, head, by_probe, region)
@@ -70,7 +70,7 @@ def test_received_is_the_weighted_sum_over_probes(seed, bounds, probes, block):
 )
 def test_column_sums_in_blocks_equal_the_full_square(seed, start, block):
     prefill = small(seed)
-    square = probabilities(prefill, 0, range(prefill.spans.length))
+    square = attention_probabilities(prefill, 0, range(prefill.spans.length))
     region = Region(start, 24)
     torch.testing.assert_close(
         column_sums(prefill, 0, region, block=block),
@@ -83,11 +83,11 @@ def test_large_logits_do_not_overflow():
     prefill = small(0)
     for queries in prefill.queries:
         queries.mul_(1e4)
-    rows = probabilities(prefill, 0, [20, 33])
+    rows = attention_probabilities(prefill, 0, [20, 33])
     torch.testing.assert_close(rows.sum(-1), torch.ones(4, 2))
 
 
 def test_names_the_positions_that_were_not_captured(without_context_queries):
     prefill = without_context_queries(small(0))
     with pytest.raises(MissingCaptureError, match=r"\[7\]"):
-        received(prefill, 0, [7, 33], Region(3, 20))
+        attention_sums(prefill, 0, [7, 33], Region(3, 20))

@@ -15,16 +15,16 @@ from gracekv.value import ChunkOrder, ColumnSums, Recency, WindowAttention, refe
     seed=st.integers(0, 2**32 - 1),
     layers=st.integers(1, 4),
     context=st.integers(1, 45),
-    size=st.integers(1, 12),
-    shared=st.booleans(),
-    reuse=st.integers(1, 3),
+    chunk_size=st.integers(1, 12),
+    share_heads=st.booleans(),
+    reuse_layers=st.integers(1, 3),
     of=st.sampled_from([WindowAttention(pooling="none"), Recency(), WindowAttention(kernel=7)]),
 )
-def test_equals_the_reference(seed, layers, context, size, shared, reuse, of):
+def test_equals_the_reference(seed, layers, context, chunk_size, share_heads, reuse_layers, of):
     # Two float32 scores and a chunk of them sum exactly in float64: the same ties on every CPU.
     prefill = synthetic_prefill(layers=layers, kv_heads=2, dim=8, context=context, seed=seed)
     region = prefill.spans.region(0)
-    scorer = ChunkOrder(of, size, shared, reuse)
+    scorer = ChunkOrder(of, chunk_size, share_heads, reuse_layers)
     tokens = scorer(prefill, region).scores
     order = tokens.sort(dim=-1, descending=True, stable=True).indices
     assert order.tolist() == reference.chunk_order(scorer, of(prefill, region).scores)
@@ -45,31 +45,31 @@ class Fixed:
 
 def ranking(tokens, **fields):
     prefill = synthetic_prefill(context=len(tokens[0][0]))
-    scores = ChunkOrder(of=Fixed(tokens), **fields)(prefill, prefill.spans.region(0)).scores
+    scores = ChunkOrder(scorer=Fixed(tokens), **fields)(prefill, prefill.spans.region(0)).scores
     return scores.argsort(dim=-1, descending=True).tolist()
 
 
 def test_by_hand():
     rows = [[1.0, 0, 5, 5, 9], [1.0, 0, 0, 0, 0]]
     # Summed over heads: chunks (2, 0), (5, 5), (9): means 1, 5, 9.
-    assert ranking([rows], size=2) == [[[4, 2, 3, 0, 1]] * 2]
+    assert ranking([rows], chunk_size=2) == [[[4, 2, 3, 0, 1]] * 2]
     # The second head alone: chunk means 0.5, 0, 0.
-    assert ranking([rows], size=2, shared=False)[0][1] == [0, 1, 2, 3, 4]
+    assert ranking([rows], chunk_size=2, share_heads=False)[0][1] == [0, 1, 2, 3, 4]
 
 
 def test_the_short_chunk_counts_by_its_mean():
-    assert ranking([[[3.0, 3, 3, 1, 1, 1, 2]]], size=3)[0][0] == [0, 1, 2, 6, 3, 4, 5]
+    assert ranking([[[3.0, 3, 3, 1, 1, 1, 2]]], chunk_size=3)[0][0] == [0, 1, 2, 6, 3, 4, 5]
 
 
 def test_layers_between_reuse_the_leaders_order():
     layers = [[[1.0, 2.0]], [[2.0, 1.0]], [[2.0, 1.0]], [[1.0, 2.0]]]
-    assert ranking(layers, size=1) == [[[1, 0]], [[0, 1]], [[0, 1]], [[1, 0]]]
-    assert ranking(layers, size=1, reuse=2) == [[[1, 0]], [[1, 0]], [[0, 1]], [[0, 1]]]
+    assert ranking(layers, chunk_size=1) == [[[1, 0]], [[0, 1]], [[0, 1]], [[1, 0]]]
+    assert ranking(layers, chunk_size=1, reuse_layers=2) == [[[1, 0]], [[1, 0]], [[0, 1]], [[0, 1]]]
 
 
-@pytest.mark.parametrize("fields", [{"size": 0}, {"reuse": 0}])
+@pytest.mark.parametrize("fields", [{"chunk_size": 0}, {"reuse_layers": 0}])
 def test_refuses_a_bad_configuration(fields):
-    with pytest.raises(ConfigError, match="ChunkKV's are 10 and 1"):
+    with pytest.raises(ConfigError, match="whole number >= 1; got 0"):
         ChunkOrder(**fields)
 
 

@@ -24,14 +24,14 @@ from support.margins import assert_same_choice
     group=st.integers(1, 3),
     prefix=st.integers(0, 5),
     context=st.integers(1, 30),
-    future=st.integers(1, 12),
+    future_positions=st.integers(1, 12),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     covariance=st.booleans(),
     value_norm=st.booleans(),
     epsilon=st.sampled_from([0.0, 0.01]),
 )
 def test_equals_the_reference(
-    seed, kv_heads, group, prefix, context, future, dtype, covariance, value_norm, epsilon
+    seed, kv_heads, group, prefix, context, future_positions, dtype, covariance, value_norm, epsilon
 ):
     prefill = synthetic_prefill(
         kv_heads=kv_heads, group=group, dim=8, prefix=prefix, context=context, question=9, tail=3,
@@ -39,7 +39,10 @@ def test_equals_the_reference(
     )  # fmt: skip
     region = prefill.spans.region(min(2, context - 1))
     scorer = ExpectedAttention(
-        future=future, covariance=covariance, value_norm=value_norm, epsilon=epsilon
+        future_positions=future_positions,
+        covariance=covariance,
+        value_norm=value_norm,
+        epsilon=epsilon,
     )
     fast, slow = scorer(prefill, region), reference.expected_attention(scorer, prefill, region)
     torch.testing.assert_close(fast.scores.double(), slow.scores, rtol=2e-4, atol=1e-6)
@@ -151,7 +154,7 @@ def test_needs_every_query(without_context_queries):
         ExpectedAttention()(without_context_queries(prefill), Region(4, 40))
 
 
-@pytest.mark.parametrize("fields", [{"future": 0}, {"sinks": -1}, {"epsilon": -0.1}])
+@pytest.mark.parametrize("fields", [{"future_positions": 0}, {"sinks": -1}, {"epsilon": -0.1}])
 def test_bad_fields(fields):
-    with pytest.raises(ConfigError, match="512, 4 and 0"):
+    with pytest.raises(ConfigError, match="The published"):
         SCORERS.build("expected_attention", **fields)

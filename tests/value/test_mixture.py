@@ -39,23 +39,23 @@ def small(seed=0, context=40):
     ],
 )
 def test_rules(rule, want):
-    prefill, parts = small(), (ReadAhead(), MeanAttention())
-    a, b = (part(prefill, REGION).scores.double() for part in parts)
-    got = Mixture(parts, (1.0, 3.0), rule)(prefill, REGION).scores
+    prefill, scorers = small(), (ReadAhead(), MeanAttention())
+    a, b = (scorer(prefill, REGION).scores.double() for scorer in scorers)
+    got = Mixture(scorers, (1.0, 3.0), rule)(prefill, REGION).scores
     torch.testing.assert_close(got.double(), want(a, b), rtol=1e-5, atol=1e-9)
 
 
 def test_weights_default_to_equal_and_survive_plain_data():
-    prefill, parts = small(), (ReadAhead(), MeanAttention())
-    even = Mixture(parts)
+    prefill, scorers = small(), (ReadAhead(), MeanAttention())
+    even = Mixture(scorers)
     assert torch.equal(
-        even(prefill, REGION).scores, Mixture(parts, (2.0, 2.0))(prefill, REGION).scores
+        even(prefill, REGION).scores, Mixture(scorers, (2.0, 2.0))(prefill, REGION).scores
     )
     nested = Mixture((even, SCORERS.build("recency")), (1.0, 0.5), "max")
     assert SCORERS.parse(nested.to_dict()) == nested
 
 
-def test_needs_what_its_parts_need_and_hands_on_columns():
+def test_needs_what_its_scorers_need_and_hands_on_columns():
     both = Mixture((SCORERS.build("window_attention"), ColumnSums()))
     assert both.needs() == Needs(column_sums=True, last_queries=32)
     assert both(small(), REGION).column_sums is not None
@@ -66,7 +66,7 @@ def test_needs_what_its_parts_need_and_hands_on_columns():
 @pytest.mark.parametrize(
     "fields",
     [
-        {"parts": ()},
+        {"scorers": ()},
         {"weights": (1.0,)},
         {"weights": (1.0, 0.0)},
         {"weights": (1.0, float("inf"))},
@@ -136,7 +136,7 @@ def test_draft_attention_is_the_mean_of_the_first_rows():
 def test_draft_attention_without_a_draft_says_how_to_get_one():
     with pytest.raises(MissingCaptureError, match="drafted"):
         DraftAttention()(dataclasses.replace(small(), draft=None), REGION)
-    with pytest.raises(ConfigError, match="tokens"):
+    with pytest.raises(ConfigError, match="max_tokens"):
         DraftAttention(0)
     with pytest.raises(ConfigError, match="max_queries"):
         MeanAttention(0)
@@ -148,8 +148,8 @@ def test_plus_keeps_its_best_tokens_of_all_heads_together():
     plan = run.plan
     assert plan.recent == 4
     assert run.accounting.spent == plan.total
-    worth = run.relevance.scores.flatten()
-    best = worth.topk(plan.base).indices
+    scores = run.relevance.scores.flatten()
+    best = scores.topk(plan.base).indices
     assert set(best.tolist()) == set(run.frontier.added.nonzero()[:, 0].tolist())
     # Exact tokens and nothing else.
     assert all(bool((layer.log_multiplicity == 0).all()) for layer in run.cache.layers)

@@ -57,7 +57,12 @@ def test_equals_the_reference(
     )
     region = prefill.spans.region(recent)
     scorer = MultiHop(
-        question=3, tail=3, hops=hops, max_seeds=max_seeds, seed_mass=seed_mass, decay=decay
+        question_probes=3,
+        tail_probes=3,
+        hops=hops,
+        max_seeds=max_seeds,
+        seed_mass=seed_mass,
+        decay=decay,
     )
     fast, slow = scorer(prefill, region), reference.multi_hop(scorer, prefill, region)
     torch.testing.assert_close(fast.scores.double(), slow.scores, **CLOSE)
@@ -73,7 +78,7 @@ def test_equals_the_reference_with_the_papers_numbers():
 
 
 @given(seed=st.integers(0, 2**32 - 1), context=st.integers(1, 150), hops=st.integers(0, 3))
-def test_worth_is_a_distribution_in_every_head(seed, context, hops):
+def test_relevance_is_a_distribution_in_every_head(seed, context, hops):
     prefill = small(seed, context)
     region = prefill.spans.region(min(8, context - 1))
     scorer = MultiHop(hops=hops)
@@ -109,7 +114,7 @@ def test_the_first_seeds_receive_nothing_from_any_hop():
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-def test_without_hops_worth_is_direct_relevance(seed):
+def test_without_hops_relevance_is_direct_relevance(seed):
     prefill, region = small(seed), Region(2, 30)
     direct = MultiHop(hops=0)(prefill, region).scores
     assert torch.equal(direct, MultiHop(lambda_graph=0.0)(prefill, region).scores)
@@ -119,13 +124,13 @@ def test_without_hops_worth_is_direct_relevance(seed):
     torch.testing.assert_close(direct.double(), expected, **CLOSE)
 
 
-def test_worth_is_direct_relevance_where_every_token_is_a_seed_already():
+def test_relevance_is_direct_relevance_where_every_token_is_a_seed_already():
     prefill, region = small(context=6), Region(2, 4)
     everything = MultiHop(seed_mass=1.0)(prefill, region)
     assert torch.equal(everything.scores, MultiHop(hops=0)(prefill, region).scores)
 
 
-def test_worth_is_direct_relevance_where_the_hops_discover_nothing():
+def test_relevance_is_direct_relevance_where_the_hops_discover_nothing():
     # Here the one seed is the region's first token, which sees nothing of the region but itself.
     prefill, region = small(1_000_001, 100), Region(2, 80)
     direct = MultiHop(hops=0)(prefill, region)
@@ -133,7 +138,7 @@ def test_worth_is_direct_relevance_where_the_hops_discover_nothing():
     assert torch.equal(MultiHop(max_seeds=1)(prefill, region).scores, direct.scores)
 
 
-def test_direct_relevance_and_evidence_do_not_depend_on_the_order_of_layers():
+def test_direct_relevance_and_seed_scores_do_not_depend_on_the_order_of_layers():
     prefill, region = small(), Region(2, 30)
     backwards = dataclasses.replace(
         prefill,
@@ -185,15 +190,15 @@ def test_seeds_by_hand(scores, mass, limit, expected):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"question": -1}, "question >= 0"),
-        ({"tail": -1}, "tail >= 0"),
-        ({"question": 0, "tail": 0}, "at least one"),
-        ({"hops": 4}, "0, 1, 2 or 3"),
-        ({"hops": -1}, "0, 1, 2 or 3"),
+        ({"question_probes": -1}, "question_probes takes a whole number >= 0"),
+        ({"tail_probes": -1}, "tail_probes takes"),
+        ({"question_probes": 0, "tail_probes": 0}, "at least one"),
+        ({"hops": 4}, "from 0 to 3"),
+        ({"hops": -1}, "from 0 to 3"),
         ({"decay": 1.5}, "decay"),
         ({"decay": float("nan")}, "decay"),
         ({"lambda_graph": -0.1}, "lambda_graph"),
-        ({"depths": ()}, "at least one relative depth"),
+        ({"depths": ()}, "at least one item"),
         ({"depths": (0.5, 1.2)}, "relative depth"),
         ({"seed_mass": 0.0}, "seed_mass"),
         ({"seed_mass": 1.1}, "seed_mass"),
@@ -221,8 +226,8 @@ def test_hops_need_the_contexts_queries(without_context_queries):
         (MultiHop(), Needs(later_queries=True)),
         (MultiHop(hops=0), Needs()),
         (MultiHop(lambda_graph=0.0), Needs()),
-        (MultiHop(hops=0, question=33), Needs(question_queries=33)),
-        (MultiHop(hops=0, tail=17), Needs(tail_queries=17)),
+        (MultiHop(hops=0, question_probes=33), Needs(question_queries=33)),
+        (MultiHop(hops=0, tail_probes=17), Needs(tail_queries=17)),
     ],
 )
 def test_declares_what_it_reads(scorer, needed):
@@ -233,4 +238,4 @@ def test_refuses_a_prompt_without_any_probe():
     prefill = small(question=0)
     assert prefill.spans == PromptSpans(2, 42, 42, 44)
     with pytest.raises(PromptError, match="no question"):
-        MultiHop(tail=0)(prefill, Region(2, 30))
+        MultiHop(tail_probes=0)(prefill, Region(2, 30))

@@ -9,7 +9,7 @@ from gracekv.errors import ConfigError, PromptError
 from gracekv.prefill import Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import ReadAhead, reference
-from gracekv.value.read_ahead import read_ahead
+from gracekv.value.read_ahead import spread_ahead
 
 
 def small(**changes):
@@ -20,39 +20,40 @@ def small(**changes):
 @settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    length=st.integers(1, 30),
+    lookahead=st.integers(1, 30),
     kernel=st.sampled_from(["geometric", "flat"]),
     power=st.sampled_from([1.0, 2.0]),
-    most=st.sampled_from([0.0, 0.02, 1.0]),
-    question=st.integers(0, 2),
+    max_weight=st.sampled_from([0.0, 0.02, 1.0]),
+    question_probes=st.integers(0, 2),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_the_reference(seed, length, kernel, power, most, question, dtype):
+def test_equals_the_reference(seed, lookahead, kernel, power, max_weight, question_probes, dtype):
     prefill = small(seed=seed, dtype=dtype)
     # Probes of the tail reach into the region: they see less than all of it.
-    region, scorer = Region(2, 28), ReadAhead(question, 4, length, kernel, power, most)
+    region = Region(2, 28)
+    scorer = ReadAhead(question_probes, 4, lookahead, kernel, power, max_weight)
     got = scorer(prefill, region).scores
     want = reference.read_ahead(scorer, prefill, region)
     torch.testing.assert_close(got.double(), want, rtol=5e-5, atol=1e-7)
 
 
-def test_a_spike_is_handed_on_and_nothing_before_it():
+def test_a_spike_spreads_forward_only():
     spike = torch.tensor([0.0, 0, 4, 0, 0, 0, 0])
-    assert read_ahead(spike, 4, "flat").tolist() == [0, 0, 1, 1, 1, 1, 0]
-    assert read_ahead(spike, 2, "geometric").tolist() == [0, 0, 2, 1, 0.5, 0.25, 0.125]
-    assert read_ahead(spike, 1, "geometric") is spike
+    assert spread_ahead(spike, 4, "flat").tolist() == [0, 0, 1, 1, 1, 1, 0]
+    assert spread_ahead(spike, 2, "geometric").tolist() == [0, 0, 2, 1, 0.5, 0.25, 0.125]
+    assert spread_ahead(spike, 1, "geometric") is spike
 
 
-def test_a_kernel_hands_on_all_that_it_is_given():
+def test_the_weights_of_a_kernel_sum_to_one():
     spike = torch.zeros(3000)
     spike[0] = 1.0
     for kernel in ("flat", "geometric"):
-        torch.testing.assert_close(read_ahead(spike, 25, kernel).sum(), torch.tensor(1.0))
+        torch.testing.assert_close(spread_ahead(spike, 25, kernel).sum(), torch.tensor(1.0))
 
 
-def test_length_one_is_the_mean_attention_of_the_probes():
+def test_a_lookahead_of_one_is_the_mean_attention_of_the_probes():
     prefill, region = small(), Region(2, 26)
-    direct = ReadAhead(length=1)(prefill, region).scores
+    direct = ReadAhead(lookahead=1)(prefill, region).scores
     probes = prefill.spans.direct_probes()
     probes = dict.fromkeys(probes, 1 / 2 / len(probes))
     want = reference.group_sums(prefill, probes, region)
@@ -71,28 +72,28 @@ def test_one_probe_that_points_at_a_token_is_enough_for_the_maximum_alone():
     queries[-1] = 0.0
     queries[-1, 1] = 8 / prefill.scale
     region = Region(2, 42)
-    for most, best in ((0.0, glanced), (1.0, stared)):
-        tokens = ReadAhead(0, 17, 1, most=most)(prefill, region).scores
+    for max_weight, best in ((0.0, glanced), (1.0, stared)):
+        tokens = ReadAhead(0, 17, 1, max_weight=max_weight)(prefill, region).scores
         assert int(tokens[0, 0].argmax()) + 2 == best
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"question": -1},
-        {"question": 0, "tail": 0},
-        {"length": 0},
+        {"question_probes": -1},
+        {"question_probes": 0, "tail_probes": 0},
+        {"lookahead": 0},
         {"power": 0.5},
         {"kernel": "square"},
-        {"most": 1.5},
+        {"max_weight": 1.5},
     ],
 )
 def test_refuses(fields):
-    with pytest.raises(ConfigError, match="ReadAhead takes"):
+    with pytest.raises(ConfigError, match=r"ReadAhead.* takes"):
         ReadAhead(**fields)
 
 
 def test_a_prompt_without_a_question_has_no_question_probes():
     prefill = small(question=0, tail=2)
-    with pytest.raises(PromptError, match="tail >= 1"):
-        ReadAhead(question=3, tail=0)(prefill, Region(2, 20))
+    with pytest.raises(PromptError, match="tail_probes >= 1"):
+        ReadAhead(question_probes=3, tail_probes=0)(prefill, Region(2, 20))

@@ -1,4 +1,4 @@
-"""Context queries asked again, against a plain reference."""
+"""Context queries moved to the end, against a plain reference."""
 
 import pytest
 import torch
@@ -23,13 +23,16 @@ def small(**changes):
     seed=st.integers(0, 2**32 - 1),
     group=st.integers(1, 3),
     queries=st.integers(2, 20),
-    even=st.sampled_from([0.0, 0.5, 1.0]),
+    uniform_weight=st.sampled_from([0.0, 0.5, 1.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_the_reference(seed, group, queries, even, dtype):
+def test_equals_the_reference(seed, group, queries, uniform_weight, dtype):
     prefill = small(seed=seed, group=group, dtype=dtype)
-    region, scorer = prefill.spans.region(2), Replay(even=even, max_queries=queries)
-    at, weights = scorer.queries(prefill, region)
+    region, scorer = (
+        prefill.spans.region(2),
+        Replay(uniform_weight=uniform_weight, max_queries=queries),
+    )
+    at, weights = scorer.select_queries(prefill, region)
     got = scorer(prefill, region).scores
     want = reference.replay(prefill, at, weights, region)
     torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-7)
@@ -39,12 +42,16 @@ def test_equals_the_reference(seed, group, queries, even, dtype):
 @given(
     seed=st.integers(0, 2**32 - 1),
     queries=st.integers(2, 60),
-    even=st.sampled_from([0.0, 0.3, 1.0]),
+    uniform_weight=st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_queries_are_few_distinct_and_inside_and_their_weights_sum_to_one(seed, queries, even):
+def test_queries_are_few_distinct_and_inside_and_their_weights_sum_to_one(
+    seed, queries, uniform_weight
+):
     prefill = small(context=40, seed=seed)
     region = prefill.spans.region(4)
-    at, weights = Replay(max_queries=queries, even=even).queries(prefill, region)
+    at, weights = Replay(max_queries=queries, uniform_weight=uniform_weight).select_queries(
+        prefill, region
+    )
     assert len(at) == min(queries, 36)
     assert bool((at.diff() > 0).all())
     assert region.start <= int(at[0])
@@ -61,18 +68,20 @@ def test_blocks_change_nothing_but_rounding():
     torch.testing.assert_close(whole, parts, rtol=1e-5, atol=1e-8)
 
 
-def test_even_weights_do_not_read_the_question():
+def test_uniform_weights_do_not_read_the_question():
     prefill, region = small(), Region(2, 20)
-    at, weights = Replay(even=1.0).queries(prefill, region)
+    at, weights = Replay(uniform_weight=1.0).select_queries(prefill, region)
     assert at.tolist() == list(range(2, 20))
     torch.testing.assert_close(weights, torch.full((18,), 1 / 18))
 
 
-def test_likely_words_weigh_most_and_all_weights_follow_the_evidence():
+def test_likely_words_weigh_most():
     prefill, region = small(), Region(2, 20)
-    evidence = ReadAhead(length=3, most=1.0)
-    _, weights = Replay(even=0.0, evidence=evidence, power=3.0).queries(prefill, region)
-    likely = evidence(prefill, region).scores.amax(1).mean(0)
+    query_scorer = ReadAhead(lookahead=3, max_weight=1.0)
+    _, weights = Replay(uniform_weight=0.0, query_scorer=query_scorer, power=3.0).select_queries(
+        prefill, region
+    )
+    likely = query_scorer(prefill, region).scores.amax(1).mean(0)
     assert_same_order(weights.argsort(), likely.argsort(), likely)
     torch.testing.assert_close(weights, likely**3 / (likely**3).sum(), rtol=1e-4, atol=1e-7)
 
@@ -95,7 +104,7 @@ def test_needs_every_query_of_the_context(without_context_queries):
         Replay()(without_context_queries(small(context=60)), Region(2, 40))
 
 
-@pytest.mark.parametrize("fields", [{"power": 0.0}, {"even": 1.5}, {"max_queries": 1}])
+@pytest.mark.parametrize("fields", [{"power": 0.0}, {"uniform_weight": 1.5}, {"max_queries": 1}])
 def test_refuses(fields):
-    with pytest.raises(ConfigError, match="Replay takes"):
+    with pytest.raises(ConfigError, match="Replay"):
         Replay(**fields)

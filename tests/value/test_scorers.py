@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gracekv.testing import contracts, synthetic_prefill
 from gracekv.value import SCORERS
-from gracekv.value.seed_scores import mean_seed_scores
+from gracekv.value.base import mean_seed_scores
 
 
 @pytest.mark.parametrize("name", list(SCORERS))
@@ -28,7 +28,7 @@ def test_the_papers_scorer_and_those_of_its_rivals_are_registered():
     assert set(SCORERS) >= {"multi_hop", "window_attention", "column_sums", "recency"}
 
 
-def test_evidence_is_the_normalised_mean_over_heads():
+def test_seed_scores_are_the_normalised_mean_over_heads():
     tokens = torch.tensor([[[1.0, 0.0, 3.0]], [[1.0, 4.0, 1.0]]])
     torch.testing.assert_close(mean_seed_scores(tokens), torch.tensor([0.2, 0.4, 0.4]))
     assert not mean_seed_scores(torch.zeros(1, 1, 3)).any()

@@ -9,7 +9,7 @@ from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import WindowAttention, reference
-from gracekv.value.attention import probabilities
+from gracekv.value.attention import attention_probabilities
 
 
 def small(seed=0, context=30, dtype=torch.float32):
@@ -42,7 +42,7 @@ def test_equals_the_reference(seed, context, recent, window, observation, poolin
 def test_the_mean_over_the_group_comes_before_max_pooling():
     prefill, region = small(), Region(3, 20)
     scorer = WindowAttention(window=6, kernel=3)
-    heads = probabilities(prefill, 0, range(33, 39)).mean(1)[:, 3:20]
+    heads = attention_probabilities(prefill, 0, range(33, 39)).mean(1)[:, 3:20]
     by_group = torch.stack([heads[:2].mean(0), heads[2:].mean(0)])
 
     def pool(rows):
