@@ -26,7 +26,7 @@ from gracekv.pipeline import Pipeline, Run
 from gracekv.prefill import Prefill, depth_layers
 from gracekv.segment import CurvatureDP
 from gracekv.value import MultiHop
-from gracekv.value.attention import received
+from gracekv.value.attention import attention_sums
 from gracekv.value.multi_hop import select_seeds
 
 TARGET = Path(__file__).with_name("capture.json")
@@ -114,7 +114,9 @@ def _relevance(pipeline: Pipeline, run: Run, prefill: Prefill) -> list[tuple[str
         known[seeds] = True
         weights = score[seeds] / score[seeds].sum()
         places = seeds + region.start
-        reached = [received(prefill, layer, places, region, weights).sum(0) for layer in layers]
+        reached = [
+            attention_sums(prefill, layer, places, region, weights).sum(0) for layer in layers
+        ]
         score = torch.stack(reached).sum(0).masked_fill(known, 0)
         found.append((f"seeds {hop + 1}", torch.zeros(region.length).index_fill(0, seeds, 1.0)))
         found.append((f"hop {hop + 1}", score / score.sum()))

@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs
 from gracekv.testing import synthetic_prefill
-from gracekv.value import ChunkOrder, ColumnSums, Recency, WindowAttention, reference
+from gracekv.value import (
+    ChunkOrder,
+    ColumnSums,
+    Recency,
+    Scorer,
+    TokenScores,
+    WindowAttention,
+    reference,
+)
 
 
 @given(
@@ -33,14 +41,14 @@ def test_equals_the_reference(seed, layers, context, chunk_size, share_heads, re
     assert all(len(row.unique()) == context for row in tokens.flatten(0, 1))
 
 
-class Fixed:
-    """Stands in for a scorer."""
+class Fixed(Scorer):
+    """Given scores."""
 
     def __init__(self, tokens):
         self.scores = torch.tensor(tokens)
 
     def __call__(self, prefill, region):
-        return self
+        return TokenScores.from_scores(self.scores)
 
 
 def ranking(tokens, **fields):
