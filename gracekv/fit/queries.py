@@ -61,7 +61,7 @@ class ReferenceQueries(Configurable):
     def __call__(self, prefill: Prefill, region: Region) -> QuerySet:
         """The queries for one prompt."""
         length = prefill.spans.length
-        replayed, weights = self.replay.queries(prefill, region)
+        replayed, weights = self.replay.select_queries(prefill, region)
         tail = torch.arange(max(0, length - self.tail), length)
         even = torch.full((len(tail),), self.tail_share / len(tail))
         return QuerySet(
