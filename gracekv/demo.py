@@ -31,8 +31,8 @@ QUESTION = "What are the words on the paper label of the little bottle? Quote th
 # The answer counts as right if it holds these words, which the text spells in the same capitals.
 EXPECTED = "DRINK ME"
 RATIOS = (4, 8, 16)
-# What stands beside it: label, ratio, recipe.
-OTHERS = (("Paper 8x", 8, "gracekv"), ("SnapKV 8x", 8, "snapkv"))
+# What stands beside the default recipe: recipe and ratio.
+OTHERS = (("gracekv", 8), ("snapkv", 8))
 _TIMED_TOKENS = 16
 
 
@@ -41,7 +41,7 @@ class Trial:
     """One row of the demo's tables.
 
     Attributes:
-        label: "FullKV" or "gracekv 8x".
+        label: the recipe's name and the ratio: "fullkv", "gracekv-plus 8x".
         result: the compressed prompt.
         answer: its greedy continuation.
         decode: seconds per decoded token.
@@ -56,7 +56,7 @@ class Trial:
 def run_demo(out: Path, max_new_tokens: int = 32) -> None:
     """Load the embedded model, run every ratio, print the tables, write a plot and a report.
 
-    They are `out`/entries.png and `out`/report.html, which shows every token's fate.
+    They are `out`/entries.png and `out`/report.html, which shows what became of every token.
     Uses at most one torch thread per physical core while it runs.
     """
     console = Console()
@@ -125,11 +125,10 @@ def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
             tokenizer, context=document[:2000], question=QUESTION, instruction=INSTRUCTION
         )
         gracekv.compress(model, opening, ratio=2, pipeline="gracekv")
-        ours = ((f"gracekv {x}x", x, recipes.DEFAULT) for x in RATIOS)
-        runs = [("FullKV", 1, "fullkv"), *ours, *OTHERS]
-        for label, ratio, pipeline in runs:
+        for recipe, ratio in (("fullkv", 1), *((recipes.DEFAULT, x) for x in RATIOS), *OTHERS):
+            label = recipe if ratio == 1 else f"{recipe} {ratio}x"
             progress.update(bar, advance=1, description=f"{label}: prefill and compression")
-            result = gracekv.compress(model, prompt, ratio=ratio, pipeline=pipeline)
+            result = gracekv.compress(model, prompt, ratio=ratio, pipeline=recipe)
             progress.update(bar, description=f"{label}: decoding")
             # The answer comes first: it warms up, so that the timed run measures decoding alone.
             answer = result.generate(max_new_tokens=max_new_tokens)

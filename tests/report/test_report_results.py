@@ -159,6 +159,6 @@ def test_the_demo_writes_one(model, monkeypatch, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["entries.png", "report.html"]
     found = header(tmp_path / "report.html")["columns"]
     assert [x["label"] for x in found] == [
-        "gracekv 8x", "Paper 8x", "SnapKV 8x", "gracekv 4x", "gracekv 16x",
+        "gracekv-plus 8x", "gracekv 8x", "snapkv 8x", "gracekv-plus 4x", "gracekv-plus 16x",
     ]  # fmt: skip
     assert all(x["answer"] for x in found)
