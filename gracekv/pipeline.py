@@ -175,9 +175,13 @@ class Pipeline(Configurable):
         return cls.from_dict({}, base=name)
 
     @classmethod
-    def default(cls) -> Self:
-        """What `gracekv.compress` and the command line use unless told: `recipes.DEFAULT`."""
-        return cls.named(recipes.DEFAULT)
+    def default(cls, *, question: bool = True) -> Self:
+        """What `gracekv.compress` and the command line use unless told otherwise.
+
+        `question` says whether the prompt has one: `recipes.DEFAULT`, or
+        `recipes.DEFAULT_WITHOUT_QUESTION`.
+        """
+        return cls.named(recipes.DEFAULT if question else recipes.DEFAULT_WITHOUT_QUESTION)
 
     def needs(self) -> Needs:
         """What the capture must keep for this pipeline."""

@@ -98,7 +98,16 @@ class BaseResult(ABC):
 
         "input_ids" and "attention_mask", int64 [S, T of the longest], on the model's device.
         """
-        return padded_inputs(self.model, self.prompts)
+        return padded_inputs(self.model, self._rows, self._cache, self.tokenizer)
+
+    @property
+    def tokenizer(self) -> Any:
+        """What made the prompts' ids, or None."""
+        return self.prompts[0].tokenizer
+
+    @property
+    def _rows(self) -> list[Tensor]:
+        return [prompt.ids for prompt in self.prompts]
 
     @property
     def accounting(self) -> Accounting:
@@ -124,14 +133,14 @@ class BaseResult(ABC):
         way. It is written completely or not at all.
         """
         saved = [
-            SavedPrompt(prompt.ids, prompt.spans, run.plan, run.accounting, run.timings)
+            SavedPrompt(prompt, run.plan, run.accounting, run.timings)
             for prompt, run in zip(self.prompts, self._runs, strict=True)
         ]
-        tokenizer, pipeline = self.prompts[0].tokenizer, self.pipeline.to_dict()
+        pipeline = self.pipeline.to_dict()
         save_result(
             path,
             self.model,
-            tokenizer,
+            self.tokenizer,
             saved,
             self.packed,
             pipeline,
@@ -147,7 +156,9 @@ class BaseResult(ABC):
         otherwise. Raises `CacheError` if so many tokens would outgrow what the model's RoPE or
         sliding window lets a cache cover.
         """
-        return continue_ids(self.model, self.prompts, self.new_cache(), max_new_tokens, kwargs)
+        return continue_ids(
+            self.model, self._rows, self.new_cache(), self.tokenizer, max_new_tokens, kwargs
+        )
 
     def __repr__(self) -> str:
         kept = self.accounting

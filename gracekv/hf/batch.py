@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
+from gracekv.errors import PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import decode_rows
 from gracekv.pipeline import Run
@@ -49,4 +50,13 @@ class BatchResult(BaseResult):
         `kwargs` go to `model.generate`; with num_return_sequences=n there are n answers to the
         first prompt, then n to the second. Raises `PromptError` if a prompt has no tokenizer.
         """
-        return decode_rows(self.prompts, self.generate_ids(max_new_tokens, **kwargs))
+        return decode_rows(self.tokenizer, self.generate_ids(max_new_tokens, **kwargs))
+
+    def ask(self, *_: Any, **__: Any) -> NoReturn:
+        """Questions are asked about one context: raises `PromptError`."""
+        raise PromptError(
+            "A batch holds several contexts, so it is not clear which one is asked. Compress each "
+            "context by itself and ask its result; generate answers the prompts' own questions."
+        )
+
+    chat = ask

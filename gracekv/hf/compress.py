@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, overload
 
 import torch
 
+from gracekv import recipes
 from gracekv.allocate import Budget
 from gracekv.backends import BACKENDS, Backend
 from gracekv.errors import BudgetError, CacheError, ConfigError, PromptError
@@ -108,8 +109,8 @@ def compress(
             counts: 0.875 is ratio=8.
         prefill: what `capture(model, prompt)` made, which is only read; for a list of prompts a
             list. It must hold what the pipeline needs: `capture` keeps everything unless told less.
-        pipeline: the name of a recipe, or a pipeline of your own; default: `Pipeline.default()`.
-            "gracekv" is the paper's method.
+        pipeline: the name of a recipe, or a pipeline of your own; default: "gracekv-plus", or
+            "gracekv-agnostic" for a prompt without a question. "gracekv" is the paper's method.
         backend: the attention implementation of decoding; default: the pipeline's.
         keep_run: keep what the stages made in `result.details`, which takes memory.
         chunk: prompt tokens that the prefill runs at once; see `capture`.
@@ -136,9 +137,9 @@ def compress(
         kv_bytes=kv_bytes,
         compression_ratio=compression_ratio,
     )
-    pipe = chosen_pipeline(pipeline, backend)
     is_batch = isinstance(prompt, list | tuple)
     prompts: Sequence[Any] = prompt if is_batch else [prompt]  # type: ignore[assignment]
+    pipe = chosen_pipeline(pipeline, backend, prompts)
     prefills: Sequence[Any] = [None] * len(prompts) if prefill is None else [prefill]
     if is_batch and prefill is not None:
         prefills = prefill  # type: ignore[assignment]
@@ -220,12 +221,13 @@ def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
             f"prefill takes what gracekv.capture(model, prompt) returns; got "
             f"{type(prefill).__name__}."
         )
-    if prefill.spans != prompt.spans or (
-        prefill.token_ids is not None and not torch.equal(prefill.token_ids, prompt.ids)
+    read = prompt.without_tail()
+    if prefill.spans != read.spans or (
+        prefill.token_ids is not None and not torch.equal(prefill.token_ids, read.ids)
     ):
         raise CacheError(
             f"The prefill is of another prompt: it has {prefill.spans}, the prompt "
-            f"{prompt.spans}, or other ids. Use gracekv.capture(model, prompt)."
+            f"{read.spans}, or other ids. Use gracekv.capture(model, prompt)."
         )
     now = fingerprint(model)
     other = [name for name, mark in now.items() if prefill.fingerprint.get(name, mark) != mark]
@@ -258,13 +260,22 @@ def chosen_budget(**amounts: Any) -> Budget:
     return value
 
 
-def chosen_pipeline(pipeline: str | Pipeline | None, backend: str | Backend | None) -> Pipeline:
-    """The pipeline of that name, or itself, or the default; with the backend if one is given.
+def chosen_pipeline(
+    pipeline: str | Pipeline | None, backend: str | Backend | None, prompts: Sequence[Any]
+) -> Pipeline:
+    """The pipeline of that name, or itself, or the prompts' default; with the backend, if given.
 
-    Raises `ConfigError` if it is neither.
+    Raises `ConfigError` if it is neither, or if the prompts have several defaults.
     """
     if pipeline is None:
-        pipeline = Pipeline.default()
+        asked = {getattr(prompt, "has_question", True) for prompt in prompts}
+        if len(asked) > 1:
+            raise ConfigError(
+                f"Prompts with and without a question have different default recipes, "
+                f"{recipes.DEFAULT!r} and {recipes.DEFAULT_WITHOUT_QUESTION!r}. Name one: "
+                f"pipeline={recipes.DEFAULT_WITHOUT_QUESTION!r}, or compress them apart."
+            )
+        pipeline = Pipeline.default(question=asked != {False})
     elif isinstance(pipeline, str):
         pipeline = Pipeline.named(pipeline)
     if not isinstance(pipeline, Pipeline):

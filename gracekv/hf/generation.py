@@ -1,4 +1,4 @@
-"""From compressed prompts to new tokens: the ids, masks and settings that `generate` is given."""
+"""From token ids and a compressed cache to new tokens: what `model.generate` is given."""
 
 from __future__ import annotations
 
@@ -9,52 +9,81 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.errors import PromptError
+from gracekv.errors import ConfigError, PromptError
 from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.length_limits import check_continuation
-from gracekv.prefill.prompt import Prompt
 
 
-def padded_inputs(model: Any, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-    """ "input_ids" and "attention_mask" [B, T], padded on the left, on the model's device."""
-    longest = max(len(prompt.ids) for prompt in prompts)
-    ids = torch.full((len(prompts), longest), _padding_id(model, prompts[0]))
+def padded_inputs(
+    model: Any, rows: Sequence[Tensor], cache: GraceCache, tokenizer: Any
+) -> dict[str, Tensor]:
+    """ "input_ids" and "attention_mask" int64 [B, T] of sequences that start with cached tokens.
+
+    Each row is padded on the left of its cached tokens to `cache.packed_length`, and on the left of
+    the tokens that follow, whose number may differ.
+
+    Args:
+        model: the model, on whose device they are.
+        rows: ids [T_i] of whole sequences, one per row of a new cache; or any number of rows over
+            a cache of one prompt.
+        cache: the cache that the rows begin with.
+        tokenizer: where a padding id is looked for.
+    """
+    packed = cache.packed_length
+    cached = [packed - padding for padding in cache.padding]
+    if len(cached) == 1:
+        cached *= len(rows)
+    new = max(len(row) - count for row, count in zip(rows, cached, strict=True))
+    ids = torch.full((len(rows), packed + new), padding_id(model, tokenizer))
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt.ids) :] = prompt.ids
-        mask[row, longest - len(prompt.ids) :] = 1
+    for number, (row, count) in enumerate(zip(rows, cached, strict=True)):
+        for part, end in ((row[:count], packed), (row[count:], packed + new)):
+            ids[number, end - len(part) : end] = part
+            mask[number, end - len(part) : end] = 1
     device = input_device(model)
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
 def continue_ids(
     model: Any,
-    prompts: Sequence[Prompt],
+    rows: Sequence[Tensor],
     cache: GraceCache,
+    tokenizer: Any,
     max_new_tokens: int,
     options: dict[str, Any],
+    *,
+    keep_cache: bool = False,
 ) -> Tensor:
-    """int64 [rows, new tokens] of `model.generate` over `cache`, greedy unless `options` say else.
+    """int64 [B, new tokens] of `model.generate` over `cache`; greedy by default.
 
-    Raises `CacheError` if so many tokens would outgrow what the model's RoPE or sliding window
-    lets a cache cover.
+    The first arguments are those of `padded_inputs`; with `keep_cache` the new tokens are in
+    `cache` afterwards, as far as they were fed. Raises `CacheError` if so many tokens would outgrow
+    what the model's RoPE or sliding window lets a cache cover.
     """
-    check_continuation(model, [prompt.spans.length for prompt in prompts], max_new_tokens)
+    if taken := {"input_ids", "inputs_embeds", "attention_mask", "past_key_values"} & set(options):
+        raise ConfigError(
+            f"{', '.join(sorted(taken))} are those of the compressed prompt. For ids or a cache of "
+            f"your own call model.generate with result.new_cache()."
+        )
+    check_continuation(model, [len(row) for row in rows], max_new_tokens)
     attach(model)
-    inputs = padded_inputs(model, prompts)
+    inputs = padded_inputs(model, rows, cache, tokenizer)
     if "do_sample" not in options:
         # The model's own sampling settings would only raise warnings here.
         greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         options = greedy | options
     if model.generation_config.pad_token_id is None:
-        options = {"pad_token_id": _padding_id(model, prompts[0])} | options
+        options = {"pad_token_id": padding_id(model, tokenizer)} | options
     if options.get("stop_strings") is not None:
-        options = {"tokenizer": prompts[0].tokenizer} | options
+        options = {"tokenizer": tokenizer} | options
+    # A recorded step reads neither a mask of its own nor more rows than the cache has.
+    new_tokens = inputs["attention_mask"][:, cache.packed_length :]
+    even = len(rows) == len(cache.padding) and bool(new_tokens.all())
     with ExitStack() as stack:
-        if graph_replay.suits(model, cache, max_new_tokens, options):
+        if even and not keep_cache and graph_replay.suits(model, cache, max_new_tokens, options):
             cache = stack.enter_context(graph_replay.replaying(model, cache, max_new_tokens))
         output = model.generate(
             **inputs, past_key_values=cache, max_new_tokens=max_new_tokens, **options
@@ -63,9 +92,8 @@ def continue_ids(
     return sequences[:, inputs["input_ids"].shape[1] :]
 
 
-def decode_rows(prompts: Sequence[Prompt], rows: Tensor) -> list[str]:
-    """Each of `rows` [B, n] as text; raises `PromptError` if the prompts have no tokenizer."""
-    tokenizer = prompts[0].tokenizer
+def decode_rows(tokenizer: Any, rows: Tensor) -> list[str]:
+    """Each of `rows` [B, n] as text; raises `PromptError` if there is no tokenizer."""
     if tokenizer is None:
         raise PromptError(
             "This prompt was made from ids without a tokenizer, so there is no text. Use "
@@ -74,12 +102,12 @@ def decode_rows(prompts: Sequence[Prompt], rows: Tensor) -> list[str]:
     return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
 
-def _padding_id(model: Any, prompt: Prompt) -> int:
+def padding_id(model: Any, tokenizer: Any) -> int:
     """The id that fills masked places; any id of the vocabulary would do."""
     config = model.generation_config
     candidates = (
         config.pad_token_id,
-        getattr(prompt.tokenizer, "pad_token_id", None),
+        getattr(tokenizer, "pad_token_id", None),
         config.eos_token_id,
     )
     known = next((x for x in candidates if x is not None), 0)

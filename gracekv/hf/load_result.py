@@ -20,7 +20,6 @@ from gracekv.hf.saving import SavedPrompt, identity
 from gracekv.pipeline import Pipeline, Run
 from gracekv.plugins import missing_modules
 from gracekv.prefill.attention_patch import input_device
-from gracekv.prefill.prompt import Prompt
 
 # Where the model came from may differ between machines; its computation may not.
 _INFORMATIVE = ("model_name",)
@@ -58,14 +57,14 @@ def load(
     if backend is not None:
         pipeline = dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
     saved = [
-        SavedPrompt.from_header(facts, tensors[f"prompts.{number}.ids"])
+        SavedPrompt.from_header(facts, tensors[f"prompts.{number}.ids"], tokenizer)
         for number, facts in enumerate(header["prompts"])
     ]
     result = BatchResult if header["batch"] else CompressionResult
     return result.from_runs(
         model,
-        [Prompt(prompt.ids, prompt.spans, None, tokenizer) for prompt in saved],
-        [_run(prompt, packed.sequence(number)) for number, prompt in enumerate(saved)],
+        [one.prompt for one in saved],
+        [_run(one, packed.sequence(number)) for number, one in enumerate(saved)],
         pipeline,
         packed=packed,
     )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 from gracekv.errors import ConfigError
 from gracekv.hf.base_result import BaseResult
+from gracekv.hf.conversation import Conversation
 from gracekv.hf.generation import decode_rows
+from gracekv.hf.questions import ask_ids
 from gracekv.pipeline import Run
 from gracekv.prefill.prompt import Prompt
 
@@ -67,9 +70,84 @@ class CompressionResult(BaseResult):
         can be repeated. Raises `PromptError` if the prompt has no tokenizer, `ConfigError` if more
         than one sequence comes back.
         """
-        if kwargs.get("num_return_sequences", 1) != 1:
-            raise ConfigError(
-                f"generate returns one text; got num_return_sequences="
-                f"{kwargs['num_return_sequences']}. Use generate_ids and decode its rows."
-            )
-        return decode_rows(self.prompts, self.generate_ids(max_new_tokens, **kwargs))[0]
+        _check_one_answer(kwargs)
+        return decode_rows(self.tokenizer, self.generate_ids(max_new_tokens, **kwargs))[0]
+
+    @overload
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = 64,
+        *,
+        stream: Literal[False] = False,
+        **kwargs: Any,
+    ) -> str: ...
+    @overload
+    def ask(
+        self,
+        question: Sequence[str],
+        max_new_tokens: int = 64,
+        *,
+        stream: Literal[False] = False,
+        **kwargs: Any,
+    ) -> list[str]: ...
+    @overload
+    def ask(
+        self, question: str, max_new_tokens: int = 64, *, stream: Literal[True], **kwargs: Any
+    ) -> Iterator[str]: ...
+    def ask(
+        self,
+        question: str | Sequence[str],
+        max_new_tokens: int = 64,
+        *,
+        stream: bool = False,
+        **kwargs: Any,
+    ) -> str | list[str] | Iterator[str]:
+        """Answer questions about a context that was compressed without one.
+
+            prompt = gracekv.Prompt.from_chat(tokenizer, context=text)
+            book = gracekv.compress(model, prompt, ratio=4)
+            print(book.ask("Who is Dinah?"))
+
+        Only the question's own tokens are read. Every call starts after the context; `chat` goes
+        on from one question to the next.
+
+        Args:
+            question: a text, or a list of texts of any lengths, which are answered together over
+                the one packed part.
+            max_new_tokens: most tokens of each answer.
+            stream: return an iterator over the answer's text instead, for one question.
+            kwargs: go to `model.generate`; greedy unless they say otherwise.
+
+        Returns:
+            The answer's text; a list for a list.
+
+        Raises:
+            PromptError: the prompt has a question already or no tokenizer; a question is empty, or
+                does not fit the positions that are left.
+            ConfigError: several answers to one question, or a stream of several questions.
+        """
+        _check_one_answer(kwargs)
+        questions = [question] if isinstance(question, str) else list(question)
+        if not stream:
+            rows = ask_ids(self, questions, max_new_tokens, kwargs)
+            answers = decode_rows(self.tokenizer, rows)
+            return answers[0] if isinstance(question, str) else answers
+        if not isinstance(question, str):
+            raise ConfigError("stream=True takes one question, a text. Ask one after the other.")
+        return self.chat().ask(question, max_new_tokens, stream=True, **kwargs)
+
+    def chat(self) -> Conversation:
+        """A conversation about a context that was compressed without a question.
+
+        Raises `PromptError` if the prompt has a question already, or no tokenizer.
+        """
+        return Conversation(self)
+
+
+def _check_one_answer(options: dict[str, Any]) -> None:
+    if options.get("num_return_sequences", 1) != 1:
+        raise ConfigError(
+            f"One text is returned for each prompt or question; got num_return_sequences="
+            f"{options['num_return_sequences']}. Use generate_ids and decode its rows."
+        )

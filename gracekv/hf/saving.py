@@ -18,6 +18,7 @@ from gracekv.cache import Accounting, Timings
 from gracekv.cache.base import RaggedCache
 from gracekv.cache.serialization import write_cache
 from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import PromptSpans
 
 # Elements of each weight that identify it, evenly spread: hashing all of them would read the whole
@@ -30,15 +31,13 @@ class SavedPrompt:
     """What a file holds of one prompt beside its entries.
 
     Attributes:
-        ids: int64 [T].
-        spans: prefix, context, question and tail.
+        prompt: ids, spans and format; its text and tokenizer are not saved.
         plan: the budget in entries.
         accounting: entries and bytes.
         timings: seconds.
     """
 
-    ids: Tensor
-    spans: PromptSpans
+    prompt: Prompt
     plan: BudgetPlan
     accounting: Accounting
     timings: Timings
@@ -48,19 +47,20 @@ class SavedPrompt:
         kept = self.accounting
         entries = {"entries": kept.entries.tolist(), "backend_bytes": 0}
         return {
-            "spans": dataclasses.asdict(self.spans),
+            "spans": dataclasses.asdict(self.prompt.spans),
+            "format": [self.prompt.separator, self.prompt.template],
             "plan": dataclasses.asdict(self.plan),
             "accounting": {f.name: getattr(kept, f.name) for f in fields(kept)} | entries,
             "timings": dict(self.timings.as_dict()),
         }
 
     @classmethod
-    def from_header(cls, header: Mapping[str, Any], ids: Tensor) -> SavedPrompt:
-        """The inverse of `header`."""
+    def from_header(cls, header: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> SavedPrompt:
+        """The inverse of `header`; `ids` int64 [T] are kept beside it."""
         kept = header["accounting"]
+        spans = PromptSpans(**header["spans"])
         return cls(
-            ids,
-            PromptSpans(**header["spans"]),
+            Prompt(ids, spans, None, tokenizer, *header["format"]),
             BudgetPlan(**header["plan"]),
             Accounting(**(kept | {"entries": torch.tensor(kept["entries"])})),
             Timings(**header["timings"]),
@@ -98,9 +98,9 @@ def save_result(
         "model": identity(model, tokenizer),
         "pipeline": pipeline,
         "modules": modules,
-        "prompts": [prompt.header() for prompt in prompts],
+        "prompts": [saved.header() for saved in prompts],
     }
-    ids = {f"prompts.{number}.ids": prompt.ids for number, prompt in enumerate(prompts)}
+    ids = {f"prompts.{number}.ids": saved.prompt.ids for number, saved in enumerate(prompts)}
     write_cache(Path(path), packed, header, ids)
 
 

@@ -106,8 +106,8 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
     ) -> dict[str, Any]:
         compression = {name: options.pop(name) for name in _COMPRESSION if name in options}
         budget = chosen_budget(**{name: compression.get(name) for name in _BUDGET})
-        pipe = chosen_pipeline(compression.get("pipeline"), compression.get("backend"))
         prompt = inputs["prompt"]
+        pipe = chosen_pipeline(compression.get("pipeline"), compression.get("backend"), [prompt])
         check_model(self.model)
         check_budget(self.model, prompt, pipe, budget)
         prefill = capture(self.model, prompt, pipe.needs())

@@ -77,7 +77,7 @@ def capture(
     Args:
         model: a transformers causal language model of a tested family, in evaluation mode, with
             "sdpa" or "eager" attention.
-        prompt: one sequence.
+        prompt: one sequence; without a question it is read up to the token after the context.
         needs: what to keep beyond keys and values; default: `EVERYTHING`.
         chunk: tokens that run at once; default: all of a short prompt, else 1,024, fewer beyond
             32,768 tokens, since a mask of chunk times prompt is made. Larger ones are faster on
@@ -104,6 +104,7 @@ def capture(
             f"capture takes one Prompt; got {type(prompt).__name__}. Build it with "
             f"Prompt.from_chat or Prompt.from_ids."
         )
+    prompt = prompt.without_tail()
     embeddings = model.get_input_embeddings()
     if int(prompt.ids.max()) >= embeddings.num_embeddings:
         raise PromptError(

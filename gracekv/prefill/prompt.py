@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gracekv.errors import PromptError
+from gracekv.prefill.chat_text import encode, has_chat_template, question_end, render
 from gracekv.prefill.spans import PromptSpans
 
 
@@ -32,6 +33,8 @@ class Prompt:
     spans: PromptSpans
     parts: tuple[str, str, str, str] | None = None
     tokenizer: Any = None
+    separator: str = "\n\n"
+    template: bool = True
 
     def __post_init__(self) -> None:
         if self.ids.shape != (self.spans.length,) or self.ids.dtype != torch.int64:
@@ -135,18 +138,34 @@ class Prompt:
                 "The context is empty: there is nothing to compress. Pass the long text as "
                 "context=, and what to do with it as instruction= or question=."
             )
-        chat = template and _chat_template(tokenizer)
-        before, after = _render(tokenizer, instruction, question, separator, chat)
-        question_chars = _question_end(after, question)
+        chat = template and has_chat_template(tokenizer)
+        before, after = render(tokenizer, instruction, question, separator, chat)
+        question_chars = question_end(after, question)
         parts = (before, context, after[:question_chars], after[question_chars:] + answer_prefix)
-        special = not chat
-        if getattr(tokenizer, "is_fast", False):
-            ids, borders = _tokenize_whole(tokenizer, parts, special)
-        else:
-            ids, borders = _tokenize_parts(tokenizer, parts, special)
-        start, end, question_end = borders
-        spans = PromptSpans(start, end, question_end, len(ids))
-        return cls(torch.tensor(ids, dtype=torch.int64), spans, parts, tokenizer)
+        ids, borders = encode(tokenizer, parts, special=not chat)
+        start, end, last = borders
+        spans = PromptSpans(start, end, last, len(ids))
+        return cls(
+            torch.tensor(ids, dtype=torch.int64), spans, parts, tokenizer, separator, template
+        )
+
+    @property
+    def has_question(self) -> bool:
+        """Whether anything but the chat template's tail follows the context."""
+        return self.spans.question_end > self.spans.context_end
+
+    def without_tail(self) -> Prompt:
+        """What a prefill reads: without a question, no further than the token after the context.
+
+        A question that is asked later stands in the place of the template's tail. One token after
+        the context stays, since the last token of a prompt has no entry. With a question, or if
+        the prompt ends with the context, it is the prompt itself.
+        """
+        end = self.spans.context_end + 1
+        if self.has_question or end >= self.spans.length:
+            return self
+        spans = PromptSpans(self.spans.context_start, end - 1, end - 1, end)
+        return replace(self, ids=self.ids[:end], spans=spans, parts=None)
 
 
 def _pair(context: object) -> tuple[int, int]:
@@ -160,103 +179,3 @@ def _pair(context: object) -> tuple[int, int]:
             f"{context!r}."
         )
     return context[0], context[1]
-
-
-def _chat_template(tokenizer: Any) -> bool:
-    return bool(getattr(tokenizer, "chat_template", None))
-
-
-def _render(
-    tokenizer: Any, instruction: str, question: str, separator: str, chat: bool
-) -> tuple[str, str]:
-    """The rendered prompt's text before and after the context.
-
-    The template runs once, with a mark in the context's place, so headers, default system
-    prompts and stripped blanks are the template's own.
-    """
-    number = 0
-    while (mark := f"[[context {number}]]") in instruction + question:
-        number += 1
-    content = separator.join(text for text in (instruction, mark, question) if text)
-    if chat:
-        content = tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
-    if content.count(mark) != 1:
-        raise PromptError(
-            f"The chat template shows the user's message {content.count(mark)} times; it must show "
-            f"it exactly once and unchanged. Render the prompt yourself and use Prompt.from_ids."
-        )
-    before, _, after = content.partition(mark)
-    return before, after
-
-
-def _question_end(after: str, question: str) -> int:
-    """Characters of `after` up to the question's last one."""
-    wanted = question.strip()
-    if not wanted:
-        return 0
-    at = after.find(wanted)
-    if at < 0:
-        raise PromptError(
-            "The chat template changes the question's text, so its end cannot be found. Render "
-            "the prompt yourself and use Prompt.from_ids."
-        )
-    return at + len(wanted)
-
-
-def _tokenize_whole(
-    tokenizer: Any, parts: tuple[str, str, str, str], special: bool
-) -> tuple[list[int], list[int]]:
-    """Ids of the complete text, and the token where context, suffix and tail start."""
-    encoded = tokenizer(
-        "".join(parts), add_special_tokens=special, return_offsets_mapping=True, truncation=False
-    )
-    ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
-    ids = _without_eos(tokenizer, ids, special)
-    offsets = offsets[: len(ids)]
-    prefix, context, question, _ = (len(part) for part in parts)
-    borders = [prefix, prefix + context, prefix + context + question]
-
-    # A token across a border goes to the side that holds most of it; on a tie the context takes
-    # it rather than the template, and the question rather than the tail.
-    before: list[Callable[[int, int], bool]] = [
-        lambda s, e: e <= borders[0] or (s < borders[0] and 2 * borders[0] > s + e),
-        lambda s, e: e <= borders[1] or (s < borders[1] and 2 * borders[1] >= s + e),
-        lambda s, e: e <= borders[2] or (s < borders[2] and 2 * borders[2] >= s + e),
-    ]
-    starts: list[int] = []
-    for belongs in before:
-        first = starts[-1] if starts else 0
-        while first < len(ids) and belongs(*offsets[first]):
-            first += 1
-        starts.append(first)
-    return ids, starts
-
-
-def _tokenize_parts(
-    tokenizer: Any, parts: tuple[str, str, str, str], special: bool
-) -> tuple[list[int], list[int]]:
-    """Ids of the four parts one after the other, and the token where each of the last starts."""
-    before, context, question, tail = parts
-    # A blank alone at the end of the prefix would cost the next word its leading-blank token.
-    kept = before.rstrip(" \t")
-    pieces = [kept, before[len(kept) :] + context, question, tail]
-    ids: list[int] = []
-    starts: list[int] = []
-    for number, piece in enumerate(pieces):
-        first = special and number == 0
-        if piece or first:
-            new = list(tokenizer(piece, add_special_tokens=first, truncation=False)["input_ids"])
-            ids += _without_eos(tokenizer, new, first)
-        starts.append(len(ids))
-    return ids, starts[:3]
-
-
-def _without_eos(tokenizer: Any, ids: list[int], special: bool) -> list[int]:
-    """`ids` without the end-of-sequence token that some tokenizers add to every text."""
-    eos = getattr(tokenizer, "eos_token_id", None)
-    bos = getattr(tokenizer, "bos_token_id", None)
-    if special and eos is not None and ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):
-        return ids[:-1]
-    return ids

@@ -18,6 +18,9 @@ DEFAULT = "gracekv-plus"
 """What `gracekv.compress` and the command line use unless told: the recipe that keeps the most
 answers. "gracekv" is the paper's method."""
 
+DEFAULT_WITHOUT_QUESTION = "gracekv-agnostic"
+"""The same for a prompt without a question, whose cache is asked later."""
+
 PAPER: Mapping[str, Any] = {
     "segment": "curvature_dp",
     "value": "multi_hop",
@@ -107,6 +110,11 @@ RECIPES: dict[str, Recipe] = {
         "One top-k over all heads by what the answer is foreseen to read, nothing merged",
         "ours: replayed context queries, read-ahead and mean attention, times value norms",
         _PLUS,
+    ),
+    "gracekv-agnostic": Recipe(
+        "One top-k over all heads by what a second reading of the context would look at",
+        "ours: replayed context queries, all alike, times value norms; the question is not read",
+        _by({"name": "replay", "even": 1.0, "max_queries": 4096}),
     ),
     "gracekv-draft": Recipe(
         "gracekv-plus after a look at what 16 drafted answer tokens read",

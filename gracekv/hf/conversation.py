@@ -1,0 +1,170 @@
+"""`Conversation`: turns about a compressed context."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import CacheError, ConfigError
+from gracekv.hf.generation import continue_ids, decode_rows
+from gracekv.hf.questions import check_context, check_question, check_room
+from gracekv.hf.streaming import stream_text
+from gracekv.prefill.chat_text import first_turn, next_turn
+
+if TYPE_CHECKING:
+    from gracekv.hf.result import CompressionResult
+
+
+class Conversation:
+    """Turns about one compressed context: each reads its own tokens only.
+
+        with result.chat() as chat:
+            print(chat.ask("Who is Dinah?"))
+            print(chat.ask("And whose cat is she?"))
+
+    The packed context is shared with all other conversations and never changed; what this one adds
+    stays uncompressed. A turn that fails, or whose stream is closed early, is undone. For one
+    thread at a time.
+
+    Attributes:
+        messages: the turns so far, as chat templates take them: {"role": "user" or "assistant",
+            "content": text}.
+    """
+
+    def __init__(self, result: CompressionResult) -> None:
+        """Begin after the context of `result`; raises `PromptError` as `result.ask` does."""
+        check_context(result.prompt)
+        self.messages: list[dict[str, str]] = []
+        self._model, self._prompt = result.model, result.prompt
+        self._cache = result.new_cache()
+        self._ids = result.prompt.ids[: result.prompt.spans.context_end]
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @overload
+    def ask(
+        self,
+        question: str,
+        max_new_tokens: int = 64,
+        *,
+        stream: Literal[False] = False,
+        **kwargs: Any,
+    ) -> str: ...
+    @overload
+    def ask(
+        self, question: str, max_new_tokens: int = 64, *, stream: Literal[True], **kwargs: Any
+    ) -> Iterator[str]: ...
+    def ask(
+        self, question: str, max_new_tokens: int = 64, *, stream: bool = False, **kwargs: Any
+    ) -> str | Iterator[str]:
+        """The model's answer to the next question, greedy unless `kwargs` say otherwise.
+
+        Args:
+            question: the user's turn.
+            max_new_tokens: most tokens of the answer.
+            stream: return an iterator over the answer's text instead; the turn is part of the
+                conversation once it is read to its end.
+            kwargs: go to `model.generate`.
+
+        Raises:
+            PromptError: the question is empty, or does not fit the positions that are left.
+            CacheError: the conversation is closed, or another thread is in the middle of a turn.
+            ConfigError: `kwargs` ask for beams or for several answers, which a conversation cannot
+                go on from.
+        """
+        for name in ("num_beams", "num_return_sequences"):
+            if kwargs.get(name, 1) != 1:
+                raise ConfigError(
+                    f"A conversation goes on from one answer; got {name}={kwargs[name]}. Use "
+                    f"result.ask, whose questions are independent."
+                )
+        self._check_open()
+        check_question(question)
+        if stream:
+            return self._stream(question, max_new_tokens, kwargs)
+        with self._turn(question, max_new_tokens) as turn:
+            return self._add(question, turn, self._generate(turn, max_new_tokens, kwargs))
+
+    def close(self) -> None:
+        """Let go of the cache; a further question raises `CacheError`."""
+        self._closed = True
+        if self._lock.acquire(blocking=False):
+            self._cache.reset()
+            self._lock.release()
+
+    def __enter__(self) -> Conversation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = ", closed" if self._closed else ""
+        return f"Conversation({len(self.messages) // 2} turns, {len(self._ids):,} tokens{state})"
+
+    def _stream(self, question: str, max_new_tokens: int, options: dict[str, Any]) -> Iterator[str]:
+        answers = list[Tensor]()
+        with self._turn(question, max_new_tokens) as turn:
+            yield from stream_text(
+                self._prompt.tokenizer,
+                lambda chosen: answers.append(self._generate(turn, max_new_tokens, chosen)),
+                options,
+            )
+            self._add(question, turn, answers[0])
+
+    @contextmanager
+    def _turn(self, question: str, max_new_tokens: int) -> Iterator[Tensor]:
+        """The ids so far and the question's; an error inside leaves the cache as it was."""
+        if not self._lock.acquire(blocking=False):
+            raise CacheError(
+                "Another turn of this conversation is being answered, in another thread or by an "
+                "open stream. Wait for it, or begin a conversation of its own with result.chat()."
+            )
+        cached = self._cache.get_seq_length()
+        try:
+            self._check_open()
+            prompt = self._prompt
+            encode = next_turn if self.messages else first_turn
+            new = encode(prompt.tokenizer, question, prompt.separator, prompt.template)
+            ids = torch.cat([self._ids, torch.tensor(new)])
+            check_room(self._model, self._prompt, len(ids), max_new_tokens)
+            yield ids
+        except BaseException:
+            for layer in self._cache.layers:
+                # A failure inside the model leaves the layers at different lengths.
+                layer.crop(cached - layer.logical_length)
+            raise
+        finally:
+            self._lock.release()
+
+    def _generate(self, ids: Tensor, max_new_tokens: int, options: dict[str, Any]) -> Tensor:
+        """int64 [n], the answer without the token that ends it, which is not in the cache."""
+        model = self._model
+        tokenizer = self._prompt.tokenizer
+        rows = continue_ids(
+            model, [ids], self._cache, tokenizer, max_new_tokens, options, keep_cache=True
+        )
+        answer = rows[0].cpu()
+        ends = options.get("eos_token_id", model.generation_config.eos_token_id)
+        if len(answer) and int(answer[-1]) in (ends if isinstance(ends, list) else [ends]):
+            answer = answer[:-1]
+        return answer
+
+    def _add(self, question: str, turn: Tensor, answer: Tensor) -> str:
+        """Make the turn part of the conversation; returns the answer's text."""
+        text = decode_rows(self._prompt.tokenizer, answer[None])[0]
+        self._ids = torch.cat([turn, answer])
+        self.messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": text},
+        ]
+        return text
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CacheError("This conversation is closed. Begin another with result.chat().")

@@ -1,0 +1,85 @@
+"""Independent questions to one compressed context, and what makes a question unusable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import PromptError
+from gracekv.hf.generation import continue_ids
+from gracekv.prefill.chat_text import first_turn
+from gracekv.prefill.length_limits import trained_length
+from gracekv.prefill.prompt import Prompt
+
+if TYPE_CHECKING:
+    from gracekv.hf.result import CompressionResult
+
+
+def ask_ids(
+    result: CompressionResult,
+    questions: Sequence[str],
+    max_new_tokens: int,
+    options: dict[str, Any],
+) -> Tensor:
+    """int64 [rows, new tokens]: the answers to `questions`, all over the one packed part.
+
+    Raises `PromptError` if the context has a question already or no tokenizer, or if a question is
+    empty or does not fit the positions that are left.
+    """
+    prompt = result.prompt
+    check_context(prompt)
+    if not questions:
+        raise PromptError("ask takes a question or a list of at least one; got an empty list.")
+    context = prompt.ids[: prompt.spans.context_end]
+    rows = []
+    for question in questions:
+        check_question(question)
+        new = first_turn(prompt.tokenizer, question, prompt.separator, prompt.template)
+        rows.append(torch.cat([context, torch.tensor(new)]))
+        check_room(result.model, prompt, len(rows[-1]), max_new_tokens)
+    return continue_ids(
+        result.model, rows, result.new_cache(), prompt.tokenizer, max_new_tokens, options
+    )
+
+
+def check_context(prompt: Prompt) -> None:
+    """Raise `PromptError` unless questions can be asked about this prompt."""
+    if prompt.has_question:
+        raise PromptError(
+            "This prompt has a question of its own, which generate answers. To ask anything later, "
+            "compress a prompt without one: Prompt.from_chat(tokenizer, context=text)."
+        )
+    if prompt.tokenizer is None:
+        raise PromptError(
+            "Questions need a tokenizer. Use Prompt.from_chat(tokenizer, ...), "
+            "Prompt.from_ids(..., tokenizer=tokenizer) or gracekv.load(..., tokenizer=tokenizer)."
+        )
+
+
+def check_question(question: object) -> None:
+    """Raise `PromptError` unless it is a text that is not empty."""
+    if not isinstance(question, str) or not question.strip():
+        raise PromptError(f"A question is a text that is not empty; got {question!r}.")
+
+
+def check_room(model: Any, prompt: Prompt, length: int, new_tokens: int) -> None:
+    """Raise `PromptError` if a sequence of `length` tokens and its answer pass the last position.
+
+    A context that is itself longer than what the model was made for had its warning already.
+    """
+    most = trained_length(model)
+    if most is None or prompt.spans.context_end > most or length + new_tokens - 1 <= most:
+        return
+    room = most - length + 1
+    advice = (
+        f"Ask with max_new_tokens={room} or less."
+        if room > 0
+        else "Ask a shorter question, or begin a new conversation."
+    )
+    raise PromptError(
+        f"Context and question have {length} tokens, and with {new_tokens} new ones they pass the "
+        f"{most} positions of {type(model).__name__}. {advice}"
+    )

@@ -1,0 +1,166 @@
+"""Prompts and turns as text in the tokenizer's chat format, and as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gracekv.errors import PromptError
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether the tokenizer has a chat format."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def render(
+    tokenizer: Any, instruction: str, question: str, separator: str, chat: bool
+) -> tuple[str, str]:
+    """The rendered prompt's text before and after the context.
+
+    The template runs once, with a mark in the context's place, so headers, default system
+    prompts and stripped blanks are the template's own.
+    """
+    number = 0
+    while (mark := f"[[context {number}]]") in instruction + question:
+        number += 1
+    content = separator.join(text for text in (instruction, mark, question) if text)
+    if chat:
+        content = tokenizer.applyhas_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+    if content.count(mark) != 1:
+        raise PromptError(
+            f"The chat template shows the user's message {content.count(mark)} times; it must show "
+            f"it exactly once and unchanged. Render the prompt yourself and use Prompt.from_ids."
+        )
+    before, _, after = content.partition(mark)
+    return before, after
+
+
+def question_end(after: str, question: str) -> int:
+    """Characters of `after` up to the question's last one."""
+    wanted = question.strip()
+    if not wanted:
+        return 0
+    at = after.find(wanted)
+    if at < 0:
+        raise PromptError(
+            "The chat template changes the question's text, so its end cannot be found. Render "
+            "the prompt yourself and use Prompt.from_ids."
+        )
+    return at + len(wanted)
+
+
+def encode(
+    tokenizer: Any, parts: tuple[str, str, str, str], *, special: bool
+) -> tuple[list[int], list[int]]:
+    """Ids of the four parts of a prompt, and where context, suffix and tail start, in tokens.
+
+    `special` adds the tokens that the tokenizer puts around a text.
+    """
+    fast = getattr(tokenizer, "is_fast", False)
+    return (_encode_whole if fast else _encode_parts)(tokenizer, parts, special)
+
+
+def first_turn(tokenizer: Any, question: str, separator: str, template: bool) -> list[int]:
+    """Ids of what follows a context that has been read: the question, to the answer's start.
+
+    Raises `PromptError` if the chat template changes the texts.
+    """
+    chat = template and has_chat_template(tokenizer)
+    return _encode_turn(tokenizer, render(tokenizer, "", question, separator, chat)[1])
+
+
+def next_turn(tokenizer: Any, question: str, separator: str, template: bool) -> list[int]:
+    """Ids of what follows an answer: the end of its turn, and the question, to the answer's start.
+
+    The turns before are not rendered again, so their tokens stay as they are, and so does what a
+    template would remove from old answers. Raises `PromptError` if the chat template changes the
+    texts.
+    """
+    if not (template and has_chat_template(tokenizer)):
+        return _encode_turn(tokenizer, separator + question)
+    number = 0
+    while (mark := f"[[answer {number}]]") in question:
+        number += 1
+    text = tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": "."},
+            {"role": "assistant", "content": mark},
+            {"role": "user", "content": question},
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    after = text.rpartition(mark)[2]
+    if text.count(mark) != 1 or question.strip() not in after:
+        raise PromptError(
+            "The chat template does not show an answer and the question after it once and "
+            "unchanged. Render the conversation yourself and use model.generate with "
+            "result.new_cache()."
+        )
+    return _encode_turn(tokenizer, after)
+
+
+def _encode_turn(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a text that follows others: a tokenizer may treat the start of a text differently."""
+    ids, borders = encode(tokenizer, ("", "a", text, ""), special=False)
+    return ids[borders[1] :]
+
+
+def _encode_whole(
+    tokenizer: Any, parts: tuple[str, str, str, str], special: bool
+) -> tuple[list[int], list[int]]:
+    """Ids of the complete text, and the token where context, suffix and tail start."""
+    encoded = tokenizer(
+        "".join(parts), add_special_tokens=special, return_offsets_mapping=True, truncation=False
+    )
+    ids, offsets = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+    ids = _without_eos(tokenizer, ids, special)
+    offsets = offsets[: len(ids)]
+    prefix, context, question, _ = (len(part) for part in parts)
+    borders = [prefix, prefix + context, prefix + context + question]
+
+    # A token across a border goes to the side that holds most of it; on a tie the context takes
+    # it rather than the template, and the question rather than the tail.
+    before: list[Callable[[int, int], bool]] = [
+        lambda s, e: e <= borders[0] or (s < borders[0] and 2 * borders[0] > s + e),
+        lambda s, e: e <= borders[1] or (s < borders[1] and 2 * borders[1] >= s + e),
+        lambda s, e: e <= borders[2] or (s < borders[2] and 2 * borders[2] >= s + e),
+    ]
+    starts: list[int] = []
+    for belongs in before:
+        first = starts[-1] if starts else 0
+        while first < len(ids) and belongs(*offsets[first]):
+            first += 1
+        starts.append(first)
+    return ids, starts
+
+
+def _encode_parts(
+    tokenizer: Any, parts: tuple[str, str, str, str], special: bool
+) -> tuple[list[int], list[int]]:
+    """Ids of the four parts one after the other, and the token where each of the last starts."""
+    before, context, question, tail = parts
+    # A blank alone at the end of the prefix would cost the next word its leading-blank token.
+    kept = before.rstrip(" \t")
+    pieces = [kept, before[len(kept) :] + context, question, tail]
+    ids: list[int] = []
+    starts: list[int] = []
+    for number, piece in enumerate(pieces):
+        first = special and number == 0
+        if piece or first:
+            new = list(tokenizer(piece, add_special_tokens=first, truncation=False)["input_ids"])
+            ids += _without_eos(tokenizer, new, first)
+        starts.append(len(ids))
+    return ids, starts[:3]
+
+
+def _without_eos(tokenizer: Any, ids: list[int], special: bool) -> list[int]:
+    """`ids` without the end-of-sequence token that some tokenizers add to every text."""
+    eos = getattr(tokenizer, "eos_token_id", None)
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if special and eos is not None and ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):
+        return ids[:-1]
+    return ids
