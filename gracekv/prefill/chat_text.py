@@ -26,7 +26,7 @@ def render(
         number += 1
     content = separator.join(text for text in (instruction, mark, question) if text)
     if chat:
-        content = tokenizer.applyhas_chat_template(
+        content = tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
     if content.count(mark) != 1:
