@@ -195,10 +195,10 @@ def test_only_one_prefill_is_held_at_a_time(model, prompts, monkeypatch):
     module = importlib.import_module("gracekv.hf.compress")
     capture, alive, seen = module.capture, [], []
 
-    def watched(*args):
+    def watched(*args, **options):
         gc.collect()
         seen.append(sum(ref() is not None for ref in alive))
-        prefill = capture(*args)
+        prefill = capture(*args, **options)
         alive.extend(weakref.ref(x) for x in (*prefill.queries, *prefill.keys))
         return prefill
 

@@ -120,8 +120,8 @@ def test_the_prefill_is_let_go(model, prompt, monkeypatch):
     module = importlib.import_module("gracekv.hf.compress")
     capture = module.capture
 
-    def watched(*args):
-        prefill = capture(*args)
+    def watched(*args, **options):
+        prefill = capture(*args, **options)
         made.append([weakref.ref(x) for x in (*prefill.queries, *prefill.keys, *prefill.values)])
         return prefill
 
