@@ -5,19 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from gracekv.errors import CacheError, ConfigError
+from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import continue_ids, decode_rows
 from gracekv.hf.questions import check_context, check_question, check_room
 from gracekv.hf.streaming import stream_text
 from gracekv.prefill.chat_text import first_turn, next_turn
-
-if TYPE_CHECKING:
-    from gracekv.hf.result import CompressionResult
 
 
 class Conversation:
@@ -36,13 +34,13 @@ class Conversation:
             "content": text}.
     """
 
-    def __init__(self, result: CompressionResult) -> None:
+    def __init__(self, result: BaseResult) -> None:
         """Begin after the context of `result`; raises `PromptError` as `result.ask` does."""
-        check_context(result.prompt)
+        check_context(result.prompts[0])
         self.messages: list[dict[str, str]] = []
-        self._model, self._prompt = result.model, result.prompt
+        self._model, self._prompt = result.model, result.prompts[0]
         self._cache = result.new_cache()
-        self._ids = result.prompt.ids[: result.prompt.spans.context_end]
+        self._ids = result.prompts[0].ids[: result.prompts[0].spans.context_end]
         self._closed = False
         self._lock = threading.Lock()
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gracekv.errors import PromptError
+from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import continue_ids
 from gracekv.prefill.chat_text import first_turn
 from gracekv.prefill.length_limits import trained_length
 from gracekv.prefill.prompt import Prompt
 
-if TYPE_CHECKING:
-    from gracekv.hf.result import CompressionResult
-
 
 def ask_ids(
-    result: CompressionResult,
+    result: BaseResult,
     questions: Sequence[str],
     max_new_tokens: int,
     options: dict[str, Any],
@@ -29,7 +27,7 @@ def ask_ids(
     Raises `PromptError` if the context has a question already or no tokenizer, or if a question is
     empty or does not fit the positions that are left.
     """
-    prompt = result.prompt
+    prompt = result.prompts[0]
     check_context(prompt)
     if not questions:
         raise PromptError("ask takes a question or a list of at least one; got an empty list.")
