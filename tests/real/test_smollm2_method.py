@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import itertools
 
 import numpy as np
 import pytest
@@ -12,13 +13,13 @@ import gracekv.value.reference as value_reference
 from gracekv import Budget, Pipeline
 from gracekv.allocate.reference import greedy_heap
 from gracekv.cache import PrototypePacker
-from gracekv.pipeline import Run
 from gracekv.prefill import Prefill
 from gracekv.segment import CurvatureDP
 from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeBatch, TreeContext
 from gracekv.tree.engines.reference import ReferenceDistortion, prototype_of
 from gracekv.tree.workspace import Workspace
 from gracekv.value import MultiHop, OutputProjection
+from support.purchases import assert_same_purchase
 
 pytestmark = [
     pytest.mark.model,
@@ -96,7 +97,12 @@ def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> 
                 boundary[inside], [h[inside] for h in states], start, start + length, rule
             )
     _, bounds = segment_reference.best_partition(profit, rule.min_length)
-    assert rule(prefill, region).bounds.tolist() == (bounds + region.start).tolist()
+    # Other slots only where their profit is as large: float32 states, 1e-4 of it.
+    got = (rule(prefill, region).bounds - region.start).tolist()
+    sums = [
+        sum(profit[a, b - a - 1] for a, b in itertools.pairwise(slots)) for slots in (got, bounds)
+    ]
+    assert sums[0] == pytest.approx(sums[1], rel=1e-4)
 
     fast, slow = MultiHop()(prefill, region), value_reference.multi_hop(MultiHop(), prefill, region)
     torch.testing.assert_close(fast.scores.double(), slow.scores, rtol=1e-3, atol=1e-7)
@@ -110,14 +116,6 @@ def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> 
     )
 
 
-def bought(run: Run) -> set[tuple[int, int, int]]:
-    """(tree, start, end) of the kept nodes: comparable between forests grown to different depth."""
-    assert run.frontier is not None
-    forest, kept = run.frontier.forest, run.frontier.kept
-    columns = (forest.tree[kept], forest.start[kept], forest.end[kept])
-    return set(zip(*(column.tolist() for column in columns), strict=True))
-
-
 @pytest.mark.parametrize("recipe", ["gracekv", "gracekv-no-floor"])
 @pytest.mark.parametrize("ratio", [2, 8, 24])
 def test_pruning_keeps_the_same_nodes(prefill: Prefill, recipe: str, ratio: int) -> None:
@@ -127,7 +125,9 @@ def test_pruning_keeps_the_same_nodes(prefill: Prefill, recipe: str, ratio: int)
     assert pruned.forest is not None
     assert whole.forest is not None
     assert pruned.forest.nodes < whole.forest.nodes or ratio == 2
-    assert bought(pruned) == bought(whole)
+    assert pruned.frontier is not None
+    assert whole.frontier is not None
+    assert_same_purchase(pruned.frontier, whole.frontier)
 
 
 @pytest.mark.parametrize("ratio", [2, 8, 24])
@@ -137,6 +137,7 @@ def test_the_auction_and_the_packed_entries(prefill: Prefill, ratio: int) -> Non
     assert run.frontier is not None
     assert run.relevance is not None
     assert run.partition is not None
+    # Exactly: both order the same gains.
     assert torch.equal(run.frontier.kept, greedy_heap(run.floor, None).kept)
     assert run.accounting.budget - 1 <= run.accounting.spent <= run.accounting.budget
     # Every packed entry of two heads, against the definition of its interval.

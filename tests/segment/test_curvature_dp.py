@@ -70,9 +70,8 @@ def test_every_step_matches_reference(context, recent, weights, cut_cost, seed):
     reached = sum(
         profit[a, b - a - 1] for a, b in pairwise(partition.bounds.numpy() - region.start)
     )
+    # Other slots only where they are worth as much.
     assert reached == pytest.approx(total, abs=1e-7)
-    if curvature and surprisal:
-        np.testing.assert_array_equal(partition.bounds.numpy(), bounds)
 
 
 @settings(max_examples=10)
@@ -135,6 +134,7 @@ def test_refuses_surprisal_that_is_not_finite():
 
 def test_does_not_depend_on_states_being_scaled():
     prefill = synthetic_prefill(dtype=torch.float64)
+    # By a power of two, which changes no digit: the same bounds exactly.
     scaled = replace(prefill, hidden={k: 8.0 * h for k, h in prefill.hidden.items()})
     region = Region(10, 90)
     assert torch.equal(CurvatureDP()(prefill, region).bounds, CurvatureDP()(scaled, region).bounds)

@@ -14,7 +14,6 @@ from gracekv.tree import (
     REFINERS,
     BinaryExtract,
     DistortionEvaluator,
-    Forest,
     IntervalCosts,
     Nodes,
     Prototype,
@@ -25,6 +24,7 @@ from gracekv.tree import (
 from gracekv.tree.engines.reference import ReferenceDistortion
 from gracekv.tree.reference import grow_tree
 from support.interval_costs import evaluator_of
+from support.splits import assert_same_tree, children_of
 from support.trees import tree_context
 
 
@@ -80,16 +80,6 @@ def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool
     torch.testing.assert_close(per_head, whole)
 
 
-def children_of(forest: Forest, tree: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    spans = list(zip(forest.start.tolist(), forest.end.tolist(), strict=True))
-    found = {}
-    for v in torch.nonzero(forest.tree == tree).flatten().tolist():
-        if forest.child_count[v]:
-            first = int(forest.first_child[v])
-            found[spans[v]] = spans[first : first + int(forest.child_count[v])]
-    return found
-
-
 class FastEvaluator:
     """The reference's interface on top of an engine, a node at a time."""
 
@@ -124,7 +114,7 @@ class FastEvaluator:
 @settings(max_examples=12)
 @given(seed=st.integers(0, 1000))
 def test_growth_matches_the_reference(floor: bool, seed: int) -> None:
-    """Ties of rounding aside (none in random data), the trees are the reference's."""
+    """Ties of rounding aside, the trees are the reference's."""
     context = tree_context(seed)
     context = with_floor(context, seed) if floor else context
     forest = build_forest(context, Prototype(), BinaryExtract())
@@ -135,7 +125,10 @@ def test_growth_matches_the_reference(floor: bool, seed: int) -> None:
             one = FastEvaluator(context, batch, evaluator, layer, tree)
             slot = tree % context.partition.slots
             want = grow_tree(one, bounds[slot], bounds[slot + 1])  # type: ignore[arg-type]
-            assert children_of(forest, int(batch.tree_id[tree])) == want
+            root = (bounds[slot], bounds[slot + 1])
+            got = children_of(forest, int(batch.tree_id[tree]))
+            head = int(batch.tree_id[tree]) // context.partition.slots
+            assert_same_tree(context, head, got, want, root, BinaryExtract().reward)
 
 
 @settings(max_examples=6)
@@ -211,8 +204,14 @@ def test_engines_agree_on_paths_to_floor_candidates(refiner: str, seed: int) -> 
         build_forest(context, Prototype(engine=engine), REFINERS.build(refiner))
         for engine in ("numba", "torch")
     ]
-    assert torch.equal(forests[0].start, forests[1].start)
-    assert torch.equal(forests[0].parent, forests[1].parent)
+    bounds, slots = context.partition.bounds.tolist(), context.partition.slots
+    reward = getattr(REFINERS.build(refiner), "reward", 0.0)
+    for tree in range(forests[0].trees):
+        head, slot = divmod(tree, slots)
+        trees = [children_of(forest, tree) for forest in forests]
+        assert_same_tree(context, head, *trees, (bounds[slot], bounds[slot + 1]), reward)
+    if not torch.equal(forests[0].start, forests[1].start):
+        return  # a tie: the nodes below it are others
     scale = float(forests[1].distortion.max())
     for name in ("distortion", "split_gain", "add_gain"):
         torch.testing.assert_close(

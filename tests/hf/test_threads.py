@@ -1,0 +1,88 @@
+"""Threads that generate at once: from one result, from two of one model, and from a batch."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv.hf import detach
+from gracekv.testing.models import tiny_llama
+from support.margins import assert_same_tokens, logits_over
+
+IDS = torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(0))
+# Lengths of the answers differ, so the threads' tails do.
+COUNTS = (14, 9)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=3)
+
+
+def result_of(model, ids=IDS, **options):
+    prompt = gracekv.Prompt.from_ids(ids, (4, len(ids) - 12), question_end=len(ids) - 4)
+    return gracekv.compress(model, prompt, **({"ratio": 3} | options))
+
+
+def at_once(*works):
+    """The functions' results, each called in a thread of its own; none starts before all do."""
+    barrier = Barrier(len(works))
+
+    def started(work):
+        barrier.wait()
+        return work()
+
+    with ThreadPoolExecutor(len(works)) as pool:
+        return [future.result() for future in [pool.submit(started, work) for work in works]]
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
+def test_two_threads_generate_from_one_result(model, backend):
+    alone = [result_of(model, backend=backend).generate_ids(count) for count in COUNTS]
+    for _ in range(4):
+        # A fresh result: what backends make at the first call is made by both threads.
+        result = result_of(model, backend=backend)
+        together = at_once(*(lambda n=count: result.generate_ids(n) for count in COUNTS))  # noqa: B023
+        for got, want in zip(together, alone, strict=True):
+            assert_same_tokens(got, want, logits_over(result))
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "auto"])
+def test_two_results_of_one_model_generate_at_once(model, backend):
+    results = [
+        result_of(model, ids, backend=backend, ratio=ratio)
+        for ids, ratio in ((IDS, 3), (IDS.flip(0)[:120], 5))
+    ]
+    alone = [result.generate_ids(10) for result in results]
+    for _ in range(4):
+        # Also where the first call attaches the model again.
+        detach(model)
+        together = at_once(*(lambda r=result: r.generate_ids(10) for result in results))
+        for got, want, result in zip(together, alone, results, strict=True):
+            assert_same_tokens(got, want, logits_over(result))
+
+
+def test_rows_and_beams_of_one_batch_result_at_once(model):
+    prompts = [gracekv.Prompt.from_ids(ids, (4, len(ids) - 12)) for ids in (IDS, IDS.flip(0)[:110])]
+    batch = gracekv.compress(model, prompts, ratio=3)
+    alone = batch.generate_ids(8), batch.generate_ids(8, num_beams=3)
+    together = at_once(lambda: batch.generate_ids(8), lambda: batch.generate_ids(8, num_beams=3))
+    # Exactly: the same computations, one beside the other.
+    for got, want in zip(together, alone, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_compressing_while_another_thread_generates(model):
+    result = result_of(model)
+    answer = result.generate_ids(12)
+    got, other = at_once(
+        lambda: result.generate_ids(12), lambda: result_of(model, IDS.flip(0), ratio=4)
+    )
+    assert_same_tokens(got, answer, logits_over(result))
+    want = result_of(model, IDS.flip(0), ratio=4)
+    assert torch.equal(other.accounting.entries, want.accounting.entries)
+    assert_same_tokens(other.generate_ids(6), want.generate_ids(6), logits_over(want))
