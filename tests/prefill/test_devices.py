@@ -16,6 +16,7 @@ from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.testing import synthetic_prefill  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
 from support.devices import SECOND_DEVICE, MixedDevicesError, two_devices  # noqa: E402
+from support.margins import assert_same_tokens, logits_over  # noqa: E402
 
 CPU = torch.device("cpu")
 IDS = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(0))
@@ -86,6 +87,7 @@ def test_every_recipe_packs_each_layer_where_it_lies(name, where):
         for layer, other, device in zip(cache.layers, expected.layers, MAPS[where], strict=True):
             assert {layer.keys.device, layer.values.device} == {device}
             assert {layer.positions.device, layer.log_multiplicity.device} == {device}
+            # One fixed prompt, with no tie in sight between engines.
             assert torch.equal(layer.offsets, other.offsets)
             assert torch.equal(layer.positions.cpu(), other.positions)
             torch.testing.assert_close(layer.keys.cpu(), other.keys)
@@ -136,26 +138,28 @@ def test_a_sharded_model_is_captured_and_continued(family, where):
             token = model(token[None], past_key_values=cache).logits[0, -1:].argmax(-1)
             new.append(int(token))
         assert [layer._keys.device for layer in cache.layers] == devices
-    assert new == expected[0].tolist()
+    assert_same_tokens(torch.tensor(new), expected, logits_over(whole))
 
 
-def generated(model):
-    return gracekv.compress(model, PROMPT, ratio=3).generate_ids(8)
+def assert_generates_like(model, plain):
+    """Up to ties: weights that cannot be read are called, which rounds otherwise."""
+    result, expected = (gracekv.compress(x, PROMPT, ratio=3) for x in (model, plain))
+    ids = result.generate_ids(8)
+    assert_same_tokens(ids, expected.generate_ids(8), logits_over(expected))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_weights_offloaded_to_memory_are_fetched_when_used(family):
     """Between calls every weight, the embedding's included, lies on "meta"."""
-    expected = generated(tiny_model(family))
     model = accelerate.cpu_offload(tiny_model(family), execution_device=CPU)
     assert {x.device.type for x in model.parameters()} == {"meta"}
-    assert torch.equal(generated(model), expected)
+    assert_generates_like(model, tiny_model(family))
     assert {x.device.type for x in model.parameters()} == {"meta"}
 
 
 def test_a_device_map_with_layers_on_disk(tmp_path):
     whole = tiny_model(layers=3)
-    reference, expected = capture(whole, PROMPT), generated(whole)
+    reference = capture(whole, PROMPT)
     places = {
         "model.embed_tokens": "cpu",
         "model.layers.0": "cpu",
@@ -172,5 +176,6 @@ def test_a_device_map_with_layers_on_disk(tmp_path):
     prefill = capture(model, PROMPT)
     for name in ("surprisal", "projection_norms", "projected_norms", "head_outputs"):
         torch.testing.assert_close(getattr(prefill, name), getattr(reference, name))
+    # Exactly: the layers call the same functions on the same weights.
     assert all(map(torch.equal, prefill.keys, reference.keys))
-    assert torch.equal(generated(model), expected)
+    assert_generates_like(model, whole)
