@@ -7,7 +7,8 @@ of the reader's, written under that name; a Python one is imported. What stands 
 long runs is in `conftest.py`.
 
 - python: executed. bash: see `shell_lines`. text: output, not code.
-- yaml, toml, json: read as a pipeline, or as an experiment if it names tasks.
+- yaml, toml, json: read as a pipeline, as an experiment if it names tasks, or as a part of a
+  package's pyproject.toml if it begins with a project.
 """
 
 import importlib
@@ -20,9 +21,11 @@ import yaml
 from page_blocks import ROOT, blocks, commands, pages
 from shell_lines import check
 
+from gracekv import recipes
 from gracekv.config import load_pipeline
 from gracekv.evaluate import Experiment
 from gracekv.pipeline import REGISTRIES
+from gracekv.plugins import GROUP
 
 PREAMBLES = Path(__file__).parent / "preambles"
 LANGUAGES = ("python", "bash", "yaml", "toml", "json", "text")
@@ -37,8 +40,9 @@ WITH_CODE = [page for page in pages() if blocks(page)]
 
 
 @pytest.fixture
-def registries():
-    """Strategies and modules that a page adds are gone afterwards."""
+def registries(monkeypatch):
+    """Strategies, recipes and modules that a page adds are gone afterwards."""
+    monkeypatch.setattr(recipes, "RECIPES", dict(recipes.RECIPES))
     strategies = {stage: dict(registry._classes) for stage, registry in REGISTRIES.items()}
     modules = set(sys.modules)
     yield
@@ -89,6 +93,9 @@ class Page:
         self.settings(block, yaml.safe_load(block.code), ".json")
 
     def settings(self, block, data, suffix):
+        if "project" in data:
+            assert list(data["project"]["entry-points"]) == [GROUP]
+            return
         if "tasks" in data:
             Experiment.from_dict(data)
             return
