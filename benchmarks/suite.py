@@ -21,8 +21,8 @@ from rich.console import Console
 from gracekv.evaluate.formats import footer, markdown
 from gracekv.evaluate.measures import Measure, measure
 from gracekv.evaluate.plots import plot
-from gracekv.evaluate.result_rows import Row, read_rows
-from gracekv.evaluate.tables import Block, blocks
+from gracekv.evaluate.row_files import Row, read_rows
+from gracekv.evaluate.tables import Table, make_tables
 from gracekv.files import write_atomically
 
 OURS = "gracekv-plus"
@@ -36,45 +36,45 @@ RESULTS = Path(__file__).parent / "results"
 SHOWN = ("log_kl", "top1", "score")
 
 
-def title(block: Block) -> str:
-    length = "" if block.title.length is None else f", {block.title.length:,} tokens"
-    return f"{block.title.group} ({', '.join(t.partition(':')[2] for t in block.tasks)}{length})"
+def title(table: Table) -> str:
+    length = "" if table.title.length is None else f", {table.title.length:,} tokens"
+    return f"{table.title.group} ({', '.join(t.partition(':')[2] for t in table.tasks)}{length})"
 
 
-def standing(block: Block, column: str, shown: Measure) -> tuple[int, bool, str]:
+def standing(table: Table, column: str, shown: Measure) -> tuple[int, bool, str]:
     """Place of ours among the placed, whether it is tied with the first, and the first's name."""
-    means = {m: block.cells[m, column].mean for m in PLACED if (m, column) in block.cells}
+    means = {m: table.cells[m, column].mean for m in PLACED if (m, column) in table.cells}
     order = sorted(means, key=lambda m: means[m], reverse=shown.higher)
     first, place = order[0], 1 + order.index(OURS)
     if place == 1:
         return 1, True, first
-    delta = block.against[first, column].delta
+    delta = table.against[first, column].delta
     return place, delta.low <= 0 <= delta.high, first
 
 
-def standings(found: Sequence[Block], shown: Measure) -> str:
+def standings(found: Sequence[Table], shown: Measure) -> str:
     """One row a group, one column a ratio: the place, and who is first where ours is not."""
-    found = [block for block in found if any((OURS, c) in block.cells for c in block.columns)]
-    columns = list(dict.fromkeys(c for block in found for c in block.columns if c.endswith("x")))
+    found = [table for table in found if any((OURS, c) in table.cells for c in table.columns)]
+    columns = list(dict.fromkeys(c for table in found for c in table.columns if c.endswith("x")))
     columns.sort(key=lambda c: float(c[:-1]))
     lines = [
         f"| group | {' | '.join(columns)} |",
         "|---" * (len(columns) + 1) + "|",
     ]
     firsts = tied = worse = total = 0
-    for block in found:
+    for table in found:
         cells = []
         for column in columns:
-            if (OURS, column) not in block.cells:
+            if (OURS, column) not in table.cells:
                 cells.append("")
                 continue
-            place, even, first = standing(block, column, shown)
+            place, even, first = standing(table, column, shown)
             total += 1
             firsts += place == 1
             tied += place > 1 and even
             worse += place > 2
             cells.append("**1**" if place == 1 else f"{place}{' =' if even else ''} ({first})")
-        lines.append(f"| {title(block)} | {' | '.join(cells)} |")
+        lines.append(f"| {title(table)} | {' | '.join(cells)} |")
     lines += [
         "",
         f"Of {total} settings `{OURS}` is first in {firsts}, tied with the first in {tied} more, "
@@ -83,21 +83,21 @@ def standings(found: Sequence[Block], shown: Measure) -> str:
     return "\n".join(lines)
 
 
-def placed(found: Sequence[Block]) -> list[Block]:
+def placed(found: Sequence[Table]) -> list[Table]:
     """The same without ablations: more lines than one can tell apart."""
     lines = (*PLACED, "gracekv-draft", "fullkv")
     return [
-        dataclasses.replace(block, methods=tuple(m for m in lines if m in block.methods))
-        for block in found
+        dataclasses.replace(table, methods=tuple(m for m in lines if m in table.methods))
+        for table in found
     ]
 
 
-def means(found: Sequence[Block], methods: Sequence[str], shown: Measure) -> str:
+def means(found: Sequence[Table], methods: Sequence[str], shown: Measure) -> str:
     """Unweighted mean over the groups, a row a method."""
     # Groups that were run at every ratio, so that columns compare.
-    found = [block for block in found if (OURS, "64x") in block.cells]
+    found = [table for table in found if (OURS, "64x") in table.cells]
     columns = sorted(
-        {c for block in found for c in block.columns if c.endswith("x")},
+        {c for table in found for c in table.columns if c.endswith("x")},
         key=lambda c: float(c[:-1]),
     )
     lines = [f"| method | {' | '.join(columns)} |", "|---" + "|--:" * len(columns) + "|"]
@@ -176,12 +176,12 @@ def main() -> None:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for name in SHOWN:
         shown = measure(name)
-        found = blocks(rows, shown, OURS)
+        found = make_tables(rows, shown, OURS)
         if name == "log_kl":
             for short in ("log_kl", "top1"):
                 other = measure(short)
-                table = means(blocks(rows, other, OURS), methods, other)
-                parts += [f"## {other.title}: mean over the groups", "", table, ""]
+                averaged = means(make_tables(rows, other, OURS), methods, other)
+                parts += [f"## {other.title}: mean over the groups", "", averaged, ""]
             text = standings(found, shown)
             parts += ["## Standings by log KL to FullKV", "", text, ""]
             Console().print(text)
@@ -194,7 +194,7 @@ def main() -> None:
             drawn = [b for b in found if any(c.endswith("x") for c in b.columns)]
             write_atomically(RESULTS / f"{args.name}{suffix}.png", plot(placed(drawn), shown))
         # Differences with their tests for the first measure only: the rest would bury it.
-        tables = found if name == SHOWN[0] else blocks(rows, shown)
+        tables = found if name == SHOWN[0] else make_tables(rows, shown)
         parts += [f"## {shown.title}", "", markdown(tables, shown).replace("\n### ", "\n#### "), ""]
     parts.append(footer(rows))
     write_atomically(RESULTS / f"{args.name}.md", "\n".join(parts).encode())

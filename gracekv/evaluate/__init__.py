@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gracekv.evaluate.experiment import Experiment, Panel
-    from gracekv.evaluate.result_rows import read_rows
+    from gracekv.evaluate.row_files import read_rows
     from gracekv.evaluate.runner import Summary, run
-    from gracekv.evaluate.tables import blocks
+    from gracekv.evaluate.tables import make_tables
 
 _HOMES = {
     "Experiment": "experiment",
     "Panel": "experiment",
     "Summary": "runner",
-    "blocks": "tables",
-    "read_rows": "result_rows",
+    "make_tables": "tables",
+    "read_rows": "row_files",
     "run": "runner",
 }
 
-__all__ = ["Experiment", "Panel", "Summary", "blocks", "read_rows", "run"]
+__all__ = ["Experiment", "Panel", "Summary", "make_tables", "read_rows", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,8 @@ from gracekv.errors import ConfigError
 from gracekv.evaluate.formats import difference
 from gracekv.evaluate.measures import Measure
 from gracekv.evaluate.methods import sweep
-from gracekv.evaluate.result_rows import Row
-from gracekv.evaluate.tables import FULL, blocks
+from gracekv.evaluate.row_files import Row
+from gracekv.evaluate.tables import FULL, make_tables
 
 
 def variants(base: str, settings: Sequence[str], ablations: bool) -> list[str]:
@@ -36,21 +36,21 @@ def deltas(rows: Sequence[Row], base: str, measure: Measure) -> str:
     Differences that `compare` finds at p < 0.05, Holm-adjusted, are bold.
     """
     parts = []
-    for block in blocks(rows, measure, base):
-        columns = block.columns
-        others = [m for m in block.methods if m != base and (m, FULL) not in block.cells]
-        lines = [f"### {block.title}: {measure.title}, difference from {base}", ""]
+    for table in make_tables(rows, measure, base):
+        columns = table.columns
+        others = [m for m in table.methods if m != base and (m, FULL) not in table.cells]
+        lines = [f"### {table.title}: {measure.title}, difference from {base}", ""]
         lines.append(f"| method | {' | '.join(columns)} |")
         lines.append(f"| --- |{' ---: |' * len(columns)}")
         means = [
-            f"{block.cells[base, c].mean:.{measure.digits}f}" if (base, c) in block.cells else "–"
+            f"{table.cells[base, c].mean:.{measure.digits}f}" if (base, c) in table.cells else "–"
             for c in columns
         ]
         lines.append(f"| {base} | {' | '.join(means)} |")
         for method in others:
             cells = []
             for column in columns:
-                versus = block.against.get((method, column))
+                versus = table.against.get((method, column))
                 text = "–" if versus is None else difference(versus.delta, measure.digits)
                 sure = versus is not None and versus.p < 0.05
                 cells.append(f"**{text}**" if sure else text)

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gracekv.errors import MissingDependencyError
-from gracekv.evaluate.experiment import Experiment
-from gracekv.evaluate.plan import Unit
-from gracekv.evaluate.result_rows import Row
+from gracekv.evaluate.experiment import Experiment, PendingSample
+from gracekv.evaluate.row_files import Row
 from gracekv.plugins import import_modules, imported_modules
 
 
@@ -26,7 +25,7 @@ class RemoteWorker:
         name: of the model.
         dtype: of its weights.
         data: folder of texts, or None.
-        imports: modules that register strategies; the pipelines in units are instances of them.
+        imports: modules that register the strategies in the pipelines of pending samples.
     """
 
     def __init__(self, name: str, dtype: str, data: str | None, imports: Sequence[str]) -> None:
@@ -38,14 +37,13 @@ class RemoteWorker:
         sources = Sources(None if data is None else Path(data))
         self.worker = Worker(name, dtype, *load_model(name, dtype), sources)
 
-    def rows(self, unit: Unit) -> list[Row]:
+    def rows(self, sample: PendingSample) -> list[Row]:
         """All rows of one sample."""
-        done = self.worker.rows(unit.panel, unit.task, unit.index, unit.cells, unit.before)
-        return list(done)
+        return list(self.worker.rows(sample))
 
 
-def spread(experiment: Experiment, units: Sequence[Unit], workers: int) -> Iterator[Row]:
-    """Rows of all units as samples are finished, in any order.
+def spread(experiment: Experiment, samples: Sequence[PendingSample], workers: int) -> Iterator[Row]:
+    """Rows of all samples as they are finished, in any order.
 
     Joins the cluster that RAY_ADDRESS names, or starts one on this machine. A worker that dies is
     started again and its sample run once more. Raises `MissingDependencyError` without Ray.
@@ -67,11 +65,11 @@ def spread(experiment: Experiment, units: Sequence[Unit], workers: int) -> Itera
         remote = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=1)(
             RemoteWorker
         )
-        count = min(workers, len(units))
+        count = min(workers, len(samples))
         made_of = (experiment.model, experiment.dtype, experiment.data, imported_modules())
         actors = [remote.remote(*made_of) for _ in range(count)]
         pool = pools.ActorPool(actors)
-        for rows in pool.map_unordered(lambda actor, unit: actor.rows.remote(unit), units):
+        for rows in pool.map_unordered(lambda actor, sample: actor.rows.remote(sample), samples):
             yield from rows
     finally:
         if mine:

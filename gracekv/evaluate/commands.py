@@ -14,7 +14,7 @@ from gracekv.options import Imports
 
 if TYPE_CHECKING:
     from gracekv.evaluate.experiment import Experiment
-    from gracekv.evaluate.result_rows import Row
+    from gracekv.evaluate.row_files import Row
 
 Model = Annotated[str | None, typer.Option(help="'smollm2', or a transformers name or folder.")]
 Tasks = Annotated[str | None, typer.Option(help="Tasks and suites, separated by commas.")]
@@ -115,8 +115,8 @@ def table(
     from gracekv.evaluate.formats import FORMATS, footer
     from gracekv.evaluate.measures import measure
     from gracekv.evaluate.plots import plot as drawn
-    from gracekv.evaluate.result_rows import read_rows
-    from gracekv.evaluate.tables import blocks
+    from gracekv.evaluate.row_files import read_rows
+    from gracekv.evaluate.tables import make_tables
 
     if format not in FORMATS:
         raise ConfigError(f"--format takes one of {', '.join(FORMATS)}; got {format!r}.")
@@ -124,7 +124,7 @@ def table(
     rows = _some(read_rows(runs), runs)
     texts = []
     for shown in measures:
-        found = blocks(rows, shown, against)
+        found = make_tables(rows, shown, against)
         texts.append(FORMATS[format](found, shown))
         if plot is not None and shown is measures[0]:
             write_atomically(plot, drawn(found, shown, plot.suffix))
@@ -169,7 +169,7 @@ def ablate(
     from gracekv.evaluate.ablate import deltas, variants
     from gracekv.evaluate.formats import footer
     from gracekv.evaluate.measures import measure
-    from gracekv.evaluate.result_rows import read_rows
+    from gracekv.evaluate.row_files import read_rows
 
     measures = [measure(name) for name in _list(metric)]
     settings = set_ or []

@@ -24,10 +24,10 @@ _GIVEN = "longbench:"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One method at one budget.
+    """One method at one budget: a cell of a table.
 
     Attributes:
-        method: what runs.
+        method: the pipeline and its name.
         budget: of the context; None for a method that keeps everything.
     """
 
@@ -131,6 +131,25 @@ class Panel(Configurable):
             given = name.startswith(_GIVEN)
             for length in (None,) if given else self.lengths:
                 yield Task(name, length, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSample:
+    """One sample and the cells that have no row yet.
+
+    Attributes:
+        panel: the settings.
+        task: where the sample comes from.
+        index: its number.
+        cells: without a row, in the panel's order.
+        prompt_hash: the prompt hash in earlier rows of this sample, or None.
+    """
+
+    panel: Panel
+    task: Task
+    index: int
+    cells: tuple[Cell, ...]
+    prompt_hash: str | None
 
 
 @dataclass(frozen=True)

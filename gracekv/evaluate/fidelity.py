@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Forced:
+class AnswerOutputs:
     """What the model made of the answer's tokens over one cache.
 
     Attributes:
@@ -28,7 +28,7 @@ class Forced:
 
 
 @torch.no_grad()
-def force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Forced:
+def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> AnswerOutputs:
     """Feed the answer behind a compressed prompt.
 
     Args:
@@ -51,10 +51,10 @@ def force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Forced:
         output = model(
             input_ids=fed[None].to(device), past_key_values=cache, logits_to_keep=len(answer)
         )
-    return Forced(output.logits[0].float().log_softmax(-1), tuple(kept))
+    return AnswerOutputs(output.logits[0].float().log_softmax(-1), tuple(kept))
 
 
-def compare(method: Forced, full: Forced, answer: Tensor) -> dict[str, float]:
+def compare(method: AnswerOutputs, full: AnswerOutputs, answer: Tensor) -> dict[str, float]:
     """Distances of a method from FullKV, over the same answer int64 [A].
 
     Returns `kl` (mean over tokens of KL(FullKV || method), nats), `nll` and `full_nll` (mean

@@ -1,4 +1,4 @@
-"""Blocks as markdown, LaTeX or CSV."""
+"""Tables as markdown, LaTeX or CSV."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from gracekv.evaluate.measures import Measure
-from gracekv.evaluate.result_rows import Row, latest
+from gracekv.evaluate.row_files import Row, latest
 from gracekv.evaluate.statistics import Interval
-from gracekv.evaluate.tables import FULL, Block
+from gracekv.evaluate.tables import FULL, Table
 
 _CSV = (
     "model", "protocol", "group", "metric", "length", "measure", "method", "column", "mean", "low",
@@ -19,33 +19,33 @@ _CSV = (
     "p_holm",
 )  # fmt: skip
 
-Format = Callable[[Sequence[Block], Measure], str]
+Format = Callable[[Sequence[Table], Measure], str]
 
 
-def markdown(found: Sequence[Block], measure: Measure) -> str:
-    """A table a block; best bold, second underlined, 95 % intervals in brackets."""
+def markdown(found: Sequence[Table], measure: Measure) -> str:
+    """One table after the other; best bold, second underlined, 95 % intervals in brackets."""
     parts = []
-    for block in found:
-        lines = [f"### {block.title}: {measure.title}", "", _about(block), ""]
-        header = ["method", *(block.columns or (FULL,))]
+    for table in found:
+        lines = [f"### {table.title}: {measure.title}", "", _about(table), ""]
+        header = ["method", *(table.columns or (FULL,))]
         lines += [_line(header), _line(["---", *["---:"] * (len(header) - 1)])]
-        body = _body(block, measure, _markdown_cell)
+        body = _body(table, measure, _markdown_cell)
         # FullKV has one cell, whatever the budget; a table wants as many as its header.
         lines += [_line([*cells, *[""] * (len(header) - len(cells))]) for cells in body]
         parts.append("\n".join(lines))
-        if block.against:
-            parts.append(_comparisons(block, measure))
+        if table.against:
+            parts.append(_comparisons(table, measure))
     return "\n\n".join(parts) + "\n"
 
 
-def latex(found: Sequence[Block], measure: Measure) -> str:
-    """A booktabs tabular a block, in the paper's layout."""
+def latex(found: Sequence[Table], measure: Measure) -> str:
+    """A booktabs tabular for each table, in the paper's layout."""
     parts = []
-    for block in found:
-        columns = block.columns or (FULL,)
+    for table in found:
+        columns = table.columns or (FULL,)
         width = len(columns) + 1
         # The reader's document needs \\usepackage{booktabs}.
-        heading = _escape(f"{block.title}: {measure.title}")
+        heading = _escape(f"{table.title}: {measure.title}")
         lines = [
             rf"\begin{{tabular}}{{l{'c' * len(columns)}}}",
             r"\toprule",
@@ -54,7 +54,7 @@ def latex(found: Sequence[Block], measure: Measure) -> str:
             " & ".join([r"\textbf{Method}", *map(_latex_column, columns)]) + r" \\",
             r"\midrule",
         ]
-        for cells in _body(block, measure, _latex_cell, _escape):
+        for cells in _body(table, measure, _latex_cell, _escape):
             if len(cells) == 2 and len(columns) > 1:
                 lines.append(rf"{cells[0]} & \multicolumn{{{len(columns)}}}{{c}}{{{cells[1]}}} \\")
                 lines.append(r"\midrule")
@@ -64,23 +64,23 @@ def latex(found: Sequence[Block], measure: Measure) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def as_csv(found: Sequence[Block], measure: Measure) -> str:
+def as_csv(found: Sequence[Table], measure: Measure) -> str:
     """One line a cell, with everything that the other formats round or leave out."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_CSV)
-    for block in found:
-        title = block.title
-        for (method, column), cell in block.cells.items():
+    for table in found:
+        title = table.title
+        for (method, column), cell in table.cells.items():
             line: list[object] = [
                 title.model, title.protocol, title.group, title.metric, title.length or "",
                 measure.name, method, column, cell.mean, cell.low, cell.high, cell.samples,
             ]  # fmt: skip
-            versus = block.against.get((method, column))
+            versus = table.against.get((method, column))
             if versus is not None:
                 delta = versus.delta
                 line += [
-                    block.reference, delta.mean, delta.low, delta.high,
+                    table.reference, delta.mean, delta.low, delta.high,
                     versus.wins, versus.ties, versus.losses, versus.p,
                 ]  # fmt: skip
             writer.writerow(line)
@@ -116,20 +116,20 @@ def footer(rows: Sequence[Row]) -> str:
 
 
 def _body(
-    block: Block,
+    table: Table,
     measure: Measure,
     cell: Callable[[Interval, int, int], str],
     name: Callable[[str], str] = str,
 ) -> list[list[str]]:
-    ranks = {column: block.ranks(column, measure.higher) for column in block.columns}
+    ranks = {column: table.ranks(column, measure.higher) for column in table.columns}
     body = []
-    for method in block.methods:
-        if (method, FULL) in block.cells:
-            body.append([name(method), cell(block.cells[method, FULL], measure.digits, 0)])
+    for method in table.methods:
+        if (method, FULL) in table.cells:
+            body.append([name(method), cell(table.cells[method, FULL], measure.digits, 0)])
             continue
         line = [name(method)]
-        for column in block.columns:
-            found = block.cells.get((method, column))
+        for column in table.columns:
+            found = table.cells.get((method, column))
             rank = ranks[column].get(method, 0)
             line.append("–" if found is None else cell(found, measure.digits, rank))
         body.append(line)
@@ -155,16 +155,16 @@ def _bounds(cell: Interval, digits: int) -> str:
     return f"[{cell.low:.{digits}f}, {cell.high:.{digits}f}]"
 
 
-def _comparisons(block: Block, measure: Measure) -> str:
+def _comparisons(table: Table, measure: Measure) -> str:
     sense = "higher" if measure.higher else "lower"
     lines = [
-        f"Against {block.reference} on the same samples ({sense} is better; p: sign-flip "
+        f"Against {table.reference} on the same samples ({sense} is better; p: sign-flip "
         f"permutation, Holm over the methods of a budget):",
         "",
         _line(["method", "budget", "difference", "wins / ties / losses", "p"]),
         _line(["---", "---:", "---:", "---:", "---:"]),
     ]
-    for (method, column), versus in block.against.items():
+    for (method, column), versus in table.against.items():
         delta = versus.delta
         lines.append(
             _line(
@@ -180,15 +180,15 @@ def _comparisons(block: Block, measure: Measure) -> str:
     return "\n".join(lines)
 
 
-def _about(block: Block) -> str:
-    counts = sorted({cell.samples for cell in block.cells.values()})
+def _about(table: Table) -> str:
+    counts = sorted({cell.samples for cell in table.cells.values()})
     several = "–".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     text = (
-        f"{block.title.model}, {block.title.protocol.replace('_', '-')}; mean of "
-        f"{', '.join(block.tasks)}; {several} samples in all."
+        f"{table.title.model}, {table.title.protocol.replace('_', '-')}; mean of "
+        f"{', '.join(table.tasks)}; {several} samples in all."
     )
-    if block.unpaired:
-        text += f" {block.unpaired} values left out: another method lacks their sample."
+    if table.unpaired:
+        text += f" {table.unpaired} values left out: another method lacks their sample."
     return text
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gracekv.errors import ConfigError
-from gracekv.evaluate.result_rows import Row
+from gracekv.evaluate.row_files import Row
 from gracekv.registry import suggestion
 
 # A method that equals FullKV has KL 0; its logarithm is cut here (ours; float32 rounding alone

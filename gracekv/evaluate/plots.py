@@ -9,20 +9,20 @@ from typing import Any
 
 from gracekv.errors import ConfigError
 from gracekv.evaluate.measures import Measure
-from gracekv.evaluate.tables import FULL, Block
+from gracekv.evaluate.tables import FULL, Table
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _MARKERS = "osD^v<>PX*hd"
 
 
-def plot(found: Sequence[Block], measure: Measure, suffix: str = ".png") -> bytes:
-    """One panel a block, a line a method over the ratios, 95 % bands, FullKV dashed.
+def plot(found: Sequence[Table], measure: Measure, suffix: str = ".png") -> bytes:
+    """One panel for each table, one line for each method over the ratios, with 95 % bands.
 
-    Raises `ConfigError` if no block has a ratio, or for another suffix than .png, .svg, .pdf.
+    Raises `ConfigError` if no table has a ratio, or for another suffix than .png, .svg, .pdf.
     """
     if suffix not in SUFFIXES:
         raise ConfigError(f"A plot ends in one of {', '.join(SUFFIXES)}; got {suffix!r}.")
-    shown = [block for block in found if any(c.endswith("x") for c in block.columns)]
+    shown = [table for table in found if any(c.endswith("x") for c in table.columns)]
     if not shown:
         raise ConfigError("There is nothing to plot: no rows with ratios. Run with --ratios.")
     from matplotlib.figure import Figure
@@ -31,22 +31,22 @@ def plot(found: Sequence[Block], measure: Measure, suffix: str = ".png") -> byte
     down = math.ceil(len(shown) / across)
     figure = Figure(figsize=(4.6 * across, 3.6 * down + 1.2), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False)
-    methods = list(dict.fromkeys(m for block in shown for m in block.methods))
-    for at, block in enumerate(shown):
+    methods = list(dict.fromkeys(m for table in shown for m in table.methods))
+    for at, table in enumerate(shown):
         place = axes[at // across][at % across]
-        ratios = [column for column in block.columns if column.endswith("x")]
-        for method in block.methods:
+        ratios = [column for column in table.columns if column.endswith("x")]
+        for method in table.methods:
             number = methods.index(method)
             style = {"color": f"C{number % 10}"}
-            if (method, FULL) in block.cells:
+            if (method, FULL) in table.cells:
                 place.axhline(
-                    block.cells[method, FULL].mean, linestyle="--", color="0.4", label=method
+                    table.cells[method, FULL].mean, linestyle="--", color="0.4", label=method
                 )
                 continue
             points = [
-                (float(c[:-1]), block.cells[method, c])
+                (float(c[:-1]), table.cells[method, c])
                 for c in ratios
-                if (method, c) in block.cells
+                if (method, c) in table.cells
             ]
             if not points:
                 continue
@@ -61,7 +61,7 @@ def plot(found: Sequence[Block], measure: Measure, suffix: str = ".png") -> byte
         ticks = [float(c[:-1]) for c in ratios]
         place.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
         place.minorticks_off()
-        place.set_title(str(block.title), fontsize=9)
+        place.set_title(str(table.title), fontsize=9)
         place.set_ylabel(measure.title, fontsize=8)
         place.grid(alpha=0.3)
     for at in range(len(shown), across * down):

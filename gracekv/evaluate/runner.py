@@ -1,4 +1,4 @@
-"""`run`: an experiment from start, or from where it stopped, to its last row."""
+"""`run`: all rows of an experiment, resumable."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gracekv.errors import ConfigError
-from gracekv.evaluate.experiment import Experiment
-from gracekv.evaluate.plan import Plan, Unit, make_plan
-from gracekv.evaluate.result_rows import Row, Store, read_rows
+from gracekv.evaluate.experiment import Experiment, PendingSample
+from gracekv.evaluate.row_files import Row, RowFile, read_rows
+from gracekv.evaluate.schedule import Schedule, make_schedule
 from gracekv.evaluate.shards import Shard, local_device
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.worker import Worker
@@ -25,7 +25,7 @@ class Summary:
     Attributes:
         written: rows that this run added, failures included.
         failed: cells of this shard that have failed, now or before.
-        kept: cells that were there before.
+        kept: cells that had a row before.
         folder: where the rows are.
     """
 
@@ -36,7 +36,7 @@ class Summary:
 
 
 class Tick(Protocol):
-    """Told of every row: what it was."""
+    """Called with every row as it is written."""
 
     def __call__(self, row: Row) -> None: ...
 
@@ -61,7 +61,7 @@ def run(
     Args:
         experiment: what to run.
         out: the folder of rows, made if it is not there.
-        shard: this process's part; default: all.
+        shard: the part of this process; default: all.
         retry_failed: run failed cells again.
         progress: show a progress bar.
         model: a loaded model, instead of loading `experiment.model`; with its `tokenizer`.
@@ -83,25 +83,25 @@ def run(
             loaded = load_model(experiment.model, experiment.dtype, local_device())
         return Worker(experiment.model, experiment.dtype, *loaded, sources)
 
-    with Store(folder, part.name) as store:
+    with RowFile(folder, part.name) as file:
         rows = read_rows(folder)
-        plan = make_plan(experiment, rows, sources, worker, part.owns, retry_failed)
+        schedule = make_schedule(experiment, rows, sources, worker, part.owns, retry_failed)
         written = failed = 0
-        if plan.units:
+        if schedule.samples:
             if ray_workers is None:
-                new = _here(plan.units, worker())
+                new = _here(schedule.samples, worker())
             else:
                 from gracekv.evaluate.cluster import spread
 
-                new = spread(experiment, plan.units, ray_workers)
-            with _bar(plan, progress) as tick:
+                new = spread(experiment, schedule.samples, ray_workers)
+            with _bar(schedule, progress) as tick:
                 for row in new:
                     _check_model(row, rows)
-                    store.append(row)
+                    file.append(row)
                     written += 1
                     failed += row["error"] is not None
                     tick(row)
-    return Summary(written, plan.failed + failed, plan.done, folder)
+    return Summary(written, schedule.failed + failed, schedule.done, folder)
 
 
 def _check_model(row: Row, before: list[Row]) -> None:
@@ -118,13 +118,13 @@ def _check_model(row: Row, before: list[Row]) -> None:
             return
 
 
-def _here(units: Iterable[Unit], worker: Worker) -> Iterator[Row]:
-    for unit in units:
-        yield from worker.rows(unit.panel, unit.task, unit.index, unit.cells, unit.before)
+def _here(samples: Iterable[PendingSample], worker: Worker) -> Iterator[Row]:
+    for sample in samples:
+        yield from worker.rows(sample)
 
 
 @contextmanager
-def _bar(plan: Plan, shown: bool) -> Iterator[Tick]:
+def _bar(schedule: Schedule, shown: bool) -> Iterator[Tick]:
     """A progress bar over cells with the time left, or nothing."""
     if not shown:
         yield lambda row: None
@@ -144,7 +144,7 @@ def _bar(plan: Plan, shown: bool) -> Iterator[Tick]:
     )  # fmt: skip
     # Cells come in bursts, a prefill before each: a short window would make the estimate jump.
     with Progress(*columns, speed_estimate_period=600) as bar:
-        task = bar.add_task("starting", total=plan.cells)
+        task = bar.add_task("starting", total=schedule.cells)
         told: set[tuple[str, str]] = set()
 
         def tick(row: Row) -> None:
@@ -152,7 +152,7 @@ def _bar(plan: Plan, shown: bool) -> Iterator[Tick]:
             bar.update(
                 task, advance=1, description=f"{row['task']}{place} {row['method']} {row['column']}"
             )
-            # A sample that fails as a whole fails in every cell: one line says it.
+            # A sample that fails as a whole fails in every cell: it is printed once.
             failed = (row["sample"], str(row["error"]))
             if row["error"] is not None and failed not in told:
                 told.add(failed)

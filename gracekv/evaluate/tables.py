@@ -1,4 +1,4 @@
-"""From rows to blocks: methods x budgets for each group, on paired samples only."""
+"""From rows to tables: methods x budgets for each group, on paired samples only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from gracekv.errors import ConfigError
 from gracekv.evaluate.measures import Measure
-from gracekv.evaluate.result_rows import Row, latest
+from gracekv.evaluate.row_files import Row, latest
 from gracekv.evaluate.statistics import Comparison, Interval, Values, compare, holm, interval
 
 FULL = "full"
@@ -18,7 +18,7 @@ FULL = "full"
 
 @dataclass(frozen=True, slots=True)
 class Title:
-    """What all rows of a block have in common; scores on different scales never meet.
+    """What all rows of a table have in common; scores on different scales never meet.
 
     Attributes:
         model: name and dtype.
@@ -40,8 +40,8 @@ class Title:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """One group's table.
+class Table:
+    """The table of one group of tasks.
 
     Attributes:
         title: what it is about.
@@ -65,9 +65,9 @@ class Block:
     unpaired: int
 
     def ranks(self, column: str, higher: bool) -> dict[str, int]:
-        """1 for the best compressed methods of a column, 2 for the second; equal means share.
+        """1 for the best compressed methods of a column, 2 for the second; ties share.
 
-        Nobody is ranked where all are equal.
+        Empty where all are equal.
         """
         means = {m: self.cells[m, column].mean for m in self.methods if (m, column) in self.cells}
         if len(set(means.values())) < 2:
@@ -76,8 +76,8 @@ class Block:
         return {m: order.index(mean) + 1 for m, mean in means.items() if mean in order}
 
 
-def blocks(rows: Sequence[Row], measure: Measure, against: str | None = None) -> list[Block]:
-    """All blocks that `rows` hold values for.
+def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = None) -> list[Table]:
+    """All tables that `rows` hold values for.
 
     Raises `ConfigError` if rows of one sample and method were made under different settings, or
     `against` names no method.
@@ -97,11 +97,11 @@ def blocks(rows: Sequence[Row], measure: Measure, against: str | None = None) ->
         raise ConfigError(
             f"No rows of the method {against!r}. Methods: {', '.join(sorted(known))}."
         )
-    return [_block(title, values, measure, against) for title, values in found.items()]
+    return [_table(title, values, measure, against) for title, values in found.items()]
 
 
 def _trusted(rows: Sequence[Row]) -> list[Row]:
-    """One row a cell of a table, or an error where two sets of settings would be mixed."""
+    """One row for each cell of a table; `ConfigError` if rows differ in their settings."""
     chosen = list(latest(list(rows)).values())
     seen: dict[tuple[object, ...], Row] = {}
     for row in chosen:
@@ -130,12 +130,12 @@ def _trusted(rows: Sequence[Row]) -> list[Row]:
     return chosen
 
 
-def _block(
+def _table(
     title: Title,
     values: dict[tuple[str, str], dict[tuple[str, int, int], float]],
     measure: Measure,
     against: str | None,
-) -> Block:
+) -> Table:
     methods = tuple(dict.fromkeys(method for method, _ in values))
     columns = tuple(sorted({c for _, c in values if c != FULL}, key=_generosity))
     cells: dict[tuple[str, str], Interval] = {}
@@ -164,13 +164,13 @@ def _block(
         samples = used or set(values[m, FULL])
         cells[m, FULL] = interval(_by_task(values[m, FULL], samples))
     tasks = tuple(dict.fromkeys(task for found in values.values() for task, _, _ in found))
-    return Block(title, tasks, methods, columns, cells, compared, against, unpaired)
+    return Table(title, tasks, methods, columns, cells, compared, against, unpaired)
 
 
 def _by_task(
     values: dict[tuple[str, int, int], float], samples: set[tuple[str, int, int]]
 ) -> list[Values]:
-    """One array a task, samples in order, so that methods can be paired."""
+    """One array for each task, samples in order, so that methods can be paired."""
     tasks = sorted({task for task, _, _ in samples})
     return [
         np.array([values[sample] for sample in sorted(samples) if sample[0] == task])

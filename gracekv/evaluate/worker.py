@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -10,13 +10,13 @@ from typing import Any
 
 from gracekv import compress
 from gracekv.errors import TaskError
-from gracekv.evaluate.experiment import Cell, Panel
-from gracekv.evaluate.fidelity import Forced, compare, force
+from gracekv.evaluate.experiment import Cell, Panel, PendingSample
+from gracekv.evaluate.fidelity import AnswerOutputs, compare, teacher_force
 from gracekv.evaluate.generation import greedy
 from gracekv.evaluate.metrics import score
 from gracekv.evaluate.rendering import Rendered, render
-from gracekv.evaluate.result_rows import Row
-from gracekv.evaluate.rows import costs, failure, who
+from gracekv.evaluate.row_fields import cost_fields, error_fields, known_fields
+from gracekv.evaluate.row_files import Row
 from gracekv.evaluate.sample import Sample
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import Task
@@ -28,7 +28,7 @@ from gracekv.prefill.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Shared:
+class _Prepared:
     """What all cells of one sample have in common.
 
     `compressed` is what was prefilled: the whole prompt, or the part before the question.
@@ -38,7 +38,7 @@ class _Shared:
     rendered: Rendered
     compressed: Prompt
     prefill: Prefill
-    full: Forced | None
+    full: AnswerOutputs | None
 
 
 class Worker:
@@ -58,51 +58,39 @@ class Worker:
         self.sources = sources
         self.marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k != "model_name"}
 
-    def room(self, panel: Panel, task: Task) -> int:
+    def longest_prompt(self, panel: Panel, task: Task) -> int:
         """Most prompt tokens of a sample: the panel's, or what the answer leaves of the model's."""
         if panel.max_prompt is not None:
             return panel.max_prompt
         positions = int(getattr(self.model.config, "max_position_embeddings", 1 << 30))
         return positions - _cap(panel, task)
 
-    def rows(
-        self,
-        panel: Panel,
-        task: Task,
-        index: int,
-        cells: Sequence[Cell],
-        before: str | None = None,
-    ) -> Iterator[Row]:
+    def rows(self, pending: PendingSample) -> Iterator[Row]:
         """One row for each cell, as soon as it is there; a failure is a row with an `error`.
 
-        `before` is the prompt hash of this sample's earlier rows: if the data have changed since,
-        the sample fails, because its rows could not be compared.
+        If earlier rows of this sample have another prompt hash, the data have changed and the
+        sample fails, because its rows could not be compared.
         """
-        known = [who(self.name, self.dtype, panel, task, index, cell) for cell in cells]
+        panel, task, index, cells = pending.panel, pending.task, pending.index, pending.cells
+        known = [known_fields(self.name, self.dtype, panel, task, index, cell) for cell in cells]
         try:
-            shared = self._share(panel, task, index, [c.method.pipeline for c in cells], before)
-            about = self._about(shared, task)
+            prepared = self._prepare(pending)
+            about = self._about(prepared, task)
         except Exception as error:
-            yield from ({**row, **failure(error)} for row in known)
+            yield from ({**row, **error_fields(error)} for row in known)
             return
         for row, cell in zip(known, cells, strict=True):
             try:
-                yield {**row, **about, **self._measure(panel, task, shared, cell)}
+                yield {**row, **about, **self._measure(panel, task, prepared, cell)}
             except Exception as error:
-                yield {**row, **about, **failure(error)}
+                yield {**row, **about, **error_fields(error)}
 
-    def _share(
-        self,
-        panel: Panel,
-        task: Task,
-        index: int,
-        pipelines: Sequence[Pipeline],
-        before: str | None,
-    ) -> _Shared:
+    def _prepare(self, pending: PendingSample) -> _Prepared:
+        panel, task, index = pending.panel, pending.task, pending.index
         sample = task.sample(index, self.sources, self.tokenizer)
-        room = self.room(panel, task)
-        rendered = render(sample, self.tokenizer, room, panel.truncate, panel.answer_words)
-        if before not in (None, rendered.digest):
+        longest = self.longest_prompt(panel, task)
+        rendered = render(sample, self.tokenizer, longest, panel.truncate, panel.answer_words)
+        if pending.prompt_hash not in (None, rendered.digest):
             raise TaskError(
                 f"Sample {index} of {task.name} is not the one that earlier rows in this folder "
                 f"are about: data or tokenizer have changed. Use a new folder."
@@ -118,52 +106,54 @@ class Worker:
                 question_end=spans.context_end,
                 tokenizer=self.tokenizer,
             )
-        needs = reduce(or_, (pipeline.needs() for pipeline in pipelines), Needs())
+        needs = reduce(or_, (cell.method.pipeline.needs() for cell in pending.cells), Needs())
         prefill = capture(self.model, compressed, needs)
         full = None
         if panel.fidelity:
             kept = compress(
                 self.model, compressed, prefill=prefill, ratio=1, pipeline=Pipeline.named("fullkv")
             )
-            full = force(self.model, rendered.prompt.ids, rendered.answer_ids, kept.new_cache())
-        return _Shared(sample, rendered, compressed, prefill, full)
+            full = teacher_force(
+                self.model, rendered.prompt.ids, rendered.answer_ids, kept.new_cache()
+            )
+        return _Prepared(sample, rendered, compressed, prefill, full)
 
-    def _about(self, shared: _Shared, task: Task) -> dict[str, Any]:
-        spans = shared.rendered.prompt.spans
+    def _about(self, prepared: _Prepared, task: Task) -> dict[str, Any]:
+        spans = prepared.rendered.prompt.spans
         return {
-            "prompt_hash": shared.rendered.digest,
+            "prompt_hash": prepared.rendered.digest,
             "source": task.source(self.sources),
             "marks": self.marks,
             "prompt_tokens": spans.length,
             "context_tokens": spans.context_length,
-            "removed_tokens": shared.rendered.removed,
-            "answers": list(shared.sample.answers),
-            "metric": shared.sample.metric,
+            "removed_tokens": prepared.rendered.removed,
+            "answers": list(prepared.sample.answers),
+            "metric": prepared.sample.metric,
         }
 
-    def _measure(self, panel: Panel, task: Task, shared: _Shared, cell: Cell) -> dict[str, Any]:
-        pipeline, prompt = cell.method.pipeline, shared.rendered.prompt
+    def _measure(self, panel: Panel, task: Task, prepared: _Prepared, cell: Cell) -> dict[str, Any]:
+        pipeline, prompt = cell.method.pipeline, prepared.rendered.prompt
         result = compress(
             self.model,
-            shared.compressed,
-            prefill=shared.prefill,
+            prepared.compressed,
+            prefill=prepared.prefill,
             pipeline=pipeline,
             **cell.options(),
         )
-        measured = costs(result.accounting, result.timings, prompt.spans)
-        if shared.full is not None:
-            answer = shared.rendered.answer_ids
-            forced = force(self.model, prompt.ids, answer, result.new_cache())
-            measured["fidelity"] = compare(forced, shared.full, answer)
+        measured = cost_fields(result.accounting, result.timings, prompt.spans)
+        if prepared.full is not None:
+            answer = prepared.rendered.answer_ids
+            forced = teacher_force(self.model, prompt.ids, answer, result.new_cache())
+            measured["fidelity"] = compare(forced, prepared.full, answer)
         if panel.generate:
             cap = _cap(panel, task)
             answer_text = greedy(
-                self.model, self.tokenizer, prompt.ids, result.new_cache(), shared.sample, cap
+                self.model, self.tokenizer, prompt.ids, result.new_cache(), prepared.sample, cap
             )
-            scores = score(shared.sample, answer_text.text)
+            scores = score(prepared.sample, answer_text.text)
             measured |= {
                 "prediction": answer_text.text,
-                "score": scores[shared.sample.metric],
+                "score": scores[prepared.sample.metric],
                 "scores": scores,
                 "new_tokens": answer_text.tokens,
                 "ms_per_token": 1000 * answer_text.seconds / answer_text.tokens,

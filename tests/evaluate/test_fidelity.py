@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gracekv import capture, compress
-from gracekv.evaluate.fidelity import compare, force
+from gracekv.evaluate.fidelity import compare, teacher_force
 from gracekv.evaluate.generation import greedy
 from gracekv.evaluate.sample import Sample
 from gracekv.pipeline import Pipeline
@@ -28,17 +28,20 @@ def cached(model, setting, **options):
 def test_full_cache_is_no_distance_from_itself(model, setting):
     prompt, answer, _ = setting
     full = cached(model, setting, ratio=1, pipeline="fullkv")
-    first = force(model, prompt.ids, answer, full.new_cache())
-    again = compare(force(model, prompt.ids, answer, full.new_cache()), first, answer)
+    first = teacher_force(model, prompt.ids, answer, full.new_cache())
+    again = compare(teacher_force(model, prompt.ids, answer, full.new_cache()), first, answer)
     assert (again["kl"], again["dnll"], again["aoe"], again["top1"]) == (0, 0, 0, 1)
     kept_all = cached(model, setting, ratio=1, pipeline="gracekv")
-    assert compare(force(model, prompt.ids, answer, kept_all.new_cache()), first, answer)["kl"] == 0
+    assert (
+        compare(teacher_force(model, prompt.ids, answer, kept_all.new_cache()), first, answer)["kl"]
+        == 0
+    )
 
 
 def test_full_cache_gives_the_stock_models_likelihoods(model, setting):
     prompt, answer, _ = setting
     full = cached(model, setting, ratio=1, pipeline="fullkv")
-    forced = force(model, prompt.ids, answer, full.new_cache())
+    forced = teacher_force(model, prompt.ids, answer, full.new_cache())
     whole = torch.cat([prompt.ids, answer])[None]
     with torch.no_grad():
         logits = model(whole).logits[0, len(prompt.ids) - 1 : -1]
@@ -49,7 +52,7 @@ def test_full_cache_gives_the_stock_models_likelihoods(model, setting):
 def test_all_tokens_at_once_is_one_by_one(model, setting, pipeline):
     prompt, answer, _ = setting
     result = cached(model, setting, ratio=4, pipeline=pipeline)
-    at_once = force(model, prompt.ids, answer, result.new_cache()).log_probs
+    at_once = teacher_force(model, prompt.ids, answer, result.new_cache()).log_probs
     cache, fed = result.new_cache(), prompt.ids[-1]
     rows = []
     for token in answer:
@@ -61,10 +64,10 @@ def test_all_tokens_at_once_is_one_by_one(model, setting, pipeline):
 
 def test_numbers_are_their_definitions(model, setting):
     prompt, answer, _ = setting
-    full = force(
+    full = teacher_force(
         model, prompt.ids, answer, cached(model, setting, ratio=1, pipeline="fullkv").cache
     )
-    less = force(model, prompt.ids, answer, cached(model, setting, ratio=8).cache)
+    less = teacher_force(model, prompt.ids, answer, cached(model, setting, ratio=8).new_cache())
     got = compare(less, full, answer)
     kl = nll = same = 0.0
     for row, token in enumerate(answer.tolist()):
@@ -83,7 +86,7 @@ def test_numbers_are_their_definitions(model, setting):
 
 def test_hooks_are_gone_afterwards(model, setting):
     prompt, answer, _ = setting
-    force(model, prompt.ids, answer, cached(model, setting, ratio=8).cache)
+    teacher_force(model, prompt.ids, answer, cached(model, setting, ratio=8).new_cache())
     assert not any(layer.self_attn._forward_hooks for layer in model.model.layers)
 
 

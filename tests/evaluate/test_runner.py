@@ -11,7 +11,7 @@ import pytest
 
 from gracekv.errors import ConfigError, TaskError
 from gracekv.evaluate import Experiment, run
-from gracekv.evaluate.result_rows import read_rows
+from gracekv.evaluate.row_files import read_rows
 from gracekv.evaluate.shards import Shard
 
 METHODS = ["fullkv", "gracekv", "gracekv-no-global"]

@@ -16,7 +16,7 @@ from gracekv.evaluate.formats import as_csv, footer, latex, markdown
 from gracekv.evaluate.measures import MEASURES, measure
 from gracekv.evaluate.plots import plot
 from gracekv.evaluate.statistics import compare, holm, interval
-from gracekv.evaluate.tables import blocks
+from gracekv.evaluate.tables import make_tables
 
 SCORE = MEASURES["score"]
 
@@ -127,46 +127,46 @@ def test_holm():
 
 
 def test_blocks_hold_methods_by_budgets():
-    (block,) = blocks(ROWS, SCORE, "ours")
-    assert block.columns == ("2x", "16x")
-    assert block.methods == ("fullkv", "ours", "theirs", "third")
-    assert block.cells["ours", "2x"].mean == 75
-    assert block.cells["fullkv", "full"].mean == 87.5
-    assert block.ranks("2x", True) == {"ours": 1, "theirs": 2}
-    assert block.ranks("16x", True) == {"theirs": 1, "ours": 2}
-    versus = block.against["theirs", "16x"]
+    (table,) = make_tables(ROWS, SCORE, "ours")
+    assert table.columns == ("2x", "16x")
+    assert table.methods == ("fullkv", "ours", "theirs", "third")
+    assert table.cells["ours", "2x"].mean == 75
+    assert table.cells["fullkv", "full"].mean == 87.5
+    assert table.ranks("2x", True) == {"ours": 1, "theirs": 2}
+    assert table.ranks("16x", True) == {"theirs": 1, "ours": 2}
+    versus = table.against["theirs", "16x"]
     assert (versus.wins, versus.ties, versus.losses) == (2, 2, 0)
     assert versus.delta.mean == 25
 
 
 def test_only_samples_that_all_methods_have_are_averaged():
     rows = [r for r in ROWS if (r["method"], r["column"], r["index"]) != ("third", "2x", 0)]
-    (block,) = blocks(rows, SCORE)
-    assert block.cells["ours", "2x"].samples == 3
-    assert block.cells["ours", "2x"].mean == pytest.approx(200 / 3)
-    assert block.cells["ours", "16x"].samples == 4
-    assert block.unpaired == 2
-    assert "2 values left out" in markdown([block], SCORE)
+    (table,) = make_tables(rows, SCORE)
+    assert table.cells["ours", "2x"].samples == 3
+    assert table.cells["ours", "2x"].mean == pytest.approx(200 / 3)
+    assert table.cells["ours", "16x"].samples == 4
+    assert table.unpaired == 2
+    assert "2 values left out" in markdown([table], SCORE)
 
 
 def test_a_failed_method_leaves_the_others_in_the_table():
     failed = {"error": {"type": "BudgetError", "message": "small"}}
     rows = [{**r, **failed} if r["method"] == "third" else r for r in ROWS]
-    (block,) = blocks(rows, SCORE)
-    assert ("third", "2x") not in block.cells
-    assert block.cells["ours", "2x"].samples == 4
+    (table,) = make_tables(rows, SCORE)
+    assert ("third", "2x") not in table.cells
+    assert table.cells["ours", "2x"].samples == 4
     assert "Failed: ruler:cwe, third at 2x: 4 x BudgetError." in footer(rows)
 
 
 def test_rows_of_two_settings_are_not_mixed():
     other = {"protocol": "query_aware", "max_new_tokens": 8}
     with pytest.raises(ConfigError, match=r"different settings \(max_new_tokens\)"):
-        blocks([*ROWS, row("ours", "2x", 0, 1.0, settings=other)], SCORE)
+        make_tables([*ROWS, row("ours", "2x", 0, 1.0, settings=other)], SCORE)
 
 
 def test_rows_of_two_prompts_are_not_mixed():
     with pytest.raises(ConfigError, match="different prompts"):
-        blocks([*ROWS, row("fourth", "2x", 0, 1.0, prompt_hash="other")], SCORE)
+        make_tables([*ROWS, row("fourth", "2x", 0, 1.0, prompt_hash="other")], SCORE)
 
 
 def test_protocols_metrics_and_lengths_have_blocks_of_their_own():
@@ -176,11 +176,11 @@ def test_protocols_metrics_and_lengths_have_blocks_of_their_own():
         row("ours", "2x", 0, 1.0, task="ruler:fwe", length=2048),
         row("ours", "2x", 0, 1.0, task="longbench:trec", metric="classification", length=None),
     ]
-    assert len(blocks([*ROWS, *more], SCORE)) == 4
+    assert len(make_tables([*ROWS, *more], SCORE)) == 4
 
 
 def test_formats_mark_best_and_second():
-    found = blocks(ROWS, SCORE, "ours")
+    found = make_tables(ROWS, SCORE, "ours")
     text = markdown(found, SCORE)
     assert "| ours | **75.0** [" in text
     assert "| theirs | <u>50.0</u> [" in text
@@ -197,7 +197,7 @@ def test_formats_mark_best_and_second():
 
 
 def test_lower_is_better_for_divergence():
-    found = blocks(ROWS, MEASURES["kl"])
+    found = make_tables(ROWS, MEASURES["kl"])
     assert found[0].ranks("2x", MEASURES["kl"].higher) == {"ours": 1, "theirs": 2}
     with pytest.raises(ConfigError, match="Did you mean 'log_kl'"):
         measure("logkl")
@@ -205,24 +205,24 @@ def test_lower_is_better_for_divergence():
 
 def test_nobody_is_best_where_all_are_equal():
     rows = grid({("a", "2x"): [0.5, 0.5], ("b", "2x"): [1.0, 0.0]})
-    assert blocks(rows, SCORE)[0].ranks("2x", True) == {}
+    assert make_tables(rows, SCORE)[0].ranks("2x", True) == {}
 
 
 def test_an_unknown_reference_is_refused():
     with pytest.raises(ConfigError, match="No rows of the method 'nobody'"):
-        blocks(ROWS, SCORE, "nobody")
+        make_tables(ROWS, SCORE, "nobody")
 
 
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_plots(suffix, start):
-    assert plot(blocks(ROWS, SCORE), SCORE, suffix).startswith(start)
+    assert plot(make_tables(ROWS, SCORE), SCORE, suffix).startswith(start)
 
 
 def test_plots_need_ratios_and_a_known_suffix():
     with pytest.raises(ConfigError, match="nothing to plot"):
-        plot(blocks([r for r in ROWS if r["column"] == "full"], SCORE), SCORE)
+        plot(make_tables([r for r in ROWS if r["column"] == "full"], SCORE), SCORE)
     with pytest.raises(ConfigError, match="ends in one of"):
-        plot(blocks(ROWS, SCORE), SCORE, ".gif")
+        plot(make_tables(ROWS, SCORE), SCORE, ".gif")
 
 
 def test_ablations_are_differences_from_the_base():

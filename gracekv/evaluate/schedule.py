@@ -1,73 +1,53 @@
-"""What is still to be run: samples with their missing cells."""
+"""The schedule of a run: samples with the cells that have no row yet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from gracekv.evaluate.experiment import Cell, Experiment, Panel
-from gracekv.evaluate.result_rows import Row, latest
-from gracekv.evaluate.rows import row_key, sample_key
+from gracekv.evaluate.experiment import Experiment, PendingSample
+from gracekv.evaluate.row_fields import row_key, sample_key
+from gracekv.evaluate.row_files import Row, latest
 from gracekv.evaluate.sources import Sources
-from gracekv.evaluate.tasks import Task
 from gracekv.evaluate.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """One sample and the cells that it still needs.
-
-    Attributes:
-        panel: the settings.
-        task: where the sample comes from.
-        index: its number.
-        cells: what is missing, in the panel's order.
-        before: the prompt hash in earlier rows of this sample, or None.
-    """
-
-    panel: Panel
-    task: Task
-    index: int
-    cells: tuple[Cell, ...]
-    before: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Schedule:
     """What a run has to do.
 
     Attributes:
-        units: to run.
-        done: cells that were there before.
+        samples: to run, in order.
+        done: cells that have a row already.
         failed: cells among them that had failed.
     """
 
-    units: tuple[Unit, ...]
+    samples: tuple[PendingSample, ...]
     done: int
     failed: int
 
     @property
     def cells(self) -> int:
         """Cells to run."""
-        return sum(len(unit.cells) for unit in self.units)
+        return sum(len(sample.cells) for sample in self.samples)
 
 
-def make_plan(
+def make_schedule(
     experiment: Experiment,
     rows: Sequence[Row],
     sources: Sources,
     worker: Callable[[], Worker],
     owns: Callable[[int], bool] = lambda number: True,
     retry_failed: bool = False,
-) -> Plan:
-    """Everything that the experiment asks for and `rows` do not hold.
+) -> Schedule:
+    """Everything that the experiment names and `rows` do not hold.
 
     Args:
-        experiment: what is asked for.
-        rows: what exists, of all shards.
+        experiment: what is run.
+        rows: existing rows, of all shards.
         sources: where texts come from.
-        worker: gives the loaded model; only called if the plan needs a tokenizer ("skip").
-        owns: whether the n-th sample is this process's.
+        worker: returns the loaded model; only called if samples are chosen by length ("skip").
+        owns: whether the n-th sample belongs to this process.
         retry_failed: whether failed cells are run again.
 
     Raises `TaskError` if data are missing.
@@ -75,9 +55,9 @@ def make_plan(
     known = latest(list(rows))
     hashes = {row["sample"]: row["prompt_hash"] for row in rows if "prompt_hash" in row}
     name, dtype = experiment.model, experiment.dtype
-    # Panels that ask the same sample under the same settings share its prefill.
-    samples: dict[str, int] = {}
-    units: dict[str, tuple[int, Unit]] = {}
+    # Panels with the same sample under the same settings share its prefill.
+    numbers: dict[str, int] = {}
+    pending: dict[str, tuple[int, PendingSample]] = {}
     seen: set[str] = set()
     done = failed = 0
     for panel in experiment.panels:
@@ -87,11 +67,11 @@ def make_plan(
             indices: Iterable[int] = task.available(panel.samples, sources)
             if panel.truncate == "skip" and task.length is None:
                 loaded = worker()
-                room = loaded.room(panel, task)
-                indices = task.fitting(panel.samples, sources, loaded.tokenizer, room)
+                longest = loaded.longest_prompt(panel, task)
+                indices = task.fitting(panel.samples, sources, loaded.tokenizer, longest)
             for rank, index in enumerate(indices):
                 sample = sample_key(name, dtype, panel, task, index)
-                if not owns(samples.setdefault(sample, len(samples))):
+                if not owns(numbers.setdefault(sample, len(numbers))):
                     continue
                 missing = []
                 for cell in cells:
@@ -106,10 +86,10 @@ def make_plan(
                     done += 1
                     failed += before.get("error") is not None
                 if missing:
-                    earlier = units[sample][1].cells if sample in units else ()
-                    cells_of_sample = (*earlier, *missing)
-                    unit = Unit(panel, task, index, cells_of_sample, hashes.get(sample))
-                    units[sample] = (rank, unit)
+                    earlier = pending[sample][1].cells if sample in pending else ()
+                    every = (*earlier, *missing)
+                    entry = PendingSample(panel, task, index, every, hashes.get(sample))
+                    pending[sample] = (rank, entry)
     # Every task's first sample before any task's second: a run that is cut short is balanced.
-    ordered = sorted(units.values(), key=lambda pair: pair[0])
-    return Plan(tuple(unit for _, unit in ordered), done, failed)
+    ordered = sorted(pending.values(), key=lambda pair: pair[0])
+    return Schedule(tuple(entry for _, entry in ordered), done, failed)

@@ -1,4 +1,4 @@
-"""What a row says: who was run on what, under which settings, and at what cost."""
+"""The fields of a row: method, sample, settings, costs, and what identifies them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import gracekv
 from gracekv.cache import Accounting, Timings
 from gracekv.evaluate.experiment import Cell, Panel
-from gracekv.evaluate.result_rows import Row
+from gracekv.evaluate.row_files import Row
 from gracekv.evaluate.tasks import Task
 from gracekv.prefill import PromptSpans
 
@@ -42,7 +42,7 @@ def row_key(model: str, dtype: str, panel: Panel, task: Task, index: int, cell: 
     )
 
 
-def who(model: str, dtype: str, panel: Panel, task: Task, index: int, cell: Cell) -> Row:
+def known_fields(model: str, dtype: str, panel: Panel, task: Task, index: int, cell: Cell) -> Row:
     """The part of a row that is known before anything is run."""
     return {
         "key": row_key(model, dtype, panel, task, index, cell),
@@ -59,7 +59,7 @@ def who(model: str, dtype: str, panel: Panel, task: Task, index: int, cell: Cell
     }
 
 
-def costs(kept: Accounting, timings: Timings, spans: PromptSpans) -> dict[str, Any]:
+def cost_fields(kept: Accounting, timings: Timings, spans: PromptSpans) -> dict[str, Any]:
     """Entries, bytes and seconds of one compression."""
     return {
         "entries": {
@@ -82,7 +82,7 @@ def costs(kept: Accounting, timings: Timings, spans: PromptSpans) -> dict[str, A
     }
 
 
-def failure(error: Exception) -> dict[str, Any]:
+def error_fields(error: Exception) -> dict[str, Any]:
     """An error as data, with the place in the code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None

@@ -19,7 +19,7 @@ from gracekv.errors import ConfigError
 Row = dict[str, Any]
 
 
-class Store:
+class RowFile:
     """Appends rows to `folder`/rows-NAME.jsonl; a second writer of the same file is refused.
 
     A context manager. Raises `ConfigError` if another process has the file open for writing.
@@ -47,7 +47,7 @@ class Store:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Give the file free for other writers."""
+        """Close the file, which unlocks it for other writers."""
         os.close(self._file)
 
     def __enter__(self) -> Self:
@@ -107,7 +107,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def latest(rows: list[Row]) -> dict[str, Row]:
-    """One row a key: a result rather than a failure, and else the last written."""
+    """One row for each key: a result before a failure, and else the last written."""
     found: dict[str, Row] = {}
     for row in rows:
         before = found.get(row["key"])
@@ -117,7 +117,7 @@ def latest(rows: list[Row]) -> dict[str, Row]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become their names, which no arithmetic takes for 0."""
+    """NaN and infinity, which JSON lacks, become texts, so that no average includes them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
