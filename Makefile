@@ -1,4 +1,4 @@
-# make demo | test | format | docs | figures | clean. Everything runs in .venv, made on first use.
+# make demo | test | gpu | format | docs | figures | clean. Everything runs in .venv, made on first use.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +11,7 @@ PEER := kvpress==0.5.5
 COMPUTES := $(addprefix tests/,segment value tree allocate cache kernels backends rivals \
 	prefill hf/test_batches.py hf/test_compress.py hf/test_decoding.py hf/test_generate_modes.py)
 
-.PHONY: demo test lint types browser unit lowest format docs figures results-page clean
+.PHONY: demo test lint types browser unit lowest gpu format docs figures results-page clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -39,6 +39,10 @@ lowest: $(STAMP)
 	ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=generic \
 	NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba-generic OMP_NUM_THREADS=2 \
 	$(BIN)/pytest -q -n 2 -m "not model" $(COMPUTES)
+
+# What works on this machine's GPU and how fast it is, in ten minutes: benchmarks/results/gpu.md.
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -11,10 +11,8 @@ import argparse
 import math
 import os
 import platform
-import statistics
 import subprocess
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -22,7 +20,8 @@ from typing import Any
 
 import torch
 import transformers
-from decode_shapes import GEOMETRIES, TAIL, Attention, Step, compressed, full_cache, model_of
+from decode_shapes import GEOMETRIES, TAIL, Attention, compressed, full_cache, model_of
+from decode_steps import copy_speed, graphed, interleaved, timed_caches
 from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
@@ -31,48 +30,7 @@ from transformers.cache_utils import Cache
 import gracekv
 from gracekv.backends import Auto
 from gracekv.files import write_atomically
-from gracekv.hf import GraceCache, attach, detach
 from gracekv.hf.smollm2 import load_smollm2
-
-
-def graphed(step: Step, device: str) -> Step:
-    """The step as a CUDA graph; on the CPU the step itself."""
-    if device != "cuda":
-        return step
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-def interleaved(
-    steps: dict[str, Step], device: str, rounds: int, before: Callable[[str], None] | None = None
-) -> dict[str, float]:
-    """Median seconds of each step; each round takes all of them in turn, after `before`(name)."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 2):
-        for name, step in steps.items():
-            if before is not None:
-                before(name)
-            begin = time.perf_counter()
-            step()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if turn >= 2:  # the first rounds build what is held and touch new memory
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
-
-
-def copy_speed(device: str) -> float:
-    """Bytes read and written per second by a large copy."""
-    source = torch.empty(256 << 20, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
-    return 2 * len(source) / interleaved({"": lambda: target.copy_(source)}, device, 9)[""]
 
 
 def attention_rows(
@@ -106,25 +64,6 @@ ATTENTION = (
 )  # fmt: skip
 
 
-def timed_caches(
-    model: Any, caches: dict[str, Cache], batch: int, options: argparse.Namespace
-) -> dict[str, float]:
-    """Median seconds of a forward pass of one token, attached only where the cache is ours."""
-    token = torch.full((batch, 1), 7, device=options.device)
-
-    def switch(name: str) -> None:
-        (attach if isinstance(caches[name], GraceCache) else detach)(model)
-
-    steps = {}
-    for name, cache in caches.items():
-        switch(name)
-        steps[name] = graphed(
-            lambda cache=cache: model(token, past_key_values=cache, logits_to_keep=1),
-            options.device,
-        )
-    return interleaved(steps, options.device, options.rounds, switch)
-
-
 def model_rows(options: argparse.Namespace, model: Any, dtype: torch.dtype) -> Iterable[list[str]]:
     geometry = GEOMETRIES[options.geometry]
     like = torch.empty(0, dtype=dtype, device=options.device)
@@ -140,7 +79,7 @@ def model_rows(options: argparse.Namespace, model: Any, dtype: torch.dtype) -> I
                 caches[f"{ratio}x"] = compressed(geometry, batch, length, ratio, like)
         full = 2 * batch * length * geometry.kv_heads * geometry.dim * dtype.itemsize
         full *= geometry.layers
-        taken = timed_caches(model, caches, batch, options)
+        taken = timed_caches(model, caches, batch, options.device, options.rounds)
         for name, seconds in taken.items():
             cache = caches[name]
             read = sum(x.packed.ragged.kv_bytes for x in cache.layers) if name != "FullKV" else full
@@ -167,7 +106,7 @@ def real_rows(options: argparse.Namespace) -> Iterable[list[str]]:
     for number, (keys, values) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
         full.update(keys[None, :, :-1], values[None, :, :-1], number)
     caches = {"FullKV": full, **{name: result.new_cache() for name, result in results.items()}}
-    taken = timed_caches(model, caches, 1, options)
+    taken = timed_caches(model, caches, 1, options.device, options.rounds)
     for name, seconds in taken.items():
         accounting = next(iter(results.values())).accounting
         packed, held = accounting.full_bytes, 0

@@ -1,0 +1,72 @@
+"""What the parts of `gpu.py` share: the model, prompts, and timing."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from decode_shapes import GEOMETRIES, model_of
+from gpu_report import Rows
+from transformers import AutoModelForCausalLM
+
+import gracekv
+
+
+@dataclasses.dataclass
+class Bench:
+    """Options, rows, and what several parts share."""
+
+    options: argparse.Namespace
+    rows: Rows
+
+    @property
+    def cuda(self) -> bool:
+        return self.options.device == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.cuda else torch.float32
+
+    @functools.cached_property
+    def model(self) -> Any:
+        if self.options.weights:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.options.weights, dtype=self.dtype, local_files_only=True
+            )
+            return model.to(self.options.device).eval()
+        torch.manual_seed(0)
+        geometry = GEOMETRIES[self.options.geometry]
+        model = model_of(geometry, self.dtype, self.options.device)
+        # The default initial weights make attention nearly uniform; these let it choose.
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if name.endswith(("q_proj.weight", "k_proj.weight")):
+                    weight.normal_(std=2.0 * weight.shape[1] ** -0.5)
+                elif name.endswith(("proj.weight", "lm_head.weight")):
+                    weight.normal_(std=weight.shape[1] ** -0.5)
+                elif name.endswith("embed_tokens.weight"):
+                    weight.normal_()
+        return model
+
+    def prompt(self, length: int, vocabulary: int | None = None) -> gracekv.Prompt:
+        rng = torch.Generator().manual_seed(length)
+        size = self.model.config.vocab_size if vocabulary is None else vocabulary
+        ids = torch.randint(0, size, (length,), generator=rng)
+        return gracekv.Prompt.from_ids(ids, (4, length - 36), question_end=length - 4)
+
+    def seconds(self, work: Callable[[], object]) -> tuple[float, float]:
+        """Wall seconds of `work`, and the peak GiB while it runs (0 on a CPU)."""
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        work()
+        if self.cuda:
+            torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() if self.cuda else 0
+        return time.perf_counter() - begin, peak / 2**30

@@ -1,0 +1,162 @@
+"""The parts of `gpu.py` that say whether everything works."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import operator
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_bench import Bench
+from gpu_report import OutOfTime, Row
+
+import gracekv
+from gracekv import recipes
+from gracekv.allocate import Budget
+from gracekv.backends import Auto
+from gracekv.hf import graph_replay
+from gracekv.pipeline import Pipeline
+from gracekv.prefill import Prefill
+from gracekv.testing.attention import attention_problem, check_attention
+from gracekv.testing.models import tiny_llama
+from gracekv.testing.tolerance import TOLERANCES
+
+# float32 products on tensor cores are three tf32 ones; what they leave out is near 1e-6.
+_FLOAT32_ON_GPU = 1e-5
+_GPU_TESTS = ("tests/backends/test_triton_cuda.py", "tests/tree/test_prototype_triton_cuda.py")
+# pytest's exit status where a file is skipped as a whole.
+_NO_TESTS = 5
+
+
+def kernels(bench: Bench) -> None:
+    """Ragged attention against float64, by head dimension and dtype, with and without a mask."""
+    backend = Auto().resolve(torch.device(bench.options.device))
+    cases = [(64, dtype, "none") for dtype in TOLERANCES] + [(64, torch.bfloat16, "bool")]
+    if not bench.options.tiny:
+        cases += [(dim, torch.bfloat16, "none") for dim in (80, 128, 256)]
+        cases += [(128, torch.float32, "none"), (128, torch.bfloat16, "bool")]
+    for dim, dtype, mask in cases:
+
+        def work(dim: int = dim, dtype: torch.dtype = dtype, mask: str = mask) -> Row:
+            problem = attention_problem(
+                dim, [300, 60, 0, 70], dim=dim, group=4, batch=2, tokens=2, tail=33, mask=mask,
+                dtype=dtype, device=bench.options.device,
+            )  # fmt: skip
+            bound = _FLOAT32_ON_GPU if bench.cuda and dtype == torch.float32 else None
+            check_attention(backend, problem, bound=bound)
+            return {}
+
+        labels = {"backend": backend.name, "dim": dim, "dtype": str(dtype)[6:], "mask": mask}
+        bench.rows.measure("kernels", labels, work)
+
+
+def same(bench: Bench) -> None:
+    """The entries that each recipe keeps of one prefill, on the CPU and on the device.
+
+    Scores that tie in float32 may be ordered otherwise by sums in another order, so that single
+    entries differ; more than one in a hundred is a mistake.
+    """
+    model = tiny_llama(layers=2, heads=4, kv_heads=2, dim=64)
+    prompt = bench.prompt(120 if bench.options.tiny else 300, vocabulary=97)
+    pipelines = {name: Pipeline.named(name) for name in recipes.names()}
+    needs = functools.reduce(operator.or_, (pipeline.needs() for pipeline in pipelines.values()))
+    prefill = gracekv.capture(model, prompt, needs)
+    there = moved(prefill, torch.device(bench.options.device))
+    for name, pipeline in pipelines.items():
+
+        def work(pipeline: Pipeline = pipeline) -> Row:
+            kept = [
+                {
+                    (number, row, position)
+                    for number, layer in enumerate(pipeline.run(own, Budget.ratio(4)).cache.layers)
+                    for row in range(layer.heads)
+                    for position in layer.head(row)[2].tolist()
+                }
+                for own in (prefill, there)
+            ]
+            differ = len(kept[0] ^ kept[1]) / 2
+            fine = differ <= 0.01 * len(kept[0])
+            status = "ok" if fine else "failed: other entries"
+            return {"entries": len(kept[0]), "differ": differ, "status": status}
+
+        bench.rows.measure("same", {"recipe": name}, work)
+
+
+def moved(prefill: Prefill, device: torch.device) -> Prefill:
+    """The prefill with all that depends on its length on `device`."""
+
+    def move(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.to(device)
+        if isinstance(x, tuple):
+            return tuple(map(move, x))
+        return {name: move(value) for name, value in x.items()} if isinstance(x, dict) else x
+
+    names = (
+        "keys", "values", "queries", "hidden", "surprisal", "head_outputs", "projected_norms",
+        "projection_norms", "reconstruction", "draft", "logits",
+    )  # fmt: skip
+    return dataclasses.replace(prefill, **{name: move(getattr(prefill, name)) for name in names})
+
+
+def replay(bench: Bench) -> None:
+    """`result.generate` with and without a recorded step: the same tokens, and how fast."""
+    options, model = bench.options, bench.model
+    tokens = 20 if options.tiny else 192
+    for length, rows in product(options.lengths[:1], options.batches[:2]):
+
+        def work(length: int = length, rows: int = rows) -> Row:
+            prompts = [bench.prompt(length - 7 * number) for number in range(rows)]
+            result = gracekv.compress(model, prompts, ratio=options.ratio)
+            suits, found, answers = graph_replay.suits, {}, {}
+            try:
+                for name, replays in (("growing", False), ("replayed", True)):
+                    graph_replay.suits = lambda *_, replays=replays: replays
+                    result.generate_ids(20, eos_token_id=None)  # compiles the kernels
+
+                    def generate(name: str = name) -> None:
+                        answers[name] = result.generate_ids(tokens, eos_token_id=None)
+
+                    seconds, _ = bench.seconds(generate)
+                    found[f"{name} ms/token"] = 1e3 * seconds / tokens
+            finally:
+                graph_replay.suits = suits
+            agreeing = (answers["growing"] == answers["replayed"]).float().mean()
+            # After a tie in bfloat16 two answers part.
+            alike = (answers["growing"] == answers["replayed"])[:, 0].all()
+            status = "ok" if bool(alike) else "failed: other first tokens"
+            suited = suits(model, result.new_cache(), tokens, {})
+            return {**found, "same tokens": float(agreeing), "default": suited, "status": status}
+
+        bench.rows.measure("replay", {"prompt": length, "rows": rows}, work)
+
+
+def tests(bench: Bench) -> None:
+    """The tests that only a GPU can run, with the time that is left."""
+    root = Path(__file__).resolve().parents[1]
+    for path in _GPU_TESTS[: 1 if bench.options.tiny else None]:
+
+        def work(path: str = path) -> Row:
+            missing = [x for x in ("pytest", "hypothesis") if not importlib.util.find_spec(x)]
+            if missing:
+                return {"status": f"left out: {' and '.join(missing)} not installed"}
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
+            try:
+                done = subprocess.run(
+                    command, cwd=root, capture_output=True, text=True, check=False,
+                    timeout=max(1.0, bench.rows.left - 5),
+                )  # fmt: skip
+            except subprocess.TimeoutExpired as error:
+                raise OutOfTime from error
+            lines = [line for line in done.stdout.splitlines() if line]
+            failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+            status = "ok" if done.returncode in (0, _NO_TESTS) else "failed"
+            return {"result": lines[-1], "failures": "; ".join(failed)[:400], "status": status}
+
+        bench.rows.measure("tests", {"file": path}, work)

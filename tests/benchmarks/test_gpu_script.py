@@ -1,0 +1,59 @@
+"""`benchmarks/gpu.py` on a CPU: every part runs, errors and the deadline end rows, not the run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+def run(out, *options):
+    """Rows and page of the script, run as from a bare checkout."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(out), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=out,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = (out / "gpu.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], (out / "gpu.md").read_text()
+
+
+def test_every_part_runs_on_a_cpu(tmp_path):
+    rows, page = run(tmp_path)
+
+    parts = {row["part"] for row in rows}
+    assert parts == {
+        "machine", "kernels", "same", "replay", "compress", "decode", "attention", "profile",
+        "tests",
+    }  # fmt: skip
+    failed = [row for row in rows if row["status"] != "ok"]
+    assert not [row for row in failed if row["part"] != "tests"], failed
+    assert all(f"## {part}" in page for part in parts - {"machine"})
+    assert "CPU" in page
+
+
+def test_the_deadline_leaves_rows_out_and_the_page_is_written(tmp_path):
+    rows, page = run(tmp_path, "--minutes", "0.001", "--parts", "decode,profile")
+
+    assert {row["status"] for row in rows if row["part"] != "machine"} == {"out of time"}
+    assert "out of time" in page
+
+
+def test_an_error_ends_a_row_and_rows_of_an_earlier_run_stay_with_resume(tmp_path):
+    run(tmp_path, "--parts", "attention")
+    missing = tmp_path / "no weights here"
+    rows, _ = run(tmp_path, "--parts", "profile,attention", "--resume", "--weights", str(missing))
+
+    parts = [row["part"] for row in rows]
+    assert parts.count("attention") == 2 * 4
+    assert [row["status"][:6] for row in rows if row["part"] == "profile"] == ["failed"]
