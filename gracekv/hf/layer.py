@@ -203,7 +203,10 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         return buffers[0], buffers[1]
 
     def rows_of(self, batch: int) -> Tensor | None:
-        """`rows` for `batch` rows, each continuation repeated; `CacheError` if they do not fit."""
+        """`rows` int64 [B] for `batch` rows, each continuation repeated.
+
+        Raises `CacheError` if they do not fit.
+        """
         known = self.packed.ragged.sequences if self.rows is None else len(self.rows)
         if batch % known:
             raise CacheError(
