@@ -16,10 +16,12 @@ def main() -> None:
             f"The gracekv command needs {' and '.join(missing)}. Install its extra with: "
             f"pip install 'gracekv[cli]'"
         )
+    from gracekv import saved_commands
     from gracekv.commands import app
-    from gracekv.evaluate.commands import register
+    from gracekv.evaluate import commands as evaluate_commands
 
-    register(app)
+    saved_commands.register(app)
+    evaluate_commands.register(app)
     try:
         app(prog_name="gracekv")
     except GracekvError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -58,13 +60,18 @@ def demo(
 
 @app.command()
 def compress(
+    context: Annotated[Path, typer.Option(help="UTF-8 text file with the long context.")],
+    question: Annotated[
+        str, typer.Option(help="What to ask about it; leave it out to ask the saved cache later.")
+    ] = "",
     model: Annotated[
         str, typer.Option(help="'smollm2' (embedded), or a transformers name or folder.")
-    ],
-    context: Annotated[Path, typer.Option(help="UTF-8 text file with the long context.")],
-    question: Annotated[str, typer.Option(help="What to ask about it.")],
+    ] = "smollm2",
     ratio: Annotated[
         str | None, typer.Option(help="Keep this many times fewer entries (8 if no budget).")
+    ] = None,
+    compression_ratio: Annotated[
+        str | None, typer.Option(help="Remove this fraction of the entries, as kvpress counts.")
     ] = None,
     entries_per_head: Annotated[
         int | None, typer.Option(help="Budget as entries per KV head and layer, on average.")
@@ -76,15 +83,20 @@ def compress(
         str, typer.Option(help="Stands before the context; never compressed.")
     ] = "",
     pipeline: Annotated[
-        str, typer.Option(help="A recipe's name, or a .yaml, .toml or .json file.")
-    ] = recipes.DEFAULT,
+        str | None,
+        typer.Option(
+            help=f"A recipe's name, or a .yaml, .toml or .json file; default: {recipes.DEFAULT}, "
+            f"without a question {recipes.DEFAULT_WITHOUT_QUESTION}."
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 64,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Also write everything to this file.")
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Also write the compressed cache, for gracekv generate.")
+        Path | None,
+        typer.Option(help="Also write the compressed cache, for gracekv ask, chat and generate."),
     ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Also write an HTML page of what was kept where.")
@@ -95,10 +107,17 @@ def compress(
     ] = None,
     imports: Imports = None,
 ) -> None:
-    """Compress one prompt's cache and answer a question over what is left."""
+    """Compress one prompt's cache, and answer a question over what is left or save it."""
     text = read_text(context)
+    if not question and save is None and report is None:
+        raise ConfigError(
+            "There is nothing to do with the cache: add --question, or --save to ask it later, or "
+            "--report."
+        )
     from gracekv.config import load_pipeline
 
+    if pipeline is None:
+        pipeline = recipes.DEFAULT if question else recipes.DEFAULT_WITHOUT_QUESTION
     chosen = load_pipeline(pipeline)
     if compare and report is None:
         raise ConfigError("--compare needs a page to show it on: add --report page.html.")
@@ -108,44 +127,49 @@ def compress(
             f"--pipeline and each --compare must name different pipelines; got {pipeline!r} and "
             f"{', '.join(map(repr, compare or ()))}."
         )
-    if ratio is None and entries_per_head is None and kv_bytes is None:
-        ratio = "8"
+    budget: dict[str, Any] = {
+        "ratio": ratio,
+        "compression_ratio": compression_ratio,
+        "entries_per_head": entries_per_head,
+        "kv_bytes": kv_bytes,
+    }
+    if all(amount is None for amount in budget.values()):
+        budget["ratio"] = "8"
     loaded, tokenizer = _load_model(model, dtype)
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction
     )
-    budget: dict[str, Any] = {
-        "ratio": ratio,
-        "entries_per_head": entries_per_head,
-        "kv_bytes": kv_bytes,
-    }
     results = {}
-    if rivals:
-        # One prefill serves all of them.
-        pipes = {pipeline: chosen, **rivals}
-        needs = reduce(or_, (pipe.needs() for pipe in pipes.values()))
-        prefill = gracekv.capture(loaded, prompt, needs)
-        for name, pipe in pipes.items():
-            results[name] = gracekv.compress(
-                loaded, prompt, prefill=prefill, **budget, pipeline=pipe
+    with _progress() as progress:
+        if rivals:
+            # One prefill serves all of them.
+            pipes = {pipeline: chosen, **rivals}
+            needs = reduce(or_, (pipe.needs() for pipe in pipes.values()))
+            prefill = gracekv.capture(loaded, prompt, needs, progress=progress)
+            for name, pipe in pipes.items():
+                results[name] = gracekv.compress(
+                    loaded, prompt, prefill=prefill, **budget, pipeline=pipe
+                )
+        else:
+            results[pipeline] = gracekv.compress(
+                loaded, prompt, **budget, pipeline=chosen, progress=progress
             )
-        result = results[pipeline]
-    else:
-        result = gracekv.compress(loaded, prompt, **budget, pipeline=chosen)
+    result = results[pipeline]
     if save is not None:
         result.save(save)
-    answer = result.generate(max_new_tokens=max_new_tokens)
+    answers = {}
+    if question:
+        answers = {
+            name: one.generate(max_new_tokens=max_new_tokens) for name, one in results.items()
+        }
+        typer.echo(answers[pipeline])
     if report is not None and rivals:
-        answers = {pipeline: answer}
-        for name in rivals:
-            answers[name] = results[name].generate(max_new_tokens=max_new_tokens)
         gracekv.report.compare(results, report, answers=answers)
     elif report is not None:
-        result.report(report, answer=answer)
+        result.report(report, answer=answers.get(pipeline))
     facts = _facts(result)
-    typer.echo(answer)
     typer.echo(
-        f"\nkept {facts['spent']:,} of {facts['full_entries']:,} context entries "
+        f"\n{pipeline} kept {facts['spent']:,} of {facts['full_entries']:,} context entries "
         f"(budget {facts['budget']:,}); {facts['kv_bytes']:,} bytes of keys and values and "
         f"{facts['metadata_bytes']:,} of metadata, full cache {facts['full_bytes']:,}; "
         f"prefill {facts['seconds']['prefill']:.2f} s, "
@@ -153,30 +177,30 @@ def compress(
         err=True,
     )
     if json_out is not None:
-        record = {"answer": answer, "model": model, "pipeline": chosen.to_dict(), **facts}
+        record = {
+            "answer": answers.get(pipeline),
+            "model": model,
+            "pipeline": chosen.to_dict(),
+            **facts,
+        }
         write_atomically(json_out, (json.dumps(record, indent=2) + "\n").encode())
 
 
-@app.command()
-def generate(
-    cache: Annotated[Path, typer.Argument(help="What gracekv compress --save wrote.")],
-    model: Annotated[
-        str, typer.Option(help="The model it was made with: 'smollm2', or a name or folder.")
-    ],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    imports: Imports = None,
-) -> None:
-    """Answer a saved prompt's question again, without reading its context."""
-    from gracekv.cache.serialization import read_header
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A callback that draws a bar on the terminal while a prompt of several chunks is read."""
+    from rich.console import Console
+    from rich.progress import Progress
 
-    # A file that is no cache is told apart before a model is loaded.
-    read_header(cache)
-    loaded, tokenizer = _load_model(model, dtype)
-    answer = gracekv.load(cache, loaded, tokenizer=tokenizer).generate(
-        max_new_tokens=max_new_tokens
-    )
-    typer.echo(answer if isinstance(answer, str) else "\n\n".join(answer))
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("Reading the context", visible=False)
+
+        def progress(done: int, total: int) -> None:
+            # A prompt of one chunk is done at its first call.
+            bar.update(task, completed=done, total=total, visible=done < total)
+
+        yield progress
 
 
 @app.command("list")

@@ -13,6 +13,8 @@ from gracekv import commands, recipes
 from gracekv.cache import Accounting, Timings
 from gracekv.cli import main
 from gracekv.errors import BudgetError
+from gracekv.hf.conversation import Conversation
+from gracekv.hf.smollm2 import MODEL_NAME
 from gracekv.pipeline import REGISTRIES, Pipeline
 
 
@@ -84,6 +86,8 @@ def test_version_and_help(run):
         ["compress", "-h"],
         ["demo", "-h"],
         ["generate", "-h"],
+        ["ask", "-h"],
+        ["chat", "-h"],
         ["list", "-h"],
     ):
         status, out, _ = run(*argv)
@@ -147,7 +151,7 @@ def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
     )  # fmt: skip
     assert (status, out) == (0, "5 tokens\n")
     assert (tmp_path / "saved").read_text() == "entries"
-    assert "kept 60 of 120 context entries (budget 15)" in err
+    assert "gracekv-plus kept 60 of 120 context entries (budget 15)" in err
     assert "compression 0.75 s" in err
     (call,) = calls
     assert call["model"] == "smollm2:bfloat16"
@@ -167,47 +171,158 @@ def test_other_budgets_replace_the_ratio(run, calls, story):
     base = ("compress", "--model", "m", "--context", story, "--question", "q")
     run(*base, "--entries-per-head", 64)
     run(*base, "--kv-bytes", "64MiB")
-    assert [(c["ratio"], c["entries_per_head"], c["kv_bytes"]) for c in calls] == [
-        (None, 64, None),
-        (None, None, "64MiB"),
+    run(*base, "--compression-ratio", "0.5")
+    names = ("ratio", "entries_per_head", "kv_bytes", "compression_ratio")
+    assert [[call[name] for name in names] for call in calls] == [
+        [None, 64, None, None],
+        [None, None, "64MiB", None],
+        [None, None, None, "0.5"],
     ]
 
 
-def test_a_saved_cache_is_generated_from(run, tmp_path, monkeypatch):
-    """With a real model, tiny: what `generate` prints is what the result says."""
+def test_without_a_question_the_cache_is_saved_to_be_asked_later(run, calls, story, tmp_path):
+    status, out, err = run("compress", "--context", story, "--save", tmp_path / "book")
+    assert (status, out) == (0, "")
+    assert "gracekv-agnostic kept 60" in err
+    (call,) = calls
+    assert (call["model"], call["question"]) == ("smollm2:float32", "")
+    assert call["pipeline"] == Pipeline.default(question=False)
+    status, _, err = run("compress", "--context", story)
+    assert status == 2
+    assert "nothing to do with the cache: add --question" in err
+
+
+def test_an_interrupt_leaves_no_trace(run, calls, story, tmp_path, monkeypatch):
+    def interrupted(*args, **options):
+        options["progress"](1024, 4096)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gracekv, "compress", interrupted, raising=False)
+    status, out, err = run("compress", "--context", story, "--save", tmp_path / "book")
+    assert status != 0
+    assert out == ""
+    assert "Traceback" not in err
+    assert not (tmp_path / "book").exists()
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """Every name leads to a tiny model; returns the names and dtypes that were asked for."""
+    from gracekv.hf import loading
     from gracekv.testing.models import tiny_llama
+    from gracekv.testing.tokenizers import tiny_tokenizer
 
-    class Numbers:
-        def decode(self, ids, skip_special_tokens):
-            return " ".join(map(str, ids.tolist()))
+    model, tokenizer = tiny_llama(vocabulary=2000, positions=4096), tiny_tokenizer()
+    seen = []
 
-        def get_vocab(self):
-            return {str(i): i for i in range(97)}
+    def load_model(name, dtype):
+        seen.append((name, dtype))
+        return model, tokenizer
 
-    model, tokenizer, path = tiny_llama(), Numbers(), tmp_path / "cache"
-    monkeypatch.setattr(commands, "_load_model", lambda name, dtype: (model, tokenizer))
+    monkeypatch.setattr(loading, "load_model", load_model)
+    return SimpleNamespace(seen=seen, model=model, tokenizer=tokenizer)
+
+
+@pytest.fixture
+def book(loads, tmp_path):
+    """A saved context without a question, and its path."""
+    prompt = gracekv.Prompt.from_chat(loads.tokenizer, context="Alice fell. " * 40)
+    result = gracekv.compress(loads.model, prompt, ratio=2)
+    result.save(tmp_path / "book")
+    return result, tmp_path / "book"
+
+
+def test_a_saved_cache_is_generated_from(run, loads, tmp_path):
+    """With a real model, tiny: what `generate` prints is what the result says."""
     prompts = [
-        gracekv.Prompt.from_ids(torch.arange(n) % 97, (2, n - 9), tokenizer=tokenizer)
-        for n in (80, 120)
+        gracekv.Prompt.from_chat(loads.tokenizer, context="Alice fell. " * n, question="Who?")
+        for n in (20, 30)
     ]
-    one = gracekv.compress(model, prompts[0], ratio=2)
+    path = tmp_path / "cache"
+    one = gracekv.compress(loads.model, prompts[0], ratio=2)
     one.save(path)
     assert run("generate", path, "--model", "m", "--max-new-tokens", 5) == (
         0,
         one.generate(5) + "\n",
         "",
     )
-    both = gracekv.compress(model, prompts, ratio=2)
+    assert loads.seen == [("m", "float32")]
+    both = gracekv.compress(loads.model, prompts, ratio=2)
     both.save(path)
     _, out, _ = run("generate", path, "--model", "m", "--max-new-tokens", 5)
     assert out == "\n\n".join(both.generate(5)) + "\n"
-
-
-def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(run, story, monkeypatch):
-    monkeypatch.setattr(commands, "_load_model", lambda name, dtype: pytest.fail("loaded"))
-    status, _, err = run("generate", story, "--model", "m")
+    status, _, err = run("ask", path, "Who?", "--model", "m")
     assert status == 2
-    assert "SavedCacheError: Cannot read the saved cache" in err
+    assert "PromptError: A batch holds several contexts" in err
+
+
+def test_a_saved_context_is_asked(run, loads, book):
+    result, path = book
+    status, out, _ = run("ask", path, "Who fell?", "--model", "m", "--max-new-tokens", 5)
+    assert (status, out) == (0, result.ask("Who fell?", 5) + "\n")
+    _, out, _ = run("ask", path, "Who fell?", "Why?", "--model", "m", "--max-new-tokens", 5)
+    first, second = result.ask(["Who fell?", "Why?"], 5)
+    assert out == f"> Who fell?\n{first}\n\n> Why?\n{second}\n\n"
+    status, _, err = run("ask", path, " ", "--model", "m")
+    assert status == 2
+    assert "A question is a text that is not empty" in err
+
+
+def test_the_file_names_its_model(run, loads, book):
+    result, path = book
+    status, _, err = run("ask", path, "Who fell?")
+    assert status == 2
+    assert "does not name its model. Give it with --model" in err
+    for name, wanted in (("somebody/a-model", "somebody/a-model"), (MODEL_NAME, "smollm2")):
+        loads.model.config.name_or_path = name
+        result.save(path)
+        assert run("ask", path, "Who fell?", "--max-new-tokens", 2)[0] == 0
+        assert loads.seen[-1] == (wanted, "float32")
+
+
+def test_a_conversation_keeps_its_history(run, loads, book, monkeypatch):
+    result, path = book
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who fell?\n\nWhy?\n"))
+    status, out, _ = run("chat", path, "--model", "m", "--max-new-tokens", 5)
+    with result.chat() as chat:
+        answers = [chat.ask("Who fell?", 5), chat.ask("Why?", 5)]
+    assert (status, out) == (0, "".join(f"{answer}\n\n" for answer in answers) + "\n")
+
+
+def test_an_interrupt_stops_the_answer_and_then_the_conversation(run, loads, book, monkeypatch):
+    result, path = book
+    said = iter(["Who fell?", "Why?", KeyboardInterrupt()])
+
+    def spoken(prompt):
+        line = next(said)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", spoken)
+    ask = Conversation.ask
+
+    def interrupted(self, question, *args, **options):
+        stream = ask(self, question, *args, **options)
+        if question == "Who fell?":
+            yield next(stream)
+            stream.close()
+            raise KeyboardInterrupt
+        yield from stream
+
+    monkeypatch.setattr(Conversation, "ask", interrupted)
+    status, out, err = run("chat", path, "--model", "m", "--max-new-tokens", 5)
+    assert status == 0
+    assert "question and its answer are forgotten" in err
+    assert result.ask("Why?", 5) in out
+
+
+def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(run, story, loads):
+    for argv in (("generate", story), ("ask", story, "Who?"), ("chat", story)):
+        status, _, err = run(*argv)
+        assert status == 2
+        assert "SavedCacheError: Cannot read the saved cache" in err
+    assert not loads.seen
 
 
 BAD = [
@@ -243,7 +358,7 @@ def test_demo_plot_and_tables():
 
     from gracekv import demo
 
-    results = [(f"GraceKV {x}x", FakeResult(None, x)) for x in demo.RATIOS]
+    results = [(f"gracekv-plus {x}x", FakeResult(None, x)) for x in demo.RATIOS]
     assert demo.entries_plot(results).startswith(b"\x89PNG")
     trials = [demo.Trial(name, result, "it says drink me", 0.05) for name, result in results]
     console = Console(width=200, record=True, file=io.StringIO())

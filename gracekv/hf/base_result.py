@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from gracekv import recipes
 from gracekv.cache import Accounting, RaggedCache, Timings
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
@@ -166,7 +167,8 @@ class BaseResult(ABC):
         full = heads * sum(prompt.spans.context_length for prompt in self.prompts)
         batch = f"{len(self.prompts)} prompts, " if self.is_batch else ""
         return (
-            f"{type(self).__name__}({type(self.model).__name__}, {batch}"
+            f"{type(self).__name__}({type(self.model).__name__}, "
+            f"{recipes.label(self.pipeline)!r}, {batch}"
             f"{sum(len(prompt.ids) for prompt in self.prompts):,} tokens, "
             f"{kept.spent:,} of {full:,} context entries, {kept.bytes:,} of "
             f"{kept.full_bytes:,} bytes)"

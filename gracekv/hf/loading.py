@@ -7,6 +7,8 @@ from typing import Any
 from gracekv.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
+EMBEDDED = "smollm2"
+"""The name of the model that comes as a wheel."""
 
 
 def load_model(name: str, dtype: str = "float32", device: str | None = None) -> tuple[Any, Any]:
@@ -25,7 +27,7 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
     if dtype not in DTYPES:
         raise ConfigError(f"dtype takes one of {', '.join(DTYPES)}; got {dtype!r}.")
     weights = getattr(torch, dtype)
-    if name == "smollm2":
+    if name == EMBEDDED:
         from gracekv.hf.smollm2 import load_smollm2
 
         model, tokenizer = load_smollm2(weights)
@@ -42,3 +44,15 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer
+
+
+def name_of(saved: str) -> str:
+    """What `load_model` takes for the model name that a saved cache holds.
+
+    Raises `ConfigError` if the file holds none.
+    """
+    from gracekv.hf.smollm2 import MODEL_NAME
+
+    if not saved:
+        raise ConfigError("The saved cache does not name its model. Give it with --model.")
+    return EMBEDDED if saved == MODEL_NAME else saved

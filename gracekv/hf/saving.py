@@ -60,7 +60,7 @@ class SavedPrompt:
         kept = header["accounting"]
         spans = PromptSpans(**header["spans"])
         return cls(
-            Prompt(ids, spans, None, tokenizer, *header["format"]),
+            Prompt(ids, spans, None, tokenizer, *header.get("format", ())),
             BudgetPlan(**header["plan"]),
             Accounting(**(kept | {"entries": torch.tensor(kept["entries"])})),
             Timings(**header["timings"]),

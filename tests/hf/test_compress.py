@@ -223,11 +223,13 @@ def test_details_are_kept_on_demand(model, prompt, result):
 def test_results_print_in_one_line(model, prompt, result):
     kept = result.accounting
     assert repr(result) == (
-        f"CompressionResult(LlamaForCausalLM, 150 tokens, {kept.spent} of 804 context entries, "
-        f"{kept.bytes:,} of {kept.full_bytes:,} bytes)"
+        f"CompressionResult(LlamaForCausalLM, 'gracekv-plus', 150 tokens, {kept.spent} of 804 "
+        f"context entries, {kept.bytes:,} of {kept.full_bytes:,} bytes)"
     )
     pair = gracekv.compress(model, [prompt, prompt], ratio=3)
-    assert repr(pair).startswith("BatchResult(LlamaForCausalLM, 2 prompts, 300 tokens, ")
+    assert repr(pair).startswith(
+        "BatchResult(LlamaForCausalLM, 'gracekv-plus', 2 prompts, 300 tokens, "
+    )
 
 
 def test_attached_holds_for_a_block(model, prompt):

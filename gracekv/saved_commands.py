@@ -1,0 +1,104 @@
+"""The subcommands over a saved cache: `generate`, `ask` and `chat`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import gracekv
+from gracekv.errors import PromptError
+from gracekv.options import Imports
+
+if TYPE_CHECKING:
+    from gracekv import BatchResult, CompressionResult
+
+Cache = Annotated[Path, typer.Argument(help="What gracekv compress --save wrote.")]
+Model = Annotated[
+    str | None,
+    typer.Option(help="'smollm2', or a name or folder; default: the one that the file names."),
+]
+Tokens = Annotated[int, typer.Option(min=1, help="Length of an answer.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; default: the file's.")
+]
+
+
+def generate(
+    cache: Cache,
+    model: Model = None,
+    max_new_tokens: Tokens = 64,
+    dtype: Dtype = None,
+    imports: Imports = None,
+) -> None:
+    """Answer a saved prompt's own question again, without reading its context."""
+    answer = _load(cache, model, dtype).generate(max_new_tokens=max_new_tokens)
+    typer.echo(answer if isinstance(answer, str) else "\n\n".join(answer))
+
+
+def ask(
+    cache: Cache,
+    questions: Annotated[list[str], typer.Argument(help="What to ask; may be repeated.")],
+    model: Model = None,
+    max_new_tokens: Tokens = 64,
+    dtype: Dtype = None,
+    imports: Imports = None,
+) -> None:
+    """Ask a context that was saved without a question; it is not read again."""
+    answers = _load(cache, model, dtype).ask(questions, max_new_tokens)
+    if len(questions) == 1:
+        typer.echo(answers[0])
+        return
+    for question, answer in zip(questions, answers, strict=True):
+        typer.echo(f"> {question}\n{answer}\n")
+
+
+def chat(
+    cache: Cache,
+    model: Model = None,
+    max_new_tokens: Tokens = 256,
+    dtype: Dtype = None,
+    imports: Imports = None,
+) -> None:
+    """Talk about a context that was saved without a question.
+
+    Ctrl-C stops an answer; at the prompt, Ctrl-C or Ctrl-D ends the conversation.
+    """
+    terminal = sys.stdin.isatty()
+    with _load(cache, model, dtype).chat() as conversation:
+        while True:
+            try:
+                question = input("> " if terminal else "")
+            except (EOFError, KeyboardInterrupt):
+                typer.echo()
+                return
+            if not question.strip():
+                continue
+            try:
+                for piece in conversation.ask(question, max_new_tokens, stream=True):
+                    typer.echo(piece, nl=False)
+                typer.echo("\n")
+            except KeyboardInterrupt:
+                typer.echo("\n(stopped; this question and its answer are forgotten)", err=True)
+            except PromptError as error:
+                typer.echo(f"{error}", err=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the three commands to the console application."""
+    app.command()(generate)
+    app.command()(ask)
+    app.command()(chat)
+
+
+def _load(cache: Path, model: str | None, dtype: str | None) -> CompressionResult | BatchResult:
+    from gracekv.cache.serialization import read_header
+    from gracekv.hf import loading
+
+    # Reading it first refuses a file that is no cache before a model is loaded.
+    saved = read_header(cache)["model"]
+    name = model or loading.name_of(saved.get("model_name", ""))
+    loaded, tokenizer = loading.load_model(name, dtype or saved["dtype"])
+    return gracekv.load(cache, loaded, tokenizer=tokenizer)
