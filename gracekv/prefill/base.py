@@ -207,7 +207,7 @@ class Prefill:
         model once more, each attending to the captured keys and values up to its own position.
 
         Args:
-            positions: absolute, in any order.
+            positions: P absolute ones, in any order: numbers, or int64 [P].
             layers: which layers' queries are read; None: all.
 
         Returns:
