@@ -9,7 +9,8 @@ PEER := kvpress==0.5.5
 
 # The tests of what computes, without the embedded model.
 COMPUTES := $(addprefix tests/,segment value tree allocate cache kernels backends rivals \
-	prefill hf/test_batches.py hf/test_compress.py hf/test_decoding.py hf/test_generate_modes.py)
+	prefill hf/test_batches.py hf/test_compress.py hf/test_decoding.py hf/test_generate_modes.py \
+	hf/test_threads.py)
 
 .PHONY: demo test lint types browser unit lowest gpu format docs figures results-page clean
 
@@ -30,15 +31,16 @@ browser: $(STAMP)
 	.ci/browser $(BIN)
 
 # Triton interprets or compiles, which it decides once a process; its kernels are tested both ways.
+# A file's tests run in one process, so that its site, model or capture is made once.
 unit: $(STAMP)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/triton_kernels
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
 
 # What computes, once more with the oldest instruction sets and two threads: sums round otherwise.
 lowest: $(STAMP)
 	ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=generic \
 	NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba-generic OMP_NUM_THREADS=2 \
-	$(BIN)/pytest -q -n 2 -m "not model" $(COMPUTES)
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not model" $(COMPUTES)
 
 # What works on this machine's GPU and how fast it is, in ten minutes: benchmarks/results/gpu.md.
 gpu: $(STAMP)

@@ -64,9 +64,8 @@ def test_all_tokens_at_once_is_one_by_one(model, setting, pipeline):
 
 def test_numbers_are_their_definitions(model, setting):
     prompt, answer, _ = setting
-    full = teacher_force(
-        model, prompt.ids, answer, cached(model, setting, ratio=1, pipeline="fullkv").cache
-    )
+    whole = cached(model, setting, ratio=1, pipeline="fullkv")
+    full = teacher_force(model, prompt.ids, answer, whole.new_cache())
     less = teacher_force(model, prompt.ids, answer, cached(model, setting, ratio=8).new_cache())
     got = compare(less, full, answer)
     kl = nll = same = 0.0

@@ -75,7 +75,9 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
                 node = Nodes(*(torch.tensor([x]) for x in (tree, i - a, j - a)))
                 costs = evaluator(node)
                 error = {"rel": 1e-4, "abs": 1e-9 * want.drop(a, b)}
-                for k in range(j - i):
+                # The ends of the interval, and six places inside: the reference is slow.
+                inside = torch.randint(0, j - i, (6,), generator=rng).tolist()
+                for k in sorted({0, j - i - 1, *inside}):
                     assert float(costs.prefix[0, k]) == pytest.approx(
                         want.node(i, i + k + 1), **error
                     )
@@ -84,7 +86,7 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
 
 def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> None:
     region = prefill.spans.region(32)
-    rule = CurvatureDP()
+    rule = CurvatureDP(max_length=40)  # fewer slots to score one by one
     states = prefill.hidden_at(rule.curvature.depths)
     assert prefill.surprisal is not None
     kappa = segment_reference.stable_curvature(states, rule.curvature)
