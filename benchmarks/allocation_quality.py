@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor
 
 from gracekv import Budget, CompressionResult, Pipeline, Prefill, Prompt, capture
-from gracekv.allocate import Frontier, Lagrangian, upper_bound
+from gracekv.allocate import Frontier, Lagrangian, Selection, upper_bound
 from gracekv.cache import RaggedCache
 from gracekv.files import write_atomically
 from gracekv.hf import GraceCache, attach
@@ -166,7 +166,8 @@ def cells(
         start = pipeline.floor.realize(run.forest, candidates, run.plan, None)
         bound, own = upper_bound(Frontier.empty(run.forest, run.plan.base)), upper_bound(start)
         priced = Lagrangian()(start, None)
-        packed = pipeline.pack(prefill, priced, tokens, pipeline.prototype)
+        chosen = Selection.of_frontier(priced)
+        packed = pipeline.pack(prefill, chosen, tokens, pipeline.prototype)
         both = (("greedy", run.frontier, run.cache), ("lagrangian", priced, packed))
         for name, frontier, cache in both:
             if frontier.spent != run.plan.base:

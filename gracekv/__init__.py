@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from gracekv.hf.compress import compress
     from gracekv.hf.load_result import load
     from gracekv.hf.result import CompressionResult
-    from gracekv.pipeline import Pipeline, Run, strategies
+    from gracekv.pipeline import Pipeline, strategies
     from gracekv.prefill import Prefill, PromptSpans
     from gracekv.prefill.capture import capture
     from gracekv.prefill.prompt import Prompt
+    from gracekv.run import Run
 
 __version__ = "0.1.0"
 
@@ -30,7 +31,7 @@ _HOMES = {
     "Prefill": "gracekv.prefill",
     "Prompt": "gracekv.prefill.prompt",
     "PromptSpans": "gracekv.prefill",
-    "Run": "gracekv.pipeline",
+    "Run": "gracekv.run",
     "attached": "gracekv.hf.attention",
     "capture": "gracekv.prefill.capture",
     "compress": "gracekv.hf.compress",

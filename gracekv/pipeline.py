@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from gracekv import recipes
@@ -19,17 +18,18 @@ from gracekv.allocate import (
     BudgetPlan,
     Floor,
     Frontier,
+    NoFloor,
     Quota,
     RecentWindow,
+    Selection,
     upper_bound,
 )
+from gracekv.allocate.top_tokens import token_gains, top_tokens
 from gracekv.backends import BACKENDS, Auto, Backend
 from gracekv.cache import (
     PACKERS,
     Accounting,
     Packer,
-    RaggedCache,
-    RaggedLayer,
     Timings,
 )
 from gracekv.errors import ShapeError
@@ -37,16 +37,17 @@ from gracekv.fit import FITTERS, Fitter, NoFit
 from gracekv.linalg import full_float32
 from gracekv.prefill import Needs, Prefill
 from gracekv.registry import Configurable, Registry
+from gracekv.run import Run, full_bytes, full_run
 from gracekv.segment import SEGMENTERS, Curvature, Partition, Segmenter
 from gracekv.timing import StageClock
 from gracekv.tree import (
     DISTORTIONS,
     REFINERS,
     Distortion,
-    Forest,
     PrototypeRule,
     Refiner,
     TreeContext,
+    Unit,
     build_forest,
 )
 from gracekv.value import (
@@ -79,33 +80,6 @@ def strategies() -> dict[str, dict[str, str]]:
         stage: {name: registry.get(name).summary() for name in registry}
         for stage, registry in REGISTRIES.items()
     }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """What each stage of one pipeline run made; stages that FullKV skips are None.
-
-    Attributes:
-        plan: the budget in entries.
-        partition: slots.
-        relevance: token worth and head sensitivity.
-        forest: all candidate nodes.
-        frontier: which nodes stay.
-        cache: the physical entries.
-        accounting: entries and bytes.
-        timings: seconds per stage.
-        floor: what the floor had bought when the auction began.
-    """
-
-    plan: BudgetPlan
-    partition: Partition | None
-    relevance: Relevance | None
-    forest: Forest | None
-    frontier: Frontier | None
-    cache: RaggedCache
-    accounting: Accounting
-    timings: Timings
-    floor: Frontier | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,15 +186,15 @@ class Pipeline(Configurable):
     def run(self, prefill: Prefill, budget: Budget, partition: Partition | None = None) -> Run:
         """Compress one prefill: segment, value, tree, allocate, pack.
 
-        The paper's two flows: worth rises from tokens to roots, budget falls from roots to leaves.
         With `partition`, slots that were found before for the same region, nothing is segmented.
+        Where slots are single tokens that stay or go, the auction is a top-k, without trees.
 
         Raises `BudgetError` if the budget is too small, `MissingCaptureError` if the prefill was
         captured for another pipeline, `ShapeError` if `partition` covers another region.
         """
         plan = self.plan(prefill, budget)
         if self.keep_all or plan.keeps_all:
-            return _full(prefill, plan)
+            return full_run(prefill, plan)
         clock = StageClock(prefill.keys[0].device)
         region = prefill.spans.region(plan.recent)
         with full_float32(), clock("segment"):
@@ -239,14 +213,15 @@ class Pipeline(Configurable):
                 column_sums = all_column_sums(prefill)
         with full_float32(), clock("tree"):
             quota = self.quota(relevance.scores, plan, column_sums)
-            candidates = self.floor.candidates(relevance.scores, plan)
-            curvature = partition.curvature
-            if curvature is None and self.refine.uses_curvature:
+            forest, candidates, curvature = None, None, partition.curvature
+            grows = not self._selects_tokens(partition)
+            if grows and curvature is None and self.refine.uses_curvature:
                 curvature = Curvature()(prefill)
             # Freed unless the caller holds the prefill, too.
             prefill = prefill.without("hidden")
-            forest = build_forest(
-                TreeContext(
+            if grows:
+                candidates = self.floor.candidates(relevance.scores, plan)
+                context = TreeContext(
                     prefill=prefill,
                     partition=partition,
                     scores=relevance.scores,
@@ -255,71 +230,65 @@ class Pipeline(Configurable):
                     rule=self.prototype,
                     forced=candidates,
                     curvature=curvature,
-                ),
-                self.distortion,
-                self.refine,
-                plan.base if self._prunes(quota) else None,
-            )
+                )
+                limit = plan.base if self._prunes(quota) else None
+                forest = build_forest(context, self.distortion, self.refine, limit)
         with clock("allocate"):
-            start = self.floor.realize(forest, candidates, plan, quota)
-            frontier = self.allocate(start, quota)
-            if self.certify:
-                elastic = bool(getattr(self.allocate, "elastic", False))
-                empty = Frontier.empty(forest, plan.base)
-                bound = upper_bound(empty, quota, elastic=elastic)
-                frontier = replace(frontier, bound=max(bound, frontier.utility))
+            start = frontier = None
+            elastic = bool(getattr(self.allocate, "elastic", False))
+            if forest is None:
+                prices = (relevance.scores, relevance.sensitivity)
+                kept = top_tokens(*prices, plan.base, quota, elastic=elastic)
+                selection = Selection.of_tokens(kept, region.start)
+                utility = float(token_gains(*prices, selection).sum())
+            else:
+                start = self.floor.realize(forest, candidates, plan, quota)
+                frontier = self.allocate(start, quota)
+                if self.certify:
+                    empty = Frontier.empty(forest, plan.base)
+                    bound = upper_bound(empty, quota, elastic=elastic)
+                    frontier = replace(frontier, bound=max(bound, frontier.utility))
+                selection, utility = Selection.of_frontier(frontier, start), frontier.utility
         with full_float32(), clock("pack"):
-            cache = self.pack(prefill, frontier, relevance.scores, self.prototype, column_sums)
+            cache = self.pack(prefill, selection, relevance.scores, self.prototype, column_sums)
         with full_float32(), clock("fit"):
-            fitted = self.fit(prefill, region, cache)
-            cache = fitted.cache
-        entries = frontier.entries_per_head().cpu() + plan.recent
+            cache = self.fit(prefill, region, cache).cache
+        entries = selection.per_head() + plan.recent
         accounting = Accounting(
             budget=plan.total,
             spent=int(entries.sum()),
-            floor_spent=frontier.floor_spent,
+            floor_spent=0 if frontier is None else frontier.floor_spent,
             recent=plan.recent,
             entries=entries,
             bytes=cache.kv_bytes,
             metadata_bytes=cache.metadata_bytes,
-            full_bytes=_full_bytes(prefill),
-            utility=frontier.utility,
-            bound=frontier.bound,
+            full_bytes=full_bytes(prefill),
+            utility=utility,
+            bound=None if frontier is None else frontier.bound,
         )
-        timings = Timings(**prefill.seconds_for(self.needs()), **clock.seconds)
-        return Run(plan, partition, relevance, forest, frontier, cache, accounting, timings, start)
+        return Run(
+            plan=plan,
+            cache=cache,
+            accounting=accounting,
+            timings=Timings(**prefill.seconds_for(self.needs()), **clock.seconds),
+            partition=partition,
+            relevance=relevance,
+            forest=forest,
+            floor=start,
+            frontier=frontier,
+            selection=selection,
+            elastic=elastic,
+        )
+
+    def _selects_tokens(self, partition: Partition) -> bool:
+        """Whether slots are single tokens that stay or go, each at a gain of omega R."""
+        return (
+            partition.slots == partition.region.length
+            and isinstance(self.distortion, Unit)
+            and isinstance(self.floor, NoFloor)
+            and self.allocate.prunable
+            and not self.certify
+        )
 
     def _prunes(self, quota: Tensor | None) -> bool:
         return self.prune and self.allocate.prunable and quota is None and not self.certify
-
-
-def _full(prefill: Prefill, plan: BudgetPlan) -> Run:
-    """Every token as it is."""
-    clock = StageClock(prefill.keys[0].device)
-    covered = prefill.spans.length - 1
-    with clock("pack"):
-        cache = RaggedCache(
-            tuple(
-                RaggedLayer.dense(k[:, :covered], v[:, :covered])
-                for k, v in zip(prefill.keys, prefill.values, strict=True)
-            ),
-            length=covered,
-        )
-    context = prefill.spans.context_length
-    entries = torch.full((prefill.layers, prefill.kv_heads), context)
-    accounting = Accounting(
-        budget=plan.total,
-        spent=int(entries.sum()),
-        floor_spent=0,
-        recent=plan.recent,
-        entries=entries,
-        bytes=cache.kv_bytes,
-        metadata_bytes=cache.metadata_bytes,
-        full_bytes=_full_bytes(prefill),
-    )
-    timings = Timings(**prefill.seconds_for(Needs()), **clock.seconds)
-    return Run(plan, None, None, None, None, cache, accounting, timings)
-
-
-def _full_bytes(prefill: Prefill) -> int:
-    return prefill.layers * prefill.kv_heads * (prefill.spans.length - 1) * prefill.entry_bytes

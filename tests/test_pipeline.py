@@ -13,9 +13,10 @@ from gracekv.allocate import ALLOCATORS, RecentWindow
 from gracekv.allocate.reference import greedy_heap
 from gracekv.backends import Eager
 from gracekv.errors import BudgetError, ConfigError, MissingCaptureError, UnknownStrategyError
-from gracekv.pipeline import REGISTRIES, Run
+from gracekv.pipeline import REGISTRIES
 from gracekv.prefill import Prefill
 from gracekv.registry import Strategy
+from gracekv.run import Run
 from gracekv.testing import synthetic_prefill
 
 

@@ -22,8 +22,9 @@ from gracekv.allocate.operations import Operations
 from gracekv.demo import DOCUMENT, INSTRUCTION, QUESTION
 from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
-from gracekv.pipeline import Pipeline, Run
+from gracekv.pipeline import Pipeline
 from gracekv.prefill import Prefill, depth_layers
+from gracekv.run import Run
 from gracekv.segment import CurvatureDP
 from gracekv.value import MultiHop
 from gracekv.value.attention import attention_sums

@@ -11,6 +11,7 @@ from gracekv.allocate.lagrangian import Lagrangian, upper_bound
 from gracekv.allocate.none import NoFloor
 from gracekv.allocate.per_head import PerHead
 from gracekv.allocate.pyramid import Pyramid
+from gracekv.allocate.selection import Selection
 from gracekv.allocate.singleton import Singleton
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Pyramid",
     "Quota",
     "RecentWindow",
+    "Selection",
     "Singleton",
     "upper_bound",
 ]

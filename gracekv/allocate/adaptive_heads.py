@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.ranking import largest
 from gracekv.allocate.shares import equal_shares, largest_remainder
 from gracekv.hyperparameter import bounded
 
@@ -75,11 +76,4 @@ def winners(scores: Tensor, count: int) -> Tensor:
 
     Ties go to the earlier row, then to the earlier column. `count` is at most G N.
     """
-    if count == 0:
-        return torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
-    # Selecting the smallest winner is linear in time; sorting all scores is not.
-    cut = scores.flatten().topk(count, sorted=False).values.min()
-    above, tied = scores > cut, scores == cut
-    place = tied.flatten().cumsum(0).view_as(tied)
-    tied &= place <= count - above.sum()
-    return (above | tied).sum(dim=1)
+    return largest(scores, count).sum(dim=1)

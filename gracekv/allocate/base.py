@@ -49,14 +49,19 @@ class Frontier:
         )
 
     @property
-    def kept(self) -> Tensor:
-        """bool [V]: nodes that are physical entries: reached and not split further."""
+    def reached(self) -> Tensor:
+        """bool [V]: nodes that an executed operation put into the cache, split later or not."""
         forest = self.forest
         reached = torch.zeros_like(self.split)
         reached[: forest.trees] = self.added
         inner = forest.parent >= 0
         reached[inner] = self.split[forest.parent[inner]]
-        return reached & ~self.split
+        return reached
+
+    @property
+    def kept(self) -> Tensor:
+        """bool [V]: nodes that are physical entries: reached and not split further."""
+        return self.reached & ~self.split
 
     @property
     def spent(self) -> int:

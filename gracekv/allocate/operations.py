@@ -164,25 +164,16 @@ class RemainingBudget:
         Raises `BudgetError` if `start` already holds more than it may, `ShapeError` if the quota
         is not [L, G].
         """
-        left = cls(start.budget, cls._caps(ops, quota)).after(ops, ops.executed(start))
+        caps = check_quota(quota, ops.forest.layers, ops.forest.heads)
+        if caps is not None:
+            caps = caps.flatten().to(device=ops.cost.device, dtype=torch.int64)
+        left = cls(start.budget, caps).after(ops, ops.executed(start))
         if left.total < 0 or (left.per_head is not None and bool((left.per_head < 0).any())):
             raise BudgetError(
                 f"The starting frontier holds more entries than its budget of {start.budget} or a "
                 f"head's quota allows. Realise the floor under the same budget and quota."
             )
         return left
-
-    @staticmethod
-    def _caps(ops: Operations, quota: Tensor | None) -> Tensor | None:
-        if quota is None:
-            return None
-        forest = ops.forest
-        if tuple(quota.shape) != (forest.layers, forest.heads):
-            raise ShapeError(
-                f"A quota is [L, G] = [{forest.layers}, {forest.heads}] entries; got "
-                f"{list(quota.shape)}."
-            )
-        return quota.flatten().to(device=ops.cost.device, dtype=torch.int64)
 
     def after(self, ops: Operations, bought: Tensor) -> RemainingBudget:
         """What is left after the operations `bought` (bool [M])."""
@@ -191,3 +182,12 @@ class RemainingBudget:
             return RemainingBudget(self.total - int(paid.sum()), None)
         spent = torch.zeros_like(self.per_head).index_add_(0, ops.head(), paid)
         return RemainingBudget(self.total - int(spent.sum()), self.per_head - spent)
+
+
+def check_quota(quota: Tensor | None, layers: int, heads: int) -> Tensor | None:
+    """`quota` as it is; raises `ShapeError` unless it is None or [L, G]."""
+    if quota is not None and tuple(quota.shape) != (layers, heads):
+        raise ShapeError(
+            f"A quota is [L, G] = [{layers}, {heads}] entries; got {list(quota.shape)}."
+        )
+    return quota

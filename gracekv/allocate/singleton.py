@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gracekv.allocate.base import FLOORS, Floor, Frontier
 from gracekv.allocate.budget import BudgetPlan
 from gracekv.allocate.operations import Operations, RemainingBudget
+from gracekv.allocate.ranking import where_true
 from gracekv.errors import ShapeError
 from gracekv.hyperparameter import bounded
 from gracekv.ragged import rows_and_steps
 from gracekv.tree.base import Forest
+
+# Operations from which the compiled walk is used: below, Python takes less than 20 ms, and loading
+# the kernel takes longer (benchmarks/results/floor.md).
+_COMPILED = 20_000
 
 
 @final
@@ -31,7 +38,7 @@ class Singleton(Floor):
     candidate even if its relevance alone exceeds `eta`.
 
     Cost: one max pooling and one sort of R [L, G, N], then a walk from each candidate to its
-    root, on the host.
+    root, on the host: compiled where numba is installed.
 
     Attributes:
         alpha: the floor spends at most this share of B_base (paper 0.6).
@@ -119,17 +126,20 @@ def _last_operation(ops: Operations, candidates: Tensor) -> Tensor:
             f"{list(candidates.shape)}. Take candidates and forest from one plan."
         )
     flat = candidates.flatten().to(ops.cost.device)
-    order = torch.sort(flat, descending=True, stable=True).indices
-    order = order[: int((flat > -torch.inf).sum())]
+    wanted = where_true(flat > -torch.inf)
+    wanted = wanted[torch.sort(flat[wanted], descending=True, stable=True).indices]
 
     # Exact nodes hold as many entries as tokens: singletons, and nodes kept as they are.
-    exact = (forest.entries == forest.length).nonzero().flatten()
-    row, within = rows_and_steps(forest.length[exact])
-    holder = exact[row]
-    place = forest.head_of_node()[holder] * tokens + forest.start[holder] - first + within
+    length = forest.length
+    single = where_true(length == 1)
+    whole = where_true((length > 1) & (forest.entries == length))
+    row, within = rows_and_steps(length[whole])
+    holder = torch.cat([single, whole[row]])
+    place = forest.head_of_node()[holder] * tokens + forest.start[holder] - first
+    place[len(single) :] += within
     node_of = torch.full_like(flat, -1, dtype=torch.int64)
     node_of[place] = holder
-    node = node_of[order]
+    node = node_of[wanted]
     node = node[node >= 0]
 
     # A root appears by its own Add, any other node by its parent's Split.
@@ -150,22 +160,44 @@ def _buy_paths(ops: Operations, last: Tensor, budget: int, caps: list[int]) -> T
     for begin, end in reversed(list(zip(ops.bounds[1:-1], ops.bounds[2:], strict=True))):
         above = ops.parent[begin:end][on_path[begin:end]]
         on_path[above] = True
-    local = on_path.nonzero().flatten()
+    local = where_true(on_path)
     number = torch.cumsum(on_path, 0) - 1
     before = ops.parent[local]
-    parent = torch.where(before < 0, -1, number[before.clamp(min=0)]).tolist()
-    cost, head = ops.cost[local].tolist(), ops.head(local).tolist()
+    parent = torch.where(before < 0, -1, number[before.clamp(min=0)])
+    order, parents, costs, heads = (
+        x.cpu().numpy() for x in (number[last], parent, ops.cost[local], ops.head(local))
+    )
+    done = np.zeros(len(local), dtype=bool)
+    if len(local) >= _COMPILED and importlib.util.find_spec("numba") is not None:
+        from gracekv.allocate.paths_numba import buy_paths
 
+        buy_paths(order, parents, costs, heads, budget, np.array(caps), done)
+    else:
+        lists = (order.tolist(), parents.tolist(), costs.tolist(), heads.tolist())
+        done[:] = _buy_paths_in_python(*lists, budget, caps)
+    return local[torch.from_numpy(done).to(local.device)]
+
+
+def _buy_paths_in_python(
+    last: list[int],
+    parent: list[int],
+    cost: list[int],
+    head: list[int],
+    budget: int,
+    caps: list[int],
+) -> list[bool]:
+    """What `gracekv.allocate.paths_numba.buy_paths` marks, where numba is not installed."""
     done = [False] * len(parent)
-    for op in number[last].tolist():
-        path, price, unit = [], 0, head[op]
+    for lowest in last:
+        path, price, op = [], 0, lowest
         while op >= 0 and not done[op]:
             path.append(op)
             price += cost[op]
             op = parent[op]
+        unit = head[lowest]
         if price <= budget and price <= caps[unit]:
             budget -= price
             caps[unit] -= price
-            for bought in path:
-                done[bought] = True
-    return local[torch.tensor(done, dtype=torch.bool, device=local.device)]
+            for op in path:
+                done[op] = True
+    return done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class Accounting:
         bound: certified upper bound of `utility` at this budget, if the allocator computed one.
         backend_bytes: bytes that the attention backend holds beside the packed tensors (indices,
             copies), once it is prepared.
+        held_bytes: all bytes that a result keeps alive, by device: the entries, their metadata,
+            what the backend and the report need, and the prompt's ids. Empty for a run.
     """
 
     budget: int
@@ -39,6 +41,7 @@ class Accounting:
     utility: float = 0.0
     bound: float | None = None
     backend_bytes: int = 0
+    held_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def total(cls, parts: Sequence[Accounting], backend_bytes: int = 0) -> Accounting:

@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 from gracekv import ragged
-from gracekv.allocate.base import Frontier
+from gracekv.allocate.selection import Selection
 from gracekv.errors import ShapeError
 from gracekv.prefill import Prefill
 from gracekv.registry import Registry, Strategy
@@ -233,16 +233,16 @@ class Packer(Strategy, abc.ABC):
     def __call__(
         self,
         prefill: Prefill,
-        frontier: Frontier,
+        selection: Selection,
         scores: Tensor,
         rule: PrototypeRule,
         columns: Tensor | None = None,
     ) -> RaggedCache:
-        """Pack `frontier`.
+        """Pack `selection`.
 
         Args:
             prefill: one sequence.
-            frontier: the kept nodes.
+            selection: the entries that stay.
             scores: R^tok [L, G, N], the weights of merged values.
             rule: how the tokens of one node merge.
             columns: [L, H, T] float32, the attention that each prompt position received, summed

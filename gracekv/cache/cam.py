@@ -12,7 +12,7 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.allocate.base import Frontier
+from gracekv.allocate.selection import Selection
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.evict import best_tokens, gather_tokens
 from gracekv.cache.layout import LayerLayout, layer_layouts
@@ -43,7 +43,7 @@ class CamPacker(Packer):
 
         p_t = clamp(A_t / mean(A_{t+1}, ..., A_{t+m_t}), 0, 1)      ("mean_next").
 
-    A token to which nothing is added is unchanged to the bit. The frontier decides which tokens
+    A token to which nothing is added is unchanged to the bit. The selection decides which tokens
     stay; of a node of several tokens the one of the highest score stays, as with `evict`. Values
     may be added to recent tokens.
 
@@ -73,12 +73,12 @@ class CamPacker(Packer):
     def __call__(
         self,
         prefill: Prefill,
-        frontier: Frontier,
+        selection: Selection,
         scores: Tensor,
         rule: PrototypeRule,
         columns: Tensor | None = None,
     ) -> RaggedCache:
-        """Pack `frontier`; `columns` is required. Raises `MissingCaptureError` without it."""
+        """Pack `selection`; `columns` is required. Raises `MissingCaptureError` without it."""
         if columns is None:
             raise MissingCaptureError(
                 "The packer 'cam' weighs tokens by the attention that they received; pass "
@@ -86,7 +86,7 @@ class CamPacker(Packer):
             )
         layers = tuple(
             self._layer(prefill, layout, scores[layer], columns[layer], layer)
-            for layer, layout in enumerate(layer_layouts(prefill, frontier))
+            for layer, layout in enumerate(layer_layouts(prefill, selection))
         )
         return RaggedCache(layers, length=prefill.spans.length - 1)
 

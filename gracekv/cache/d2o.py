@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.allocate.base import Frontier
+from gracekv.allocate.selection import Selection
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.evict import best_tokens, gather_tokens
 from gracekv.cache.layout import LayerLayout, layer_layouts
@@ -40,7 +40,7 @@ class D2OPacker(Packer):
 
     for keys and values alike; e = exp(1) is the weight of c's similarity to itself. Recent tokens
     may be targets; prefix and suffix never are. Kept tokens that are no target are unchanged to the
-    bit. The frontier decides which tokens stay; of a node of several tokens the one of the highest
+    bit. The selection decides which tokens stay; of a node of several tokens the one of the highest
     score stays, as with `evict`.
 
     Source: Wan et al. (2024), D2O, arXiv:2406.13035, Eqs. 9-12. Ours: one event after prefill, so
@@ -64,14 +64,14 @@ class D2OPacker(Packer):
     def __call__(
         self,
         prefill: Prefill,
-        frontier: Frontier,
+        selection: Selection,
         scores: Tensor,
         rule: PrototypeRule,
         columns: Tensor | None = None,
     ) -> RaggedCache:
         layers = tuple(
             self._layer(prefill, layout, scores[layer], layer)
-            for layer, layout in enumerate(layer_layouts(prefill, frontier))
+            for layer, layout in enumerate(layer_layouts(prefill, selection))
         )
         return RaggedCache(layers, length=prefill.spans.length - 1)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv import ragged
-from gracekv.allocate.base import Frontier
+from gracekv.allocate.selection import Selection
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.prefill import Prefill
@@ -36,13 +36,13 @@ class EvictPacker(Packer):
     def __call__(
         self,
         prefill: Prefill,
-        frontier: Frontier,
+        selection: Selection,
         scores: Tensor,
         rule: PrototypeRule,
         columns: Tensor | None = None,
     ) -> RaggedCache:
         layers = []
-        for layer, layout in enumerate(layer_layouts(prefill, frontier)):
+        for layer, layout in enumerate(layer_layouts(prefill, selection)):
             layers.append(gather_tokens(prefill, layer, layout, best_tokens(layout, scores[layer])))
         return RaggedCache(tuple(layers), length=prefill.spans.length - 1)
 

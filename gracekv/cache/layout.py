@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv import ragged
-from gracekv.allocate.base import Frontier
+from gracekv.allocate.selection import Selection
 from gracekv.prefill import Prefill
 
 
@@ -32,40 +32,28 @@ class LayerLayout:
     origin: int
 
 
-def layer_layouts(prefill: Prefill, frontier: Frontier) -> Iterator[LayerLayout]:
-    """Layouts of all layers; nodes that are kept token by token become one entry a token.
-
-    The last prompt token is left out: decoding feeds it again.
-    """
-    node = torch.nonzero(frontier.kept).flatten()
-    layer = frontier.forest.head_of_node()[node] // prefill.kv_heads
-    counts = torch.bincount(layer, minlength=prefill.layers).tolist()
-    by_layer = node[layer.argsort(stable=True)].split(counts)
-    region = _region(frontier)
-    for layer_index, nodes in enumerate(by_layer):
-        yield _layout(prefill, frontier, layer_index, nodes, region)
+def layer_layouts(prefill: Prefill, selection: Selection) -> Iterator[LayerLayout]:
+    """Layouts of all layers. The last prompt token is left out: decoding feeds it again."""
+    for layer in range(prefill.layers):
+        yield _layout(prefill, selection, layer)
 
 
-def _layout(
-    prefill: Prefill, frontier: Frontier, layer: int, nodes: Tensor, region: tuple[int, int]
-) -> LayerLayout:
-    """Layout of `layer`, whose kept nodes are `nodes` (int64 [V])."""
-    forest, spans, heads = frontier.forest, prefill.spans, prefill.kv_heads
+def _layout(prefill: Prefill, selection: Selection, layer: int) -> LayerLayout:
+    spans, heads = prefill.spans, prefill.kv_heads
     device = prefill.keys[layer].device
-    head = (forest.tree[nodes] // forest.slots % heads).to(device)
-    start, end = forest.start[nodes].to(device), forest.end[nodes].to(device)
-    exact = (forest.entries[nodes] > 1).to(device)
-
-    node, step = ragged.rows_and_steps(torch.where(exact, end - start, 1))
-    head, exact = head[node], exact[node]
-    first = start[node] + step
+    bounds = selection.offsets[layer * heads : (layer + 1) * heads + 1]
+    own = slice(int(bounds[0]), int(bounds[-1]))
+    head = ragged.rows(bounds.diff()).to(device)
+    first = selection.start[own].to(device).long()
+    last = first + 1 if selection.end is None else selection.end[own].to(device).long()
     # Without suffix and recent window the region reaches to the last token, which is left out.
     covered = spans.length - 1
-    last = torch.where(exact, first + 1, end[node]).clamp(max=covered)
-    head, first, last = head[first < last], first[first < last], last[first < last]
+    last = last.clamp(max=covered)
+    inside = first < last
+    head, first, last = head[inside], first[inside], last[inside]
 
     # Positions outside the region are never compressed; they are the same in every head.
-    origin, stop = region
+    origin, stop = selection.region
     fixed = torch.cat(
         [
             torch.arange(0, origin, device=device),
@@ -84,8 +72,3 @@ def _layout(
         offsets=ragged.offsets(counts),
         origin=origin,
     )
-
-
-def _region(frontier: Frontier) -> tuple[int, int]:
-    roots = slice(0, frontier.forest.slots)
-    return int(frontier.forest.start[roots].min()), int(frontier.forest.end[roots].max())

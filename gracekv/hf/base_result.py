@@ -16,10 +16,12 @@ from gracekv.cache import Accounting, RaggedCache, Timings
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.generation import continue_ids, padded_inputs
+from gracekv.hf.held_memory import held_memory
 from gracekv.hf.saving import SavedPrompt, save_result
-from gracekv.pipeline import Pipeline, Run
+from gracekv.pipeline import Pipeline
 from gracekv.plugins import foreign_modules
 from gracekv.prefill.prompt import Prompt
+from gracekv.run import Run
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -113,7 +115,10 @@ class BaseResult(ABC):
     @property
     def accounting(self) -> Accounting:
         """Entries and bytes of all prompts together: [S*L, G] entries, prompt after prompt."""
-        return Accounting.total(self.accountings, backend_bytes=self._cache.held_bytes)
+        total = Accounting.total(self.accountings, backend_bytes=self._cache.held_bytes)
+        ids = [prompt.ids for prompt in self.prompts]
+        held = held_memory(self._cache, self._runs, ids)
+        return dataclasses.replace(total, held_bytes=held)
 
     @property
     def accountings(self) -> tuple[Accounting, ...]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NoReturn
 from gracekv.errors import PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import decode_rows
-from gracekv.pipeline import Run
+from gracekv.run import Run
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -16,12 +16,14 @@ from gracekv.errors import BudgetError, CacheError, ConfigError, PromptError
 from gracekv.hf.batch import BatchResult
 from gracekv.hf.result import CompressionResult
 from gracekv.hf.trim import trim_memory
-from gracekv.pipeline import Pipeline, Run
+from gracekv.pipeline import Pipeline
 from gracekv.prefill import Prefill
 from gracekv.prefill.capture import capture
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
+from gracekv.report.record import released
+from gracekv.run import Run
 
 Number: TypeAlias = int | float | str | Fraction
 
@@ -112,7 +114,8 @@ def compress(
         pipeline: the name of a recipe, or a pipeline of your own; default: "gracekv-plus", or
             "gracekv-agnostic" for a prompt without a question. "gracekv" is the paper's method.
         backend: the attention implementation of decoding; default: the pipeline's.
-        keep_run: keep what the stages made in `result.details`, which takes memory.
+        keep_run: keep what the stages made (scores, trees, selection) in `result.details`;
+            otherwise only what a report shows of it is kept, compactly and on the CPU.
         chunk: prompt tokens that the prefill runs at once; see `capture`.
         memory_limit: most bytes of queries that the prefill holds; see `capture`.
         progress: called with the prompt's tokens done and in all; see `capture`.
@@ -145,8 +148,9 @@ def compress(
         prefills = prefill  # type: ignore[assignment]
     _check_inputs(model, prompts, prefills, pipe, chosen)
     options = {"chunk": chunk, "memory_limit": memory_limit, "progress": progress}
+    finish = (lambda run: run) if keep_run else released
     runs = [
-        _run(model, one, given, pipe, chosen, options)
+        finish(_run(model, one, given, pipe, chosen, options))
         for one, given in zip(prompts, prefills, strict=True)
     ]
     made = BatchResult if is_batch else CompressionResult

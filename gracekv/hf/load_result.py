@@ -17,9 +17,10 @@ from gracekv.errors import ConfigError, SavedCacheError
 from gracekv.hf.batch import BatchResult
 from gracekv.hf.result import CompressionResult
 from gracekv.hf.saving import SavedPrompt, identity
-from gracekv.pipeline import Pipeline, Run
+from gracekv.pipeline import Pipeline
 from gracekv.plugins import missing_modules
 from gracekv.prefill.attention_patch import input_device
+from gracekv.run import Run
 
 # Where the model came from may differ between machines; its computation may not.
 _INFORMATIVE = ("model_name",)
@@ -100,4 +101,4 @@ def _pipeline(path: Path, header: Mapping[str, Any]) -> Pipeline:
 
 
 def _run(saved: SavedPrompt, cache: RaggedCache) -> Run:
-    return Run(saved.plan, None, None, None, None, cache, saved.accounting, saved.timings)
+    return Run(saved.plan, cache, saved.accounting, saved.timings)

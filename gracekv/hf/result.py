@@ -12,8 +12,8 @@ from gracekv.hf.base_result import BaseResult
 from gracekv.hf.conversation import Conversation
 from gracekv.hf.generation import decode_rows
 from gracekv.hf.questions import ask_ids
-from gracekv.pipeline import Run
 from gracekv.prefill.prompt import Prompt
+from gracekv.run import Run
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

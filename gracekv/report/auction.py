@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gracekv.allocate import Frontier, upper_bound
+from gracekv.allocate import Frontier, Selection, upper_bound
 from gracekv.allocate.operations import Operations
-
-if TYPE_CHECKING:
-    from gracekv.pipeline import Pipeline, Run
+from gracekv.allocate.top_tokens import token_gains
+from gracekv.run import Run
+from gracekv.value import Relevance
 
 # Points of the drawn curve, and budgets at which the bound is computed. Source: ours.
 _POINTS = 240
@@ -38,43 +37,48 @@ class AuctionCurve:
     bound: Tensor
 
 
-def auction_curve(run: Run, pipeline: Pipeline) -> AuctionCurve | None:
-    """The curve of `run`, subsampled evenly; None if it holds no forest (FullKV, loaded).
+def auction_curve(run: Run, selection: Selection, relevance: Relevance) -> AuctionCurve:
+    """The curve of `run`, subsampled evenly.
 
     Operations are put in the order of the greedy auction (least unit utility on the path, falling),
     whichever allocator chose them. With a certificate, the bound is computed at a dozen budgets, as
     often as `certify` did; quotas are ignored, which can only raise it.
     """
-    if run.frontier is None:
-        return None
-    frontier = run.frontier
-    ops = Operations.of(frontier.forest)
-    executed = ops.executed(frontier)
-    before = torch.zeros_like(executed) if run.floor is None else ops.executed(run.floor)
-    bought = torch.nonzero(executed).flatten()
-    # What the floor executed has the key +inf and comes first.
-    falling = ops.path_minimum(before)[bought].sort(descending=True, stable=True).indices
-    order = bought[falling]
-    spent = ops.cost[order].cumsum(0).cpu()
-    gained = ops.gain[order].cumsum(0).cpu()
-    at = _subsampled(spent, int(ops.cost[before].sum()))
     zero = torch.zeros(1, dtype=torch.int64)
-    budgets, bounds = zero[:0], zero[:0].double()
-    if frontier.bound is not None:
-        elastic = bool(getattr(pipeline.allocate, "elastic", False))
+    budgets, bounds, floor_entries = zero[:0], zero[:0].double(), 0
+    if run.frontier is None:
+        gains = token_gains(relevance.scores, relevance.sensitivity, selection)
+        gained = gains.sort(descending=True).values.cumsum(0).cpu()
+        spent = torch.arange(1, len(gained) + 1)
+    else:
+        ops = Operations.of(run.frontier.forest)
+        executed = ops.executed(run.frontier)
+        before = torch.zeros_like(executed) if run.floor is None else ops.executed(run.floor)
+        bought = torch.nonzero(executed).flatten()
+        # What the floor executed has the key +inf and comes first.
+        falling = ops.path_minimum(before)[bought].sort(descending=True, stable=True).indices
+        order = bought[falling]
+        spent = ops.cost[order].cumsum(0).cpu()
+        gained = ops.gain[order].cumsum(0).cpu()
+        floor_entries = int(ops.cost[before].sum())
+    at = _subsampled(spent, floor_entries)
+    if run.frontier is not None and run.frontier.bound is not None:
         budgets = torch.linspace(0, run.plan.base, _BOUNDS + 1)[1:].long().unique()
         budgets = budgets[budgets > 0]
-        empty = Frontier.empty(frontier.forest, run.plan.base)
+        empty = Frontier.empty(run.frontier.forest, run.plan.base)
         bounds = torch.tensor(
-            [upper_bound(replace(empty, budget=b), elastic=elastic) for b in budgets.tolist()],
+            [
+                upper_bound(replace(empty, budget=budget), elastic=run.elastic)
+                for budget in budgets.tolist()
+            ],
             dtype=torch.float64,
         )
         # At the whole budget the certificate itself, which knows the quotas.
-        bounds[-1:] = frontier.bound
+        bounds[-1:] = run.frontier.bound
     return AuctionCurve(
         entries=torch.cat([zero, spent[at]]),
         utility=torch.cat([zero.double(), gained[at]]),
-        floor_entries=int(ops.cost[before].sum()),
+        floor_entries=floor_entries,
         bound_entries=budgets,
         bound=bounds,
     )

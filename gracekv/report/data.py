@@ -14,13 +14,16 @@ from torch import Tensor
 from gracekv.cache import Accounting, Timings
 from gracekv.errors import ReportError
 from gracekv.prefill import PromptSpans
-from gracekv.report.auction import AuctionCurve, auction_curve
+from gracekv.report.auction import AuctionCurve
 from gracekv.report.entries import KeptEntries, kept_entries
+from gracekv.report.record import ReportRecord
+from gracekv.report.relevance import CodedRelevance
 from gracekv.report.texts import token_texts
 
 if TYPE_CHECKING:
-    from gracekv.pipeline import Pipeline, Run
+    from gracekv.pipeline import Pipeline
     from gracekv.prefill.prompt import Prompt
+    from gracekv.run import Run
 
 
 class Result(Protocol):
@@ -56,9 +59,8 @@ class ReportColumn:
         pipeline: the strategies, as plain data.
         represents: what an entry stands for, `Packer.represents`.
         entries: what each context entry stands for.
-        slots: int64 [J+1] slot borders, absolute; None also where every token is its own slot.
-        relevance: float32 [L, G, N] of the tokens from the context's start, without the recent
-            window.
+        slots: int32 [J+1] slot borders, absolute; None also where every token is its own slot.
+        relevance: of the tokens from the context's start, without the recent window.
         curve: the auction.
         accounting: entries and bytes.
         timings: seconds.
@@ -70,7 +72,7 @@ class ReportColumn:
     represents: str
     entries: KeptEntries
     slots: Tensor | None
-    relevance: Tensor | None
+    relevance: CodedRelevance | None
     curve: AuctionCurve | None
     accounting: Accounting
     timings: Timings
@@ -166,20 +168,15 @@ def report_column(
 ) -> ReportColumn:
     """The column of a prompt's `run`. Raises `ReportError` as `kept_entries` does."""
     entries = kept_entries(run, spans, pipeline.pack.represents)
-    slots = None
-    if run.partition is not None and bool((run.partition.lengths > 1).any()):
-        slots = run.partition.bounds.cpu()
-    relevance = None
-    if run.relevance is not None:
-        relevance = run.relevance.scores.detach().float().cpu()
+    record = ReportRecord.of(run)
     return ReportColumn(
         label=label,
         pipeline=pipeline.to_dict(),
         represents=pipeline.pack.represents,
         entries=entries,
-        slots=slots,
-        relevance=relevance,
-        curve=auction_curve(run, pipeline),
+        slots=None if record is None else record.slots,
+        relevance=None if record is None else record.relevance,
+        curve=None if record is None else record.curve,
         accounting=run.accounting,
         timings=run.timings,
         answer=answer,

@@ -10,7 +10,6 @@ as variable-length integers (7 bits a byte, the lowest first, the top bit says t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,14 +21,13 @@ from torch import Tensor
 from gracekv.ragged import offsets
 from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
+from gracekv.report.relevance import CodedRelevance
 
 DROPPED, EXACT, MERGED = 0, 1, 2
 
 # Bytes that the relevance of all columns together may take before heads, then layers, are
 # averaged: with the runs, a page of 32K tokens stays below 15 MB. Source: ours.
 _RELEVANCE_BYTES = 7 * 2**20
-# Relevances below this share of the largest are shown as 0. Source: ours.
-_SMALLEST_SHARE = 1e-7
 
 
 @dataclass(slots=True)
@@ -185,38 +183,25 @@ def _varint_sizes(numbers: np.ndarray) -> np.ndarray:
     return sizes
 
 
-def quantised(relevance: Tensor) -> tuple[Tensor, float, float]:
-    """Relevance as uint8 on a logarithmic scale, and the logarithms of what 1 and 255 stand for.
-
-    `relevance` is [..., N], each row in multiples of its mean; 0 stays 0, and so does what is below
-    1e-7 of the largest. Other logarithms are off by at most half a step, (high - low) / 508.
-    """
-    scaled = relevance.double()
-    largest = float(scaled.max()) if scaled.numel() else 0.0
-    if largest <= 0:
-        return torch.zeros(scaled.shape, dtype=torch.uint8), 0.0, 0.0
-    seen = scaled >= largest * _SMALLEST_SHARE
-    high, low = math.log(largest), math.log(float(scaled[seen].min()))
-    step = (high - low) / 254 or 1.0
-    codes = ((scaled.clamp(min=math.exp(low)).log() - low) / step).round() + 1
-    return torch.where(seen, codes, 0).to(torch.uint8), low, high
-
-
 def _relevance(block: Block, number: int, columns: Sequence[ReportColumn]) -> dict[str, Any] | None:
-    relevance = columns[number].relevance
-    if relevance is None:
+    coded = columns[number].relevance
+    if coded is None:
         return None
-    mean = relevance.double().mean(-1, keepdim=True)
-    scaled = torch.where(mean > 0, relevance.double() / mean, 0.0)
-    everything = sum(x.relevance.numel() for x in columns if x.relevance is not None)
+    heads = coded.codes.shape[1]
+    everything = sum(x.relevance.codes.numel() for x in columns if x.relevance is not None)
     if everything > _RELEVANCE_BYTES:
-        scaled, everything = scaled.mean(1, keepdim=True), everything // relevance.shape[1]
-    if everything > _RELEVANCE_BYTES:
-        scaled = scaled.mean(0, keepdim=True)
-    codes, low, high = quantised(scaled)
-    block.add(f"relevance.{number}", codes.numpy().tobytes())
-    layers, heads, length = codes.shape
-    return {"layers": layers, "heads": heads, "length": length, "low": low, "high": high}
+        layers = torch.stack([layer.mean(0, keepdim=True) for layer in coded.decoded()])
+        whole = everything // heads > _RELEVANCE_BYTES
+        coded = CodedRelevance.of(layers.mean(0, keepdim=True) if whole else layers)
+    block.add(f"relevance.{number}", coded.codes.numpy().tobytes())
+    layers_shown, heads, length = coded.codes.shape
+    return {
+        "layers": layers_shown,
+        "heads": heads,
+        "length": length,
+        "low": coded.low,
+        "high": coded.high,
+    }
 
 
 def _curve(column: ReportColumn) -> dict[str, Any] | None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gracekv.allocate.base import Frontier
 from gracekv.cache.base import RaggedCache
 from gracekv.errors import ReportError
 from gracekv.prefill import PromptSpans
-from gracekv.ragged import offsets, rows, rows_and_steps
-
-if TYPE_CHECKING:
-    from gracekv.pipeline import Run
+from gracekv.ragged import offsets, rows
+from gracekv.report.record import ReportRecord
+from gracekv.run import Run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,16 +95,16 @@ def kept_entries(
         spans: of that prompt.
         represents: of its packer, `Packer.represents`.
 
-    Raises `ReportError` if entries are merged and `run` does not hold the frontier (a loaded
-    result), or if the packer did not pack the frontier's nodes in order.
+    Raises `ReportError` if entries are merged and `run` does not say of what (a loaded result), or
+    if the packer did not pack the selected entries in order.
     """
-    cache = run.cache
+    cache, record = run.cache, ReportRecord.of(run)
     region = (spans.context_start, min(spans.context_end, cache.length))
     position, multiplicity, head = _context_entries(cache, region)
     layers, heads = len(cache.layers), cache.layers[0].heads
     starts = offsets(torch.bincount(head, minlength=layers * heads))
     found = KeptEntries(layers, heads, region, starts, position, position + 1, multiplicity)
-    if run.frontier is None:
+    if record is None:
         # Without trees nothing was merged, unless what was merged is not known any more.
         if represents == "node" and run.accounting.spent < run.accounting.entries.numel() * (
             spans.context_length
@@ -118,36 +116,30 @@ def kept_entries(
             )
         return found
 
-    node, start, end = _tree_entries(run.frontier, cache.length)
-    forest = run.frontier.forest
-    in_trees = torch.nonzero(position < int(forest.end[: forest.slots].max())).flatten()
-    here = position[in_trees]
-    if len(here) != len(node) or bool(((here < start) | (here >= end)).any()):
+    in_region = position < record.region[1]
+    depth = torch.where(in_region, 0, -1).to(torch.int16)
+    floor = torch.zeros_like(in_region)
+    chosen = record.selection
+    if chosen is None:
+        return replace(found, depth=depth, floor=floor)
+    start = chosen.start.long()
+    end = start + 1 if chosen.end is None else chosen.end.long()
+    packed, here = start < cache.length, position[in_region]
+    start, end = start[packed], end[packed].clamp(max=cache.length)
+    if len(here) != len(start) or bool(((here < start) | (here >= end)).any()):
         raise ReportError(
-            f"The cache holds {len(here)} entries of the trees, the frontier {len(node)}, or they "
-            f"lie elsewhere: the packer did not keep the frontier's nodes in order, so there is "
-            f"nothing to report. Packers must follow gracekv.cache.Packer."
+            f"The cache holds {len(here)} entries of the trees, the selection {len(start)}, or "
+            f"they lie elsewhere: the packer did not keep the selected entries in order, so there "
+            f"is nothing to report. Packers must follow gracekv.cache.Packer."
         )
     starts, ends = position.clone(), position + 1
     if represents == "node":
-        starts[in_trees], ends[in_trees] = start, end
-    depth = torch.full(position.shape, -1, dtype=torch.int16)
-    depth[in_trees] = forest.level.cpu()[node].to(torch.int16)
-    floor = None
-    if run.floor is not None:
-        floor = torch.zeros(position.shape, dtype=torch.bool)
-        floor[in_trees] = reached(run.floor).cpu()[node]
+        starts[in_region], ends[in_region] = start, end
+    if chosen.level is not None:
+        depth[in_region] = chosen.level[packed]
+    if chosen.from_floor is not None:
+        floor[in_region] = chosen.from_floor[packed]
     return replace(found, start=starts, end=ends, depth=depth, floor=floor)
-
-
-def reached(frontier: Frontier) -> Tensor:
-    """bool [V]: nodes that an executed operation put into the cache, split later or not."""
-    forest = frontier.forest
-    inside = torch.zeros_like(frontier.split)
-    inside[: forest.trees] = frontier.added
-    inner = forest.parent >= 0
-    inside[inner] = frontier.split[forest.parent[inner]]
-    return inside
 
 
 def _context_entries(cache: RaggedCache, region: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,22 +153,3 @@ def _context_entries(cache: RaggedCache, region: tuple[int, int]) -> tuple[Tenso
         parts.append((position[inside], weight[inside], head[inside]))
     position, multiplicity, head = (torch.cat(part) for part in zip(*parts, strict=True))
     return position, multiplicity, head
-
-
-def _tree_entries(frontier: Frontier, covered: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Node and interval of each entry of the trees, by (head, start), on the CPU.
-
-    Nodes that stay token by token are one entry a token; nothing reaches beyond `covered`.
-    """
-    forest = frontier.forest
-    node = torch.nonzero(frontier.kept).flatten()
-    head, start = forest.head_of_node()[node].cpu(), forest.start[node].cpu()
-    end, entries = forest.end[node].cpu(), forest.entries[node].cpu()
-    order = (head * (int(forest.end.max()) + 1) + start).argsort()
-    node, start, end, entries = node.cpu()[order], start[order], end[order], entries[order]
-    which, step = rows_and_steps(entries)
-    exact = entries[which] > 1
-    first = start[which] + step
-    last = torch.where(exact, first + 1, end[which]).clamp(max=covered)
-    inside = first < last
-    return node[which[inside]], first[inside], last[inside]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracekv.errors import MissingDependencyError, ReportError
-from gracekv.report.auction import auction_curve
 from gracekv.report.data import Result, report_column
 from gracekv.report.entries import kept_entries
 from gracekv.report.page import default_label, labelled
+from gracekv.report.record import ReportRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,7 +131,8 @@ def plot_auction(results: Result | Mapping[str, Result]) -> Figure:
     `MissingDependencyError` without matplotlib.
     """
     named = _named(results)
-    curves = {label: auction_curve(r._run, r.pipeline) for label, r in named.items()}
+    records = {label: ReportRecord.of(r._run) for label, r in named.items()}
+    curves = {label: None if r is None else r.curve for label, r in records.items()}
     if without := [label for label, curve in curves.items() if curve is None]:
         raise ReportError(
             f"{', '.join(map(repr, without))} held no auction, or was loaded from a file, which "

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from gracekv.errors import ReportError
 from gracekv.report.data import Result
 from gracekv.report.entries import kept_entries
+from gracekv.report.record import ReportRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class TokenStatus:
         multiplicity: how many tokens the entry weighs as in attention; 0.0 where dropped.
         depth: level of the entry's node in its tree; -1 outside of trees, or unknown.
         floor: the floor bought the entry; None if that is not known.
-        relevance: of the token in this head; None outside of the trees, or unknown.
+        relevance: of the token in this head, to about 3 %; None outside of the trees, or unknown.
     """
 
     layer: int
@@ -107,9 +107,9 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
         holder = torch.full((entries.layers * entries.heads,), -2)
     else:
         holder = entries.entry_of_token(position)
-    relevance: Tensor | None = None
-    if run.relevance is not None and 0 <= position - first < run.relevance.scores.shape[-1]:
-        relevance = run.relevance.scores[..., position - first].flatten().cpu()
+    record, relevance = ReportRecord.of(run), None
+    if record is not None and record.region[0] <= position < record.region[1]:
+        relevance = record.relevance.at(position - record.region[0]).flatten()
     rows = []
     for unit, entry in enumerate(holder.tolist()):
         start, end, weight, depth, floor = -1, -1, 0.0, -1, None

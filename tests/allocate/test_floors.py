@@ -1,3 +1,5 @@
+import importlib.util
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,8 @@ from gracekv.errors import ConfigError, ShapeError
 from gracekv.testing.forests import check_frontier, random_forest
 
 SEEDS = st.integers(0, 2**32 - 1)
+# From how many operations on the compiled walk is used: never, and always.
+COMPILED = [10**9, 0] if importlib.util.find_spec("numba") else [10**9]
 
 
 def draw_worth(layers, heads, count, seed, *, ties):
@@ -71,9 +75,10 @@ def test_candidates_are_scaled_to_the_cap_but_every_head_keeps_one():
     capped=st.booleans(),
     ties=st.booleans(),
     part=st.floats(0, 1),
+    compiled=st.sampled_from(COMPILED),
 )
 def test_realize_matches_the_reference_and_respects_its_caps(
-    seed, alpha, head_cap, capped, ties, part
+    seed, alpha, head_cap, capped, ties, part, compiled
 ):
     forest = random_forest(seed, layers=2, heads=2, slots=2, slot_tokens=9, whole=0.4, prune=0.2)
     count = int(forest.end.max() - forest.start.min())
@@ -83,7 +88,9 @@ def test_realize_matches_the_reference_and_respects_its_caps(
     quota = torch.randint(0, 12, (2, 2), generator=rng) if capped else None
     wanted = draw_worth(2, 2, count, seed, ties=ties)
     wanted[torch.rand(wanted.shape, generator=rng) < 0.4] = -torch.inf
-    fast = floor.realize(forest, wanted, plan, quota)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("gracekv.allocate.singleton._COMPILED", compiled)
+        fast = floor.realize(forest, wanted, plan, quota)
     slow = realize_floor(floor, forest, wanted, plan, quota)
     check_frontier(fast, quota)
     assert torch.equal(fast.added, slow.added)
@@ -91,6 +98,27 @@ def test_realize_matches_the_reference_and_respects_its_caps(
     assert fast.floor_spent == slow.floor_spent == fast.spent
     assert fast.floor_spent <= floor.limit(plan)
     assert (fast.entries_per_head() <= floor.head_limit(plan)).all()
+
+
+@pytest.mark.parametrize("gains", ["normal", "ties"])
+@pytest.mark.parametrize("share", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("capped", [False, True])
+def test_compiled_and_plain_walks_buy_the_same(gains, share, capped, monkeypatch):
+    pytest.importorskip("numba", reason="numba is not installed")
+    forest = random_forest(8, layers=3, heads=2, slots=12, slot_tokens=60, gains=gains, whole=0.1)
+    count = int(forest.end.max() - forest.start.min())
+    plan = plan_for(3, 2, count, int(share * 6 * count))
+    rng = torch.Generator().manual_seed(3)
+    quota = torch.randint(0, count, (3, 2), generator=rng) if capped else None
+    wanted = draw_worth(3, 2, count, 1, ties=gains == "ties")
+    wanted[torch.rand(wanted.shape, generator=rng) < 0.5] = -torch.inf
+    found = []
+    for least in (0, 10**9):
+        monkeypatch.setattr("gracekv.allocate.singleton._COMPILED", least)
+        found.append(Singleton().realize(forest, wanted, plan, quota))
+    assert found[0].floor_spent == found[1].floor_spent > 0
+    assert torch.equal(found[0].added, found[1].added)
+    assert torch.equal(found[0].split, found[1].split)
 
 
 def test_realize_makes_an_affordable_candidate_exact():

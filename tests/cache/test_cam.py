@@ -203,7 +203,7 @@ def test_column_sums_must_be_given():
     prefill = synthetic_prefill(context=60)
     run = pipeline("evict").run(prefill, Budget.ratio(4))
     with pytest.raises(MissingCaptureError, match="all_column_sums"):
-        CamPacker()(prefill, run.frontier, run.relevance.scores, pipeline("cam").prototype)
+        CamPacker()(prefill, run.selection, run.relevance.scores, pipeline("cam").prototype)
     assert EvictPacker.uses_column_sums is False
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.allocate import Frontier
+from gracekv.allocate import Frontier, Selection
 from gracekv.cache import EvictPacker, PrototypePacker
 from gracekv.tree import REFINERS, PrototypeRule, Unit, build_forest
 from support.trees import tree_context
@@ -36,7 +36,7 @@ def test_every_entry_is_an_original_token(seed, refiner, tied):
     frontier = bought(context, seed, refiner)
     worth = (context.scores * 10).round() if tied else context.scores
     prefill, region, forest = context.prefill, context.partition.region, frontier.forest
-    cache = EvictPacker()(prefill, frontier, worth, PrototypeRule())
+    cache = EvictPacker()(prefill, Selection.of_frontier(frontier), worth, PrototypeRule())
     covered = prefill.spans.length - 1
     assert cache.length == covered
     for layer in range(prefill.layers):
@@ -66,7 +66,7 @@ def test_the_last_prompt_token_is_never_packed(packer, refiner):
     everything = Frontier(
         forest, torch.ones(forest.trees, dtype=torch.bool), ~forest.is_leaf, budget=10**6
     )
-    cache = packer(context.prefill, everything, context.scores, context.rule)
+    cache = packer(context.prefill, Selection.of_frontier(everything), context.scores, context.rule)
     for layer in cache.layers:
         for head in range(layer.heads):
             assert layer.head(head)[2].tolist() == list(range(context.prefill.spans.length - 1))
@@ -78,5 +78,7 @@ def test_forest_roots_that_reach_the_end_merge_only_what_is_covered():
     roots = Frontier(
         forest, torch.ones(forest.trees, dtype=torch.bool), torch.zeros(forest.nodes).bool(), 10**6
     )
-    cache = PrototypePacker()(context.prefill, roots, context.scores, context.rule)
+    cache = PrototypePacker()(
+        context.prefill, Selection.of_frontier(roots), context.scores, context.rule
+    )
     assert int(cache.layers[0].positions.max()) < context.prefill.spans.length - 1

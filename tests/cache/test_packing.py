@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.allocate.base import Frontier
+from gracekv.allocate import Frontier, Selection
 from gracekv.cache import PrototypePacker, RaggedCache, RaggedLayer
 from gracekv.errors import ShapeError
 from gracekv.tree import REFINERS, Prototype, TreeContext, build_forest
@@ -31,7 +31,9 @@ def random_frontier(context: TreeContext, seed: int, refiner: str = "binary_extr
 
 
 def pack(context: TreeContext, frontier: Frontier) -> RaggedCache:
-    return PrototypePacker()(context.prefill, frontier, context.scores, context.rule)
+    return PrototypePacker()(
+        context.prefill, Selection.of_frontier(frontier), context.scores, context.rule
+    )
 
 
 @settings(max_examples=15)

@@ -14,6 +14,7 @@ from gracekv import Budget, Pipeline
 from gracekv.allocate.reference import greedy_heap
 from gracekv.cache import PrototypePacker
 from gracekv.prefill import Prefill
+from gracekv.run import Run
 from gracekv.segment import CurvatureDP
 from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeBatch, TreeContext
 from gracekv.tree.engines.reference import ReferenceDistortion, prototype_of
@@ -152,7 +153,7 @@ def test_the_auction_and_the_packed_entries(prefill: Prefill, ratio: int) -> Non
         rule=PrototypeRule(),
     )
     forest, kept = run.frontier.forest, run.frontier.kept
-    packed = PrototypePacker()(prefill, run.frontier, run.relevance.scores, PrototypeRule())
+    packed = PrototypePacker()(prefill, run.selection, run.relevance.scores, PrototypeRule())
     for layer, head in ((0, 0), (prefill.layers - 1, prefill.kv_heads - 1)):
         mine = kept & (forest.head_of_node() == layer * prefill.kv_heads + head)
         nodes = sorted(zip(forest.start[mine].tolist(), forest.end[mine].tolist(), strict=True))

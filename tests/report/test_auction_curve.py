@@ -6,14 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.report import auction
-from gracekv.report.auction import auction_curve
+from gracekv.report.record import ReportRecord
+
+
+def curve_of(result):
+    record = ReportRecord.of(result._run)
+    return None if record is None else record.curve
 
 
 @settings(max_examples=10)
 @given(seed=st.integers(0, 99), ratio=st.sampled_from([2, 4, 8]))
 def test_ends_at_the_accounting(make, seed, ratio):
     result = make("gracekv", ratio, seed=seed)
-    curve, kept = auction_curve(result._run, result.pipeline), result.accounting
+    curve, kept = curve_of(result), result.accounting
     assert (int(curve.entries[0]), float(curve.utility[0])) == (0, 0.0)
     assert int(curve.entries[-1]) == kept.spent - kept.entries.numel() * kept.recent
     assert float(curve.utility[-1]) == pytest.approx(kept.utility, rel=1e-12)
@@ -29,7 +34,7 @@ def test_ends_at_the_accounting(make, seed, ratio):
 def test_falls_in_utility_per_entry_after_the_floor(make, seed):
     # Without a floor every operation costs its unit utility, or passes a poorer one on its path.
     result = make("snapkv", 4, seed=seed)
-    curve = auction_curve(result._run, result.pipeline)
+    curve = curve_of(result)
     slope = curve.utility.diff() / curve.entries.diff()
     # Equal shares force each head to its own cut, but the order is by utility.
     assert (slope.diff() <= 1e-12).all()
@@ -39,7 +44,7 @@ def test_falls_in_utility_per_entry_after_the_floor(make, seed):
 @given(seed=st.integers(0, 99), recipe=st.sampled_from(["gracekv", "gracekv-no-global"]))
 def test_stays_below_its_bound(make, seed, recipe):
     result = make(recipe, 3, seed=seed, fields={"certify": True})
-    curve = auction_curve(result._run, result.pipeline)
+    curve = curve_of(result)
     assert int(curve.bound_entries[-1]) == result._run.plan.base
     assert float(curve.bound[-1]) == result.accounting.bound
     for entries, utility in zip(curve.entries.tolist(), curve.utility.tolist(), strict=True):
@@ -49,9 +54,9 @@ def test_stays_below_its_bound(make, seed, recipe):
 
 def test_is_subsampled_to_what_a_screen_shows(make, monkeypatch):
     result = make("snapkv", 2)
-    whole = auction_curve(result._run, result.pipeline)
+    whole = curve_of(result)
     monkeypatch.setattr(auction, "_POINTS", 12)
-    thin = auction_curve(result._run, result.pipeline)
+    thin = curve_of(result)
     assert len(thin.entries) <= 15 < len(whole.entries)
     assert thin.entries[-1] == whole.entries[-1]
     assert torch.isin(thin.entries, whole.entries).all()
@@ -59,4 +64,4 @@ def test_is_subsampled_to_what_a_screen_shows(make, monkeypatch):
 
 def test_fullkv_held_no_auction(make):
     result = make("fullkv", 1)
-    assert auction_curve(result._run, result.pipeline) is None
+    assert curve_of(result) is None

@@ -39,7 +39,7 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
     assert torch.equal(entries.per_head(), result.accounting.entries)
     assert int(entries.per_head().sum()) == result.accounting.spent
     merges = result.pipeline.pack.represents == "node"
-    for layer, layout in enumerate(layer_layouts(result.prefill, result._run.frontier)):
+    for layer, layout in enumerate(layer_layouts(result.prefill, result._run.selection)):
         packed = result._run.cache.layers[layer]
         for head in range(entries.heads):
             mine = plain(entries)[layer * entries.heads + head]
@@ -127,7 +127,13 @@ def test_fullkv_keeps_every_token(make):
 def loaded(run):
     """What `gracekv.load` gives back of a run."""
     return dataclasses.replace(
-        run, partition=None, relevance=None, forest=None, frontier=None, floor=None
+        run,
+        partition=None,
+        relevance=None,
+        forest=None,
+        frontier=None,
+        floor=None,
+        selection=None,
     )
 
 
@@ -153,5 +159,5 @@ def test_a_packer_that_does_not_follow_the_frontier_is_told(make):
     broken = dataclasses.replace(layer, positions=moved)
     cache = dataclasses.replace(result._run.cache, layers=(broken, *result._run.cache.layers[1:]))
     result._run = dataclasses.replace(result._run, cache=cache)
-    with pytest.raises(ReportError, match="did not keep the frontier's nodes in order"):
+    with pytest.raises(ReportError, match="did not keep the selected entries in order"):
         entries_of(result)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gracekv.report import encoding
 from gracekv.report.data import ReportData
+from gracekv.report.relevance import CodedRelevance
 
 RECIPES = ["gracekv", "snapkv", "chunkkv", "gracekv-no-multiresolution", "fullkv"]
 
@@ -81,23 +82,27 @@ def test_chains_tell_every_tokens_fate(make, recipe, seed, ratio):
 @settings(max_examples=10)
 @given(seed=st.integers(0, 99))
 def test_relevance_is_off_by_half_a_step_at_most(make, seed):
-    worth = make("gracekv", 3, seed=seed)._run.relevance.scores
-    scaled = worth.double() / worth.double().mean(-1, keepdim=True)
-    codes, low, high = encoding.quantised(scaled)
-    step = (high - low) / 254
-    back = torch.where(codes > 0, (low + step * (codes.double() - 1)).exp(), 0.0)
-    seen = scaled >= scaled.max() * 1e-7
-    assert torch.equal(codes > 0, seen)
-    assert ((back[seen] / scaled[seen]).log().abs() <= step / 2 + 1e-9).all()
+    scores = make("gracekv", 3, seed=seed)._run.relevance.scores.double()
+    scaled = scores / scores.mean(-1, keepdim=True)
+    coded = CodedRelevance.of(scores)
+    step, back = (coded.high - coded.low) / 254, coded.decoded()
+    # A margin where rounding decides whether a score is still seen.
+    least = scaled.max() * 1e-7
+    assert ((coded.codes > 0) == (scaled >= least))[(scaled / least - 1).abs() > 1e-9].all()
+    seen = coded.codes > 0
+    assert ((back[seen] / scaled[seen]).log().abs() <= step / 2 + 1e-5).all()
+    token = scores.shape[-1] // 2
+    torch.testing.assert_close(
+        coded.at(token), back[..., token] * scores.mean(-1).float(), rtol=1e-5, atol=0
+    )
     # Seventeen powers of e at most, so a few percent.
     assert math.exp(step / 2) < 1.04
 
 
 def test_relevance_of_nothing():
-    codes, low, high = encoding.quantised(torch.zeros(1, 1, 5))
-    assert (codes.tolist(), low, high) == ([[[0] * 5]], 0.0, 0.0)
-    same, _, _ = encoding.quantised(torch.full((1, 1, 3), 2.0))
-    assert same.tolist() == [[[1, 1, 1]]]
+    nothing = CodedRelevance.of(torch.zeros(1, 1, 5))
+    assert (nothing.codes.tolist(), nothing.low, nothing.high) == ([[[0] * 5]], 0.0, 0.0)
+    assert CodedRelevance.of(torch.full((1, 1, 3), 2.0)).codes.tolist() == [[[1, 1, 1]]]
 
 
 @pytest.mark.parametrize(("limit", "shape"), [(10**9, (2, 2)), (400, (2, 1)), (200, (1, 1))])

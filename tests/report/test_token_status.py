@@ -36,7 +36,9 @@ def test_rows_are_the_entries(make, recipe, seed, data):
         relevance = result._run.relevance
         if relevance is not None and row.relevance is not None:
             at = position - spans.context_start
-            assert row.relevance == float(relevance.scores[row.layer, row.head, at])
+            scores = relevance.scores[row.layer, row.head]
+            # To 4 %, or 0 where it is small beside the largest.
+            assert row.relevance == pytest.approx(float(scores[at]), rel=0.04, abs=1e-5)
 
 
 def test_recent_tokens_have_no_relevance(make):
@@ -75,4 +77,5 @@ def test_relevance_lies_where_its_head_lies(make):
     result = make("gracekv", 3, layers=3, kv_heads=2)
     statuses = token_statuses(result, 30)
     expected = result._run.relevance.scores[..., 30 - result.prompt.spans.context_start]
-    assert torch.tensor([row.relevance for row in statuses]).equal(expected.flatten())
+    found = torch.tensor([row.relevance for row in statuses])
+    torch.testing.assert_close(found, expected.flatten(), rtol=0.04, atol=1e-5)

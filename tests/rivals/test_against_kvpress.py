@@ -119,15 +119,12 @@ def ours(case, recipe, entries, window=WINDOW, **changes):
         if isinstance(scorer, Scorer):
             object.__setattr__(pipeline, name, scorer)
     run = pipeline.run(case.prefill, Budget.entries_per_head(entries))
-    forest, kept = run.frontier.forest, run.frontier.kept
+    chosen = run.selection
     recent = set(range(case.length - run.plan.recent, case.length))
-    found = [set(recent) for _ in range(forest.layers * forest.heads)]
-    for unit, start, end in zip(
-        forest.head_of_node()[kept].tolist(), forest.start[kept].tolist(),
-        forest.end[kept].tolist(), strict=True,
-    ):  # fmt: skip
-        found[unit] |= set(range(start, end))
-    scores = torch.full((forest.layers, forest.heads, case.length), 1e30, dtype=torch.float64)
+    found = [set(recent) for _ in range(chosen.layers * chosen.heads)]
+    for unit, position in zip(chosen.head_of_entry().tolist(), chosen.start.tolist(), strict=True):
+        found[unit].add(position)
+    scores = torch.full((chosen.layers, chosen.heads, case.length), 1e30, dtype=torch.float64)
     region = run.partition.region
     scores[..., region.start : region.end] = run.relevance.scores
     return found, scores

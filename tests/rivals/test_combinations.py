@@ -31,6 +31,14 @@ STAGES = {
 SLOW = {"allocate": {"exact_dp"}}
 
 
+def kept_tokens(run):
+    """bool [L, G, N]."""
+    chosen, kept = run.selection, torch.zeros_like(run.relevance.scores, dtype=torch.bool)
+    token = chosen.start.long() - chosen.region[0]
+    kept.flatten(0, 1)[chosen.head_of_entry(), token] = True
+    return kept
+
+
 def changed(recipe, **fields):
     return Pipeline.from_dict({**recipes.RECIPES[recipe].pipeline, **fields})
 
@@ -70,10 +78,7 @@ def test_snapkvs_score_with_global_allocation():
     check_best_tokens(run, prefill)
     # One cut for all heads: nobody's best dropped token beats anybody's worst kept one.
     scores = run.relevance.scores
-    kept = torch.zeros_like(scores, dtype=torch.bool)
-    forest = run.frontier.forest
-    on = run.frontier.kept
-    kept.view(-1)[forest.head_of_node()[on] * scores.shape[-1] + forest.start[on] - 4] = True
+    kept = kept_tokens(run)
     assert scores[kept].min() >= scores[~kept].max()
     assert len(run.accounting.entries.unique()) > 1
 
@@ -93,9 +98,7 @@ def test_gracekvs_relevance_with_plain_eviction():
     check_selection(run, prefill, recent=32)
     check_best_tokens(run, prefill)
     price = run.relevance.sensitivity[..., None] * run.relevance.scores.double()
-    kept = torch.zeros_like(price, dtype=torch.bool)
-    on, forest = run.frontier.kept, run.frontier.forest
-    kept.view(-1)[forest.head_of_node()[on] * price.shape[-1] + forest.start[on] - 4] = True
+    kept = kept_tokens(run)
     assert price[kept].min() >= price[~kept].max()
     # GraceKV's own trees, of whose coarse nodes only the best token is kept.
     pruned = changed("gracekv", pack="evict").run(prefill, Budget.ratio(6))

@@ -60,7 +60,7 @@ def test_the_budget_is_spent_exactly_and_what_must_stay_stays(name, prefill, rat
     run = run_of(name, prefill, ratio)
     if run is None:
         return
-    if run.forest is None:  # the budget keeps everything
+    if run.selection is None:  # the budget keeps everything
         return
     check_selection(run, prefill, window_of(name, prefill, run))
 
@@ -70,7 +70,7 @@ def test_the_budget_is_spent_exactly_and_what_must_stay_stays(name, prefill, rat
 @given(prefill=prefills(), ratio=st.floats(1.1, 12.0))
 def test_each_head_keeps_its_best_tokens(name, prefill, ratio):
     run = run_of(name, prefill, ratio)
-    if run is None or run.forest is None:
+    if run is None or run.selection is None:
         return
     check_best_tokens(run, prefill)
     if name == "h2o-half":

@@ -8,6 +8,7 @@ from gracekv.cache import Accounting, Timings
 from gracekv.prefill import PromptSpans
 from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
+from gracekv.report.relevance import CodedRelevance
 
 _WORDS = (" the", " rabbit", " ran", " away", ".\n", " because", " it", " was", " late", ",")
 
@@ -69,7 +70,7 @@ def _column(number: int, tokens: int, layers: int, heads: int, kept: int) -> Rep
         represents="node",
         entries=entries,
         slots=torch.arange(begin, begin + tokens + 1, 64),
-        relevance=torch.rand(layers, heads, tokens - 32, generator=rng) ** 6,
+        relevance=CodedRelevance.of(torch.rand(layers, heads, tokens - 32, generator=rng) ** 6),
         curve=None,
         accounting=accounting,
         timings=Timings(),

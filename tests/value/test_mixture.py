@@ -150,6 +150,8 @@ def test_plus_keeps_its_best_tokens_of_all_heads_together():
     assert run.accounting.spent == plan.total
     scores = run.relevance.scores.flatten()
     best = scores.sort(descending=True, stable=True).indices[: plan.base]
-    assert set(best.tolist()) == set(run.frontier.added.nonzero()[:, 0].tolist())
+    places = run.selection.start - run.selection.region[0]
+    places = places + run.selection.head_of_entry() * run.relevance.scores.shape[-1]
+    assert set(best.tolist()) == set(places.tolist())
     # Exact tokens and nothing else.
     assert all(bool((layer.log_multiplicity == 0).all()) for layer in run.cache.layers)

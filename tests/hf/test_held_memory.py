@@ -1,0 +1,80 @@
+"""A result keeps its cache alive, what a report shows, and nothing else of the compression."""
+
+import gc
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv import Prompt
+from gracekv.testing.models import tiny_llama
+
+
+def storages(tensors):
+    """Bytes by address of the tensors' memory."""
+    found = {}
+    for tensor in tensors:
+        if tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def live():
+    """The memory of every tensor that is alive."""
+    gc.collect()
+    return storages(thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor))
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-plus", "gracekv", "snapkv", "cam", "fullkv"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_nothing_else_stays_alive(recipe, rows):
+    model = tiny_llama(layers=3)
+    prompts = [
+        Prompt.from_ids(torch.arange(400 + 9 * row) % 90, context=(10, 380)) for row in range(rows)
+    ]
+    given = prompts[0] if rows == 1 else prompts
+    # What is computed once per process is there after the first call.
+    gracekv.compress(model, given, ratio=8, pipeline=recipe, backend="eager")
+    before = live()
+    result = gracekv.compress(model, given, ratio=8, pipeline=recipe, backend="eager")
+    new = {place: size for place, size in live().items() if place not in before}
+    assert result.details is None
+    held = result.accounting.held_bytes
+    assert set(held) == {"cpu"}
+    ids = sum(prompt.ids.untyped_storage().nbytes() for prompt in prompts)
+    assert sum(new.values()) == held["cpu"] - ids
+    counted = result.accounting
+    # A byte for each token and head, 240 points of a curve, and slots and merged entries.
+    tokens = sum(prompt.spans.context_length for prompt in prompts)
+    heads = len(result.accountings[0].entries.flatten())
+    rest = held["cpu"] - ids - counted.bytes - counted.metadata_bytes - counted.backend_bytes
+    assert rest <= tokens * heads + rows * (16 * 260 + 8 * heads) + 12 * counted.spent + 4 * tokens
+
+
+def test_details_are_kept_if_asked_for():
+    prompt = Prompt.from_ids(torch.arange(300) % 90, context=(10, 280))
+    model = tiny_llama(layers=3)
+    result = gracekv.compress(model, prompt, ratio=4, pipeline="gracekv", keep_run=True)
+    slim = gracekv.compress(model, prompt, ratio=4, pipeline="gracekv")
+    assert result.details.forest is not None
+    assert result.details.relevance is not None
+    assert sum(result.accounting.held_bytes.values()) > sum(slim.accounting.held_bytes.values())
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-plus", "gracekv", "snapkv", "chunkkv"])
+def test_reports_are_the_same_with_and_without_details(recipe):
+    prompt = Prompt.from_ids(torch.arange(300) % 90, context=(10, 280))
+    model = tiny_llama(layers=3)
+    slim, whole = (
+        gracekv.report.ReportData.of(
+            {"x": gracekv.compress(model, prompt, ratio=4, pipeline=recipe, keep_run=keep_run)}
+        ).columns[0]
+        for keep_run in (False, True)
+    )
+    for name in ("start", "end", "multiplicity", "depth", "floor", "offsets"):
+        assert torch.equal(getattr(slim.entries, name), getattr(whole.entries, name))
+    assert torch.equal(slim.relevance.codes, whole.relevance.codes)
+    assert torch.equal(slim.curve.utility, whole.curve.utility)
