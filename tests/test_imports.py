@@ -96,7 +96,9 @@ def test_algorithms_do_not_know_the_model_library(folder):
         tops = {name.partition(".")[0] for name in imported(path)}
         # A kernel may use its compiler, if it lives where kernels live.
         allowed = {("backends", "triton"): "triton", ("tree", "triton"): "triton"}
-        allowed |= {(home, "numba"): "numba" for home in ("allocate", "backends", "segment", "tree")}
+        allowed |= {
+            (home, "numba"): "numba" for home in ("allocate", "backends", "segment", "tree")
+        }
         # Helpers of the compiled kernels are named after what they do.
         helpers = ("exponential", "intrinsics", "precision", "threads")
         allowed |= {("kernels", word): "numba" for word in helpers}

@@ -22,7 +22,7 @@ from gracekv.prefill.capture import capture
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
-from gracekv.report.record import released
+from gracekv.report.recording import released
 from gracekv.run import Run
 
 Number: TypeAlias = int | float | str | Fraction

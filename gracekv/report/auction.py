@@ -10,7 +10,6 @@ from torch import Tensor
 from gracekv.allocate import Frontier, Selection, upper_bound
 from gracekv.allocate.operations import Operations
 from gracekv.allocate.top_tokens import token_gains
-from gracekv.run import Run
 from gracekv.value import Relevance
 
 # Points of the drawn curve, and budgets at which the bound is computed. Source: ours.
@@ -37,8 +36,14 @@ class AuctionCurve:
     bound: Tensor
 
 
-def auction_curve(run: Run, selection: Selection, relevance: Relevance) -> AuctionCurve:
-    """The curve of `run`, subsampled evenly.
+def auction_curve(
+    selection: Selection,
+    relevance: Relevance,
+    frontier: Frontier | None,
+    floor: Frontier | None,
+    elastic: bool,
+) -> AuctionCurve:
+    """The curve of a run that ended with `frontier`, or with single tokens; subsampled evenly.
 
     Operations are put in the order of the greedy auction (least unit utility on the path, falling),
     whichever allocator chose them. With a certificate, the bound is computed at a dozen budgets, as
@@ -46,14 +51,14 @@ def auction_curve(run: Run, selection: Selection, relevance: Relevance) -> Aucti
     """
     zero = torch.zeros(1, dtype=torch.int64)
     budgets, bounds, floor_entries = zero[:0], zero[:0].double(), 0
-    if run.frontier is None:
+    if frontier is None:
         gains = token_gains(relevance.scores, relevance.sensitivity, selection)
         gained = gains.sort(descending=True).values.cumsum(0).cpu()
         spent = torch.arange(1, len(gained) + 1)
     else:
-        ops = Operations.of(run.frontier.forest)
-        executed = ops.executed(run.frontier)
-        before = torch.zeros_like(executed) if run.floor is None else ops.executed(run.floor)
+        ops = Operations.of(frontier.forest)
+        executed = ops.executed(frontier)
+        before = torch.zeros_like(executed) if floor is None else ops.executed(floor)
         bought = torch.nonzero(executed).flatten()
         # What the floor executed has the key +inf and comes first.
         falling = ops.path_minimum(before)[bought].sort(descending=True, stable=True).indices
@@ -62,19 +67,19 @@ def auction_curve(run: Run, selection: Selection, relevance: Relevance) -> Aucti
         gained = ops.gain[order].cumsum(0).cpu()
         floor_entries = int(ops.cost[before].sum())
     at = _subsampled(spent, floor_entries)
-    if run.frontier is not None and run.frontier.bound is not None:
-        budgets = torch.linspace(0, run.plan.base, _BOUNDS + 1)[1:].long().unique()
+    if frontier is not None and frontier.bound is not None:
+        budgets = torch.linspace(0, frontier.budget, _BOUNDS + 1)[1:].long().unique()
         budgets = budgets[budgets > 0]
-        empty = Frontier.empty(run.frontier.forest, run.plan.base)
+        empty = Frontier.empty(frontier.forest, frontier.budget)
         bounds = torch.tensor(
             [
-                upper_bound(replace(empty, budget=budget), elastic=run.elastic)
+                upper_bound(replace(empty, budget=budget), elastic=elastic)
                 for budget in budgets.tolist()
             ],
             dtype=torch.float64,
         )
         # At the whole budget the certificate itself, which knows the quotas.
-        bounds[-1:] = run.frontier.bound
+        bounds[-1:] = frontier.bound
     return AuctionCurve(
         entries=torch.cat([zero, spent[at]]),
         utility=torch.cat([zero.double(), gained[at]]),

@@ -16,7 +16,7 @@ from gracekv.errors import ReportError
 from gracekv.prefill import PromptSpans
 from gracekv.report.auction import AuctionCurve
 from gracekv.report.entries import KeptEntries, kept_entries
-from gracekv.report.record import ReportRecord
+from gracekv.report.recording import record_of
 from gracekv.report.relevance import CodedRelevance
 from gracekv.report.texts import token_texts
 
@@ -168,7 +168,7 @@ def report_column(
 ) -> ReportColumn:
     """The column of a prompt's `run`. Raises `ReportError` as `kept_entries` does."""
     entries = kept_entries(run, spans, pipeline.pack.represents)
-    record = ReportRecord.of(run)
+    record = record_of(run)
     return ReportColumn(
         label=label,
         pipeline=pipeline.to_dict(),

@@ -12,7 +12,7 @@ from gracekv.cache.base import RaggedCache
 from gracekv.errors import ReportError
 from gracekv.prefill import PromptSpans
 from gracekv.ragged import offsets, rows
-from gracekv.report.record import ReportRecord
+from gracekv.report.recording import record_of
 from gracekv.run import Run
 
 
@@ -98,7 +98,7 @@ def kept_entries(
     Raises `ReportError` if entries are merged and `run` does not say of what (a loaded result), or
     if the packer did not pack the selected entries in order.
     """
-    cache, record = run.cache, ReportRecord.of(run)
+    cache, record = run.cache, record_of(run)
     region = (spans.context_start, min(spans.context_end, cache.length))
     position, multiplicity, head = _context_entries(cache, region)
     layers, heads = len(cache.layers), cache.layers[0].heads

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gracekv.allocate import Selection
-from gracekv.cache import RaggedCache
-from gracekv.report.auction import AuctionCurve, auction_curve
+from gracekv.report.auction import AuctionCurve
 from gracekv.report.relevance import CodedRelevance
-from gracekv.run import Run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,50 +29,3 @@ class ReportRecord:
     slots: Tensor | None
     relevance: CodedRelevance
     curve: AuctionCurve
-
-    @classmethod
-    def of(cls, run: Run) -> ReportRecord | None:
-        """The record of `run`; None if it selected nothing (FullKV, or loaded from a file)."""
-        if run.record is not None:
-            return run.record
-        chosen, partition, relevance = run.selection, run.partition, run.relevance
-        if chosen is None or partition is None or relevance is None:
-            return None
-        in_cache = chosen.end is None and _lists(run.cache, chosen)
-        whole = partition.slots == partition.region.length
-        return cls(
-            region=chosen.region,
-            selection=None if in_cache else chosen.cpu(),
-            slots=None if whole else partition.bounds.to("cpu", torch.int32),
-            relevance=CodedRelevance.of(relevance.scores),
-            curve=auction_curve(run, chosen, relevance),
-        )
-
-
-def released(run: Run) -> Run:
-    """`run` without what its stages made, but with what a report shows of it."""
-    return replace(
-        run,
-        partition=None,
-        relevance=None,
-        forest=None,
-        floor=None,
-        frontier=None,
-        selection=None,
-        record=ReportRecord.of(run),
-    )
-
-
-def _lists(cache: RaggedCache, selection: Selection) -> bool:
-    """Whether the cache's positions inside the region are the tokens of `selection`."""
-    first, last = selection.region
-    last = min(last, cache.length)
-    for number, layer in enumerate(cache.layers):
-        bounds = selection.offsets[number * layer.heads :][: layer.heads + 1]
-        wanted = selection.start[int(bounds[0]) : int(bounds[-1])]
-        inside = (layer.positions >= first) & (layer.positions < last)
-        packed = layer.positions[inside]
-        wanted = wanted[wanted < last].to(packed.device)
-        if not torch.equal(packed, wanted):
-            return False
-    return True

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.report import auction
-from gracekv.report.record import ReportRecord
+from gracekv.report.recording import record_of
 
 
 def curve_of(result):
-    record = ReportRecord.of(result._run)
+    record = record_of(result._run)
     return None if record is None else record.curve
 
 
