@@ -30,11 +30,12 @@ MIB = 2**20
 def differing(pipeline: Pipeline, prefill: Prefill, budget: Budget) -> int:
     """Nodes that the reference of the auction, a priority queue, keeps and the fast one does not.
 
-    The reference runs over whole trees.
+    The reference runs over whole trees. 0 where single tokens are selected, without trees.
     """
     fast = pipeline.run(prefill, budget).frontier
+    if fast is None:
+        return 0
     whole = dataclasses.replace(pipeline, prune=False).run(prefill, budget).floor
-    assert fast is not None
     assert whole is not None
     queue = greedy_heap(whole, None)
     sets = []
@@ -83,7 +84,7 @@ def on_cpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
             )
         median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         assert run.partition is not None
-        assert run.forest is not None
+        nodes = 0 if run.forest is None else run.forest.nodes
         yield (
             length,
             [
@@ -93,7 +94,7 @@ def on_cpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
                 f"{median['sum']:.2f}",
                 f"{median['share']:.2f}",
                 f"{run.partition.slots}",
-                f"{run.forest.nodes:,}",
+                f"{nodes:,}",
                 f"{captured:,.0f}",
                 f"{extra:,.0f}",
                 f"{100 * extra / captured:.0f}%",
@@ -127,7 +128,7 @@ def on_gpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
             pipeline.run(prefill, budget)
         floor = work.multiply_adds / multiply_adds_per_second(device.type)
         assert run.partition is not None
-        assert run.forest is not None
+        nodes = 0 if run.forest is None else run.forest.nodes
         yield (
             length,
             [
@@ -137,7 +138,7 @@ def on_gpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, 
                 f"{median['sum']:.3f}",
                 "-",
                 f"{run.partition.slots}",
-                f"{run.forest.nodes:,}",
+                f"{nodes:,}",
                 f"{before / MIB:,.0f}",
                 f"{(peak - before) / MIB:,.0f}",
                 f"{100 * (peak - before) / max(before, 1):.0f}%",
