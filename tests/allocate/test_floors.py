@@ -15,13 +15,13 @@ SEEDS = st.integers(0, 2**32 - 1)
 COMPILED = [10**9, 0] if importlib.util.find_spec("numba") else [10**9]
 
 
-def draw_worth(layers, heads, count, seed, *, ties):
+def draw_relevance(layers, heads, count, seed, *, ties):
     rng = torch.Generator().manual_seed(seed)
     if ties:
-        worth = torch.randint(0, 3, (layers, heads, count), generator=rng).double() + 1e-3
+        relevance = torch.randint(0, 3, (layers, heads, count), generator=rng).double() + 1e-3
     else:
-        worth = torch.randn(layers, heads, count, generator=rng, dtype=torch.float64).mul(2).exp()
-    return worth / worth.sum(-1, keepdim=True)
+        relevance = torch.randn(layers, heads, count, generator=rng, dtype=torch.float64).mul(2).exp()
+    return relevance / relevance.sum(-1, keepdim=True)
 
 
 def plan_for(layers, heads, context, base):
@@ -39,8 +39,8 @@ def plan_for(layers, heads, context, base):
 )
 def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, ties):
     floor = Singleton(alpha=alpha, pool=pool, eta=eta)
-    worth, plan = draw_worth(2, 3, count, seed, ties=ties), plan_for(2, 3, count, base)
-    fast, slow = floor.candidates(worth, plan), floor_candidates(floor, worth, plan)
+    relevance, plan = draw_relevance(2, 3, count, seed, ties=ties), plan_for(2, 3, count, base)
+    fast, slow = floor.candidates(relevance, plan), floor_candidates(floor, relevance, plan)
     if slow is None:
         assert fast is None
     else:
@@ -49,22 +49,22 @@ def test_candidates_match_the_reference(seed, count, base, alpha, pool, eta, tie
 
 
 def test_a_head_keeps_its_best_candidate_even_if_that_alone_exceeds_eta():
-    worth = torch.zeros(1, 1, 30, dtype=torch.float64)
-    worth[0, 0, 11] = 1.0
-    found = Singleton(pool=1).candidates(worth, plan_for(1, 1, 30, 20))
+    relevance = torch.zeros(1, 1, 30, dtype=torch.float64)
+    relevance[0, 0, 11] = 1.0
+    found = Singleton(pool=1).candidates(relevance, plan_for(1, 1, 30, 20))
     assert (found > -torch.inf).flatten().nonzero().tolist() == [[11]]
 
 
-def test_flat_worth_has_no_candidates():
-    worth = torch.full((2, 2, 50), 1 / 50)
-    assert not (Singleton().candidates(worth, plan_for(2, 2, 50, 100)) > -torch.inf).any()
+def test_flat_relevance_has_no_candidates():
+    relevance = torch.full((2, 2, 50), 1 / 50)
+    assert not (Singleton().candidates(relevance, plan_for(2, 2, 50, 100)) > -torch.inf).any()
 
 
 def test_candidates_are_scaled_to_the_cap_but_every_head_keeps_one():
-    worth = draw_worth(3, 4, 60, 5, ties=False)
-    counts = (Singleton().candidates(worth, plan_for(3, 4, 60, 30)) > -torch.inf).sum(-1)
+    relevance = draw_relevance(3, 4, 60, 5, ties=False)
+    counts = (Singleton().candidates(relevance, plan_for(3, 4, 60, 30)) > -torch.inf).sum(-1)
     assert (counts >= 1).all()
-    free = (Singleton().candidates(worth, plan_for(3, 4, 60, 10**6)) > -torch.inf).sum(-1)
+    free = (Singleton().candidates(relevance, plan_for(3, 4, 60, 10**6)) > -torch.inf).sum(-1)
     assert torch.equal(counts, (free * 18 // free.sum()).clamp(min=1))
 
 
@@ -86,7 +86,7 @@ def test_realize_matches_the_reference_and_respects_its_caps(
     floor = Singleton(alpha=alpha, head_cap=head_cap)
     rng = torch.Generator().manual_seed(seed)
     quota = torch.randint(0, 12, (2, 2), generator=rng) if capped else None
-    wanted = draw_worth(2, 2, count, seed, ties=ties)
+    wanted = draw_relevance(2, 2, count, seed, ties=ties)
     wanted[torch.rand(wanted.shape, generator=rng) < 0.4] = -torch.inf
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("gracekv.allocate.singleton._COMPILED", compiled)
@@ -110,7 +110,7 @@ def test_compiled_and_plain_walks_buy_the_same(gains, share, capped, monkeypatch
     plan = plan_for(3, 2, count, int(share * 6 * count))
     rng = torch.Generator().manual_seed(3)
     quota = torch.randint(0, count, (3, 2), generator=rng) if capped else None
-    wanted = draw_worth(3, 2, count, 1, ties=gains == "ties")
+    wanted = draw_relevance(3, 2, count, 1, ties=gains == "ties")
     wanted[torch.rand(wanted.shape, generator=rng) < 0.5] = -torch.inf
     found = []
     for least in (0, 10**9):
@@ -177,8 +177,8 @@ def test_every_floor_builds_and_returns_a_frontier_on_the_base_budget(name):
     forest = random_forest(2)
     count = int(forest.end.max() - forest.start.min())
     plan, floor = plan_for(2, 2, count, 25), FLOORS.build(name)
-    worth = draw_worth(2, 2, count, 0, ties=False)
-    frontier = floor.realize(forest, floor.candidates(worth, plan), plan, None)
+    relevance = draw_relevance(2, 2, count, 0, ties=False)
+    frontier = floor.realize(forest, floor.candidates(relevance, plan), plan, None)
     assert isinstance(frontier, Frontier)
     assert frontier.budget == 25
     check_frontier(frontier)
