@@ -14,7 +14,6 @@ from gracekv import Budget, Pipeline
 from gracekv.allocate.reference import greedy_heap
 from gracekv.cache import PrototypePacker
 from gracekv.prefill import Prefill
-from gracekv.run import Run
 from gracekv.segment import CurvatureDP
 from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeBatch, TreeContext
 from gracekv.tree.engines.reference import ReferenceDistortion, prototype_of
