@@ -20,7 +20,9 @@ def draw_relevance(layers, heads, count, seed, *, ties):
     if ties:
         relevance = torch.randint(0, 3, (layers, heads, count), generator=rng).double() + 1e-3
     else:
-        relevance = torch.randn(layers, heads, count, generator=rng, dtype=torch.float64).mul(2).exp()
+        relevance = (
+            torch.randn(layers, heads, count, generator=rng, dtype=torch.float64).mul(2).exp()
+        )
     return relevance / relevance.sum(-1, keepdim=True)
 
 
