@@ -25,16 +25,19 @@ _FIRST_CAPACITY = 128
 _FEWEST_TOKENS = 16
 # Steps before recording: the first compiles kernels, libraries choose theirs in the second.
 _WARM_UP_STEPS = 2
-# Options of `generate` that feed several tokens a step, change rows, or keep more than logits.
-_UNSUITED_OPTIONS = (
+# Options of `generate` that change rows; those that feed several tokens a step, or keep more than
+# the logits.
+_ROWS = ("num_beams", "num_return_sequences")
+_UNSUITED = (
     "assistant_model",
     "cache_implementation",
     "compile_config",
     "custom_generate",
-    "num_beams",
-    "num_return_sequences",
+    "dola_layers",
+    "generation_config",
     "output_attentions",
     "output_hidden_states",
+    "penalty_alpha",
     "prefill_chunk_size",
     "prompt_lookup_num_tokens",
 )
@@ -43,16 +46,16 @@ _lock = threading.Lock()
 
 def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[str, Any]) -> bool:
     """Whether generation with these `options` replays a graph: plain steps on one NVIDIA GPU."""
-    keys = cache.layers[0].packed.ragged.keys
-    names = [*_UNSUITED_OPTIONS, "use_cache"]
-    given = [options.get(name) for name in names] + [
-        getattr(model.generation_config, name, None) for name in names
-    ]
+
+    def setting(name: str) -> Any:
+        return options.get(name, getattr(model.generation_config, name, None))
+
     return (
-        keys.is_cuda
+        bool(cache.layers[0].packed.ragged.keys.is_cuda)
         and max_new_tokens >= _FEWEST_TOKENS
-        and all(value in (None, False, True, 1) for value in given)
-        and not any(options.get(name) for name in _UNSUITED_OPTIONS if name.startswith("output"))
+        and all(setting(name) in (None, 1) for name in _ROWS)
+        and not any(setting(name) for name in _UNSUITED)
+        and setting("use_cache") is not False
         and len({parameter.device for parameter in model.parameters()}) == 1
         and all(layer.packed.backend.name == "triton" for layer in cache.layers)
     )
@@ -96,7 +99,8 @@ class ReplayedForward:
 
     Attributes:
         cache: a static cache that continues the one given.
-        recordings: how many graphs were recorded, or tails allocated.
+        records: whether steps become CUDA graphs; otherwise the same step runs as it is.
+        recordings: how many graphs were recorded.
     """
 
     def __init__(self, model: Any, cache: GraceCache, max_new_tokens: int) -> None:
@@ -112,6 +116,7 @@ class ReplayedForward:
         # `generate` must neither compile the step nor make 4D masks for it.
         for layer in self.cache.layers:
             layer.is_compileable = False
+        self.records = self._start.is_cuda
         self.recordings = 0
         self._options: dict[str, Any] | None = None
         self._ids = torch.zeros(self._rows, 1, dtype=torch.int64, device=self._start.device)
@@ -131,7 +136,7 @@ class ReplayedForward:
         self._ids.copy_(ids)
         if options != self._options:
             self._options, self._graph = options, None
-            if self._ids.is_cuda:
+            if self.records:
                 self._record()
         if self._graph is None:
             return self._step()

@@ -132,3 +132,32 @@ def test_compiles_whole_while_the_tail_grows():
     for length in range(3, 20):
         tail = problem.keys[:, :, :length], problem.values[:, :, :length]
         torch.testing.assert_close(compiled(problem.query, *tail), step(problem.query, *tail))
+
+
+def test_generation_replays_a_graph_and_grows():
+    pytest.importorskip("transformers")
+    import gracekv
+    from gracekv.hf import graph_replay
+    from gracekv.testing.models import tiny_llama
+
+    model = tiny_llama(layers=2, dim=64).to(GPU)
+    rng = torch.Generator().manual_seed(6)
+    prompts = [
+        gracekv.Prompt.from_ids(torch.randint(0, 97, (length,), generator=rng), (2, length - 9))
+        for length in (200, 150)
+    ]
+    result = gracekv.compress(model, prompts, ratio=4)
+    assert graph_replay.suits(model, result.new_cache(), 200, {})
+    with graph_replay.replaying(model, result.new_cache(), 200):
+        forward = model.forward
+        assert forward.records
+    answer = result.generate_ids(200, eos_token_id=None)
+
+    # The replayed answer's tokens are the growing tail's own choices, up to logits that tie.
+    cache, ids = result.new_cache(), result.inputs["input_ids"][:, -1:]
+    with torch.no_grad():
+        for token in answer.T:
+            logits = model(ids, past_key_values=cache).logits[:, -1].float()
+            chosen = logits.gather(1, token[:, None])[:, 0]
+            assert bool((chosen >= logits.amax(-1) - 1e-2).all())
+            ids = token[:, None]

@@ -1,6 +1,8 @@
 """Decoding over a preallocated tail: token by token the same as over the growing one."""
 
+import contextlib
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,6 +204,109 @@ def test_the_model_is_given_back_after_an_error(replay, model):
     with pytest.raises(ValueError, match="temperature"):
         result.generate_ids(20, do_sample=True, temperature=-1.0)
     assert "forward" not in model.__dict__
+
+
+class FakeCuda:
+    """torch.cuda's streams and graphs on a CPU: a recording runs nothing, a replay one step."""
+
+    def __init__(self, forward):
+        self.forward, self.steps = forward, 0
+
+    def graph(self, graph, capture_error_mode):
+        fake = self
+
+        class Recording:
+            def __enter__(self):
+                self.lengths = [layer.length.clone() for layer in fake.forward.cache.layers]
+
+            def __exit__(self, *_):
+                for layer, length in zip(fake.forward.cache.layers, self.lengths, strict=True):
+                    layer.length.copy_(length)
+
+        return Recording()
+
+    def replay(self):
+        self.steps += 1
+        static = self.forward._output.logits
+        static.copy_(self.forward._step().logits)
+
+    def install(self, monkeypatch):
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self.replay))
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+
+def test_a_recorded_step_is_replayed_with_the_tail_where_it_was(replay, model, monkeypatch, batch):
+    want = batch.generate_ids(30, eos_token_id=None)
+    fakes = []
+
+    class Recording(graph_replay.ReplayedForward):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.records = True
+            fakes.append(FakeCuda(self))
+            fakes[-1].install(monkeypatch)
+
+    monkeypatch.setattr(graph_replay, "ReplayedForward", Recording)
+    answer = batch.generate_ids(30, eos_token_id=None)
+
+    assert torch.equal(answer, want)
+    assert fakes[0].steps == 30
+    assert fakes[0].forward.recordings == 3  # 8, 16 and 30 places
+    assert [layer.tail_length for layer in fakes[0].forward.cache.layers] == [30, 30]
+
+
+def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch, batch):
+    want = batch.generate_ids(20, eos_token_id=None)
+
+    class Failing(graph_replay.ReplayedForward):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.records = True
+            fake = FakeCuda(self)
+            fake.install(monkeypatch)
+            monkeypatch.setattr(torch.cuda, "graph", self.refuse)
+
+        def refuse(self, *args, **kwargs):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graph_replay, "ReplayedForward", Failing)
+    with pytest.warns(UserWarning, match="could not be recorded as a CUDA graph"):
+        answer = batch.generate_ids(20, eos_token_id=None)
+    assert torch.equal(answer, want)
+
+
+def test_what_is_replayed(model):
+    layer = SimpleNamespace(
+        packed=SimpleNamespace(
+            ragged=SimpleNamespace(keys=SimpleNamespace(is_cuda=True)),
+            backend=SimpleNamespace(name="triton"),
+        )
+    )
+    cache = SimpleNamespace(layers=[layer])
+    assert graph_replay.suits(model, cache, 64, {"do_sample": True, "top_k": 5})
+    assert not graph_replay.suits(model, cache, 8, {})
+    for options in (
+        {"num_beams": 2}, {"num_return_sequences": 3}, {"prompt_lookup_num_tokens": 2},
+        {"assistant_model": model}, {"use_cache": False}, {"output_hidden_states": True},
+        {"generation_config": model.generation_config},
+    ):  # fmt: skip
+        assert not graph_replay.suits(model, cache, 64, options), options
+    layer.packed.backend.name = "sdpa"
+    assert not graph_replay.suits(model, cache, 64, {})
+
+
+def test_beams_over_a_static_tail(model, result):
+    cache = result.new_cache().with_static_tail(16, rows=3)
+    options = {"num_beams": 3, "max_new_tokens": 10, "do_sample": False, "pad_token_id": 1}
+    answers = [
+        model.generate(**result.inputs, past_key_values=each, **options)
+        for each in (result.new_cache(), cache)
+    ]
+    assert torch.equal(*answers)
 
 
 def test_plain_generation_on_a_cpu_does_not_replay(model):

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("transformers")
 
 import gracekv
+from gracekv.hf import graph_replay
 from gracekv.testing.models import tiny_llama
 
 
@@ -16,7 +17,9 @@ class Numbers:
         return " ".join(map(str, ids.tolist()))
 
 
-def test_a_batch_of_prompts_generates_the_same_tokens():
+@pytest.mark.parametrize("replays", [False, True])
+def test_a_batch_of_prompts_generates_the_same_tokens(monkeypatch, replays):
+    monkeypatch.setattr(graph_replay, "suits", lambda *args: replays)
     rng = torch.Generator().manual_seed(0)
     tokenizer = Numbers()
     prompts = [
