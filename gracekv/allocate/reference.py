@@ -71,7 +71,8 @@ def greedy_heap(start: Frontier, quota: Tensor | None, *, elastic: bool = False)
 def integer_program(start: Frontier, quota: Tensor | None, *, elastic: bool = False) -> Frontier:
     """An optimum of Eq. (A8) by scipy's integer solver: one 0/1 variable an operation.
 
-    The constraints are x_a <= x_parent(a), the budget, and the quotas. Exponential at worst.
+    The constraints are x_a <= x_parent(a), the budget, and the quotas. Exponential at worst. Needs
+    scipy (gracekv[cli]).
     """
     # Importing scipy's solvers changes the warning filters, so they are imported where used.
     from scipy.optimize import Bounds, LinearConstraint, milp

@@ -34,7 +34,7 @@ class CodedRelevance:
 
         The error is that of the logarithm: about 3 %. Layer by layer, so that little is held.
         """
-        mean = relevance.mean(-1, dtype=torch.float64)
+        mean = torch.stack([layer.double().mean(-1) for layer in relevance])
         scale = torch.where(mean > 0, 1.0 / mean, 0.0)
         largest = float((relevance.amax(-1).double() * scale).max()) if relevance.numel() else 0.0
         if largest <= 0:
@@ -55,7 +55,9 @@ class CodedRelevance:
             codes = ((values.clamp(min=math.exp(low)).log() - low) / step).round() + 1
             return torch.where(values >= least, codes, 0).to(torch.uint8)
 
-        codes = torch.stack([coded(scaled(layer)).cpu() for layer in range(len(relevance))])
+        codes = torch.empty(relevance.shape, dtype=torch.uint8)
+        for layer in range(len(relevance)):
+            codes[layer] = coded(scaled(layer))
         return cls(codes, low, high, mean.float().cpu())
 
     def decoded(self) -> Tensor:
