@@ -1,0 +1,173 @@
+"""When the compiled kernel runs, when sdpa does, and what is held for either."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from gracekv.backends import Auto, Eager, Numba, Sdpa
+from gracekv.backends import numba as backend_module
+from gracekv.cache.base import RaggedLayer
+from gracekv.errors import BackendUnavailableError
+from gracekv.kernels import omp_threads
+from gracekv.testing.tolerance import TOLERANCES, relative_error
+from support.decode_steps import ragged, step
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.usefixtures("short_splits")
+
+
+def _count(monkeypatch):
+    """How often sdpa is asked for a whole step, and the kernel."""
+    asked = {"sdpa": 0, "kernel": 0}
+    whole, kernel = Sdpa.__call__, backend_module._attend
+
+    def by_sdpa(*args, **kwargs):
+        asked["sdpa"] += 1
+        return whole(*args, **kwargs)
+
+    def by_kernel(*args, **kwargs):
+        asked["kernel"] += 1
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(Sdpa, "__call__", by_sdpa)
+    monkeypatch.setattr(backend_module, "_attend", by_kernel)
+    return asked
+
+
+@pytest.mark.parametrize("why", ["two tokens", "gradient", "many", "strided", "no tail", "nothing"])
+def test_what_does_not_suit_goes_to_sdpa(monkeypatch, why):
+    rng = torch.Generator().manual_seed(9)
+    layer = ragged(rng, [40, 11])
+    batch = 49 if why == "many" else 1
+    query, keys, values = step(rng, layer, 2, batch, 12)
+    if why == "two tokens":
+        query = query.repeat(1, 1, 2, 1)
+    elif why == "gradient":
+        query.requires_grad_()
+    elif why == "strided":
+        doubled = [torch.stack([x, x], dim=-1)[..., 0] for x in (layer.keys, layer.values)]
+        layer = RaggedLayer(*doubled, layer.positions, layer.log_multiplicity, layer.offsets)
+    elif why == "no tail":
+        keys, values = keys[:, :, :0], values[:, :, :0]
+    asked = _count(monkeypatch)
+    prepared = Numba().prepare(layer)
+
+    output = Numba()(query, prepared, keys, values, None, 0.125)
+
+    assert asked == {"sdpa": int(why != "nothing"), "kernel": int(why == "nothing")}
+    want = Eager()(query, layer, keys, values, None, 0.125)
+    assert relative_error(output.detach(), want.detach()) <= TOLERANCES[torch.float32].output
+    if why == "gradient":
+        output.sum().backward()
+        assert bool(query.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda query, keys, values: (query[..., :32], keys, values),
+        lambda query, keys, values: (query[:, :3], keys, values),
+        lambda query, keys, values: (query[:1], keys, values),
+        lambda query, keys, values: (query, keys[:, :1], values[:, :1]),
+        lambda query, keys, values: (query, keys[..., :32], values[..., :32]),
+        lambda query, keys, values: (query, keys, values[:, :, :5]),
+        lambda query, keys, values: (query, keys, values.half()),
+        lambda query, keys, values: (query.half(), keys, values),
+        lambda query, keys, values: (query, keys.to("meta"), values.to("meta")),
+    ],
+)
+def test_addresses_are_only_read_where_everything_fits(monkeypatch, change):
+    rng = torch.Generator().manual_seed(16)
+    layer = ragged(rng, [40, 11])
+    asked = step(rng, layer, 2, 2, 12)
+    query, keys, values = change(*asked)
+    monkeypatch.setattr(Sdpa, "__call__", lambda *args: "sdpa")
+    prepared = Numba().prepare(layer)
+
+    assert Numba()(query, prepared, keys, values, None, 0.125) == "sdpa"
+    assert torch.is_tensor(Numba()(asked[0], prepared, *asked[1:], None, 0.125))
+
+
+def test_splits_serve_all_steps_of_a_batch_and_then_make_room():
+    layer = ragged(torch.Generator().manual_seed(10), [90, 60, 30, 20], sequences=2)
+    held = Numba().prepare(layer).splits
+    first = held.splits(2, 6, None)
+
+    assert held.splits(2, 6, None) is first
+    swapped = held.splits(2, 6, torch.tensor([1, 0]))
+    assert swapped.continuations.tolist() == [1, 0]
+    assert held.splits(2, 6, torch.tensor([1, 0])) is swapped
+    assert held.held_bytes == swapped.held_bytes
+    # A sequence without continuations is not read.
+    only = held.splits(1, 6, torch.tensor([1]))
+    assert int(only.splits[:, 0].min()) == 2
+    assert int((only.splits[:, 2] - only.splits[:, 1]).sum()) == 50
+
+
+def test_held_bytes_are_the_tables_of_splits():
+    layer = ragged(torch.Generator().manual_seed(11), [90, 60])
+    backend, prepared = Numba(), Numba().prepare(layer)
+    assert backend.held_bytes(prepared) == 0
+
+    backend.warm_up(prepared, 4)
+
+    made = prepared.splits.splits(1, 4, None)
+    tables = (
+        made.splits, made.row_splits, made.sequence_start, made.continuations, made.sequence_of
+    )  # fmt: skip
+    assert backend.held_bytes(prepared) == 8 * sum(x.numel() for x in tables) + len(made.args)
+    backend.packed(torch.zeros(1, 4, 1, 64), prepared, 1.0)
+    assert backend.held_bytes(prepared) > made.held_bytes  # and sdpa's windows
+
+
+def test_a_group_too_large_for_the_kernel_warms_up_the_windows():
+    layer = ragged(torch.Generator().manual_seed(12), [90])
+    prepared = Numba().prepare(layer)
+
+    Numba().warm_up(prepared, 97)
+
+    assert prepared.windows.held_bytes > 0
+    assert prepared.splits.held_bytes == 0
+
+
+def _without_numba(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "numba" else found(name)
+    )
+
+
+def test_auto_takes_it_on_the_cpu_and_says_why_where_not(monkeypatch):
+    assert Auto().resolve(CPU, torch.float32, 64) == Numba()
+    assert Auto().resolve(CPU, torch.float64, 64) == Sdpa()
+    assert Auto().describe("cpu").startswith("auto -> numba on cpu: ")
+    assert "Not" not in Auto().describe("cpu")
+
+    _without_numba(monkeypatch)
+
+    assert Auto().resolve(CPU, torch.float32, 64) == Sdpa()
+    line = Auto().describe("cpu")
+    assert line.startswith("auto -> sdpa on cpu: ")
+    assert "Not numba: numba is not installed. Run: pip install 'gracekv[cpu]'" in line
+
+
+def test_it_is_refused_where_it_cannot_run(monkeypatch, threads):
+    layer = ragged(torch.Generator().manual_seed(14), [9])
+    doubled = RaggedLayer(
+        layer.keys.double(), layer.values.double(), *(layer.positions, layer.log_multiplicity),
+        layer.offsets,
+    )  # fmt: skip
+    with pytest.raises(BackendUnavailableError, match=r"got torch.float64. Use backend 'sdpa'"):
+        Numba().prepare(doubled)
+    assert "the kernel is for CPUs" in Numba().obstacle(torch.device("meta"))
+    threads(2)
+    monkeypatch.setattr(omp_threads, "_parallel", lambda: None)
+    with pytest.raises(BackendUnavailableError, match=r"Call torch.set_num_threads\(1\)"):
+        Numba().prepare(layer)
+    threads(1)
+    Numba().prepare(layer)
+    _without_numba(monkeypatch)
+    with pytest.raises(BackendUnavailableError, match="numba is not installed"):
+        Numba().prepare(layer)

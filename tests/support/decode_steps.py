@@ -1,0 +1,48 @@
+"""Ragged layers and decoding steps inside buffers of NaN: reading past an end shows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.base import RaggedLayer
+
+
+def inside_nan(x: Tensor) -> Tensor:
+    """`x` inside a buffer of NaN."""
+    buffer = x.new_full((len(x) + 9, *x.shape[1:]), math.nan)
+    buffer[4:-5] = x
+    return buffer[4:-5]
+
+
+def ragged(
+    rng: torch.Generator,
+    lengths: list[int],
+    dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    sequences: int = 1,
+) -> RaggedLayer:
+    """A layer whose heads hold so many entries."""
+    entries = sum(lengths)
+    return RaggedLayer(
+        keys=inside_nan(torch.randn(entries, dim, generator=rng).to(dtype)),
+        values=inside_nan(torch.randn(entries, dim, generator=rng).to(dtype)),
+        positions=torch.arange(entries, dtype=torch.int32),
+        log_multiplicity=inside_nan(torch.rand(entries, generator=rng) * 4),
+        offsets=torch.tensor([0, *lengths]).cumsum(0),
+        sequences=sequences,
+    )
+
+
+def step(
+    rng: torch.Generator, layer: RaggedLayer, group: int, batch: int, length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, and a tail whose unused places are NaN."""
+    dim, dtype = layer.keys.shape[1], layer.keys.dtype
+    query = torch.randn(batch, layer.heads * group, 1, dim, generator=rng).to(dtype)
+    buffers = torch.full((2, batch, layer.heads, length + 3, dim), math.nan, dtype=dtype)
+    buffers[:, :, :, :length] = torch.randn(2, batch, layer.heads, length, dim, generator=rng)
+    keys, values = buffers[:, :, :, :length]
+    return query, keys, values
