@@ -22,7 +22,7 @@ from gracekv.prefill.supported import check_model
 
 NAME = "gracekv"
 
-# What attached models used before, and the hook that checks what they are fed.
+# What attached models used before, and the hook that checks their inputs.
 _before: WeakKeyDictionary[Any, tuple[str, Any]] = WeakKeyDictionary()
 
 
@@ -91,7 +91,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """[B, Tq, H, d] attention over a compressed cache, or stock sdpa for plain tensors.
 
-    Raises `CacheError` where the cache and the tokens fed to it do not fit together.
+    Raises `CacheError` if cache and inputs do not fit together.
     """
     if not isinstance(key, PackedStates):
         output: tuple[Tensor, None] = sdpa_attention_forward(
@@ -142,11 +142,11 @@ def tail_mask(
     Raises `CacheError` if a 2D `attention_mask` [B, length] does not fit the cache.
     """
     if kv_offset and attention_mask is not None:
-        told, places = attention_mask.shape[-1], int(kv_offset) + int(kv_length)
+        given, places = attention_mask.shape[-1], int(kv_offset) + int(kv_length)
         if not isinstance(q_offset, Tensor):
-            check_positions(told, places)
-        elif told > places:
-            raise CacheError(tail_is_full(told - int(kv_offset), int(kv_length)))
+            check_positions(given, places)
+        elif given > places:
+            raise CacheError(tail_is_full(given - int(kv_offset), int(kv_length)))
     if kv_offset and attention_mask is None and q_length == 1:
         # transformers 5.17 would make a mask while a CUDA graph is recorded.
         return None

@@ -23,7 +23,7 @@ class GraceCache(Cache):  # type: ignore[misc]
     feeds the last token again. It is immutable and shared: caches from `with_empty_tail` and
     `deepcopy`, and the rows of a batch, differ in their tails only.
 
-    Several prompts are padded on the left to the longest's length, as `generate` wants its ids;
+    Several prompts are padded on the left to the longest's length, as `generate` takes its ids;
     the padding takes no entries.
 
     Args:

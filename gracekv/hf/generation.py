@@ -60,8 +60,9 @@ def continue_ids(
     """int64 [B, new tokens] of `model.generate` over `cache`; greedy by default.
 
     The first arguments are those of `padded_inputs`; with `keep_cache` the new tokens are in
-    `cache` afterwards, as far as they were fed. Raises `CacheError` if so many tokens would outgrow
-    what the model's RoPE or sliding window lets a cache cover.
+    `cache` afterwards, all but the last. Raises `ConfigError` if `options` hold ids, a mask or a
+    cache, `CacheError` if so many tokens would outgrow what the model's RoPE or sliding window lets
+    a cache cover.
     """
     if taken := {"input_ids", "inputs_embeds", "attention_mask", "past_key_values"} & set(options):
         raise ConfigError(

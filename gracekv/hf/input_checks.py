@@ -1,7 +1,7 @@
-"""What a model is fed beside a compressed cache: refused where it cannot fit, completed if it can.
+"""Checks and completes the inputs of a model that runs over a compressed cache.
 
-A forward pre-hook on the decoder sees the caller's own mask and positions, which the attention
-function no longer does.
+A forward pre-hook on the decoder gets the mask and positions as the caller gave them; the attention
+function gets what transformers made of them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Make the decoder's inputs fit the `GraceCache` that they come with; others pass untouched.
 
-    - Cached tokens that are fed once more are left out. Assisted decoding and prompt lookup feed
-      the whole sequence in their first step; its mask is then as long as the ids, or its positions
-      start at 0.
+    - Tokens that are cached already are removed. Assisted decoding and prompt lookup pass the whole
+      sequence in their first step; its mask is then as long as the ids, or its positions start at
+      0.
     - A batch of prompts of several lengths gets its mask and positions if it comes without.
 
     Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, or the
@@ -39,23 +39,23 @@ def before_forward(
         return None
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     flat = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    again = int(cache.get_seq_length())
-    rows, fed = kwargs[name].shape[:2]
-    if fed > again and _whole(flat, positions, fed):
-        kwargs[name] = kwargs[name][:, again:]
-        fed -= again
-        if positions is not None and positions.shape[-1] > fed:
-            kwargs["position_ids"] = positions = positions[..., -fed:]
-    if mask is None and positions is not None and fed > 1 and not any(cache.padding):
+    cached = int(cache.get_seq_length())
+    rows, new = kwargs[name].shape[:2]
+    if new > cached and _is_whole(flat, positions, new):
+        kwargs[name] = kwargs[name][:, cached:]
+        new -= cached
+        if positions is not None and positions.shape[-1] > new:
+            kwargs["position_ids"] = positions = positions[..., -new:]
+    if mask is None and positions is not None and new > 1 and not any(cache.padding):
         # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
-        check_positions(int(positions.max()) + 1, again + fed)
+        check_positions(int(positions.max()) + 1, cached + new)
     if not any(cache.padding):
         if flat is not None:
             _check_hidden(flat, flat.new_ones(1, cache.packed_length, dtype=torch.bool))
         return (), kwargs
     seen = cache.packed_mask(rows, kwargs[name].device)
     if mask is None:
-        total = again + fed
+        total = cached + new
         mask = seen.new_ones(rows, total)
         mask[:, : seen.shape[1]] = seen
         kwargs["attention_mask"] = mask
@@ -63,45 +63,48 @@ def before_forward(
         _check_hidden(flat, seen)
     else:
         return (), kwargs
-    told = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -fed:]
+    expected = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -new:]
     if positions is None:
-        kwargs["position_ids"] = told
-    elif not torch.equal(positions[..., -1].expand(rows), told[:, -1]):
+        kwargs["position_ids"] = expected
+    elif not torch.equal(positions[..., -1].expand(rows), expected[:, -1]):
         raise CacheError(
             f"The rows of a batch go on from the lengths of their own prompts, at positions "
-            f"{told[:, -1].tolist()}; the model was given {positions[..., -1].tolist()}. Leave "
+            f"{expected[:, -1].tolist()}; the model was given {positions[..., -1].tolist()}. Leave "
             f"position_ids out."
         )
     return (), kwargs
 
 
-def check_positions(told: int, known: int) -> None:
-    """The tokens that the model was told of must be those that the cache has seen, or `CacheError`.
+def check_positions(given: int, covered: int) -> None:
+    """Raise `CacheError` unless mask or positions are of as many tokens as the cache covers.
 
-    `told` and `known` count all tokens, those fed now included.
+    Both numbers count all tokens, those of this step included.
     """
-    if told != known and not torch.compiler.is_compiling():
+    if given != covered and not torch.compiler.is_compiling():
         raise CacheError(
-            f"The model was given tokens up to position {told - 1}, but with them the cache covers "
-            f"{known}. Feed the whole sequence, of which all but the new tokens are cached, and a "
-            f"fresh cache (result.new_cache()) for each new start."
+            f"The model was given tokens up to position {given - 1}, but with them the cache "
+            f"covers {covered}. Feed the whole sequence, of which all but the new tokens are "
+            f"cached, and a fresh cache (result.new_cache()) for each new start."
         )
 
 
-def _whole(mask: Tensor | None, positions: Tensor | None, fed: int) -> bool:
-    """Whether the `fed` tokens are the sequence from its start, cached tokens included."""
+def _is_whole(mask: Tensor | None, positions: Tensor | None, count: int) -> bool:
+    """Whether the `count` tokens are the sequence from its start, cached tokens included."""
     if mask is not None:
-        return mask.shape[1] == fed
+        return mask.shape[1] == count
     return (
-        positions is not None and positions.shape[-1] == fed and int(positions[..., 0].max()) == 0
+        positions is not None and positions.shape[-1] == count and int(positions[..., 0].max()) == 0
     )
 
 
 def _check_hidden(mask: Tensor, seen: Tensor) -> None:
-    """The 2D `mask` must show of the packed tokens what there is: `seen` bool [B or 1, packed]."""
+    """Raise `CacheError` unless the 2D `mask` covers the packed tokens as `seen` does.
+
+    `seen` is bool [B or 1, packed]: False where a row is padded.
+    """
     covered = mask[:, : seen.shape[1]].bool()
     if covered.shape[1] < seen.shape[1]:
-        return  # Too short altogether, which the tail's mask function explains.
+        return  # The mask is too short altogether; the tail's mask function raises.
     if bool((covered & ~seen.to(mask.device)).any()):
         raise CacheError(
             "The prompts of this batch have different lengths, and the attention mask does not "

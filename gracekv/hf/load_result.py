@@ -43,7 +43,7 @@ def load(
         model: the model that the cache was made with; its class, config, dtype and a sample of its
             weights are compared.
         tokenizer: for answers as text; its vocabulary and chat template are compared.
-        backend: who attends while decoding; default: what the saved pipeline names.
+        backend: the attention implementation of decoding; default: the saved pipeline's.
 
     Raises:
         SavedCacheError: the file is damaged, of an unknown format, of another model or tokenizer,

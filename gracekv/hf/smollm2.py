@@ -98,7 +98,7 @@ def _convert(gguf: Path, folder: Path, digest: str) -> None:
                 os.replace(folder, Path(scratch) / "damaged")
             os.replace(fresh, folder)
         except OSError:
-            # Another process may have finished the same conversion in between; theirs will do.
+            # Another process may have finished the same conversion in between; it serves as well.
             if _damage(folder, digest) is not None:
                 raise
 

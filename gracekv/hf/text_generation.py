@@ -36,7 +36,7 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
 
     The context is segmented without looking at the question, so a list of questions shares one
     segmentation and answers as calls of their own would (ours: in `gracekv.compress` the medians
-    that boundaries are measured by run over the question too). Prefill, token worth, trees and
+    that boundaries are measured by run over the question too). Prefill, scores, trees and
     allocation are made for each question anew: they depend on it.
 
     Keyword arguments of the constructor are defaults for calls. A call's budget replaces the

@@ -19,7 +19,8 @@ def render(
     """The rendered prompt's text before and after the context.
 
     The template runs once, with a mark in the context's place, so headers, default system
-    prompts and stripped blanks are the template's own.
+    prompts and stripped blanks are the template's own. Raises `PromptError` if it does not show the
+    mark once and unchanged.
     """
     number = 0
     while (mark := f"[[context {number}]]") in instruction + question:
@@ -39,7 +40,7 @@ def render(
 
 
 def question_end(after: str, question: str) -> int:
-    """Characters of `after` up to the question's last one."""
+    """Characters of `after` up to the question's last one; `PromptError` if it is not there."""
     wanted = question.strip()
     if not wanted:
         return 0

@@ -24,6 +24,8 @@ class Prompt:
         parts: the text of prefix, context, question and tail, which add up to the rendered
             prompt; None if the prompt was made from ids.
         tokenizer: made the ids, for decoding; None if the prompt was made without one.
+        separator: text between the context and a question that is asked later.
+        template: whether the tokenizer's chat format is used, if it has one.
 
     Raises:
         PromptError: the ids are not one sequence of the length that the spans say.

@@ -75,7 +75,7 @@ _READING: Mapping[str, Any] = {
     "scorers": [_REPLAYED, _POINTED],
 }
 _FORESEEN: Mapping[str, Any] = {"name": "value_norm", "relative": 0.5, "scorer": _READING}
-# One top-k over all heads by that worth; of recent tokens only the last few are sure of a place.
+# One top-k over all heads by those scores; of recent tokens only the last few are always kept.
 _PLUS: Mapping[str, Any] = {
     **_TOKENS,
     "value": _FORESEEN,
@@ -152,8 +152,8 @@ RECIPES: dict[str, Recipe] = {
         {**_PLUS, "value": _READING},
     ),
     "gracekv-plus-trees": Recipe(
-        "The worth of gracekv-plus under the paper's slots, trees, floor and auction",
-        "ours: what merging adds to a better worth, or costs",
+        "The scores of gracekv-plus under the paper's slots, trees, floor and auction",
+        "ours: what merging adds to better scores, or costs",
         {"value": _FORESEEN},
     ),
     "fullkv": Recipe("Nothing removed, whatever the budget", "paper, FullKV", {"keep_all": True}),
@@ -186,7 +186,7 @@ RECIPES: dict[str, Recipe] = {
         {"quota": "per_head"},
     ),
     "global-eviction": Recipe(
-        "GraceKV's worth and sensitivity, one top-k of tokens over all heads, nothing merged",
+        "GraceKV's scores and sensitivity, one top-k of tokens over all heads, nothing merged",
         "ours: what trees add is the difference to it",
         _TOKENS,
     ),
