@@ -24,9 +24,7 @@ _CHECKED, _PART = 1024, 1024
 class QuerySource(Protocol):
     """Computes queries that were not captured."""
 
-    def __call__(
-        self, prefill: Prefill, positions: Tensor, layers: Sequence[int]
-    ) -> tuple[Tensor, ...]:
+    def __call__(self, prefill: Prefill, positions: Tensor, layers: Sequence[int]) -> list[Tensor]:
         """L tensors [H, P, d] for P ascending positions; [H, 0, d] for layers not asked for."""
 
 
@@ -231,15 +229,16 @@ class Prefill:
             )
         chosen = range(self.layers) if layers is None else sorted(set(layers))
         found = self.query_source(self, wanted[~held], chosen)
-        queries = [x[:, :0] for x in self.queries]
-        for layer in chosen:
-            own, new = self.queries[layer], found[layer]
-            place = held.to(own.device)
-            both = own.new_empty(own.shape[0], len(wanted), own.shape[2])
-            both[:, place] = own[:, at[held].to(own.device)]
-            both[:, ~place] = new
-            queries[layer] = both
-        return self._replaced(queries=tuple(queries), query_positions=wanted)
+        if bool(held.any()):
+            # Layer by layer into `found`, so that no second copy of all of them is made.
+            for layer in chosen:
+                own = self.queries[layer]
+                place = held.to(own.device)
+                both = own.new_empty(own.shape[0], len(wanted), own.shape[2])
+                both[:, place] = own[:, at[held].to(own.device)]
+                both[:, ~place] = found[layer]
+                found[layer] = both
+        return self._replaced(queries=tuple(found), query_positions=wanted)
 
     def query_parts(self) -> Iterator[tuple[Self, Region]]:
         """Views that together hold the queries of all positions, each of a run of positions."""

@@ -38,9 +38,7 @@ class QueryPass:
         self._model = model
 
     @torch.no_grad()
-    def __call__(
-        self, prefill: Prefill, positions: Tensor, layers: Sequence[int]
-    ) -> tuple[Tensor, ...]:
+    def __call__(self, prefill: Prefill, positions: Tensor, layers: Sequence[int]) -> list[Tensor]:
         """L tensors [H, P, d]; [H, 0, d] for layers that are not in `layers`.
 
         Args:
@@ -51,7 +49,10 @@ class QueryPass:
         Costs the matrix products of P tokens up to the last of `layers`.
         """
         wanted = set(layers)
-        made: list[list[Tensor]] = [[] for _ in range(prefill.layers)]
+        made: list[Tensor] = [held[:, :0] for held in prefill.queries]
+        for layer in wanted:
+            heads, _, dim = made[layer].shape
+            made[layer] = made[layer].new_empty(heads, len(positions), dim)
         base, decoder = base_attention(self._model), self._model.get_decoder()
         assert prefill.token_ids is not None  # `capture`, which makes this object, keeps them
         device = input_device(self._model)
@@ -60,16 +61,22 @@ class QueryPass:
             rope = prefill.rope
             return rope.cos[None].to(x.device, x.dtype), rope.sin[None].to(x.device, x.dtype)
 
-        for some in positions.split(chunk_length(prefill.spans.length)):
+        size = chunk_length(prefill.spans.length)
+        for first in range(0, len(positions), size):
+            some = positions[first : first + size]
             attend = PartialAttention(base, some)
 
-            def wrap(stock: Any, attend: PartialAttention = attend) -> Any:
+            def wrap(
+                stock: Any,
+                attend: PartialAttention = attend,
+                rows: slice = slice(first, first + size),
+            ) -> Any:
                 def attention(
                     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
                 ) -> Any:
                     layer = module.layer_idx
                     if layer in wanted:
-                        made[layer].append(query[0].contiguous())
+                        made[layer][:, rows] = query[0]
                     if layer == layers[-1]:
                         raise _LastLayer
                     return attend(
@@ -88,7 +95,4 @@ class QueryPass:
                     position_ids=some[None].to(device),
                     use_cache=False,
                 )
-        return tuple(
-            torch.cat(parts, dim=1) if parts else held[:, :0]
-            for parts, held in zip(made, prefill.queries, strict=True)
-        )
+        return made
