@@ -4,7 +4,7 @@ from transformers import AutoTokenizer
 
 import gracekv
 
-book = Path("book.txt").read_text()
+text = Path("book.txt").read_text()
 _tokenizer = AutoTokenizer.from_pretrained("")
-prompt_a = gracekv.Prompt.from_chat(_tokenizer, context=book, question="Who is Dinah?")
-prompt_b = gracekv.Prompt.from_chat(_tokenizer, context=book[500:], question="Who is Alice?")
+prompt_a = gracekv.Prompt.from_chat(_tokenizer, context=text, question="Who is Dinah?")
+prompt_b = gracekv.Prompt.from_chat(_tokenizer, context=text[500:], question="Who is Alice?")
