@@ -29,15 +29,18 @@ def _extend(profit: Any, min_length: int, best: Any, previous: Any) -> None:
     """Extend each start, in ascending order, by all its slots: ties keep the earlier start."""
     length, max_length = profit.shape
     for start in range(length):
-        total = best[start]
-        longest = min(max_length, length - start)
-        if total == -np.inf:
+        count = min(max_length, length - start) - min_length + 1
+        if best[start] == -np.inf or count <= 0:
             continue
-        for n in range(min_length, longest + 1):
-            candidate = total + profit[start, n - 1]
-            better = candidate > best[start + n]
-            best[start + n] = candidate if better else best[start + n]
-            previous[start + n] = start if better else previous[start + n]
+        # Slices: with indices into the whole arrays the compiler does not vectorise the loop.
+        total, first = best[start], start + min_length
+        row = profit[start, min_length - 1 : min_length - 1 + count]
+        ends, predecessors = best[first : first + count], previous[first : first + count]
+        for k in range(count):
+            candidate = total + row[k]
+            better = candidate > ends[k]
+            ends[k] = candidate if better else ends[k]
+            predecessors[k] = start if better else predecessors[k]
     if best[length] == -np.inf:
         for start in range(max(0, length - max_length), length):
             candidate = best[start] + profit[start, length - start - 1]
