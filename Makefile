@@ -12,7 +12,7 @@ COMPUTES := $(addprefix tests/,segment value tree allocate cache kernels backend
 	prefill hf/test_batches.py hf/test_compress.py hf/test_decoding.py hf/test_generate_modes.py \
 	hf/test_threads.py)
 
-.PHONY: demo test lint types browser unit lowest gpu format docs figures results-page clean
+.PHONY: demo test test-long lint types browser unit lowest gpu format docs figures results-page clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -45,6 +45,10 @@ lowest: $(STAMP)
 # What works on this machine's GPU and how fast it is, in ten minutes: benchmarks/results/gpu.md.
 gpu: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py
+
+# Thousands of broken files and random pipelines, every night: benchmarks/results/fuzz.md.
+test-long: $(STAMP)
+	GRACEKV_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/fuzz
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -29,12 +29,12 @@ def load_pipeline(spec: str | Path) -> Pipeline:
         return Pipeline.named(str(spec))
     text = read_text(path)
     try:
-        data = _parse(text, path.suffix)
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
-    if isinstance(data, dict):
-        import_modules(module_list(data.pop("imports", ()), str(path)))
-    return Pipeline.from_dict({} if data is None else data)
+        data = _parse(path, text)
+        if isinstance(data, dict):
+            import_modules(module_list(data.pop("imports", ()), str(path)))
+        return Pipeline.from_dict({} if data is None else data)
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deeply to be a pipeline.") from error
 
 
 def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
@@ -65,17 +65,20 @@ def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
     write_atomically(path, text.encode())
 
 
-def _parse(text: str, suffix: str) -> Any:
-    if suffix == ".toml":
-        return tomllib.loads(text)
-    if suffix == ".json":
-        return json.loads(text)
-    import yaml
-
+def _parse(path: Path, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        if path.suffix == ".json":
+            return json.loads(text)
+        import yaml
+
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid {path.suffix[1:]}: {error}") from error
 
 
 def _without_none(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,6 +87,11 @@ def bounded(
     return dataclasses.field(default=default, metadata={_KEY: bounds})
 
 
+def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
+    """The bounds that `bounded` declared on a dataclass field, or None."""
+    return field.metadata.get(_KEY)
+
+
 def check_fields(instance: Any) -> None:
     """Raise `ConfigError` unless each field has its annotated type and lies within its bounds.
 
@@ -101,7 +106,7 @@ def check_values(cls: type, values: Mapping[str, Any]) -> None:
     """`check_fields` for some values by field name, before `cls` is built of them."""
     for field, hint in _fields(cls):
         if field.name in values:
-            _check(values[field.name], hint, field.metadata.get(_KEY), cls, field.name)
+            _check(values[field.name], hint, bounds_of(field), cls, field.name)
 
 
 @functools.cache

@@ -122,9 +122,10 @@ def foreign_modules(value: Any) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def missing_modules(modules: Mapping[str, str]) -> str:
+def missing_modules(modules: object) -> str:
     """A sentence on those of `modules`, from `foreign_modules`, that are not imported; or ""."""
-    missing = {module: owner for module, owner in modules.items() if module not in sys.modules}
+    found = modules if isinstance(modules, Mapping) else {}
+    missing = {module: owner for module, owner in found.items() if module not in sys.modules}
     if not missing:
         return ""
     parts = [

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedLayer
-from gracekv.errors import GracekvError, MissingDependencyError, SavedCacheError
+from gracekv.errors import GracekvError, MissingDependencyError, SavedCacheError, ShapeError
 from gracekv.files import replacing
 
 FORMAT = 1
 """Raise it when files of an older version could be misread."""
 
 _PARTS = ("keys", "values", "positions", "log_multiplicity", "offsets")
+# What the header holds beside what `write_cache` is given.
+_FIELDS = {"layers": int, "length": int, "padding": list, "sha256": dict}
 
 
 def write_cache(
@@ -68,7 +70,7 @@ def read_header(path: Path) -> dict[str, Any]:
         with open_file(path, "pt") as file:
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
-        raise SavedCacheError(f"Cannot read the saved cache {path}: {error}. {_AGAIN}") from error
+        raise SavedCacheError(f"Cannot read the saved cache {path}: {error}. {AGAIN}") from error
     if "gracekv_format" not in metadata:
         raise SavedCacheError(
             f"{path} is a safetensors file, but not a cache that gracekv saved. Write one with "
@@ -81,8 +83,14 @@ def read_header(path: Path) -> dict[str, Any]:
         )
     text = metadata.get("gracekv", "")
     if hashlib.sha256(text.encode()).hexdigest() != metadata.get("gracekv_sha256"):
-        raise SavedCacheError(f"The header of {path} is damaged (its checksum differs). {_AGAIN}")
+        raise SavedCacheError(f"The header of {path} is damaged (its checksum differs). {AGAIN}")
     header: dict[str, Any] = json.loads(text)
+    if not isinstance(header, dict) or not all(
+        isinstance(header.get(name), kind) and not isinstance(header[name], bool)
+        for name, kind in _FIELDS.items()
+    ):
+        fields = ", ".join(f"{name} ({kind.__name__})" for name, kind in _FIELDS.items())
+        raise SavedCacheError(f"The header of {path} does not hold {fields}. {AGAIN}")
     return header
 
 
@@ -104,14 +112,13 @@ def read_cache(
         with _safetensors().safe_open(path, "pt") as file:
             missing = sorted(set(sums) ^ set(file.keys()))
             if missing:
-                raise SavedCacheError(f"{path} lacks or adds {', '.join(missing[:3])}. {_AGAIN}")
+                raise SavedCacheError(f"{path} lacks or adds {', '.join(missing[:3])}. {AGAIN}")
             tensors = {name: file.get_tensor(name) for name in sums}
     except (OSError, SafetensorError) as error:
-        raise SavedCacheError(f"Cannot read the saved cache {path}: {error}. {_AGAIN}") from error
+        raise SavedCacheError(f"Cannot read the saved cache {path}: {error}. {AGAIN}") from error
     for name, tensor in tensors.items():
         if _digest(tensor) != sums[name]:
-            raise SavedCacheError(f"{name} in {path} is damaged (its checksum differs). {_AGAIN}")
-    padding = tuple(header["padding"])
+            raise SavedCacheError(f"{name} in {path} is damaged (its checksum differs). {AGAIN}")
     if header["layers"] != len(devices):
         raise SavedCacheError(
             f"{path} holds {header['layers']} layers, the model has {len(devices)}. Load it with "
@@ -119,18 +126,54 @@ def read_cache(
         )
     layers = []
     try:
+        padding, length = _whole(header["padding"]), header["length"]
         for number, device in enumerate(devices):
             parts = {part: tensors.pop(f"layers.{number}.{part}") for part in _PARTS}
+            _check_layer(parts, length)
             offsets = parts.pop("offsets")
             there = {part: tensor.to(device) for part, tensor in parts.items()}
             layers.append(RaggedLayer(**there, offsets=offsets, sequences=len(padding)))
-        cache = RaggedCache(tuple(layers), header["length"], padding)
+        cache = RaggedCache(tuple(layers), length, padding)
     except (GracekvError, KeyError) as error:
-        raise SavedCacheError(f"{path} does not hold a whole cache: {error}. {_AGAIN}") from error
+        raise SavedCacheError(f"{path} does not hold a whole cache: {error}. {AGAIN}") from error
     return cache, header, tensors
 
 
-_AGAIN = "Compress and save again."
+def _whole(numbers: list[Any]) -> tuple[int, ...]:
+    if not numbers or any(type(number) is not int for number in numbers):
+        raise ShapeError(f"padding takes whole numbers, at least one; got {numbers!r}")
+    return tuple(numbers)
+
+
+def _check_layer(parts: Mapping[str, Tensor], length: int) -> None:
+    """Raise `ShapeError` unless the tensors can be a layer over `length` tokens.
+
+    Beyond what `RaggedLayer` checks: types, offsets that rise from 0, positions that rise in each
+    head and lie below `length`, no NaN.
+    """
+    keys, values, positions, log_m, offsets = (parts[part] for part in _PARTS)
+    types = (positions.dtype, log_m.dtype, offsets.dtype)
+    if types != (torch.int32, torch.float32, torch.int64) or keys.dtype != values.dtype:
+        raise ShapeError(f"the tensors of a layer have the types {keys.dtype}, {types}")
+    if not keys.is_floating_point() or offsets.ndim != 1 or len(offsets) < 2:
+        raise ShapeError(f"keys are {keys.dtype}, offsets have shape {list(offsets.shape)}")
+    if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
+        raise ShapeError("offsets do not rise from 0")
+    if len(positions) != int(offsets[-1]):
+        raise ShapeError(f"{len(positions)} positions for {int(offsets[-1])} entries")
+    first = torch.zeros(len(positions) + 1, dtype=torch.bool)
+    first[offsets] = True
+    if bool(((positions.diff() <= 0) & ~first[1:-1]).any()):
+        raise ShapeError("positions do not rise in each head")
+    if len(positions) and not (0 <= int(positions.min()) <= int(positions.max()) < length):
+        raise ShapeError(f"positions are not below the cache's length {length}")
+    for part in ("keys", "values", "log_multiplicity"):
+        if not bool(parts[part].isfinite().all()):
+            raise ShapeError(f"{part} hold NaN or infinity")
+
+
+AGAIN = "Compress and save again."
+"""How every error about a damaged file ends."""
 
 
 def _digest(tensor: Tensor) -> str:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gracekv.backends import BACKENDS, Backend
 from gracekv.cache.base import RaggedCache
-from gracekv.cache.serialization import read_cache, read_header
-from gracekv.errors import ConfigError, SavedCacheError
+from gracekv.cache.serialization import AGAIN, read_cache, read_header
+from gracekv.errors import ConfigError, PromptError, SavedCacheError, ShapeError
 from gracekv.hf.batch import BatchResult
 from gracekv.hf.result import CompressionResult
 from gracekv.hf.saving import SavedPrompt, identity
@@ -52,15 +53,13 @@ def load(
     """
     path = Path(path)
     header = read_header(path)
-    _compare(path, header["model"], identity(model, tokenizer))
+    _check_model(path, header, model, tokenizer)
     pipeline = _pipeline(path, header)
     packed, header, tensors = read_cache(path, layer_devices(model))
     if backend is not None:
         pipeline = dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
-    saved = [
-        SavedPrompt.from_header(facts, tensors[f"prompts.{number}.ids"], tokenizer)
-        for number, facts in enumerate(header["prompts"])
-    ]
+    vocabulary = model.get_input_embeddings().num_embeddings
+    saved = _prompts(path, header, tensors, packed, tokenizer, vocabulary)
     result = BatchResult if header["batch"] else CompressionResult
     return result.from_runs(
         model,
@@ -78,7 +77,10 @@ def layer_devices(model: Any) -> list[torch.device]:
     return [fallback if device.type == "meta" else device for device in found]
 
 
-def _compare(path: Path, saved: Mapping[str, str], given: Mapping[str, str]) -> None:
+def _check_model(path: Path, header: Mapping[str, Any], model: Any, tokenizer: Any) -> None:
+    saved, given = header.get("model"), identity(model, tokenizer)
+    if not isinstance(saved, dict) or identity(model).keys() - saved.keys():
+        raise SavedCacheError(f"The header of {path} does not say of which model it is. {AGAIN}")
     shared = (saved.keys() & given.keys()) - set(_INFORMATIVE)
     other = sorted(name for name in shared if saved[name] != given[name])
     if other:
@@ -89,12 +91,57 @@ def _compare(path: Path, saved: Mapping[str, str], given: Mapping[str, str]) -> 
         )
 
 
+def _prompts(
+    path: Path,
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    packed: RaggedCache,
+    tokenizer: Any,
+    vocabulary: int,
+) -> list[SavedPrompt]:
+    """The prompts, checked against one another and against the entries."""
+    try:
+        saved = [
+            SavedPrompt.from_header(facts, tensors[f"prompts.{number}.ids"], tokenizer)
+            for number, facts in enumerate(header["prompts"])
+        ]
+        lengths = [packed.length - padding + 1 for padding in packed.padding]
+        if [one.prompt.spans.length for one in saved] != lengths:
+            raise PromptError(f"the prompts do not have the lengths {lengths}")
+        if type(header["batch"]) is not bool or not (header["batch"] or len(saved) == 1):
+            raise ConfigError(f"batch is {header['batch']!r} for {len(saved)} prompts")
+        for number, one in enumerate(saved):
+            _check_entries(one, packed.sequence(number), vocabulary)
+    # Plain data from a file can be wrong in any of these ways.
+    except (
+        AttributeError, KeyError, IndexError, OverflowError, RuntimeError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        raise SavedCacheError(
+            f"{path} does not hold whole prompts ({type(error).__name__}: {error}). {AGAIN}"
+        ) from error
+    return saved
+
+
+def _check_entries(saved: SavedPrompt, packed: RaggedCache, vocabulary: int) -> None:
+    """Raise `ShapeError` unless the accounting counts the entries, and ids are the model's."""
+    spans, kept = saved.prompt.spans, saved.accounting
+    # Prefix and suffix, whose last token is fed again and has no entry.
+    beside = spans.length - 1 - spans.context_length
+    if not torch.equal(packed.entries() - beside, kept.entries):
+        raise ShapeError("the accounting counts other entries than the cache holds")
+    if kept.spent != int(kept.entries.sum()) or kept.bytes != packed.kv_bytes:
+        raise ShapeError("the accounting's sums are not those of the cache")
+    ids = saved.prompt.ids
+    if bool(((ids < 0) | (ids >= vocabulary)).any()):
+        raise ShapeError(f"token ids are not from 0 to {vocabulary - 1}")
+
+
 def _pipeline(path: Path, header: Mapping[str, Any]) -> Pipeline:
     try:
-        return Pipeline.from_dict(header["pipeline"])
+        return Pipeline.from_dict(header.get("pipeline"))  # type: ignore[arg-type]
     except ConfigError as error:
         # Modules that a file names are never imported: a file may come from anyone.
-        missing = missing_modules(header.get("modules", {}))
+        missing = missing_modules(header.get("modules"))
         raise SavedCacheError(
             f"The pipeline of {path} cannot be made here.{missing} {error}"
         ) from error

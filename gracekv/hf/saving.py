@@ -17,6 +17,7 @@ from gracekv.allocate.budget import BudgetPlan
 from gracekv.cache import Accounting, Timings
 from gracekv.cache.base import RaggedCache
 from gracekv.cache.serialization import write_cache
+from gracekv.hyperparameter import check_values
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import PromptSpans
@@ -56,15 +57,25 @@ class SavedPrompt:
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> SavedPrompt:
-        """The inverse of `header`; `ids` int64 [T] are kept beside it."""
+        """The inverse of `header`; `ids` int64 [T] are kept beside it.
+
+        Raises `ConfigError` or another `ValueError` or `TypeError` if it is not what `header` made.
+        """
         kept = header["accounting"]
-        spans = PromptSpans(**header["spans"])
+        separator, template = header.get("format", ("\n\n", True))
+        prompt = {"separator": separator, "template": template}
+        check_values(Prompt, prompt)
         return cls(
-            Prompt(ids, spans, None, tokenizer, *header.get("format", ())),
-            BudgetPlan(**header["plan"]),
-            Accounting(**(kept | {"entries": torch.tensor(kept["entries"])})),
-            Timings(**header["timings"]),
+            Prompt(ids, _made_of(PromptSpans, header["spans"]), None, tokenizer, **prompt),
+            _made_of(BudgetPlan, header["plan"]),
+            _made_of(Accounting, {**kept, "entries": torch.tensor(kept["entries"])}),
+            _made_of(Timings, header["timings"]),
         )
+
+
+def _made_of(cls: Any, data: Mapping[str, Any]) -> Any:
+    check_values(cls, data)
+    return cls(**data)
 
 
 def save_result(

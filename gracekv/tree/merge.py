@@ -34,7 +34,7 @@ class PrototypeRule(Configurable):
     """
 
     uniform_base: float = bounded(0.1, at_least=0)
-    epsilon: float = bounded(1e-12, at_least=0)
+    epsilon: float = bounded(1e-12, at_least=1e-20, hint="It keeps denominators from 0.")
     multiplicity: bool = True
 
     def multiplicities(self, mean_norm: Tensor, norm_mean: Tensor, count: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Prototype(Distortion):
 
     lambda_z: float = bounded(0.25, at_least=0)
     lambda_m: float = bounded(0.75, at_least=0)
-    epsilon: float = bounded(1e-12, at_least=0)
+    epsilon: float = bounded(1e-12, at_least=1e-20, hint="It keeps denominators from 0.")
     question_probes: int = bounded(32, at_least=0)
     tail_probes: int = bounded(16, at_least=1, hint="The last position sees every interval.")
     evidence_slots: int = bounded(8, at_least=0)
