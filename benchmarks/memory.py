@@ -1,0 +1,187 @@
+"""How much memory does a compression take? Writes `benchmarks/results/memory.md`.
+
+One process a row: it loads the model, compresses a short prompt so that all code is loaded, and
+then measures one plain prefill or one recipe. Highest and held memory are over the loaded model: on
+a CPU resident memory (VmHWM after writing 5 to /proc/self/clear_refs, and VmRSS, Linux), on CUDA
+torch's allocated memory. Rows are appended to `memory.jsonl` as they come; those that are there are
+not measured again.
+
+    python benchmarks/memory.py                      # all rows that are missing
+    python benchmarks/memory.py --rows prefill gracekv-plus --lengths 7800
+    python benchmarks/memory.py --report             # only write the tables
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import memory_model
+import torch
+
+import gracekv
+from gracekv import Prompt, recipes
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 2**20
+PREFIX, SUFFIX = 16, 48
+PREFILL = "prefill"
+LENGTHS = {"smollm2": (1024, 2048, 4096, 7800), "grouped": (16384, 32768)}
+# Of the long rows, those that show the kinds: windows, sums over queries, trees, the default.
+LONG = (PREFILL, "snapkv", "h2o", "gracekv", "gracekv-plus")
+
+
+def load(name: str, device: str) -> tuple[Any, Any]:
+    """The model and its tokenizer, or None."""
+    if name == "smollm2":
+        from gracekv.hf.smollm2 import load_smollm2
+
+        model, tokenizer = load_smollm2()
+        return model.to(device), tokenizer
+    import transformers
+
+    config = transformers.Qwen2Config(**memory_model.GROUPED)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).eval().to(device), None
+
+
+def prompt_of(tokenizer: Any, length: int) -> Prompt:
+    """The demo's chapter over and over, or random ids where there is no tokenizer."""
+    if tokenizer is None:
+        ids = torch.randint(0, memory_model.GROUPED["vocab_size"], (length,)).tolist()
+    else:
+        text = files("gracekv.data").joinpath("alice_chapter_1.txt").read_text(encoding="utf-8")
+        ids = tokenizer(text)["input_ids"]
+        ids = (ids * (length // len(ids) + 1))[:length]
+    return Prompt.from_ids(ids, context=(PREFIX, length - SUFFIX), question_end=length - 8)
+
+
+def run(model: Any, prompt: Prompt, row: str, ratio: str) -> Any:
+    """What stays alive after the row's work."""
+    if row == PREFILL:
+        ids = prompt.ids[None].to(model.device)
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    return gracekv.compress(model, prompt, ratio=ratio, pipeline=row)
+
+
+class Meter:
+    """Memory over what was in use when this was made."""
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device == "cuda"
+        gc.collect()
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            return
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = _kib("VmRSS") * 1024
+
+    def highest(self) -> float:
+        """MiB at the highest so far."""
+        used = torch.cuda.max_memory_allocated() if self._cuda else _kib("VmHWM") * 1024
+        return (used - self._before) / MIB
+
+    def held(self) -> float:
+        """MiB now."""
+        used = torch.cuda.memory_allocated() if self._cuda else _kib("VmRSS") * 1024
+        return (used - self._before) / MIB
+
+
+def _kib(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def measure(name: str, length: int, row: str, ratio: str, device: str) -> dict[str, Any]:
+    """One row, in this process."""
+    model, tokenizer = load(name, device)
+    short = run(model, prompt_of(tokenizer, 512), row, ratio)
+    prompt = prompt_of(tokenizer, length)
+    del short
+    meter, start = Meter(device), time.perf_counter()
+    result = run(model, prompt, row, ratio)
+    seconds = time.perf_counter() - start
+    gc.collect()
+    fields = {
+        "model": name,
+        "length": length,
+        "row": row,
+        "ratio": ratio,
+        "device": device,
+        "highest": round(meter.highest(), 1),
+        "held": round(meter.held(), 1),
+        "seconds": round(seconds, 1),
+        "threads": torch.get_num_threads(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+    if row != PREFILL:
+        kept = result.accounting
+        fields["cache"] = round((kept.bytes + kept.metadata_bytes) / MIB, 1)
+    return fields
+
+
+def rows_of(args: argparse.Namespace) -> list[tuple[str, int, str]]:
+    """(model, length, row), the quick ones first."""
+    found = []
+    for name in args.models:
+        for length in args.lengths or LENGTHS[name]:
+            known = LONG if length > 8192 else (PREFILL, *recipes.names())
+            found += [(name, length, row) for row in args.rows or known]
+    return sorted(found, key=lambda row: (row[1], row[0]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(LENGTHS), choices=list(LENGTHS))
+    parser.add_argument("--lengths", nargs="+", type=int)
+    parser.add_argument("--rows", nargs="+", metavar="RECIPE", help="prefill, or recipes")
+    parser.add_argument("--ratio", default="8")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--one", nargs=3, metavar=("MODEL", "LENGTH", "ROW"), help="in this process"
+    )
+    args = parser.parse_args()
+    if args.one:
+        name, length, row = args.one
+        print(json.dumps(measure(name, int(length), row, args.ratio, args.device)))
+        return
+    args.out.mkdir(exist_ok=True)
+    log = args.out / "memory.jsonl"
+    done = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    keys = {(x["model"], x["length"], x["row"], x["ratio"], x["device"]) for x in done}
+    for name, length, row in [] if args.report else rows_of(args):
+        if (name, length, row, args.ratio, args.device) in keys:
+            continue
+        command = [sys.executable, __file__, "--one", name, str(length), row]
+        command += ["--ratio", args.ratio, "--device", args.device]
+        child = subprocess.run(command, capture_output=True, text=True, check=False)
+        if child.returncode:
+            print(f"{name} {length} {row}: failed\n{child.stderr[-2000:]}", file=sys.stderr)
+            continue
+        line = child.stdout.splitlines()[-1]
+        print(line, flush=True)
+        with log.open("a") as file:
+            file.write(line + "\n")
+        done.append(json.loads(line))
+    (args.out / "memory.md").write_text(memory_model.report(done))
+
+
+if __name__ == "__main__":
+    main()

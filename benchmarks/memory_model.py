@@ -1,0 +1,145 @@
+"""Tables of `memory.py`: what was measured, and what the same rules give for larger models."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from gracekv.prefill.capture_memory import CaptureSizes, held_positions
+from gracekv.prefill.needs import Needs
+from gracekv.prefill.partial_attention import chunk_length
+from gracekv.prefill.spans import PromptSpans
+
+MIB = 2**20
+GROUPED = {
+    "vocab_size": 8192,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 65536,
+}
+"""A random-weight Qwen2 with 7 query heads a KV head."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model's memory depends on; bytes of a number in `unit`."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    groups: int
+    dim: int
+    unit: int
+
+    @property
+    def sizes(self) -> CaptureSizes:
+        per = self.layers * self.dim * self.unit
+        return CaptureSizes(kv=2 * self.groups * per, queries=self.heads * per)
+
+    def activations(self, tokens: int) -> int:
+        """Bytes of one layer at its highest: three inner rows and three residual ones a token."""
+        return tokens * self.unit * (3 * self.inner + 3 * self.hidden)
+
+
+SHAPES = {
+    "smollm2": Shape(30, 576, 1536, 9, 3, 64, 4),
+    "grouped": Shape(4, 896, 4864, 14, 2, 64, 4),
+    "Qwen2.5-7B, bf16": Shape(28, 3584, 18944, 28, 4, 128, 2),
+    "Llama-3.1-8B, bf16": Shape(32, 4096, 14336, 32, 8, 128, 2),
+}
+
+
+def plain(shape: Shape, length: int) -> float:
+    """MiB over the model of a forward pass with a cache, last logits only."""
+    return (length * shape.sizes.kv + shape.activations(length)) / MIB
+
+
+def compressed(shape: Shape, length: int, needs: Needs, ratio: float) -> tuple[float, float]:
+    """MiB over the model of a compression at its highest, and of the result.
+
+    Keys and values, held queries and hidden states; then the larger of a chunk of the prefill and
+    its mask, and of queries computed again with the packed cache.
+    """
+    spans = PromptSpans(16, length - 48, length - 8, length)
+    held = len(held_positions(needs, spans, shape.sizes, None))
+    fixed = length * shape.sizes.kv + held * shape.sizes.queries
+    fixed += len(needs.hidden_depths) * length * shape.hidden * shape.unit
+    chunk = min(length, chunk_length(length))
+    running = shape.activations(chunk) + chunk * length * shape.unit
+    again = 0
+    if needs.later_queries and held < length:
+        again = max(needs.prompt_samples, 2 * needs.context_samples) * shape.sizes.queries
+    # A few numbers a token and head, float32: scores of several parts.
+    scores = 6 * 4 * length * shape.layers * shape.groups
+    packed = int(length / ratio) * (shape.sizes.kv + 8 * shape.layers * shape.groups)
+    return (fixed + max(running, again + running, scores + packed)) / MIB, packed / MIB
+
+
+def report(rows: list[dict[str, Any]]) -> str:
+    """The page."""
+    lines = [
+        "# Memory of a compression",
+        "",
+        "- Highest and held memory over the loaded model, MiB; one fresh process a row, in which a "
+        "prompt of 512 tokens was compressed before. CPU: resident memory (VmHWM, VmRSS); CUDA: "
+        "torch's allocated memory. `prefill` is a plain forward pass with a cache and the last "
+        "logits; held is what its cache keeps.",
+        "- Models: smollm2 is SmolLM2-135M in float32; grouped has random weights and "
+        f"{GROUPED['num_attention_heads']} query heads over {GROUPED['num_key_value_heads']} KV "
+        f"heads in {GROUPED['num_hidden_layers']} layers, float32.",
+        "- Seconds are of a machine that did other work meanwhile: compare nothing by them.",
+        "",
+        "| model | tokens | row | highest | of prefill | held | cache | device, threads |",
+        "|---|--:|---|--:|--:|--:|--:|---|",
+    ]
+    plains = {
+        (x["model"], x["length"], x["device"]): x["highest"] for x in rows if x["row"] == "prefill"
+    }
+    for row in sorted(rows, key=lambda x: (x["model"] != "smollm2", x["length"], x["row"])):
+        base = plains.get((row["model"], row["length"], row["device"]))
+        share = f"{row['highest'] / base:.2f}" if base else ""
+        lines.append(
+            f"| {row['model']} | {row['length']:,} | `{row['row']}` | {row['highest']:,.0f} | "
+            f"{share} | {row['held']:,.0f} | {row.get('cache', '')} | {row['device']}, "
+            f"{row['threads']} |"
+        )
+    lines += ["", "## Computed", "", *_computed(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _computed(rows: list[dict[str, Any]]) -> list[str]:
+    from gracekv import Pipeline
+
+    measured: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        measured[row["model"], row["length"]][row["row"]] = row["highest"]
+    lines = [
+        "From shapes alone: keys and values, queries that are held or computed again, hidden "
+        "states, one chunk's activations and mask, scores, the packed cache; without what an "
+        "allocator keeps. 8x; MiB. In brackets: what was measured where it was.",
+        "",
+        "| model | tokens | keys and values | `prefill` | `gracekv` | `gracekv-plus` | result |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    needs = {name: Pipeline.named(name).needs() for name in ("gracekv", "gracekv-plus")}
+    cells = [key for key in measured if len(measured[key]) > 1]
+    cells += [(name, n) for name in list(SHAPES)[2:] for n in (8192, 32768, 131072)]
+    for name, length in sorted(cells, key=lambda key: (list(SHAPES).index(key[0]), key[1])):
+        shape, found = SHAPES[name], measured[name, length]
+
+        def cell(row: str, value: float, found: dict[str, float] = found) -> str:
+            return f"{value:,.0f}" + (f" ({found[row]:,.0f})" if row in found else "")
+
+        peaks = {key: compressed(shape, length, need, 8.0) for key, need in needs.items()}
+        lines.append(
+            f"| {name} | {length:,} | {length * shape.sizes.kv / MIB:,.0f} | "
+            f"{cell('prefill', plain(shape, length))} | "
+            + " | ".join(cell(key, peak) for key, (peak, _) in peaks.items())
+            + f" | {peaks['gracekv'][1]:,.0f} |"
+        )
+    return lines
