@@ -23,7 +23,7 @@ KNOWS = {
     "kernels": set(),
     "prefill": {"gracekv.kernels"},
     "segment": {"gracekv.prefill"},
-    "value": {"gracekv.prefill"},
+    "value": {"gracekv.kernels", "gracekv.prefill"},
     "tree": {"gracekv.kernels", "gracekv.prefill", "gracekv.segment", "gracekv.value"},
     "allocate": {"gracekv.tree.base"},
     # The packer reads the nodes and merges their tokens by the trees' own rule.

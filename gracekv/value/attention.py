@@ -11,9 +11,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.linalg import linear
+from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Prefill, Region
-from gracekv.prefill.column_sums import add_column_sums, block_rows
+from gracekv.prefill.column_sums import add_column_sums
 
 
 def attention_probabilities(prefill: Prefill, layer: int, probes: Sequence[int] | Tensor) -> Tensor:
@@ -50,9 +50,10 @@ def attention_sums(
     region: Region,
     weights: Tensor | None = None,
     *,
-    block: int | None = None,
+    power: float = 1.0,
+    maximum: bool = False,
 ) -> Tensor:
-    """sum_u w_u pi_{u,t}: weighted attention that each token of `region` receives, float32 [H, N].
+    """sum_u w_u pi_{u,t}^power: weighted attention that each token receives, float32 [H, N].
 
     The softmax runs over all tokens up to the probe; the slice to the region comes after it.
 
@@ -62,32 +63,17 @@ def attention_sums(
         probes: P absolute positions.
         region: the N tokens that are scored.
         weights: w [P]; None: all 1.
-        block: probes per block; None: by device. Changes memory and time only. A block reads the
-            keys up to its last probe, so ascending probes are fastest.
+        power: exponent, at least 1.
+        maximum: maximum over probes instead of the sum.
 
     Raises `MissingCaptureError` if a probe's query was not captured.
     """
     at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
-    keys, groups = prefill.keys[layer].float(), prefill.kv_heads
-    device = keys.device
-    total = torch.zeros(groups, prefill.group, region.length, device=device)
-    share = torch.ones(len(at)) if weights is None else weights
-    share = share.to(device=device, dtype=torch.float32)
-    block = block or block_rows(device, prefill.group, prefill.spans.length)
-    for first in range(0, len(at), block):
-        rows = at[first : first + block]
-        after, stop = int(rows.min()) + 1, int(rows.max()) + 1
-        queries = prefill.queries_at(layer, rows).float() * prefill.scale
-        shared = rearrange(queries, "(g n) p d -> g (n p) d", g=groups)
-        unseen = (torch.arange(after, stop) > rows[:, None]).to(device)
-        # One head at a time, so that its logits are still in the CPU's cache when they are read.
-        for head in range(groups):
-            logits = linear(shared[head], keys[head, :stop]).view(-1, len(rows), stop)
-            logits[..., after:].masked_fill_(unseen, -torch.inf)
-            chance = torch.softmax(logits, dim=-1, out=logits)
-            seen = chance[..., region.start : region.end]
-            total[head, :, : seen.shape[-1]] += share[first : first + block] @ seen
-    return total.flatten(0, 1)
+    queries = prefill.queries_at(layer, at).float() * prefill.scale
+    columns = softmax_columns(
+        queries, prefill.keys[layer], at + 1, weights, power=power, maximum=maximum
+    )
+    return columns[:, region.start : region.end]
 
 
 def all_column_sums(prefill: Prefill) -> Tensor:
@@ -113,17 +99,15 @@ def all_column_sums(prefill: Prefill) -> Tensor:
     return torch.stack([total.to(device) for total in sums])
 
 
-def column_sums(
-    prefill: Prefill, layer: int, region: Region, *, block: int | None = None
-) -> Tensor:
+def column_sums(prefill: Prefill, layer: int, region: Region) -> Tensor:
     """sum over all prompt queries of pi_{u,t}, float32 [H, N], without a T x T matrix.
 
-    Queries before the region do not see it and are skipped. `block` queries run at once.
+    Queries before the region do not see it and are skipped.
 
     Raises `MissingCaptureError` unless the queries of every position were captured.
     """
     length, keys = prefill.spans.length, prefill.keys[layer]
     queries = prefill.queries_at(layer, range(region.start, length))
     total = torch.zeros(prefill.query_heads, length, device=keys.device)
-    add_column_sums(total, queries, keys, region.start, prefill.scale, block=block)
+    add_column_sums(total, queries, keys, region.start, prefill.scale)
     return total[:, region.start : region.end]

@@ -13,7 +13,7 @@ from torch.nn import functional
 from gracekv.errors import ConfigError, PromptError
 from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
-from gracekv.value.attention import attention_probabilities
+from gracekv.value.attention import attention_sums
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 
 Kernel = Literal["geometric", "flat"]
@@ -91,14 +91,15 @@ class ReadAhead(Scorer):
 
     def _layer(self, prefill: Prefill, layer: int, probes: list[int], region: Region) -> Tensor:
         """[G, N]."""
-        shares = attention_probabilities(prefill, layer, probes)[..., region.start : region.end]
-        powers, heads = shares**self.power, prefill.kv_heads
-        score = reduce(powers, "(g n) p t -> g t", "mean", g=heads)
+        heads, score = prefill.kv_heads, torch.zeros(())
+        if self.max_weight < 1:
+            sums = attention_sums(prefill, layer, probes, region, power=self.power)
+            score = reduce(sums, "(g n) t -> g t", "mean", g=heads) / len(probes)
         if self.max_weight > 0:
-            score.lerp_(reduce(powers, "(g n) p t -> g t", "max", g=heads), self.max_weight)
-        # If all probes lie before the region's end, the last tokens receive nothing.
-        padded = functional.pad(score, (0, region.length - score.shape[-1]))
-        return spread_ahead(padded, self.lookahead, self.kernel) ** (1.0 / self.power)
+            largest = attention_sums(prefill, layer, probes, region, power=self.power, maximum=True)
+            largest = reduce(largest, "(g n) t -> g t", "max", g=heads)
+            score = torch.lerp(score.to(largest.device), largest, self.max_weight)
+        return spread_ahead(score, self.lookahead, self.kernel) ** (1.0 / self.power)
 
 
 def spread_ahead(score: Tensor, length: int, kernel: Kernel) -> Tensor:

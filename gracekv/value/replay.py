@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import final
 
 import torch
-from einops import rearrange
+from einops import reduce
 from torch import Tensor
 
 from gracekv.hyperparameter import bounded
-from gracekv.linalg import linear
+from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, Region
-from gracekv.prefill.column_sums import block_rows
 from gracekv.prefill.needs import region_samples
 from gracekv.rope import Rope
 from gracekv.value.base import SCORERS, Scorer, TokenScores
@@ -106,8 +105,6 @@ def replayed_squares(
     at: Tensor,
     weights: Tensor,
     region: Region,
-    *,
-    block: int | None = None,
 ) -> Tensor:
     """sum_u w_u p_{u,t}^2 of queries rotated to the last position: float32 [G, N].
 
@@ -120,27 +117,23 @@ def replayed_squares(
         at: int64 [Q] absolute positions of the queries.
         weights: [Q].
         region: the N tokens that are scored.
-        block: queries per block; None: by device. Changes memory and time only.
 
     Raises `MissingCaptureError` if a query was not captured.
     """
-    heads, length, group = prefill.kv_heads, prefill.spans.length, prefill.group
-    keys = prefill.keys[layer].float()
-    device = keys.device
-    rope = Rope(prefill.rope.cos.to(device), prefill.rope.sin.to(device))
-    last = torch.full_like(at, length - 1)
-    weights = (weights / group).to(device)
-    block = min(block or block_rows(device, group, length), len(at))
-    total = torch.zeros(heads, region.length, device=device)
-    for first in range(0, len(at), block):
-        some = at[first : first + block]
-        plain = rope.unrotate(prefill.queries_at(layer, some).float() * prefill.scale, some)
-        moved = rope.rotate(plain, last[: len(some)])
-        moved = rearrange(moved, "(g n) q d -> g (n q) d", g=heads)
-        row_weights = weights[first : first + block].repeat(group)
-        # One head at a time, so that its logits are still in the CPU's cache when they are read.
-        for head in range(heads):
-            logits = linear(moved[head], keys[head])
-            shares = torch.softmax(logits, dim=-1, out=logits)
-            total[head] += row_weights @ shares[:, region.start : region.end].square_()
-    return total
+    queries = prefill.queries_at(layer, at).float() * prefill.scale
+    moved = _rotation_to_the_end(prefill, at).rotate(queries, torch.arange(len(at)))
+    seen = torch.full_like(at, prefill.spans.length)
+    columns = softmax_columns(moved, prefill.keys[layer], seen, weights, power=2.0)
+    inside = columns[:, region.start : region.end]
+    return reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)
+
+
+def _rotation_to_the_end(prefill: Prefill, at: Tensor) -> Rope:
+    """R(T - 1) R(u)^-1 for each position u of `at`, as a table with one row each."""
+    cos, sin = prefill.rope.cos, prefill.rope.sin
+    at, last = at.to(cos.device), prefill.spans.length - 1
+    norm = cos[at].square() + sin[at].square()
+    return Rope(
+        (cos[last] * cos[at] + sin[last] * sin[at]) / norm,
+        (sin[last] * cos[at] - cos[last] * sin[at]) / norm,
+    )

@@ -60,14 +60,6 @@ def test_queries_are_few_distinct_and_inside_and_their_weights_sum_to_one(
     assert bool((weights >= 0).all())
 
 
-def test_blocks_change_nothing_but_rounding():
-    prefill, region = small(), Region(2, 20)
-    at, weights = torch.arange(2, 20), torch.full((18,), 1 / 18)
-    whole = replayed_squares(prefill, 1, at, weights, region, block=18)
-    parts = replayed_squares(prefill, 1, at, weights, region, block=5)
-    torch.testing.assert_close(whole, parts, rtol=1e-5, atol=1e-8)
-
-
 def test_uniform_weights_do_not_read_the_question():
     prefill, region = small(), Region(2, 20)
     at, weights = Replay(uniform_weight=1.0).select_queries(prefill, region)

@@ -27,7 +27,7 @@ class NumbaEvaluator(DistortionEvaluator):
     """
 
     def __init__(self, inputs: EngineInputs) -> None:
-        from gracekv.tree.engines.numba_matmul import COLUMNS
+        from gracekv.kernels.matmul import COLUMNS
 
         self._batch = inputs.batch
         attention, rule, weights = inputs.attention, inputs.rule, inputs.weights

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.tree.engines.numba_matmul import COLUMNS
+from gracekv.kernels.matmul import COLUMNS
 
 MAX_PENDING = 32
 """Intervals whose products are made together: their numbers fit a core's own cache."""
@@ -23,7 +23,7 @@ class HeadArrays(NamedTuple):
         key_norms: [U*N].
         values: [U*N, d].
         scores: [U*N].
-        queries: transposed and scaled [U*d, Q], Q the next multiple of `numba_matmul.COLUMNS`.
+        queries: transposed and scaled [U*d, Q], Q the next multiple of `matmul.COLUMNS`.
         max_logit: [U, Q].
         inverse_sum: [U, Q].
         visible_probes: [N].

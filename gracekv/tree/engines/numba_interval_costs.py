@@ -15,8 +15,8 @@ import numpy as np
 from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels.exponential import exponentiate
+from gracekv.kernels.matmul import COLUMNS, multiply
 from gracekv.tree.engines.numba_arrays import MAX_PENDING
-from gracekv.tree.engines.numba_matmul import COLUMNS, multiply
 
 # As `gracekv.tree.engines.base.MAX_EXPONENT`.
 _MAX_EXPONENT = np.float32(20.0)

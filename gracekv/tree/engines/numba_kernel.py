@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels import exponential, intrinsics
+from gracekv.kernels import exponential, intrinsics, matmul
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.source_digest import digest
 from gracekv.tree.engines import (
     numba_arrays,
     numba_interval_costs,
-    numba_matmul,
     numba_split_choice,
 )
 from gracekv.tree.engines.numba_arrays import HeadArrays, Node, new_scratch
@@ -41,7 +40,7 @@ class DistortionArgs(ctypes.Structure):
     """The kernel's arguments: addresses of contiguous arrays, sizes and weights.
 
     Fields, with V nodes, U heads, N tokens a head, P probes, Q the next multiple of
-    `numba_matmul.COLUMNS`:
+    `matmul.COLUMNS`:
         exponentials ... sin: as in `numba_arrays.HeadArrays`.
         kappa: float64 [T]; 0: it is not read.
         forced: float64 [U, N] floor scores, -inf: no candidate; 0: no floor.
@@ -231,7 +230,7 @@ def distortion_kernel() -> Any:
         intrinsics,
         numba_interval_costs,
         numba_arrays,
-        numba_matmul,
+        matmul,
     )
 
     def body(address: Any) -> None:

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 numba = pytest.importorskip("numba")
 
-from gracekv.tree.engines import numba_matmul  # noqa: E402
+from gracekv.kernels import matmul  # noqa: E402
 
-COLUMNS = numba_matmul.COLUMNS
+COLUMNS = matmul.COLUMNS
 
 
 @functools.cache
 def product_of(wide):
     """A function that multiplies arrays, on this machine or as on one of narrow registers."""
-    multiply = (numba_matmul if wide else narrow()).multiply
+    multiply = (matmul if wide else narrow()).multiply
 
     @numba.njit
     def product(a, b, c, first, stop):
@@ -31,7 +31,7 @@ def product_of(wide):
 
 
 def narrow():
-    spec = importlib.util.spec_from_file_location("narrow_products", numba_matmul.__file__)
+    spec = importlib.util.spec_from_file_location("narrow_matmul", matmul.__file__)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("numba.core.codegen.get_host_cpu_features", lambda: "")

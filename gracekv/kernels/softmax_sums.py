@@ -1,0 +1,116 @@
+"""Sums and maxima over queries of attention probabilities, for every key.
+
+Three implementations: torch (any device, the fallback and the reference of the others),
+`softmax_sums_numba` (CPUs) and `softmax_sums_triton` (NVIDIA GPUs).
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gracekv.kernels import device as triton_device
+from gracekv.linalg import linear
+
+Engine = Literal["auto", "torch", "numba", "triton"]
+
+# Bytes of logits that torch holds at once: about a CPU's cache; on a GPU, enough work for each
+# launch. Very long prompts exceed them, because a product needs a minimum of rows to be fast.
+_CPU_BLOCK, _GPU_BLOCK, _LEAST_ROWS = 4 * 2**20, 256 * 2**20, 16
+
+
+def softmax_columns(
+    queries: Tensor,
+    keys: Tensor,
+    seen: Tensor,
+    weights: Tensor | None = None,
+    *,
+    power: float = 1.0,
+    maximum: bool = False,
+    engine: Engine = "auto",
+) -> Tensor:
+    """sum_q w_q p_{q,t}^power for every key t, or the maximum over q: float32 [H, T].
+
+    p_q is the softmax of a query's logits over the first `seen` keys, and 0 after them.
+
+    Args:
+        queries: [H, Q, d], times the attention scale; H a multiple of G. Read as float32.
+        keys: [G, T, d] of any floating dtype.
+        seen: int64 [Q], number of keys that each query sees, from 1 to T, in any order; ascending
+            is fastest.
+        weights: w [Q]; None: all 1.
+        power: exponent, at least 1.
+        maximum: maximum of w_q p^power instead of the sum.
+        engine: "auto" takes the fastest for these tensors.
+    """
+    queries = queries.float()
+    seen = seen.to(keys.device, torch.int64)
+    if weights is None:
+        weights = torch.ones(len(seen), device=keys.device)
+    weights = weights.to(keys.device, torch.float32)
+    if not len(seen):
+        return queries.new_zeros(queries.shape[0], keys.shape[1])
+    if engine == "auto":
+        engine = _fastest(queries, keys)
+    compute = _torch_columns
+    if engine == "numba":
+        from gracekv.kernels.softmax_sums_numba import softmax_columns as compute
+    elif engine == "triton":
+        from gracekv.kernels.softmax_sums_triton import softmax_columns as compute
+    return compute(queries, keys, seen, weights, power, maximum)
+
+
+def _fastest(queries: Tensor, keys: Tensor) -> Engine:
+    if keys.device.type == "cpu":
+        if importlib.util.find_spec("numba") is not None:
+            from gracekv.kernels import softmax_sums_numba
+
+            if softmax_sums_numba.takes(queries, keys):
+                return "numba"
+    elif type(keys) is Tensor and triton_device.obstacle(keys.device, "torch") is None:
+        from gracekv.kernels import softmax_sums_triton
+
+        if softmax_sums_triton.takes(queries, keys):
+            return "triton"
+    return "torch"
+
+
+def _torch_columns(
+    queries: Tensor, keys: Tensor, seen: Tensor, weights: Tensor, power: float, maximum: bool
+) -> Tensor:
+    """In blocks of queries: a block reads the keys up to the last that one of its queries sees."""
+    heads, count, dim = queries.shape
+    groups, length, _ = keys.shape
+    shared, wide = queries.view(groups, heads // groups, count, dim), keys.float()
+    total = queries.new_zeros(groups, heads // groups, length)
+    block = block_rows(keys.device, heads // groups, length)
+    for first in range(0, count, block):
+        rows = slice(first, first + block)
+        visible = seen[rows]
+        before, stop = int(visible.min()), int(visible.max())
+        hidden = torch.arange(before, stop, device=keys.device) >= visible[:, None]
+        # One head at a time, so that its logits are still in the CPU's cache when they are read.
+        for head in range(groups):
+            some = shared[head, :, rows].reshape(-1, dim)
+            logits = linear(some, wide[head, :stop]).view(-1, len(visible), stop)
+            logits[..., before:].masked_fill_(hidden, -torch.inf)
+            shares = torch.softmax(logits, dim=-1, out=logits)
+            if power != 1.0:
+                shares.pow_(power)
+            here = total[head, :, :stop]
+            if maximum:
+                torch.maximum(here, (shares * weights[rows, None]).amax(dim=1), out=here)
+            else:
+                here += weights[rows] @ shares
+    return total.flatten(0, 1)
+
+
+def block_rows(device: torch.device, heads: int, length: int) -> int:
+    """Number of queries whose logits in `heads` query heads over `length` keys fill a block."""
+    limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
+    return max(_LEAST_ROWS, limit // (4 * heads * length))

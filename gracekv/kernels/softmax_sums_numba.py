@@ -1,0 +1,263 @@
+"""Column sums and maxima of softmax rows in one compiled pass, for CPUs.
+
+Logits, softmax and the reduction over queries are computed for a few query rows at a time, so that
+logits stay in a core's own cache. All threads take work items from one counter. An item is one
+query head and one range of queries with a result of its own; the results are reduced in a fixed
+order afterwards, so they are the same to the bit on any number of threads.
+
+2,000 keys, 1,024 queries, 9 heads of dimension 64, float32, one core of an AMD EPYC (Zen 5): 17 ms,
+of which the products take 10.5; torch's operations take 25 to 35, oneDNN's products alone 12.
+
+Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
+from torch import Tensor
+
+from gracekv.kernels import exponential, half_precision, intrinsics, matmul, omp_threads
+from gracekv.kernels.exponential import exponential_parts
+from gracekv.kernels.half_precision import as_float32
+from gracekv.kernels.intrinsics import fetch_and_add, pointer
+from gracekv.kernels.matmul import multiply
+from gracekv.kernels.source_digest import digest
+
+# Keys of a panel: a transposed panel of float32 keys of dimension 64 takes 16 KiB.
+_PANEL = 64
+# Queries of a work item; numbers (float32) of the logits that are held at once.
+_QUERIES, _LOGITS, _LEAST_ROWS, _MOST_ROWS = 128, 2**17, 16, 64
+# Smaller exponents are taken as this one: products with e^-60 are no denormal numbers, which are
+# slow, and no score depends on shares of attention below e^-60.
+_LEAST = np.float32(-60.0)
+
+
+class SoftmaxSumsArgs(ctypes.Structure):
+    """Addresses of contiguous arrays, and sizes.
+
+    Fields, with H query heads, G KV heads, Q queries, T keys, C work items per head:
+        keys: [G, T, d], float32, bfloat16 or float16.
+        panels: float32 [G, ceil(T / 64), d, 64], the transposed keys; written by `pack_keys`.
+        queries: float32 [H, Q, d], scaled.
+        seen: int64 [Q], number of keys that each query sees, from 1 to T.
+        weights: float32 [Q].
+        total: float32 [H, C, T], zeros; written by `reduce_columns`.
+        counter: int64, 0.
+        maximum: 1 for the maximum over queries, 0 for the sum.
+        power: exponent of the probabilities.
+    """
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "keys", "panels", "queries", "seen", "weights", "total", "counter", "heads",
+            "kv_heads", "count", "length", "dim", "items", "maximum",
+        )),
+        ("power", ctypes.c_double),
+    ]  # fmt: skip
+
+
+_ARGS = np.dtype(SoftmaxSumsArgs)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _pack(args: Any, keys: Any) -> None:
+    """Write the transposed panels; keys after the last are 0."""
+    length, dim = args.length, args.dim
+    count = (length + _PANEL - 1) // _PANEL
+    panels = carray(pointer(args.panels), (args.kv_heads * count, dim, _PANEL), np.float32)
+    wide = np.empty((_PANEL, dim), np.float32)
+    counter = pointer(args.counter)
+    while True:
+        item = fetch_and_add(counter, 0)
+        if item >= args.kv_heads * count:
+            return
+        first = item % count * _PANEL
+        rows = min(_PANEL, length - first)
+        source, at = as_float32(keys, item // count * length + first, rows, wide)
+        panel = panels[item]
+        if rows < _PANEL:
+            panel[:] = np.float32(0.0)
+        for i in range(dim):
+            for j in range(rows):
+                panel[i, j] = source[at + j, i]
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _largest(x: Any, peaks: Any) -> Any:
+    """The largest of x; `peaks` [64] is overwritten.
+
+    By columns, because a compiler does not vectorise the largest number of one row.
+    """
+    whole = len(x) // _PANEL * _PANEL
+    peaks[:] = x[0]
+    for first in range(0, whole, _PANEL):
+        for i in range(_PANEL):
+            peaks[i] = max(peaks[i], x[first + i])
+    top = peaks[0]
+    for i in range(1, _PANEL):
+        top = max(top, peaks[i])
+    for i in range(whole, len(x)):
+        top = max(top, x[i])
+    return top
+
+
+@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+def _exponentiate(x: Any, top: Any, bits: Any, power: Any) -> Any:
+    """x <- e^(x - top) in place; returns the sum. `power` is `bits` (int32) seen as float32."""
+    for i in range(len(x)):
+        x[i], bits[i] = exponential_parts(max(x[i] - top, _LEAST))
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        x[i] *= power[i]
+        total += x[i]
+    return total
+
+
+@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+def _reduce(total: Any, x: Any, factor: Any, maximum: bool) -> None:
+    """total <- total + factor x, or the larger of total and factor x."""
+    if maximum:
+        for i in range(len(x)):
+            total[i] = max(total[i], factor * x[i])
+    else:
+        for i in range(len(x)):
+            total[i] += factor * x[i]
+
+
+@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+def _raise(x: Any, power: Any) -> None:
+    """x <- x^power in place."""
+    if power == np.float32(2.0):
+        for i in range(len(x)):
+            x[i] *= x[i]
+    elif power != np.float32(1.0):
+        for i in range(len(x)):
+            x[i] = x[i] ** power
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _work(args: Any) -> None:
+    """Take work items until there are none left."""
+    length, dim, count = args.length, args.dim, args.count
+    panels_of_head = (length + _PANEL - 1) // _PANEL
+    padded, exponent = panels_of_head * _PANEL, np.float32(args.power)
+    seen = carray(pointer(args.seen), (count,), np.int64)
+    weights = carray(pointer(args.weights), (count,), np.float32)
+    total = carray(pointer(args.total), (args.heads * args.items, length), np.float32)
+    block = min(max(_LOGITS // padded, _LEAST_ROWS), _MOST_ROWS) // 4 * 4
+    # One panel more than needed, so that rows do not start at the same place of the cache.
+    stride = padded + _PANEL
+    logits = np.empty((block, stride), np.float32)
+    bits, peaks = np.empty(padded, np.int32), np.empty(_PANEL, np.float32)
+    power = bits.view(np.float32)
+    counter = pointer(args.counter)
+    while True:
+        item = fetch_and_add(counter, 0)
+        if item >= args.heads * args.items:
+            return
+        # Later queries see more keys: their items come first.
+        head, part = item % args.heads, args.items - 1 - item // args.heads
+        columns = total[head * args.items + part]
+        stop = min((part + 1) * _QUERIES, count)
+        panels = args.panels + 4 * (
+            head // (args.heads // args.kv_heads) * panels_of_head * dim * _PANEL
+        )
+        for first in range(part * _QUERIES, stop, block):
+            rows = min(block, stop - first)
+            queries = args.queries + 4 * (head * count + first) * dim
+            most = np.int64(0)
+            for r in range(rows):
+                most = max(most, seen[first + r])
+            for p in range((most + _PANEL - 1) // _PANEL):
+                multiply(
+                    queries, dim, rows, panels + 4 * p * dim * _PANEL, _PANEL,
+                    logits.ctypes.data + 4 * p * _PANEL, stride, 0, dim, _PANEL,
+                )  # fmt: skip
+            for r in range(rows):
+                row = logits[r, : seen[first + r]]
+                share = np.float32(1.0) / _exponentiate(row, _largest(row, peaks), bits, power)
+                _raise(row, exponent)
+                factor = weights[first + r] * share**exponent
+                _reduce(columns[: len(row)], row, factor, args.maximum != 0)
+
+
+# What rows of a dtype are to numba (see `half_precision`).
+_NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+
+
+@functools.cache
+def pack_keys(dtype: torch.dtype) -> Any:
+    """The kernel that writes `panels` from keys of a dtype: a C callback.
+
+    It takes the address of `SoftmaxSumsArgs`. The first call on a machine compiles for some
+    seconds; later ones find the result on disk.
+    """
+    number, sources = _NUMBERS[dtype], digest(half_precision, intrinsics)
+
+    def body(address: Any) -> None:
+        _ = sources
+        args = carray(address, (1,), _ARGS)[0]
+        _pack(args, carray(pointer(args.keys), (args.kv_heads * args.length, args.dim), number))
+
+    return cfunc(types.void(types.voidptr), cache=True)(body)
+
+
+@functools.cache
+def reduce_columns() -> Any:
+    """The kernel that writes `total` from `panels`: a C callback, see `pack_keys`."""
+    sources = digest(exponential, intrinsics, matmul)
+
+    def body(address: Any) -> None:
+        _ = sources
+        _work(carray(address, (1,), _ARGS)[0])
+
+    return cfunc(types.void(types.voidptr), cache=True)(body)
+
+
+def takes(queries: Tensor, keys: Tensor) -> bool:
+    """Whether the kernel can read these tensors."""
+    plain = type(queries) is type(keys) is Tensor
+    return plain and keys.device.type == "cpu" and keys.dtype in _NUMBERS
+
+
+def softmax_columns(
+    queries: Tensor, keys: Tensor, seen: Tensor, weights: Tensor, power: float, maximum: bool
+) -> Tensor:
+    """`gracekv.kernels.softmax_sums.softmax_columns` on the CPU."""
+    heads, count, dim = queries.shape
+    kv_heads, length, _ = keys.shape
+    items = -(-count // _QUERIES)
+    total = torch.zeros(heads, items, length)
+    counter = ctypes.c_int64(0)
+    # The kernel reads addresses, so the tensors must live until it returns.
+    tensors = {
+        "keys": keys.contiguous(),
+        "panels": torch.empty(kv_heads, -(-length // _PANEL), dim, _PANEL),
+        "queries": queries.contiguous(),
+        "seen": seen.contiguous(),
+        "weights": weights.contiguous(),
+        "total": total,
+    }
+    args = SoftmaxSumsArgs(
+        **{name: x.data_ptr() for name, x in tensors.items()},
+        counter=ctypes.addressof(counter),
+        heads=heads,
+        kv_heads=kv_heads,
+        count=count,
+        length=length,
+        dim=dim,
+        items=items,
+        maximum=int(maximum),
+        power=power,
+    )
+    with torch.profiler.record_function("softmax_columns (numba)"):
+        omp_threads.run(pack_keys(keys.dtype), ctypes.addressof(args))
+        counter.value = 0
+        omp_threads.run(reduce_columns(), ctypes.addressof(args))
+    return total.amax(dim=1) if maximum else total.sum(dim=1)

@@ -1,0 +1,95 @@
+"""Columns of softmax rows: every implementation against float64."""
+
+import importlib.util
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.kernels import softmax_sums
+from gracekv.kernels.softmax_sums import softmax_columns
+
+ENGINES = ["torch"]
+if importlib.util.find_spec("numba") is not None:
+    ENGINES.append("numba")
+
+
+def case(seed, groups, group, count, length, dim, dtype=torch.float32):
+    made = torch.Generator().manual_seed(seed)
+    queries = torch.randn(groups * group, count, dim, generator=made)
+    keys = torch.randn(groups, length, dim, generator=made).to(dtype)
+    seen = torch.randint(1, length + 1, (count,), generator=made)
+    return queries, keys, seen, torch.rand(count, generator=made)
+
+
+def reference(queries, keys, seen, weights, power, maximum):
+    """The definition in float64."""
+    keys = keys.double().repeat_interleave(len(queries) // len(keys), dim=0)
+    logits = queries.double() @ keys.mT
+    logits.masked_fill_(torch.arange(keys.shape[1]) >= seen[:, None], -torch.inf)
+    shares = weights.double()[:, None] * logits.softmax(-1) ** power
+    return shares.amax(1) if maximum else shares.sum(1)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    groups=st.integers(1, 3),
+    group=st.integers(1, 3),
+    count=st.integers(1, 300),
+    length=st.integers(1, 200),
+    dim=st.sampled_from([2, 8, 20, 64]),
+    power=st.sampled_from([1.0, 1.5, 2.0]),
+    maximum=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_equals_the_definition(
+    engine, seed, groups, group, count, length, dim, power, maximum, dtype
+):
+    inputs = case(seed, groups, group, count, length, dim, dtype)
+    got = softmax_columns(*inputs, power=power, maximum=maximum, engine=engine)
+    want = reference(*inputs, power, maximum)
+    # float32 logits of up to 64 products, sums of up to 300 shares.
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_blocks_of_queries_end_anywhere(engine, monkeypatch):
+    monkeypatch.setattr(softmax_sums, "_CPU_BLOCK", 1)
+    monkeypatch.setattr(softmax_sums, "_LEAST_ROWS", 3)
+    inputs = case(0, 2, 2, 130, 70, 8)
+    got = softmax_columns(*inputs, engine=engine)
+    torch.testing.assert_close(got.double(), reference(*inputs, 1.0, False), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_large_and_equal_logits(engine):
+    queries, keys, seen, weights = case(1, 1, 1, 5, 100, 8)
+    got = softmax_columns(1e4 * queries, keys, seen, weights, engine=engine)
+    torch.testing.assert_close(got.sum(), weights.sum())
+    same = softmax_columns(0 * queries, keys, seen, engine=engine)
+    uniform = (torch.arange(100) < seen[:, None]) / seen[:, None]
+    torch.testing.assert_close(same[0], uniform.sum(0))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_views_and_no_queries(engine):
+    queries, keys, seen, weights = case(2, 2, 2, 40, 60, 8)
+    want = softmax_columns(queries, keys, seen.clamp(max=50), weights, engine=engine)[:, :50]
+    part = softmax_columns(queries, keys[:, :50], seen.clamp(max=50), weights, engine=engine)
+    torch.testing.assert_close(part, want)
+    assert not softmax_columns(queries[:, :0], keys, seen[:0], engine=engine).any()
+
+
+@pytest.mark.skipif("numba" not in ENGINES, reason="needs numba")
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_a_bit(threads):
+    inputs, before = case(3, 2, 2, 400, 300, 16), torch.get_num_threads()
+    want = softmax_columns(*inputs, engine="numba")
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(softmax_columns(*inputs, engine="numba"), want)
+    finally:
+        torch.set_num_threads(before)
