@@ -95,15 +95,14 @@ def test_algorithms_do_not_know_the_model_library(folder):
     for path in sorted((PACKAGE / folder).rglob("*.py")):
         tops = {name.partition(".")[0] for name in imported(path)}
         # A kernel may use its compiler, if it lives where kernels live.
-        allowed = {("backends", "triton"): "triton", ("tree", "triton"): "triton"}
-        allowed |= {
-            (home, "numba"): "numba" for home in ("allocate", "backends", "segment", "tree")
-        }
+        allowed = {(home, "triton"): "triton" for home in ("backends", "kernels", "tree")}
+        homes = ("allocate", "backends", "kernels", "segment", "tree")
+        allowed |= {(home, "numba"): "numba" for home in homes}
         # Helpers of the compiled kernels are named after what they do.
-        helpers = ("exponential", "intrinsics", "precision", "threads")
+        helpers = ("exponential", "intrinsics", "matmul", "precision", "threads")
         allowed |= {("kernels", word): "numba" for word in helpers}
         words = path.stem.split("_")
-        mine = {allowed.get((folder, word)) for word in (words[0], words[-1])}
+        mine = {allowed.get((folder, word)) for word in words}
         assert not tops & (HEAVY - mine), path.name
 
 
