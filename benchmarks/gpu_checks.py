@@ -29,7 +29,7 @@ from gracekv.testing.tolerance import TOLERANCES
 
 # float32 products on tensor cores are three tf32 ones; what they leave out is near 1e-6.
 _FLOAT32_ON_GPU = 1e-5
-_GPU_TESTS = ("tests/backends/test_triton_cuda.py", "tests/tree/test_prototype_triton_cuda.py")
+_ROOT = Path(__file__).resolve().parents[1]
 # pytest's exit status where a file is skipped as a whole.
 _NO_TESTS = 5
 
@@ -139,18 +139,18 @@ def replay(bench: Bench) -> None:
 
 def tests(bench: Bench) -> None:
     """The tests that only a GPU can run, with the time that is left."""
-    root = Path(__file__).resolve().parents[1]
-    for path in _GPU_TESTS[: 1 if bench.options.tiny else None]:
+    files = sorted(_ROOT.glob("tests/**/test_*_cuda.py"))
+    for number, file in enumerate(files):
 
-        def work(path: str = path) -> Row:
+        def work(path: str = str(file), files_left: int = len(files) - number) -> Row:
             missing = [x for x in ("pytest", "hypothesis") if not importlib.util.find_spec(x)]
             if missing:
                 return {"status": f"left out: {' and '.join(missing)} not installed"}
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", path]
             try:
                 done = subprocess.run(
-                    command, cwd=root, capture_output=True, text=True, check=False,
-                    timeout=max(1.0, bench.rows.left - 5),
+                    command, cwd=_ROOT, capture_output=True, text=True, check=False,
+                    timeout=max(1.0, bench.rows.left / files_left - 5),
                 )  # fmt: skip
             except subprocess.TimeoutExpired as error:
                 raise OutOfTime from error
@@ -159,4 +159,4 @@ def tests(bench: Bench) -> None:
             status = "ok" if done.returncode in (0, _NO_TESTS) else "failed"
             return {"result": lines[-1], "failures": "; ".join(failed)[:400], "status": status}
 
-        bench.rows.measure("tests", {"file": path}, work)
+        bench.rows.measure("tests", {"file": file.name}, work)
