@@ -34,12 +34,16 @@ def unit_states(hidden: Tensor, epsilon: float) -> Tensor:
     return hidden / norm.clamp(min=epsilon)
 
 
-def band_products(x: Tensor, width: int) -> Tensor:
-    """[n, width]: entry (t, j) is x_t . x_{t+j} for the rows of x [n, D]; 0 past the last row."""
-    rows, dim = x.shape
+def band_products(x: Tensor, width: int, before: int = 0, after: int = 0) -> Tensor:
+    """[n, width]: entry (t, j) is x_t . x_{t+j} for the rows of x [m, D]; 0 past the last row.
+
+    n = `before` + m + `after`: with so many rows of zeros around x.
+    """
+    rows, dim = before + len(x) + after, x.shape[1]
     blocks = -(-rows // _BLOCK)
     span = _BLOCK + width - 1
-    padded = functional.pad(x, (0, 0, 0, blocks * _BLOCK + width - 1 - rows))
+    end = blocks * _BLOCK + width - 1 - before - len(x)
+    padded = functional.pad(x, (0, 0, before, end))
     left = padded[: blocks * _BLOCK].view(blocks, _BLOCK, dim)
     gram = torch.bmm(left, padded.unfold(0, span, _BLOCK)).contiguous()
     # The diagonal of row r is column r: a row stride of span + 1 follows the diagonal.

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill
@@ -86,7 +85,7 @@ class Curvature(Configurable):
             steps = unit_states(near, self.epsilon).diff(dim=0)
             before = max(0, reach - start)
             after = stop - start + 2 * reach - before - len(steps)
-            band = band_products(functional.pad(steps, (0, 0, before, after)), 2 * reach + 1)
+            band = band_products(steps, 2 * reach + 1, before, after)
             around = band.unfold(0, 2 * reach + 1, 1).reshape(stop - start, -1)
             chunks.append((around @ forms).view(stop - start, len(self.windows), 3))
         incoming, outgoing, inner = torch.cat(chunks).permute(2, 1, 0)

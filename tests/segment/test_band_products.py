@@ -13,6 +13,8 @@ def test_band_holds_the_upper_diagonals_of_the_gram_matrix(rows, width, seed):
     gram = torch.nn.functional.pad(x @ x.T, (0, width))
     expected = torch.stack([gram[t, t : t + width] for t in range(rows)])
     torch.testing.assert_close(band_products(x, width), expected)
+    around = torch.nn.functional.pad(x, (0, 0, 2, 3))
+    torch.testing.assert_close(band_products(x, width, 2, 3), band_products(around, width))
 
 
 def test_rows_have_unit_norm_unless_they_are_tiny():
