@@ -11,17 +11,17 @@ FULL = os.environ.get("GRACEKV_FUZZ") == "full"
 
 
 class Tally:
-    """Counts outcomes by kind, and the seconds of the slowest case."""
+    """Counts outcomes by kind, and the CPU seconds of the slowest case."""
 
     def __init__(self, name):
         self.name, self.outcomes, self.slowest, self.start = name, Counter(), 0.0, 0.0
 
     def __enter__(self):
-        self.start = time.perf_counter()
+        self.start = time.process_time()
         return self
 
     def __exit__(self, *_):
-        self.slowest = max(self.slowest, time.perf_counter() - self.start)
+        self.slowest = max(self.slowest, time.process_time() - self.start)
 
     def add(self, outcome):
         self.outcomes[outcome] += 1
