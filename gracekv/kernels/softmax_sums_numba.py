@@ -221,7 +221,7 @@ def reduce_columns() -> Any:
 
 
 def takes(queries: Tensor, keys: Tensor) -> bool:
-    """Whether the kernel can read these tensors."""
+    """Whether the kernel can read queries [H, Q, d] and keys [G, T, d]."""
     plain = type(queries) is type(keys) is Tensor
     return plain and keys.device.type == "cpu" and keys.dtype in _NUMBERS
 
@@ -229,7 +229,7 @@ def takes(queries: Tensor, keys: Tensor) -> bool:
 def softmax_columns(
     queries: Tensor, keys: Tensor, seen: Tensor, weights: Tensor, power: float, maximum: bool
 ) -> Tensor:
-    """`gracekv.kernels.softmax_sums.softmax_columns` on the CPU."""
+    """float32 [H, T]; arguments and result as in `gracekv.kernels.softmax_sums`, on the CPU."""
     heads, count, dim = queries.shape
     kv_heads, length, _ = keys.shape
     items = -(-count // _QUERIES)

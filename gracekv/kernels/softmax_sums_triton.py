@@ -33,7 +33,7 @@ def block_sizes(dim: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def takes(queries: Tensor, keys: Tensor) -> bool:
-    """Whether the kernels can read these tensors."""
+    """Whether the kernels can read queries [H, Q, d] and keys [G, T, d]."""
     plain = type(queries) is type(keys) is Tensor
     return plain and keys.dtype in _DTYPES and keys.shape[-1] <= LARGEST_DIM
 
@@ -49,7 +49,7 @@ def split(queries: Tensor, dtype: torch.dtype) -> Tensor:
 def softmax_columns(
     queries: Tensor, keys: Tensor, seen: Tensor, weights: Tensor, power: float, maximum: bool
 ) -> Tensor:
-    """`gracekv.kernels.softmax_sums.softmax_columns` on a GPU."""
+    """float32 [H, T]; arguments and result as in `gracekv.kernels.softmax_sums`, on a GPU."""
     heads, count, dim = queries.shape
     groups, length, _ = keys.shape
     parts = split(queries * _LOG2_E, keys.dtype).contiguous()
