@@ -58,7 +58,8 @@ class Lagrangian(Allocator):
         left = RemainingBudget.of(ops, start, quota)
         dual = _Dual(ops, executed, left, elastic=self.elastic)
         bound, low, high = dual.minimum(self.iterations)
-        bought = executed | dual.best_subtrees(high)
+        # They fit, but for rounding: then the last ones are left out.
+        bought = executed | _first_trees(ops, dual.best_subtrees(high) & ~executed, left)
         # Trees whose best subtree changes inside the bracket gain about its price per entry.
         more = (executed | dual.best_subtrees(low)) & ~bought
         bought |= _first_trees(ops, more, left.after(ops, bought & ~executed))
@@ -156,6 +157,8 @@ class _Dual:
         highest = self.ops.unit[self.index].amax().view(1) if len(self.index) else None
         if highest is None:
             return self.held, self.cost.new_zeros(1), self.cost.new_zeros(1)
+        # A little above, so that rounding leaves no operation a gain at this price.
+        highest = highest * (1 + 2**-40)
         budget = float(self.left.total)
         if self.left.per_head is None:
 

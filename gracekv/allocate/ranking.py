@@ -22,7 +22,7 @@ def where_true(mask: Tensor) -> Tensor:
 
 
 def largest(values: Tensor, count: int) -> Tensor:
-    """bool, as `values`: the `count` largest of all values; ties go to the earlier.
+    """bool [...], as `values` [...]: the `count` largest of all; ties go to the earlier.
 
     `count` is from 0 to the number of values. Linear in time; holds one copy of the values.
     """

@@ -29,7 +29,7 @@ def greedy_heap(start: Frontier, quota: Tensor | None, *, elastic: bool = False)
 
     Pops the available operation of the highest unit utility; ties go to the earlier layer, head,
     slot and start. One that does not fit the budget or its head's quota is discarded with its
-    descendants; the search goes on with the rest.
+    descendants; the search goes on with the rest. `quota` is int64 [L, G], or None.
 
     Source: Eqs. (A5), (A6) and (A7) and the appendix on the greedy allocator; departures 6.
     """
@@ -71,8 +71,8 @@ def greedy_heap(start: Frontier, quota: Tensor | None, *, elastic: bool = False)
 def integer_program(start: Frontier, quota: Tensor | None, *, elastic: bool = False) -> Frontier:
     """An optimum of Eq. (A8) by scipy's integer solver: one 0/1 variable an operation.
 
-    The constraints are x_a <= x_parent(a), the budget, and the quotas. Exponential at worst. Needs
-    scipy (gracekv[cli]).
+    The constraints are x_a <= x_parent(a), the budget, and the quotas (int64 [L, G], or None).
+    Exponential at worst. Needs scipy (gracekv[cli]). Raises `GracekvError` if the solver gives up.
     """
     # Importing scipy's solvers changes the warning filters, so they are imported where used.
     from scipy.optimize import Bounds, LinearConstraint, milp

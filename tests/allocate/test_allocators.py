@@ -161,6 +161,25 @@ def test_bound_is_tight_in_a_large_forest(seed, share, capped, gains):
         assert result.bound <= upper_bound(start) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("capped", [False, True])
+def test_rounding_of_prices_buys_nothing_beyond_the_budget(capped):
+    # Trees that stay whole or go. At the price of the best one, its net gain is 0 but for rounding.
+    forests = (
+        random_forest(seed, layers=1, heads=1, slots=1, slot_tokens=70, explode=0.0, whole=1.0)
+        for seed in range(1000)
+    )
+    forest = next(f for f in forests if int(f.add_cost()[0]) in range(33, 64))
+    cost = int(forest.add_cost()[0])
+    drawn = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gains = [gain for gain in drawn.tolist() if gain - gain / cost * cost > 0]
+    assert gains
+    quota = torch.full((1, 1), cost - 1) if capped else None
+    for gain in gains:
+        one = dataclasses.replace(forest, add_gain=torch.tensor([gain], dtype=torch.float64))
+        result = Lagrangian()(Frontier.empty(one, cost - 1), quota)
+        check_frontier(result, quota)
+
+
 def test_bound_is_met_where_most_steps_gain_nothing():
     # Many subtrees gain exactly the price here: all of them or none would be far off.
     forest = random_forest(0, layers=2, heads=2, slots=150, slot_tokens=60, gains="zeros")

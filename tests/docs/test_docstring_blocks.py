@@ -13,7 +13,7 @@ PREAMBLE = Path(__file__).parent / "preambles" / "docstrings.py"
 FORMULAS = {
     "cache/cam.py",
     "cache/d2o.py",
-    "report/packing.py",
+    "report/encoding.py",
     "rope.py",
     "segment/curvature.py",
     "tree/merge.py",
