@@ -45,7 +45,7 @@ _DEPARTURES = {
     "4": "4-prototypes-and-distortion",
     "5": "5-trees",
     "6": "6-floor-and-auction",
-    "7": "7-distortion-of-node-ends",
+    "7": "7-distortion-of-prefixes-and-suffixes",
     "8": "8-parallel-greedy-and-exact-pruning",
     "9": "9-certificate",
 }
