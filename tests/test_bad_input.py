@@ -75,6 +75,12 @@ TABLE = {
     ),
     "batch of ids": (lambda: Prompt.from_ids(IDS.view(2, 45), (4, 30)), PromptError, "one by one"),
     "ratio below 1": (lambda: compress(ratio=0.5), BudgetError, "1 keeps all"),
+    "ratio as kvpress counts": (
+        lambda: compress(ratio=0.875),
+        BudgetError,
+        r"compression_ratio=0\.875",
+    ),
+    "compression_ratio 1": (lambda: compress(compression_ratio=1), BudgetError, "below 1"),
     "ratio NaN": (lambda: run(float("nan")), BudgetError, "finite"),
     "ratio infinite": (lambda: run(float("inf")), BudgetError, "finite"),
     "ratio not a number": (lambda: run("eight"), BudgetError, "finite number"),

@@ -49,6 +49,7 @@ def reader(tiny, tmp_path, monkeypatch):
     import gracekv.hf.smollm2
 
     model, tokenizer = tiny
+    model.config.name_or_path = gracekv.hf.smollm2.MODEL_NAME
     for auto, made in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
         monkeypatch.setattr(
             getattr(transformers, auto), "from_pretrained", lambda *_, m=made, **__: m
