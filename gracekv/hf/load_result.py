@@ -106,8 +106,8 @@ def _prompts(
             for number, facts in enumerate(header["prompts"])
         ]
         lengths = [packed.length - padding + 1 for padding in packed.padding]
-        if [one.prompt.spans.length for one in saved] != lengths:
-            raise PromptError(f"the prompts do not have the lengths {lengths}")
+        if [one.prompt.without_tail().spans.length for one in saved] != lengths:
+            raise PromptError(f"what was read of the prompts does not have the lengths {lengths}")
         if type(header["batch"]) is not bool or not (header["batch"] or len(saved) == 1):
             raise ConfigError(f"batch is {header['batch']!r} for {len(saved)} prompts")
         for number, one in enumerate(saved):
@@ -124,7 +124,7 @@ def _prompts(
 
 def _check_entries(saved: SavedPrompt, packed: RaggedCache, vocabulary: int) -> None:
     """Raise `ShapeError` unless the accounting counts the entries, and ids are the model's."""
-    spans, kept = saved.prompt.spans, saved.accounting
+    spans, kept = saved.prompt.without_tail().spans, saved.accounting
     # Prefix and suffix, whose last token is fed again and has no entry.
     beside = spans.length - 1 - spans.context_length
     if not torch.equal(packed.entries() - beside, kept.entries):
