@@ -13,6 +13,7 @@ PREAMBLE = Path(__file__).parent / "preambles" / "docstrings.py"
 FORMULAS = {
     "cache/cam.py",
     "cache/d2o.py",
+    "fit/ridge.py",
     "report/encoding.py",
     "rope.py",
     "segment/curvature.py",
