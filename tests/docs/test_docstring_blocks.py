@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def docstrings(path):
 def indented(text):
     """The blocks of a docstring that are set off by a blank line and four spaces."""
     return [
-        inspect.cleandoc(found[1])
+        textwrap.dedent(found[1]).strip("\n")
         for found in re.finditer(r"\n\n((?: {4}.*\n*)+)", text + "\n")
         if not found[1].startswith(" " * 8)
     ]
