@@ -23,8 +23,8 @@ class ColumnSums(Scorer):
     Source: Zhang et al. (2023), H2O, arXiv:2306.14048. Ours: one eviction after prefill instead of
     one per step.
 
-    Cost: one more attention pass over the prompt, in blocks of queries: O(L H T² d), a third of a
-    prefill at 4,096 tokens on a CPU.
+    Cost: one more attention pass without values over the prompt: O(L H T² d), 7 % of a prefill at
+    2,000 tokens on a CPU with numba.
     """
 
     def needs(self) -> Needs:

@@ -33,8 +33,8 @@ class Scissorhands(Scorer):
     official code). Ours: one eviction after prefill, counts of important rather than unimportant
     tokens, ties by column sums, and equal shares for all layers.
 
-    Cost: attention rows of the last `history` queries, and of all queries for the ties: O(L H T^2
-    d), a third of a prefill at 4,096 tokens on a CPU.
+    Cost: attention rows of the last `history` queries, and of all queries for the ties, as in
+    `column_sums`: O(L H T² d).
 
     Attributes:
         history: number of last prompt queries (the paper's 400).
