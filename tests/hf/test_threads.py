@@ -74,15 +74,3 @@ def test_rows_and_beams_of_one_batch_result_at_once(model):
     # Exactly: the same computations, one beside the other.
     for got, want in zip(together, alone, strict=True):
         assert torch.equal(got, want)
-
-
-def test_compressing_while_another_thread_generates(model):
-    result = result_of(model)
-    answer = result.generate_ids(12)
-    got, other = at_once(
-        lambda: result.generate_ids(12), lambda: result_of(model, IDS.flip(0), ratio=4)
-    )
-    assert_same_tokens(got, answer, logits_over(result))
-    want = result_of(model, IDS.flip(0), ratio=4)
-    assert torch.equal(other.accounting.entries, want.accounting.entries)
-    assert_same_tokens(other.generate_ids(6), want.generate_ids(6), logits_over(want))
