@@ -66,8 +66,8 @@ def capture(
     those of `model(ids)`. A longer one runs in chunks, which attend to the keys and values of the
     chunks before, so that what the model's layers hold meanwhile does not grow with the prompt;
     the result is the same up to rounding. Temporary attention function and hooks are removed
-    afterwards, or if the pass fails or is interrupted. Not for two threads with one model at a
-    time.
+    afterwards, or if the pass fails or is interrupted. While it runs, no other thread may use
+    the model.
 
     Queries are the large part of what can be captured, H/(2G) times keys and values together. Those
     of known positions (direct probes, observation windows, evenly spaced samples) are held. Where
