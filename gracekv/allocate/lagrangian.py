@@ -154,15 +154,11 @@ class _Dual:
 
         Subtrees at the higher price fit budget and quotas; at the lower they may not.
         """
-        if not len(self.index):
+        highest = self.ops.unit[self.index].amax().view(1) if len(self.index) else None
+        if highest is None:
             return self.held, self.cost.new_zeros(1), self.cost.new_zeros(1)
-<<<<<<< HEAD
         # A little above, so that rounding leaves no operation a gain at this price.
         highest = highest * (1 + 2**-40)
-=======
-        # Above the highest gain per entry by more than rounding, so that nothing gains at it.
-        highest = self.ops.unit[self.index].amax().view(1) * (1 + 1e-12)
->>>>>>> 43edd15 (Lagrangian: prices lie above the highest gain per entry by more than rounding (not run yet); result of the first long fuzz run)
         budget = float(self.left.total)
         if self.left.per_head is None:
 
