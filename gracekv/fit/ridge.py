@@ -1,7 +1,8 @@
 """Ridge regression towards no change, for many heads at once.
 
-It minimises sum_r w_r |(A x)_r - b_r|^2 + sum_c lambda_c |x_c|^2 over x [W, d]: normal equations in
-W unknowns, or in M where there are fewer rows than columns.
+    minimise  sum_r w_r |(A x)_r - b_r|^2 + sum_c lambda_c |x_c|^2
+
+over x [W, d]; normal equations in W unknowns, or in M where there are fewer rows than columns.
 
 Source: ours (Tikhonov regularisation; the dual form is the push-through identity).
 """

@@ -21,7 +21,7 @@ from gracekv.prefill.chat_text import first_turn, next_turn
 class Conversation:
     """Turns about one compressed context: each reads its own tokens only.
 
-        with result.chat() as chat:
+        with book.chat() as chat:
             print(chat.ask("Who is Dinah?"))
             print(chat.ask("And whose cat is she?"))
 

@@ -67,8 +67,8 @@ def replaying(model: Any, cache: GraceCache, max_new_tokens: int) -> Iterator[Gr
 
     If another thread replays steps of the same model, `cache` itself.
     """
-    own = model.__dict__.get("forward")
     with _lock:
+        own = model.__dict__.get("forward")
         free = not isinstance(own, ReplayedForward)
         if free:
             forward = ReplayedForward(model, cache, max_new_tokens)

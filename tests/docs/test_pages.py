@@ -19,6 +19,7 @@ from gracekv.pipeline import REGISTRIES
 # Sites that pages may link to; nobody follows the links here.
 ELSEWHERE = {
     "arxiv.org",
+    "github.com",
     "docs.python.org",
     "huggingface.co",
     "keepachangelog.com",

@@ -163,12 +163,12 @@ def test_an_attached_model_is_captured_the_same():
 
 def test_a_failing_forward_leaves_no_trace():
     model = tiny_llama()
-    before = state(model)
 
     def fail(*_):
         raise RuntimeError("midway")
 
     model.model.layers[1].mlp.forward = fail
+    before = state(model)
     with pytest.raises(RuntimeError, match="midway"):
         capture(model, prompt_of())
 
