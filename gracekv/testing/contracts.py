@@ -1,11 +1,12 @@
 """What every strategy of a stage promises, as checks for our own tests and for plugins'.
 
     from gracekv.testing import contracts
+    from gracekv.value import WindowAttention  # or a strategy of your own
 
-    contracts.check(MyScorer(temperature=0.5))
+    contracts.check(WindowAttention(window=16))
 
-    class TestMyScorer(contracts.StrategyContract):  # the same under pytest
-        strategy = MyScorer(temperature=0.5)
+    class TestMine(contracts.StrategyContract):  # the same under pytest
+        strategy = WindowAttention(window=16)
 
 Every check raises `AssertionError` that names the broken promise. Source: ours.
 """

@@ -13,6 +13,7 @@ text = Path("book.txt").read_text()
 prompt = gracekv.Prompt.from_chat(tokenizer, context=text, question="Who is Dinah?")
 result = grace = gracekv.compress(model, prompt, ratio=8)
 book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=text), ratio=2)
+plus = result
 snap = gracekv.compress(model, prompt, ratio=8, pipeline="snapkv")
 suite = Experiment(
     model="smollm2",
