@@ -167,7 +167,12 @@ def _memory(trials: Sequence[Trial]) -> Table:
 
 def _seconds(trials: Sequence[Trial]) -> Table:
     timings = [trial.result.timings for trial in trials]
-    rows = {stage: [f"{t.as_dict()[stage]:.2f}" for t in timings] for stage in timings[0].as_dict()}
+    rows = {
+        stage: [f"{t.as_dict()[stage]:.2f}" for t in timings]
+        for stage in timings[0].as_dict()
+        # Stages that no pipeline of the demo has are left out.
+        if any(t.as_dict()[stage] for t in timings)
+    }
     rows["all but prefill"] = [f"{t.construction:.2f}" for t in timings]
     rows["ms per decoded token"] = [f"{trial.decode * 1000:.0f}" for trial in trials]
     return _by_cache("Seconds", trials, rows)
@@ -178,7 +183,8 @@ def _by_cache(title: str, trials: Sequence[Trial], rows: Mapping[str, Sequence[s
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for trial in trials:
-        table.add_column(trial.label.replace(" ", "\n"), justify="right", no_wrap=True)
+        header = trial.label.replace(" ", "\n").replace("-", "-\n")
+        table.add_column(header, justify="right", no_wrap=True)
     for name, cells in rows.items():
         table.add_row(name, *cells)
     return table
