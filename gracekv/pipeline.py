@@ -252,7 +252,7 @@ class Pipeline(Configurable):
         with full_float32(), clock("pack"):
             cache = self.pack(prefill, selection, relevance.scores, self.prototype, column_sums)
         with full_float32(), clock("fit"):
-            cache = self.fit(prefill, region, cache).cache
+            cache = self.fit(prefill, region, cache)
         entries = selection.per_head() + plan.recent
         accounting = Accounting(
             budget=plan.total,

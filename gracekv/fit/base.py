@@ -3,28 +3,10 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
-
-from torch import Tensor
 
 from gracekv.cache.base import RaggedCache
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import Registry, Strategy
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fitted:
-    """A packed cache after fitting.
-
-    Attributes:
-        cache: same entries, keys and positions; other values, and for some fitters other
-            multiplicities.
-        shifts: L tensors float16 [E] on the CPU, |v' - v| / |v| of each entry; None if nothing
-            was fitted.
-    """
-
-    cache: RaggedCache
-    shifts: tuple[Tensor, ...] | None = None
 
 
 class Fitter(Strategy, abc.ABC):
@@ -36,7 +18,7 @@ class Fitter(Strategy, abc.ABC):
     """
 
     @abc.abstractmethod
-    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> Fitted:
+    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> RaggedCache:
         """Fit the entries of `region` in the packed cache of one sequence."""
 
     def needs(self) -> Needs:

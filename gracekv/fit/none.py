@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from gracekv.cache.base import RaggedCache
-from gracekv.fit.base import FITTERS, Fitted, Fitter
+from gracekv.fit.base import FITTERS, Fitter
 from gracekv.prefill import Prefill, Region
 
 
@@ -21,5 +21,5 @@ class NoFit(Fitter):
     Cost: none.
     """
 
-    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> Fitted:
-        return Fitted(cache)
+    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> RaggedCache:
+        return cache

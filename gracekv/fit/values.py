@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.fit.attended import LayerAttention, attended, scattered
-from gracekv.fit.base import FITTERS, Fitted, Fitter
+from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.fit.ridge import ridge
 from gracekv.hyperparameter import bounded
@@ -46,22 +46,20 @@ class Values(Fitter):
         """What the reference queries need."""
         return self.queries.needs()
 
-    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> Fitted:
+    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> RaggedCache:
         chosen = self.queries(prefill, region)
         prefill = prefill.with_queries(chosen.positions)
-        layers, shifts = [], []
+        layers = []
         for number, packed in enumerate(cache.layers):
             attention = attended(prefill, number, packed, region, chosen)
-            layer, shift = with_values(packed, attention, attention.shares(), self.trust)
-            layers.append(layer)
-            shifts.append(shift)
-        return Fitted(RaggedCache(tuple(layers), cache.length, cache.padding), tuple(shifts))
+            layers.append(with_values(packed, attention, attention.shares(), self.trust))
+        return dataclasses.replace(cache, layers=tuple(layers))
 
 
 def with_values(
     packed: RaggedLayer, attention: LayerAttention, shares: Tensor, trust: float
-) -> tuple[RaggedLayer, Tensor]:
-    """`packed` with fitted values, and |v' - v| / |v| of each entry, float16 [E] on the CPU.
+) -> RaggedLayer:
+    """`packed` with fitted values.
 
     Args:
         packed: one layer of one sequence.
@@ -74,10 +72,7 @@ def with_values(
     change = ridge(free, error, attention.weights, penalty(free, attention, trust))
     change.masked_fill_(~attention.free[..., None], 0.0).nan_to_num_(0.0, 0.0, 0.0)
     values = scattered(packed.values, attention, attention.values + change)
-    moved = change.norm(dim=-1) / attention.values.norm(dim=-1).clamp_min(1e-12)
-    shift = torch.zeros(packed.entries, device=moved.device)
-    shift[attention.columns[attention.free]] = moved[attention.free]
-    return dataclasses.replace(packed, values=values), shift.clamp_(max=6e4).half().cpu()
+    return dataclasses.replace(packed, values=values)
 
 
 def penalty(shares: Tensor, attention: LayerAttention, trust: float) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedCache
 from gracekv.fit.attended import LayerAttention, attended, scattered
-from gracekv.fit.base import FITTERS, Fitted, Fitter
+from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.fit.ridge import ridge
 from gracekv.fit.values import penalty, with_values
@@ -50,23 +50,22 @@ class ValuesAndMass(Fitter):
         """What the reference queries need."""
         return self.queries.needs()
 
-    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> Fitted:
+    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> RaggedCache:
         chosen = self.queries(prefill, region)
         prefill = prefill.with_queries(chosen.positions)
-        layers, shifts = [], []
+        layers = []
         for number, packed in enumerate(cache.layers):
             attention = attended(prefill, number, packed, region, chosen)
             factor = multiplicities(attention, self.mass_trust)
             shares = attention.shares(factor)
-            layer, shift = with_values(packed, attention, shares, self.trust)
+            layer = with_values(packed, attention, shares, self.trust)
             weight = scattered(
                 packed.log_multiplicity,
                 attention,
                 packed.log_multiplicity[attention.columns] + factor.log(),
             )
             layers.append(dataclasses.replace(layer, log_multiplicity=weight))
-            shifts.append(shift)
-        return Fitted(RaggedCache(tuple(layers), cache.length, cache.padding), tuple(shifts))
+        return dataclasses.replace(cache, layers=tuple(layers))
 
 
 def multiplicities(attention: LayerAttention, trust: float) -> Tensor:
