@@ -4,10 +4,6 @@ What runs is the table's decoding tile on every architecture, its larger query t
 and one small architecture, and each kind of mask and of merging once.
 """
 
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -22,6 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from gracekv.backends import triton_merge_kernel, triton_split_kernel  # noqa: E402
+from support.cubin import resources  # noqa: E402
 
 # Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
@@ -44,17 +41,6 @@ def compiled(kernel, pointers, floats, constants, arch, **options):
     return triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options={**options, "enable_fp_fusion": True}
     )
-
-
-def resources(binary, folder):
-    """Registers, stack and local bytes of a compiled kernel, by NVIDIA's own tool."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(binary.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    told = subprocess.run(
-        [str(tool), "-res-usage", str(path)], capture_output=True, text=True, check=True
-    ).stdout
-    return {key: int(re.search(rf"{key}:(\d+)", told)[1]) for key in ("REG", "STACK", "LOCAL")}
 
 
 def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL):

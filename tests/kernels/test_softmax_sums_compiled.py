@@ -1,9 +1,5 @@
 """The Triton kernels of softmax columns compiled for real GPUs, without one."""
 
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,6 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from gracekv.kernels import softmax_sums_triton, softmax_sums_triton_kernel  # noqa: E402
+from support.cubin import resources  # noqa: E402
 
 # Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
 SHARED_KIB = {80: 163, 90: 227, 120: 99}
@@ -43,17 +40,6 @@ def compiled(kernel, dim, dtype, arch):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def resources(binary, folder):
-    """Registers, stack and local bytes of a compiled kernel, by NVIDIA's own tool."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(binary.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    output = subprocess.run(
-        [str(tool), "-res-usage", str(path)], capture_output=True, text=True, check=True
-    ).stdout
-    return {key: int(re.search(rf"{key}:(\d+)", output)[1]) for key in ("REG", "STACK", "LOCAL")}
 
 
 ALL = [(128, dtype, arch) for dtype in (BF16, F32) for arch in SHARED_KIB]

@@ -4,10 +4,6 @@ The paper's 64 probes run on every architecture; other head dimensions, partial 
 probes on one roomy and one small architecture.
 """
 
-import re
-import subprocess
-from pathlib import Path
-
 import pytest
 
 from gracekv.kernels.device import interpreted
@@ -21,6 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from gracekv.tree.engines.triton_kernel import interval_costs  # noqa: E402
+from support.cubin import resources  # noqa: E402
 
 # Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
@@ -54,17 +51,6 @@ def compiled(dim, width, arch, *, probes=64, half=None):
     options = {"num_warps": sizes.warps, "num_stages": sizes.stages, "enable_fp_fusion": True}
     source = ASTSource(interval_costs, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def resources(binary, folder):
-    """Registers, stack and local bytes of a compiled kernel, by NVIDIA's own tool."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(binary.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    output = subprocess.run(
-        [str(tool), "-res-usage", str(path)], capture_output=True, text=True, check=True
-    ).stdout
-    return {key: int(re.search(rf"{key}:(\d+)", output)[1]) for key in ("REG", "STACK", "LOCAL")}
 
 
 ALL = [(128, width, arch, {}) for width in (16, 64) for arch in SHARED_KIB]
