@@ -62,7 +62,7 @@ class ReferenceQueries(Configurable):
         """The queries for one prompt."""
         length = prefill.spans.length
         replayed, weights = self.replay.select_queries(prefill, region)
-        tail = torch.arange(max(0, length - self.tail), length)
+        tail = torch.tensor(prefill.spans.last(self.tail))
         even = torch.full((len(tail),), self.tail_share / len(tail))
         return QuerySet(
             torch.cat([replayed, tail]),

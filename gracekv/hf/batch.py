@@ -55,8 +55,9 @@ class BatchResult(BaseResult):
     def ask(self, *_: Any, **__: Any) -> NoReturn:
         """Questions are asked about one context: raises `PromptError`."""
         raise PromptError(
-            "A batch holds several contexts, so it is not clear which one is asked. Compress each "
-            "context by itself and ask its result; generate answers the prompts' own questions."
+            "A batch holds several contexts, so it is not clear which one is asked or extended. "
+            "Compress each context by itself and use its result; generate answers the prompts' own "
+            "questions."
         )
 
-    chat = ask
+    chat = extend = ask

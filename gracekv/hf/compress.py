@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from fractions import Fraction
-from typing import Any, TypeAlias, overload
+from typing import Any, overload
 
 import torch
 
 from gracekv import recipes
 from gracekv.allocate import Budget
 from gracekv.backends import BACKENDS, Backend
-from gracekv.errors import BudgetError, CacheError, ConfigError, PromptError
+from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.batch import BatchResult
+from gracekv.hf.budgets import Number, check_budget, chosen_budget
 from gracekv.hf.result import CompressionResult
 from gracekv.hf.trim import trim_memory
 from gracekv.pipeline import Pipeline
@@ -24,8 +24,6 @@ from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
 from gracekv.report.recording import released
 from gracekv.run import Run
-
-Number: TypeAlias = int | float | str | Fraction
 
 
 @overload
@@ -204,20 +202,6 @@ def _check_inputs(
         )
 
 
-def check_budget(model: Any, prompt: Prompt, pipe: Pipeline, budget: Budget) -> None:
-    """Raise `BudgetError` if `budget` is too small, from the model's config and the spans alone."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    budget.plan(
-        layers=config.num_hidden_layers,
-        heads=getattr(config, "num_key_value_heads", None) or heads,
-        context=prompt.spans.context_length,
-        entry_bytes=2 * dim * model.dtype.itemsize,
-        window=pipe.window,
-    )
-
-
 def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
     """Raise `CacheError` unless `prefill` is what `capture(model, prompt)` made."""
     if not isinstance(prefill, Prefill):
@@ -240,28 +224,6 @@ def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
             f"The prefill is of another model: {', '.join(other)} differ. Use "
             f"gracekv.capture(model, prompt) with the model that generates."
         )
-
-
-def chosen_budget(**amounts: Any) -> Budget:
-    """The one budget that is not None, of `budget` and the constructors of `Budget`.
-
-    Raises `BudgetError` if there is none, or several.
-    """
-    given = {name: value for name, value in amounts.items() if value is not None}
-    if len(given) != 1:
-        raise BudgetError(
-            f"Give exactly one budget, {', '.join(amounts)}; got {' and '.join(given) or 'none'}. "
-            f"For example ratio=8 keeps an eighth of the context."
-        )
-    ((name, value),) = given.items()
-    if name != "budget":
-        budget: Budget = getattr(Budget, name)(value)
-        return budget
-    if not isinstance(value, Budget):
-        raise BudgetError(
-            f"budget takes a gracekv.Budget; got {value!r}. Use Budget.ratio(8), or ratio=8."
-        )
-    return value
 
 
 def chosen_pipeline(

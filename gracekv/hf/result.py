@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, overload
 
+from torch import Tensor
+
+from gracekv.allocate import Budget
 from gracekv.errors import ConfigError
 from gracekv.hf.base_result import BaseResult
+from gracekv.hf.budgets import Number, chosen_budget
 from gracekv.hf.conversation import Conversation
+from gracekv.hf.extend import extended_run
 from gracekv.hf.generation import decode_rows
 from gracekv.hf.questions import ask_ids
+from gracekv.hf.trim import trim_memory
 from gracekv.prefill.prompt import Prompt
 from gracekv.run import Run
 
@@ -136,6 +142,73 @@ class CompressionResult(BaseResult):
         if not isinstance(question, str):
             raise ConfigError("stream=True takes one question, a text. Ask one after the other.")
         return self.chat().ask(question, max_new_tokens, stream=True, **kwargs)
+
+    def extend(
+        self,
+        passage: str | Tensor | Sequence[int],
+        *,
+        budget: Budget | None = None,
+        ratio: Number | None = None,
+        entries_per_head: int | None = None,
+        kv_bytes: int | str | None = None,
+        compression_ratio: Number | None = None,
+        chunk: int | None = None,
+        memory_limit: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        trim: bool = True,
+    ) -> CompressionResult:
+        """A result whose context goes on with `passage`, compressed by the same pipeline.
+
+            book = book.extend(text, ratio=4)
+
+        The passage alone is read, over the entries that are packed; they stay as they are, bit for
+        bit, and this result stays usable. Exactly one of the five budgets is given, for the passage
+        alone. While it runs, packed entries are held once more, each layer's heads padded to the
+        longest head, and no other thread may use the model.
+
+        Args:
+            passage: text, which is added as it is, separators included; or token ids [n].
+            budget: as in `gracekv.compress`, like the next four.
+            ratio: how many times fewer entries the passage keeps.
+            entries_per_head: entries of the passage per KV head and layer, on average.
+            kv_bytes: bytes of the passage's keys and values.
+            compression_ratio: the fraction of the passage's entries that is removed.
+            chunk: tokens of the passage that run at once; see `gracekv.capture`.
+            memory_limit: most bytes of queries that are held; see `gracekv.capture`.
+            progress: called with tokens done and in all; see `gracekv.capture`.
+            trim: see `gracekv.compress`.
+
+        Raises:
+            PromptError: the prompt has a question, or the passage is empty or cannot be encoded.
+            BudgetError: not exactly one budget is given, or it is too small for the passage.
+            CacheError: the passage does not fit the positions of the model.
+            ConfigError: the pipeline runs the model a second time, which needs the whole context.
+            MissingCaptureError: the passage is shorter than the pipeline looks back.
+            CaptureMemoryError: memory ran out.
+            NonFiniteError: as `gracekv.capture` does.
+        """
+        chosen = chosen_budget(
+            budget=budget,
+            ratio=ratio,
+            entries_per_head=entries_per_head,
+            kv_bytes=kv_bytes,
+            compression_ratio=compression_ratio,
+        )
+        prompt, run = extended_run(
+            self.model,
+            self.prompt,
+            self._run,
+            self.pipeline,
+            passage,
+            chosen,
+            chunk=chunk,
+            memory_limit=memory_limit,
+            progress=progress,
+        )
+        result = CompressionResult.from_runs(self.model, [prompt], [run], self.pipeline)
+        if trim and self.model.device.type == "cpu":
+            trim_memory()
+        return result
 
     def chat(self) -> Conversation:
         """A conversation about a context that was compressed without a question.

@@ -12,7 +12,8 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from gracekv import pipeline as stages
 from gracekv.allocate import Budget
 from gracekv.errors import ConfigError, PromptError
-from gracekv.hf.compress import check_budget, chosen_budget, chosen_pipeline
+from gracekv.hf.budgets import check_budget, chosen_budget
+from gracekv.hf.compress import chosen_pipeline
 from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Prefill, PromptSpans
 from gracekv.prefill.capture import capture

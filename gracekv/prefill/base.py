@@ -221,6 +221,12 @@ class Prefill:
             for x in (range(self.layers) if layers is None else layers)
         ):
             return self
+        if bool((wanted < self.spans.past).any()):
+            raise MissingCaptureError(
+                f"{int((wanted < self.spans.past).sum())} of the queries asked for are of tokens "
+                f"that were compressed before this passage. Extend by a longer passage, or use a "
+                f"recipe that looks less far back."
+            )
         if self.query_source is None:
             raise MissingCaptureError(
                 f"Queries at positions {wanted[~held][:5].tolist()} were not captured. Capture for "

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gracekv.errors import CaptureMemoryError, PromptError
-from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
+from gracekv.errors import ConfigError, PromptError
 from gracekv.prefill.base import Prefill
-from gracekv.prefill.capture_memory import (
-    CaptureSizes,
-    check_memory_limit,
-    checked_chunk,
-    free_bytes,
-    held_positions,
-    is_out_of_memory,
-    out_of_memory_message,
-)
-from gracekv.prefill.draft import draft
-from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.capture_pass import run_capture
 from gracekv.prefill.length_limits import check_prompt_length
 from gracekv.prefill.needs import Needs
-from gracekv.prefill.partial_attention import PartialAttention, rotations
-from gracekv.prefill.projection import projected_norms, projection_norms
+from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.query_pass import QueryPass
-from gracekv.prefill.reconstruction import reconstruction
-from gracekv.prefill.recorder import Recorder
-from gracekv.prefill.spans import Region
 from gracekv.prefill.supported import check_model
-from gracekv.prefill.surprisal import unlikelihood
 
 EVERYTHING = Needs(
     prompt_samples=1024,
@@ -105,145 +85,43 @@ def capture(
             f"Prompt.from_chat or Prompt.from_ids."
         )
     prompt = prompt.without_tail()
-    embeddings = model.get_input_embeddings()
-    if int(prompt.ids.max()) >= embeddings.num_embeddings:
-        raise PromptError(
-            f"The prompt holds token id {int(prompt.ids.max())}, the model knows "
-            f"{embeddings.num_embeddings}. Use the tokenizer that belongs to the model."
-        )
     check_prompt_length(model, prompt.spans.length)
-    check_memory_limit(memory_limit)
-    length, needs = prompt.spans.length, EVERYTHING if needs is None else needs
-    size = checked_chunk(chunk, length, hasattr(model.get_decoder(), "rotary_emb"))
-    sizes = CaptureSizes.of(model)
-    held = held_positions(needs, prompt.spans, sizes, memory_limit)
-    free = free_bytes(input_device(model))
-    try:
-        return _captured(model, prompt, needs, held, size, progress)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-    # Not from the error, whose frames hold the tensors of the failed pass.
-    raise CaptureMemoryError(out_of_memory_message(length, size, len(held), sizes, free))
+    needs = EVERYTHING if needs is None else needs
+    return run_capture(model, prompt, None, needs, chunk, memory_limit, progress)
 
 
-def _captured(
+@torch.no_grad()
+def capture_passage(
     model: Any,
     prompt: Prompt,
+    past: Past,
     needs: Needs,
-    held: Tensor,
-    size: int,
-    progress: Callable[[int, int], None] | None,
+    *,
+    chunk: int | None = None,
+    memory_limit: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Prefill:
-    layers, device = list(model.get_decoder().layers), input_device(model)
-    record = Recorder(prompt.spans, needs, held, len(layers))
-    seconds: dict[str, float] = {}
-    last, surprisal = _run(model, prompt, needs, record, size, seconds, progress)
-    keys, values = ([x[i] for i in range(len(layers))] for x in (record.keys, record.values))
-    repeated = drafted = None
-    if needs.reconstruction:
-        with _clock(seconds, "reconstruction", device):
-            repeated = reconstruction(model, prompt, keys, values, device)
-    if needs.draft:
-        with _clock(seconds, "draft", device):
-            drafted = draft(model, prompt, keys, values, last, needs.draft, device)
-    outputs = projected = weights = None
-    if needs.head_outputs:
-        with _clock(seconds, "projections", device):
-            by_layer = [record.outputs[layer] for layer in range(len(layers))]
-            modules = [layer.self_attn.o_proj for layer in layers]
-            groups = len(keys[0])
-            # Layers of a sharded model lie on several devices; these few numbers go to the first.
-            outputs = _stack(by_layer)
-            projected = _stack(
-                [projected_norms(m, x, groups) for m, x in zip(modules, by_layer, strict=True)]
-            )
-            weights = _stack(
-                [projection_norms(m, x) for m, x in zip(modules, by_layer, strict=True)]
-            )
-    sums = [record.column_sums[layer] for layer in sorted(record.column_sums)]
-    return Prefill(
-        spans=prompt.spans,
-        keys=tuple(keys),
-        values=tuple(values),
-        queries=tuple(record.queries[layer] for layer in range(len(layers))),
-        query_positions=held,
-        rope=record.rope(),
-        scale=record.scale,
-        hidden=record.hidden,
-        surprisal=surprisal,
-        head_outputs=outputs,
-        projected_norms=projected,
-        projection_norms=weights,
-        reconstruction=repeated,
-        draft=drafted,
-        column_sums=_stack(sums) if sums else None,
-        query_moments=record.query_moments(),
-        query_source=QueryPass(model),
-        logits=last,
-        token_ids=prompt.ids,
-        fingerprint=fingerprint(model, prompt.tokenizer),
-        seconds=seconds,
-    )
+    """As `capture`, of a passage that follows what was compressed before.
 
+    The passage is read once, over the entries that are there, at its true positions. In the
+    prefill, positions count places: first those of `past`, then the passage's tokens. Its `rope`
+    has their rotations, its keys and queries the coordinates of `Past`.
 
-def _run(
-    model: Any,
-    prompt: Prompt,
-    needs: Needs,
-    record: Recorder,
-    size: int,
-    seconds: dict[str, float],
-    progress: Callable[[int, int], None] | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Fill `record`, chunk by chunk; the last logits [vocabulary], and the surprisal [T]."""
-    length, device = prompt.spans.length, input_device(model)
-    head, vocabulary = model.get_output_embeddings(), model.config.vocab_size
-    ids, parts = prompt.ids[None].to(device), []
-    whole = torch.arange(length, device=device)[None]
-    output: Any = None
-    with ExitStack() as undo:
-        base = base_attention(model)
-        undo.enter_context(patched_attention(model, record.wrap))
-        undo.enter_context(record.hooks(model))
-        if size < length:
-            undo.enter_context(rotations(model.get_decoder(), lambda own, x: own(x, whole)))
-        for first in range(0, length, size):
-            stop = min(first + size, length)
-            options: dict[str, Any] = {}
-            partial = None
-            if size < length:
-                partial = PartialAttention(base, torch.arange(first, stop))
-                options["position_ids"] = whole[:, first:stop]
-            record.begin(Region(first, stop), partial)
-            with _clock(seconds, "prefill", device):
-                output = model(
-                    input_ids=ids[:, first:stop], use_cache=False, logits_to_keep=1, **options
-                )
-            if needs.surprisal:
-                with _clock(seconds, "surprisal", device):
-                    following = prompt.ids[first + 1 : stop + 1]
-                    rows = record.final[: len(following)]
-                    record.final = None
-                    if len(following):
-                        parts.append(unlikelihood(rows, head, following, vocabulary))
-            if progress is not None:
-                progress(stop, length)
-    if needs.column_sums or needs.query_moments is not None:
-        seconds["query_sums"] = record.seconds
-        seconds["prefill"] -= record.seconds
-    surprisal = torch.nn.functional.pad(torch.cat(parts), (1, 0)) if needs.surprisal else None
-    return output.logits[0, -1], surprisal
+    Args:
+        model: as for `capture`; not in use by another thread.
+        prompt: `past.places` ids that are not read, then the passage's.
+        past: what it follows.
+        needs: what to keep.
+        chunk: tokens of the passage that run at once; default: 1,024 or fewer.
+        memory_limit: as for `capture`.
+        progress: as for `capture`; counts the places of `past` as done.
 
-
-def _stack(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([x.to(tensors[0].device) for x in tensors])
-
-
-@contextmanager
-def _clock(seconds: dict[str, float], part: str, device: torch.device) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - start
+    Raises what `capture` raises, and `ConfigError` for needs that run the model a second time.
+    """
+    if needs.reconstruction or needs.draft:
+        raise ConfigError(
+            "A passage cannot be compressed by a recipe that runs the model once more over the "
+            "whole context, or drafts an answer: most of the context is gone. Compress it by one "
+            "that reads once, such as 'gracekv-agnostic'."
+        )
+    return run_capture(model, prompt, past, needs, chunk, memory_limit, progress)

@@ -56,8 +56,8 @@ def held_positions(
     missing then is computed again when it is asked for.
     """
     limit = max(QUERY_BYTES, spans.length * sizes.kv // 4) if memory_limit is None else memory_limit
-    if needs.later_queries and spans.length * sizes.queries <= limit:
-        return torch.arange(spans.length)
+    if needs.later_queries and (spans.length - spans.past) * sizes.queries <= limit:
+        return torch.arange(spans.past, spans.length)
     known = needs.known_positions(spans)
     return known if len(known) * sizes.queries <= limit else needs.window_positions(spans)
 

@@ -70,7 +70,7 @@ def first_turn(tokenizer: Any, question: str, separator: str, template: bool) ->
     Raises `PromptError` if the chat template changes the texts.
     """
     chat = template and has_chat_template(tokenizer)
-    return _encode_turn(tokenizer, render(tokenizer, "", question, separator, chat)[1])
+    return continued(tokenizer, render(tokenizer, "", question, separator, chat)[1])
 
 
 def next_turn(tokenizer: Any, question: str, separator: str, template: bool) -> list[int]:
@@ -81,7 +81,7 @@ def next_turn(tokenizer: Any, question: str, separator: str, template: bool) -> 
     texts.
     """
     if not (template and has_chat_template(tokenizer)):
-        return _encode_turn(tokenizer, separator + question)
+        return continued(tokenizer, separator + question)
     number = 0
     while (mark := f"[[answer {number}]]") in question:
         number += 1
@@ -101,10 +101,10 @@ def next_turn(tokenizer: Any, question: str, separator: str, template: bool) -> 
             "unchanged. Render the conversation yourself and use model.generate with "
             "result.new_cache()."
         )
-    return _encode_turn(tokenizer, after)
+    return continued(tokenizer, after)
 
 
-def _encode_turn(tokenizer: Any, text: str) -> list[int]:
+def continued(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text that follows others: a tokenizer may treat the start of a text differently."""
     ids, borders = encode(tokenizer, ("", "a", text, ""), special=False)
     return ids[borders[1] :]

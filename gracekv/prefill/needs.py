@@ -79,7 +79,9 @@ class Needs:
     def window_positions(self, spans: PromptSpans) -> Tensor:
         """int64 [n] ascending: direct probes and observation windows, which every capture keeps."""
         width = max(_WINDOW, self.last_queries)
-        windows = (range(max(0, end - width), end) for end in (spans.length, spans.context_end))
+        windows = (
+            range(max(spans.past, end - width), end) for end in (spans.length, spans.context_end)
+        )
         probes = spans.direct_probes(self.question_queries, self.tail_queries)
         return torch.tensor(sorted({*probes, *itertools.chain(*windows)}))
 
@@ -93,7 +95,7 @@ class Needs:
                 region_samples(region, self.context_samples),
             ]
         ).unique()
-        return known
+        return known[known >= spans.past]
 
 
 def depth_layers(depths: Sequence[float], layers: int) -> tuple[int, ...]:

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import PromptError
-from gracekv.prefill.chat_text import encode, has_chat_template, question_end, render
+from gracekv.prefill.chat_text import (
+    continued,
+    encode,
+    has_chat_template,
+    question_end,
+    render,
+)
 from gracekv.prefill.spans import PromptSpans
 
 
@@ -64,32 +70,11 @@ class Prompt:
 
         Raises `PromptError` if ids or spans cannot be used.
         """
-        try:
-            tensor = torch.as_tensor(ids)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise PromptError(
-                f"ids must be token ids of one sequence, [T] whole numbers ({error})."
-            ) from error
-        if tensor.ndim == 2 and len(tensor) == 1:
-            tensor = tensor[0]
-        if tensor.ndim != 1:
-            raise PromptError(
-                f"ids must be one sequence of shape [T] or [1, T]; got shape "
-                f"{list(tensor.shape)}. Compress the sequences of a batch one by one: "
-                f"Prompt.from_ids(ids[0], ...)."
-            )
-        kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
-        if len(tensor) and tensor.dtype not in kinds:
-            raise PromptError(f"ids must be whole numbers; got {tensor.dtype}.")
-        if len(tensor) and int(tensor.min()) < 0:
-            raise PromptError(
-                f"Token ids are not negative; got {int(tensor.min())}. Remove padding and label "
-                f"masks (-100) first."
-            )
+        checked = _checked_ids(ids)
         start, end = _pair(context)
-        length = len(tensor)
+        length = len(checked)
         spans = PromptSpans(start, end, length if question_end is None else question_end, length)
-        return cls(tensor.detach().to("cpu", torch.int64), spans, tokenizer=tokenizer)
+        return cls(checked, spans, tokenizer=tokenizer)
 
     @classmethod
     def from_chat(
@@ -156,6 +141,37 @@ class Prompt:
         """Whether anything but the chat template's tail follows the context."""
         return self.spans.question_end > self.spans.context_end
 
+    def extended(self, passage: str | Tensor | Sequence[int]) -> Prompt:
+        """The prompt whose context goes on with `passage`; what followed the context follows it.
+
+        Args:
+            passage: text, which is encoded as text that follows other text and added as it is; or
+                token ids, [n] or [1, n].
+
+        Raises `PromptError` if the passage is empty or cannot be encoded, or if the prompt has a
+        question.
+        """
+        if self.has_question:
+            raise PromptError(
+                "This prompt has a question of its own, so its context cannot go on. Compress a "
+                "prompt without one: Prompt.from_chat(tokenizer, context=text)."
+            )
+        if isinstance(passage, str) and self.tokenizer is None:
+            raise PromptError(
+                "A passage of text needs a tokenizer, and this prompt has none. Give token ids, or "
+                "a tokenizer to Prompt.from_ids or gracekv.load."
+            )
+        if isinstance(passage, str):
+            new = torch.tensor(continued(self.tokenizer, passage), dtype=torch.int64)
+        else:
+            new = _checked_ids(passage)
+        if not len(new):
+            raise PromptError("The passage is empty: there is nothing to read.")
+        spans, end = self.spans, self.spans.context_end
+        moved = (x + len(new) for x in (end, spans.question_end, spans.length))
+        ids = torch.cat([self.ids[:end], new, self.ids[end:]])
+        return replace(self, ids=ids, spans=PromptSpans(spans.context_start, *moved), parts=None)
+
     def without_tail(self) -> Prompt:
         """What a prefill reads: without a question, no further than the token after the context.
 
@@ -168,6 +184,33 @@ class Prompt:
             return self
         spans = PromptSpans(self.spans.context_start, end - 1, end - 1, end)
         return replace(self, ids=self.ids[:end], spans=spans, parts=None)
+
+
+def _checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
+    """int64 [T] on the CPU; `PromptError` unless they can be the ids of one sequence."""
+    try:
+        tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PromptError(
+            f"ids must be token ids of one sequence, [T] whole numbers ({error})."
+        ) from error
+    if tensor.ndim == 2 and len(tensor) == 1:
+        tensor = tensor[0]
+    if tensor.ndim != 1:
+        raise PromptError(
+            f"ids must be one sequence of shape [T] or [1, T]; got shape "
+            f"{list(tensor.shape)}. Compress the sequences of a batch one by one: "
+            f"Prompt.from_ids(ids[0], ...)."
+        )
+    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    if len(tensor) and tensor.dtype not in kinds:
+        raise PromptError(f"ids must be whole numbers; got {tensor.dtype}.")
+    if len(tensor) and int(tensor.min()) < 0:
+        raise PromptError(
+            f"Token ids are not negative; got {int(tensor.min())}. Remove padding and label "
+            f"masks (-100) first."
+        )
+    return tensor.detach().to("cpu", torch.int64)
 
 
 def _pair(context: object) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
 from gracekv.prefill.partial_attention import PartialAttention, chunk_length, rotations
+from gracekv.prefill.past import widened
 
 if TYPE_CHECKING:
     from gracekv.prefill.base import Prefill
@@ -74,14 +75,16 @@ class QueryPass:
                 def attention(
                     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
                 ) -> Any:
-                    layer = module.layer_idx
+                    layer, dim = module.layer_idx, query.shape[-1]
+                    query = widened(query, prefill.head_dim, 1 / prefill.scale)
                     if layer in wanted:
                         made[layer][:, rows] = query[0]
                     if layer == layers[-1]:
                         raise _LastLayer
-                    return attend(
+                    output, *rest = attend(
                         stock, module, query, prefill.keys[layer], prefill.values[layer], **kwargs
                     )
+                    return output[..., :dim], *rest
 
                 return attention
 

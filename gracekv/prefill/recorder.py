@@ -15,6 +15,7 @@ from gracekv.linalg import full_float32
 from gracekv.prefill.column_sums import add_column_sums
 from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.partial_attention import PartialAttention
+from gracekv.prefill.past import Past, widened
 from gracekv.prefill.query_moments import QueryMoments, QuerySums
 from gracekv.prefill.spans import PromptSpans, Region
 from gracekv.rope import Rope
@@ -60,6 +61,14 @@ class Recorder:
         self.final: Any = None
         self.scale, self.seconds = 0.0, 0.0
 
+    def follow(self, past: Past, rotation: tuple[Tensor, Tensor]) -> None:
+        """The sequence begins with `past`; `rotation` is cos and sin [1, P, d] of its places."""
+        for place, known in ((self.keys, past.keys), (self.values, past.values)):
+            for layer, states in enumerate(known):
+                whole = self._at(place, layer, states, 1, self._spans.length)
+                whole[:, : past.places] = states
+        self._rotations.append(_table(rotation))
+
     def begin(self, chunk: Region, partial: PartialAttention | None) -> None:
         """The tokens of `chunk` run next; without `partial` by the model's own attention."""
         self._chunk, self._partial = chunk, partial
@@ -72,15 +81,20 @@ class Recorder:
         ) -> Any:
             """query [1, H, C, d], key and value [1, G, C, d]."""
             layer, self.scale = module.layer_idx, float(kwargs["scaling"])
+            dim = query.shape[-1]
+            wide = self.keys[layer].shape[-1] if layer in self.keys else dim
+            query = widened(query, wide, 1 / self.scale)
+            key, value = widened(key, wide), widened(value, wide)
             chunk = slice(self._chunk.start, self._chunk.end)
             for place, new in ((self.keys, key), (self.values, value)):
                 self._at(place, layer, new[0], 1, self._spans.length)[:, chunk] = new[0]
             if self._partial is None:
                 output = stock(module, query, key, value, mask, **kwargs)
             else:
-                output = self._partial(
+                output, *rest = self._partial(
                     stock, module, query, self.keys[layer], self.values[layer], **kwargs
                 )
+                output = output[..., :dim], *rest
             self._keep(self.queries, layer, query[0], self._positions)
             if self._needs.head_outputs:
                 self._keep(self.outputs, layer, output[0][0].transpose(0, 1), self._probes)

@@ -34,6 +34,8 @@ class PromptSpans:
         context_end: c_e, absolute token position, exclusive.
         question_end: q_e; what lies in [q_e, T) is the chat template's tail and answer prefix.
         length: T, in tokens.
+        past: of the prefix, places of what was compressed before this sequence was read; they have
+            keys and values, but no queries.
 
     Raises `PromptError` if the spans are empty, out of order or out of range.
     """
@@ -42,6 +44,7 @@ class PromptSpans:
     context_end: int
     question_end: int
     length: int
+    past: int = 0
 
     def __post_init__(self) -> None:
         if self.length < 2:
@@ -53,6 +56,11 @@ class PromptSpans:
             raise PromptError(
                 f"The context must be a non-empty span inside the prompt: 0 <= start < end <= "
                 f"{self.length}; got ({self.context_start}, {self.context_end})."
+            )
+        if not 0 <= self.past <= self.context_start:
+            raise PromptError(
+                f"What was compressed before lies in the prefix: 0 <= past <= "
+                f"{self.context_start}; got {self.past}."
             )
         if not self.context_end <= self.question_end <= self.length:
             raise PromptError(
@@ -70,6 +78,10 @@ class PromptSpans:
         """C = [c_s, c_e - r): what may be compressed beside a recent window of `recent` tokens."""
         return Region(self.context_start, max(self.context_start, self.context_end - recent))
 
+    def last(self, count: int) -> range:
+        """The last `count` positions of the prompt, fewer where it was not read that far back."""
+        return range(max(self.past, self.length - count), self.length)
+
     def direct_probes(self, question: int = 32, tail: int = 16) -> list[int]:
         """U: the last `question` question positions and the last `tail` positions, ascending.
 
@@ -78,8 +90,7 @@ class PromptSpans:
         last_question = range(
             max(self.context_end, self.question_end - question), self.question_end
         )
-        last = range(max(0, self.length - tail), self.length)
-        return sorted({*last_question, *last})
+        return sorted({*last_question, *self.last(tail)})
 
     def question_probes(self, question: int = 32, tail: int = 16) -> list[int]:
         """U_q: the members of U inside the question, or all of U if there is no question."""

@@ -50,8 +50,7 @@ class Scissorhands(Scorer):
         """Ranks as scores. Raises `MissingCaptureError` unless all queries were captured."""
         device, groups = prefill.keys[0].device, prefill.kv_heads
         columns = all_column_sums(prefill)
-        length = prefill.spans.length
-        prefill = prefill.with_queries(range(max(0, length - self.history), length))
+        prefill = prefill.with_queries(prefill.spans.last(self.history))
         inside = columns[..., region.start : region.end]
         sums = reduce(inside, "l (g n) t -> l g t", "mean", g=groups)
         counts = torch.stack(
@@ -67,7 +66,7 @@ class Scissorhands(Scorer):
         length, groups = prefill.spans.length, prefill.kv_heads
         device = prefill.keys[layer].device
         counts = torch.zeros(groups, region.length, dtype=torch.int64, device=device)
-        for first in range(max(0, length - self.history), length, _ROWS):
+        for first in range(prefill.spans.last(self.history).start, length, _ROWS):
             probes = torch.arange(first, min(first + _ROWS, length))
             shares = attention_probabilities(prefill, layer, probes)[..., region.start : region.end]
             uniform = (1.0 / (probes + 1)).to(device)[:, None]

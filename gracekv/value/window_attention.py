@@ -57,7 +57,7 @@ class WindowAttention(Scorer):
     def observers(self, spans: PromptSpans) -> range:
         """Absolute positions of the observation queries; fewer than `window` in a short prompt."""
         if self.observation == "prompt_tail":
-            return range(max(0, spans.length - self.window), spans.length)
+            return spans.last(self.window)
         return range(max(spans.context_start, spans.context_end - self.window), spans.context_end)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:

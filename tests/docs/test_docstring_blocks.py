@@ -15,6 +15,7 @@ FORMULAS = {
     "cache/cam.py",
     "cache/d2o.py",
     "fit/ridge.py",
+    "prefill/past.py",
     "report/encoding.py",
     "rope.py",
     "segment/curvature.py",

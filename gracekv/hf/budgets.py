@@ -1,0 +1,49 @@
+"""The budget that a call names, and whether it can work."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+from gracekv.allocate import Budget
+from gracekv.errors import BudgetError
+from gracekv.pipeline import Pipeline
+from gracekv.prefill.prompt import Prompt
+
+Number: TypeAlias = int | float | str | Fraction
+
+
+def chosen_budget(**amounts: Any) -> Budget:
+    """The one budget that is not None, of `budget` and the constructors of `Budget`.
+
+    Raises `BudgetError` if there is none, or several.
+    """
+    given = {name: value for name, value in amounts.items() if value is not None}
+    if len(given) != 1:
+        raise BudgetError(
+            f"Give exactly one budget, {', '.join(amounts)}; got {' and '.join(given) or 'none'}. "
+            f"For example ratio=8 keeps an eighth of the context."
+        )
+    ((name, value),) = given.items()
+    if name != "budget":
+        budget: Budget = getattr(Budget, name)(value)
+        return budget
+    if not isinstance(value, Budget):
+        raise BudgetError(
+            f"budget takes a gracekv.Budget; got {value!r}. Use Budget.ratio(8), or ratio=8."
+        )
+    return value
+
+
+def check_budget(model: Any, prompt: Prompt, pipe: Pipeline, budget: Budget) -> None:
+    """Raise `BudgetError` if `budget` is too small, from the model's config and the spans alone."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    budget.plan(
+        layers=config.num_hidden_layers,
+        heads=getattr(config, "num_key_value_heads", None) or heads,
+        context=prompt.spans.context_length,
+        entry_bytes=2 * dim * model.dtype.itemsize,
+        window=pipe.window,
+    )

@@ -1,0 +1,281 @@
+"""A compressed context that goes on: what is read, what is packed, and what stays as it was."""
+
+from dataclasses import replace
+from importlib.resources import files
+
+import pytest
+import torch
+
+from support.margins import assert_same_choice, assert_same_tokens
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv import Budget, Prompt
+from gracekv.errors import (
+    BudgetError,
+    CacheError,
+    ConfigError,
+    LengthWarning,
+    MissingCaptureError,
+    PromptError,
+)
+from gracekv.fit import FITTERS
+from gracekv.prefill import Needs, PromptSpans
+from gracekv.prefill.capture import capture_passage
+from gracekv.prefill.past import Past
+from gracekv.testing.models import tiny_llama, tiny_model
+from gracekv.testing.tokenizers import tiny_tokenizer
+
+TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
+IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
+# Prefix, context, and the template's tail.
+START, END, TAIL = 4, 90, 5
+PASSAGE = IDS[END : END + 80]
+
+
+def prompt_of(ids, context, tail=TAIL):
+    """A prompt without a question: `ids` up to the context's end, and a tail."""
+    return Prompt.from_ids(
+        torch.cat([ids[: context[1]], IDS[:tail]]), context=context, question_end=context[1]
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=3, vocabulary=97)
+
+
+def compressed(model, ratio, pipeline="gracekv-agnostic", tail=TAIL):
+    return gracekv.compress(
+        model, prompt_of(IDS, (START, END), tail), ratio=ratio, pipeline=pipeline
+    )
+
+
+def kept(result, context):
+    """bool [L, G, N]: which tokens of `context` have an entry of their own."""
+    packed = result.packed
+    mask = torch.zeros(len(packed.layers), packed.layers[0].heads, context[1] - context[0])
+    for layer, entries in enumerate(packed.layers):
+        for g in range(entries.heads):
+            at = entries.head(g)[2].long() - context[0]
+            mask[layer, g, at[(at >= 0) & (at < mask.shape[2])]] = 1
+    return mask.bool()
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 23}, {"memory_limit": 0}])
+@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv", "h2o", "scissorhands"])
+def test_after_a_whole_past_it_keeps_what_the_full_cache_would(model, recipe, options):
+    """Nothing is missing, so the passage's scores are those of one prefill of everything."""
+    context = (END, END + len(PASSAGE))
+    got = compressed(model, 1, recipe).extend(PASSAGE, ratio=2, **options)
+    want = gracekv.compress(model, prompt_of(IDS, context), ratio=2, pipeline=recipe, keep_run=True)
+    relevance, recent = want.details.relevance, want.accounting.recent
+    scores = relevance.scores * relevance.sensitivity[..., None]
+    new, other = (kept(x, context)[..., : len(PASSAGE) - recent] for x in (got, want))
+    if recipe == "gracekv-agnostic":
+        new, other, scores = (x.flatten()[None] for x in (new, other, scores))
+    assert 0 < int(new.sum()) < new.numel()
+    assert_same_choice(new, other, scores)
+    assert got.accounting.budget - compressed(model, 1, recipe).accounting.budget == (
+        want.accounting.budget
+    )
+
+
+FAMILIES = [
+    ("llama", {}, "gracekv"),
+    ("llama", {"attention": "eager"}, "gracekv-agnostic"),
+    ("llama", {"rope": "yarn", "positions": 512}, "gracekv-agnostic"),
+    ("phi3", {"partial": 0.5}, "gracekv"),
+    ("qwen3", {}, "gracekv-agnostic"),
+    ("gemma", {}, "d2o"),
+]
+
+
+@pytest.mark.parametrize("chunk", [None, 11])
+@pytest.mark.parametrize(("family", "options", "recipe"), FAMILIES)
+def test_the_passage_is_read_over_the_packed_entries(family, options, recipe, chunk):
+    """Uneven heads and merged entries count as they do when the model decodes over them."""
+    model = tiny_model(family, **options)
+    book = compressed(model, 3, recipe)
+    longer = book.extend(PASSAGE, ratio=1, chunk=chunk)
+    cache = book.new_cache()
+    with torch.no_grad():
+        model(PASSAGE[None], past_key_values=cache)
+    assert len(set(book.packed.entries().flatten().tolist())) > 1 or recipe == "d2o"
+    for old, new, tail in zip(book.packed.layers, longer.packed.layers, cache.layers, strict=True):
+        keys, values = tail._tail(len(PASSAGE))
+        for g in range(old.heads):
+            count = int(old.lengths[g])
+            for one, other in zip(old.head(g), new.head(g), strict=True):
+                assert torch.equal(one, other[:count])
+            added = [part[count:] for part in new.head(g)]
+            torch.testing.assert_close(added[0], keys[0, g], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(added[1], values[0, g], atol=1e-4, rtol=1e-4)
+            assert added[2].tolist() == list(range(END, END + len(PASSAGE)))
+            assert not bool(added[3].any())
+
+
+@pytest.mark.parametrize("recipe", ["gracekv", "gracekv-agnostic", "cam", "fit"])
+@pytest.mark.parametrize("tail", [0, TAIL])
+def test_what_is_packed_stays_bit_for_bit(model, recipe, tail):
+    pipeline = gracekv.Pipeline.named("gracekv-agnostic" if recipe == "fit" else recipe)
+    if recipe == "fit":
+        pipeline = replace(pipeline, fit=FITTERS.build("values_and_mass"))
+    book = compressed(model, 3, pipeline, tail)
+    longer = book
+    for number in range(3):
+        before, added = longer, IDS[100 + 60 * number : 160 + 60 * number]
+        longer = before.extend(added, ratio=3)
+        heads = zip(before.packed.layers, longer.packed.layers, strict=True)
+        for one, other in ((a.head(g), b.head(g)) for a, b in heads for g in range(a.heads)):
+            for old, new in zip(one, other, strict=True):
+                assert torch.equal(old, new[: len(old)])
+            assert bool((other[2].diff() > 0).all())
+        units = longer.accounting.entries.numel()
+        assert longer.accounting.budget - before.accounting.budget == units * 60 // 3
+        assert longer.accounting.spent - before.accounting.spent <= units * 60 // 3
+    assert longer.prompt.spans.context_length == book.prompt.spans.context_length + 180
+    assert longer.packed.length == len(longer.prompt.ids) - (1 if tail == 0 else tail)
+    beside = longer.packed.length - longer.prompt.spans.context_length
+    assert torch.equal(longer.packed.entries() - beside, longer.accounting.entries)
+    assert longer.accounting.bytes == longer.packed.kv_bytes < longer.accounting.full_bytes
+    whole = gracekv.compress(model, longer.prompt, ratio=1)
+    assert longer.accounting.full_bytes == whole.accounting.full_bytes
+    assert longer.pipeline == pipeline
+    assert longer.details is None
+
+
+@pytest.mark.parametrize("tail", [0, TAIL])
+def test_where_nothing_is_removed_it_is_the_stock_models_answer(model, tail):
+    longer = compressed(model, 1, tail=tail)
+    for first in range(END, 150, 20):
+        longer = longer.extend(IDS[first : first + 20], ratio=1)
+    got = longer.generate_ids(6)[0]
+    ids, logits, want = longer.prompt.ids, [], []
+    gracekv.hf.detach(model)
+    with torch.no_grad():
+        for _ in range(6):
+            logits.append(model(ids[None]).logits[0, -1])
+            want.append(int(logits[-1].argmax()))
+            ids = torch.cat([ids, torch.tensor(want[-1:])])
+    assert_same_tokens(got, torch.tensor(want), lambda tokens: logits[len(tokens)])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer(vocabulary=2000)
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return tiny_llama(layers=3, vocabulary=2000, positions=4096)
+
+
+def test_a_text_is_asked_saved_and_extended_again(reader, tokenizer, tmp_path):
+    book = gracekv.compress(reader, Prompt.from_chat(tokenizer, context=TEXT[:600]), ratio=3)
+    answer = book.ask("Who fell?", max_new_tokens=6)
+    longer = book.extend(TEXT[600:1200], ratio=3).extend("\n\nThe end.", ratio=1)
+    assert tokenizer.decode(longer.prompt.ids[: longer.prompt.spans.context_end]).endswith(
+        TEXT[:1200] + "\n\nThe end."
+    )
+    assert book.ask("Who fell?", max_new_tokens=6) == answer
+    longer.save(tmp_path / "book.gracekv")
+    again = gracekv.load(tmp_path / "book.gracekv", reader, tokenizer=tokenizer)
+    assert torch.equal(again.accounting.entries, longer.accounting.entries)
+    assert again.timings == longer.timings
+    questions = ["Who fell?", "Where is Alice sitting, and why?"]
+    assert again.ask(questions, max_new_tokens=6) == longer.ask(questions, max_new_tokens=6)
+    with longer.chat() as chat:
+        assert chat.ask(questions[0], max_new_tokens=6) == longer.ask(
+            questions[0], max_new_tokens=6
+        )
+    further = [x.extend(TEXT[1200:1500], ratio=2) for x in (again, longer)]
+    for one, other in zip(*(x.packed.layers for x in further), strict=True):
+        assert torch.equal(one.positions, other.positions)
+    further[0].report(tmp_path / "page.html")
+
+
+def test_budgets_are_for_the_passage_alone(model):
+    book = compressed(model, 4)
+    units = book.accounting.entries.numel()
+    entry = 2 * book.packed.layers[0].keys[0].nbytes
+    for amount, entries in [
+        ({"ratio": 2}, units * 40),
+        ({"compression_ratio": 0.75}, units * 20),
+        ({"entries_per_head": 10}, units * 10),
+        ({"kv_bytes": units * 15 * entry}, units * 15),
+        ({"budget": Budget.ratio(8)}, units * 10),
+    ]:
+        longer = book.extend(PASSAGE, **amount)
+        assert longer.accounting.budget - book.accounting.budget == entries
+        assert longer.accounting.spent - book.accounting.spent == entries
+
+
+def test_short_passages_are_read_as_far_back_as_they_go(model):
+    book = compressed(model, 4)
+    for passage in ([7], IDS[:5], IDS[:12][None]):
+        longer = book.extend(passage, ratio=1)
+        assert longer.packed.length == book.packed.length + torch.as_tensor(passage).numel()
+    assert len(book.extend(IDS[:12], ratio=2).generate_ids(3)[0]) == 3
+
+
+def test_queries_of_what_was_read_before_are_gone(model):
+    heads = [
+        [layer.head(g) for g in range(layer.heads)] for layer in compressed(model, 4).packed.layers
+    ]
+    past = Past.padded([[(k, v, m) for k, v, _, m in own] for own in heads], END)
+    spans = PromptSpans(
+        past.places, past.places + 9, past.places + 9, past.places + 10, past.places
+    )
+    ids = torch.cat([IDS.new_zeros(past.places), IDS[:10]])
+    prefill = capture_passage(model, Prompt(ids, spans), past, Needs(later_queries=True))
+    assert prefill.query_positions.tolist() == list(range(past.places, past.places + 10))
+    with pytest.raises(
+        MissingCaptureError, match=r"2 of the queries .* Extend by a longer passage"
+    ):
+        prefill.with_queries([3, past.places - 1, past.places])
+
+
+def test_progress_is_told(model):
+    seen = []
+    compressed(model, 4).extend(PASSAGE, ratio=2, chunk=30, progress=lambda *x: seen.append(x))
+    assert len(seen) == 3
+    assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.mark.parametrize(
+    ("passage", "options", "error", "message"),
+    [
+        ([], {"ratio": 2}, PromptError, "empty"),
+        ("text", {"ratio": 2}, PromptError, "needs a tokenizer"),
+        ([0.5], {"ratio": 2}, PromptError, "whole numbers"),
+        ([97], {"ratio": 1}, PromptError, "token id 97"),
+        ([[1, 2], [3, 4]], {"ratio": 2}, PromptError, "one sequence"),
+        ([1, 2, 3, 4, 5, 6], {"ratio": 8}, BudgetError, "ratio of at most 1.5"),
+        ([1, 2], {}, BudgetError, "exactly one budget"),
+        ([1, 2], {"ratio": 2, "kv_bytes": 100}, BudgetError, "exactly one budget"),
+    ],
+)
+def test_bad_passages_are_refused(model, passage, options, error, message):
+    with pytest.raises(error, match=message):
+        compressed(model, 4).extend(passage, **options)
+
+
+def test_results_that_cannot_go_on_are_refused(model):
+    ids = IDS[:120]
+    asked = gracekv.compress(model, Prompt.from_ids(ids, context=(4, 90)), ratio=2)
+    with pytest.raises(PromptError, match="a question of its own"):
+        asked.extend([1], ratio=1)
+    batch = gracekv.compress(model, [prompt_of(IDS, (4, 90)), prompt_of(IDS, (4, 60))], ratio=2)
+    with pytest.raises(PromptError, match="several contexts"):
+        batch.extend([1], ratio=1)
+    twice = compressed(model, 2, "kvzip-two-pass")
+    with pytest.raises(ConfigError, match="runs the model once more"):
+        twice.extend(PASSAGE, ratio=2)
+    small = tiny_llama(vocabulary=97, positions=128)
+    with pytest.warns(LengthWarning, match="was made for 128"):
+        compressed(small, 2).extend(PASSAGE, ratio=2)
+    bounded = tiny_model("phi3", positions=100)
+    with pytest.raises(CacheError, match="Extend by 9 tokens at most"):
+        compressed(bounded, 2).extend(PASSAGE, ratio=2)
