@@ -1,8 +1,11 @@
-"""Tables, standings and plots of a finished `smollm2_suite.yaml`.
+"""Tables, standings and plots of a finished `smollm2_suite.yaml` or `smollm2_agnostic.yaml`.
 
     python benchmarks/suite.py runs/smollm2
+    python benchmarks/suite.py runs/agnostic
 
-Prints the standings of `gracekv-plus` and writes `benchmarks/results/smollm2.md` with its plots.
+Prints the standings of our default recipe and writes `benchmarks/results/smollm2.md`, or
+`smollm2-agnostic.md`, with its plots. The rows say which half they are of; a folder with rows of
+both is refused, since a method that has seen the question is not compared with one that has not.
 A setting is a task group at a ratio; a method is first where no other's mean log KL is lower, and
 tied-first where the paired 95 % interval of the difference to the first contains 0.
 """
@@ -13,10 +16,12 @@ import argparse
 import dataclasses
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
+from suite_halves import HALVES, NEEDLES, TEXTS, Half, half_of
 
 from gracekv.evaluate.formats import footer, markdown
 from gracekv.evaluate.measures import Measure, measure
@@ -25,13 +30,6 @@ from gracekv.evaluate.row_files import Row, read_rows
 from gracekv.evaluate.tables import Table, make_tables
 from gracekv.files import write_atomically
 
-OURS = "gracekv-plus"
-# What competes for a place: the paper's method and its rivals. Ablations, trees over the same worth
-# and the draft, which leaves the single pass, are shown and not placed.
-PLACED = (
-    OURS, "gracekv", "streaming-llm", "h2o", "snapkv", "ada-snapkv", "pyramidkv", "chunkkv", "cam",
-    "d2o",
-)  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 SHOWN = ("log_kl", "top1", "score")
 
@@ -41,20 +39,21 @@ def title(table: Table) -> str:
     return f"{table.title.group} ({', '.join(t.partition(':')[2] for t in table.tasks)}{length})"
 
 
-def standing(table: Table, column: str, shown: Measure) -> tuple[int, bool, str]:
+def standing(table: Table, column: str, shown: Measure, half: Half) -> tuple[int, bool, str]:
     """Place of ours among the placed, whether it is tied with the first, and the first's name."""
-    means = {m: table.cells[m, column].mean for m in PLACED if (m, column) in table.cells}
+    means = {m: table.cells[m, column].mean for m in half.placed if (m, column) in table.cells}
     order = sorted(means, key=lambda m: means[m], reverse=shown.higher)
-    first, place = order[0], 1 + order.index(OURS)
+    first, place = order[0], 1 + order.index(half.ours)
     if place == 1:
         return 1, True, first
     delta = table.against[first, column].delta
     return place, delta.low <= 0 <= delta.high, first
 
 
-def standings(found: Sequence[Table], shown: Measure) -> str:
+def standings(found: Sequence[Table], shown: Measure, half: Half) -> str:
     """One row a group, one column a ratio: the place, and who is first where ours is not."""
-    found = [table for table in found if any((OURS, c) in table.cells for c in table.columns)]
+    ours = half.ours
+    found = [table for table in found if any((ours, c) in table.cells for c in table.columns)]
     columns = list(dict.fromkeys(c for table in found for c in table.columns if c.endswith("x")))
     columns.sort(key=lambda c: float(c[:-1]))
     lines = [
@@ -65,10 +64,10 @@ def standings(found: Sequence[Table], shown: Measure) -> str:
     for table in found:
         cells = []
         for column in columns:
-            if (OURS, column) not in table.cells:
+            if (ours, column) not in table.cells:
                 cells.append("")
                 continue
-            place, even, first = standing(table, column, shown)
+            place, even, first = standing(table, column, shown, half)
             total += 1
             firsts += place == 1
             tied += place > 1 and even
@@ -77,25 +76,32 @@ def standings(found: Sequence[Table], shown: Measure) -> str:
         lines.append(f"| {title(table)} | {' | '.join(cells)} |")
     lines += [
         "",
-        f"Of {total} settings `{OURS}` is first in {firsts}, tied with the first in {tied} more, "
+        f"Of {total} settings `{ours}` is first in {firsts}, tied with the first in {tied} more, "
         f"and worse than second in {worse}.",
     ]
     return "\n".join(lines)
 
 
-def placed(found: Sequence[Table]) -> list[Table]:
+def placed(found: Sequence[Table], half: Half) -> list[Table]:
     """The same without ablations: more lines than one can tell apart."""
-    lines = (*PLACED, "gracekv-draft", "fullkv")
+    lines = (*half.placed, "gracekv-draft", "fullkv")
     return [
         dataclasses.replace(table, methods=tuple(m for m in lines if m in table.methods))
         for table in found
     ]
 
 
-def means(found: Sequence[Table], methods: Sequence[str], shown: Measure) -> str:
-    """Unweighted mean over the groups, a row a method."""
+def means(
+    found: Sequence[Table],
+    methods: Sequence[str],
+    shown: Measure,
+    half: Half,
+    groups: Collection[str] | None = None,
+) -> str:
+    """Unweighted mean over the groups (None: all), a row a method."""
     # Groups that were run at every ratio, so that columns compare.
-    found = [table for table in found if (OURS, "64x") in table.cells]
+    found = [table for table in found if (half.ours, half.last) in table.cells]
+    found = [table for table in found if groups is None or table.title.group in groups]
     columns = sorted(
         {c for table in found for c in table.columns if c.endswith("x")},
         key=lambda c: float(c[:-1]),
@@ -144,23 +150,40 @@ def answers(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def head(rows: Sequence[Row]) -> str:
+def costs(rows: Sequence[Row], methods: Sequence[str]) -> str:
+    """What each method adds to the prefill of the same sample, and what it leaves of the bytes."""
+    lines = ["| method | construction / prefill | bytes at 4x |", "|---|--:|--:|"]
+    done = [row for row in rows if row["error"] is None]
+    for method in methods:
+        own = [row for row in done if row["method"] == method]
+        times = [row["construction_seconds"] / row["prefill_seconds"] for row in own]
+        bytes_ = [row["bytes"] for row in own if row["column"] == "4x"]
+        share = sum(b["kv"] for b in bytes_) / max(1, sum(b["full_kv"] for b in bytes_))
+        lines.append(
+            f"| {method} | {median(times):.2f} | {f'{share:.0%}' if bytes_ else ''} |"
+            if times
+            else f"| {method} | | |"
+        )
+    return "\n".join(lines)
+
+
+def head(rows: Sequence[Row], half: Half) -> str:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True, text=True, check=True, cwd=RESULTS,
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parent,
     ).stdout.strip()  # fmt: skip
     samples = len({row["sample"] for row in rows})
+    protocol = rows[0]["settings"]["protocol"].replace("_", "-")
     return "\n".join(
         [
-            "# SmolLM2 on RULER and LongBench",
+            f"# {half.title}",
             "",
             f"- machine: {platform.machine()}, 2 cores, CPU; other work ran beside it, so no times "
             f"are shown",
             f"- commit: {commit}",
             f"- model: SmolLM2-135M-Instruct, float32; {samples} prompts, {len(rows):,} cells; "
-            f"query-aware; recent window at most half of the budget",
-            "- config: `benchmarks/smollm2_suite.yaml`; recipes as named",
-            "- `gracekv-plus` was tuned on other tasks and another seed; see the file's head",
+            f"{protocol}; recent window at most half of the budget",
+            *half.about,
             "",
         ]
     )
@@ -169,20 +192,28 @@ def head(rows: Sequence[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path)
-    parser.add_argument("--name", default="smollm2")
+    parser.add_argument("--name", help="of the results; default: that of the half")
     args = parser.parse_args()
     rows = read_rows(args.runs)
-    parts = [head(rows)]
+    half = half_of(rows)
+    name_of_results = args.name or half.name
+    parts = [head(rows, half)]
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for name in SHOWN:
         shown = measure(name)
-        found = make_tables(rows, shown, OURS)
+        found = make_tables(rows, shown, half.ours)
         if name == "log_kl":
             for short in ("log_kl", "top1"):
                 other = measure(short)
-                averaged = means(make_tables(rows, other, OURS), methods, other)
+                tables = make_tables(rows, other, half.ours)
+                averaged = means(tables, methods, other, half)
                 parts += [f"## {other.title}: mean over the groups", "", averaged, ""]
-            text = standings(found, shown)
+                for kind, groups in (("needles", NEEDLES), ("texts", TEXTS)):
+                    if half is HALVES["query_agnostic"] and short == "log_kl":
+                        averaged = means(tables, methods, other, half, groups)
+                        parts += [f"## {other.title}: mean over {kind}", "", averaged, ""]
+                        Console().print(kind, averaged, sep="\n")
+            text = standings(found, shown, half)
             parts += ["## Standings by log KL to FullKV", "", text, ""]
             Console().print(text)
         if name == "score":
@@ -192,12 +223,15 @@ def main() -> None:
         if name != "top1":
             suffix = "" if name == "log_kl" else f"-{name}"
             drawn = [b for b in found if any(c.endswith("x") for c in b.columns)]
-            write_atomically(RESULTS / f"{args.name}{suffix}.png", plot(placed(drawn), shown))
+            picture = plot(placed(drawn, half), shown)
+            write_atomically(RESULTS / f"{name_of_results}{suffix}.png", picture)
         # Differences with their tests for the first measure only: the rest would bury it.
         tables = found if name == SHOWN[0] else make_tables(rows, shown)
         parts += [f"## {shown.title}", "", markdown(tables, shown).replace("\n### ", "\n#### "), ""]
+    if half is HALVES["query_agnostic"]:
+        parts += ["## Cost", "", costs(rows, methods), ""]
     parts.append(footer(rows))
-    write_atomically(RESULTS / f"{args.name}.md", "\n".join(parts).encode())
+    write_atomically(RESULTS / f"{name_of_results}.md", "\n".join(parts).encode())
 
 
 if __name__ == "__main__":

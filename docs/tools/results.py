@@ -52,6 +52,10 @@ KNOWN = {
         "gracekv evaluate --config benchmarks/smollm2_suite.yaml --out runs/smollm2",
         page="quality.md",
     ),
+    "smollm2-agnostic": Known(
+        "gracekv evaluate --config benchmarks/smollm2_agnostic.yaml --out runs/agnostic",
+        page="quality.md",
+    ),
     "construction-cpu": Known(
         "python benchmarks/construction.py",
         figure="construction",

@@ -12,7 +12,7 @@ from gracekv.allocate import Budget
 from gracekv.errors import ConfigError
 from gracekv.evaluate.methods import Method, parse_method
 from gracekv.evaluate.rendering import Truncate
-from gracekv.evaluate.tasks import Task, expand
+from gracekv.evaluate.tasks import SHARED, Task, expand
 from gracekv.files import read_text
 from gracekv.hyperparameter import bounded
 from gracekv.plugins import import_modules, module_list
@@ -63,10 +63,12 @@ class Panel(Configurable):
         entries: budgets as entries per head.
         lengths: total tokens of RULER's samples.
         samples: of each task and length.
-        seed: of RULER's samples.
+        first: number of the first of them: given texts are told apart by it, as others by the seed.
+        seed: of the samples that are made here.
         protocol: "query_aware" prefills the whole prompt before compressing, as the paper does;
             "query_agnostic" compresses before the question is seen, except for the one token
-            after the context. They rank methods differently and never share a table.
+            after the context, so that several questions can be asked of one cache. They rank
+            methods differently and never share a table.
         recent_share: most of the budget that the recent window may take, in every method; None
             leaves each method's own.
         generate: whether answers are generated and scored.
@@ -87,6 +89,7 @@ class Panel(Configurable):
     entries: tuple[int, ...] = ()
     lengths: tuple[int, ...] = (4096,)
     samples: int = bounded(50, at_least=1)
+    first: int = bounded(0, at_least=0)
     seed: int = 42
     protocol: Literal["query_aware", "query_agnostic"] = "query_aware"
     recent_share: float | None = None
@@ -102,6 +105,11 @@ class Panel(Configurable):
         for name in ("tasks", "methods"):
             if not getattr(self, name):
                 raise ConfigError(f"An experiment needs at least one of {name}; got none.")
+        if self.protocol == "query_aware" and (shared := set(expand(self.tasks)) & set(SHARED)):
+            raise ConfigError(
+                f"{', '.join(sorted(shared))} ask several questions of one cache, which is "
+                f"compressed before any is known. Use protocol='query_agnostic'."
+            )
         if not self.generate and not self.fidelity:
             raise ConfigError("generate and fidelity are both off: there is nothing to measure.")
         cells = self.cells()

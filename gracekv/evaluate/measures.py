@@ -64,8 +64,12 @@ def _number(value: object, scale: float) -> float | None:
 
 
 def _log_kl(row: Row) -> float | None:
-    kl = _fidelity("kl")(row)
-    return None if kl is None else math.log(max(kl, _LEAST_KL))
+    # Of several questions over one cache the mean of their logarithms.
+    found = [_fidelity("kl")(part) for part in row.get("questions", [row])]
+    known = [kl for kl in found if kl is not None]
+    if not known or len(known) < len(found):
+        return None
+    return sum(math.log(max(kl, _LEAST_KL)) for kl in known) / len(known)
 
 
 MEASURES = {

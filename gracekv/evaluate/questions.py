@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,23 +24,47 @@ class Question:
     near: tuple[str, ...]
 
 
+class Passage(NamedTuple):
+    """One paragraph of a SQuAD article.
+
+    Attributes:
+        text: the paragraph.
+        questions: those that it answers, each with all annotators' answers.
+    """
+
+    text: str
+    questions: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def squad_articles(data: Mapping[str, Any]) -> list[list[Passage]]:
+    """The articles of a SQuAD v2 file in file order, paragraph by paragraph."""
+    return [
+        [
+            Passage(
+                paragraph["context"],
+                tuple(
+                    (qa["question"].strip(), tuple(answer["text"] for answer in qa["answers"]))
+                    for qa in paragraph["qas"]
+                    if not qa.get("is_impossible")
+                ),
+            )
+            for paragraph in article["paragraphs"]
+        ]
+        for article in data["data"]
+    ]
+
+
 def squad(data: Mapping[str, Any]) -> tuple[list[Question], list[str]]:
     """Answerable questions of a SQuAD v2 file in file order, and all its paragraphs."""
     questions, corpus = [], []
-    for article in data["data"]:
-        paragraphs = [paragraph["context"] for paragraph in article["paragraphs"]]
-        corpus += paragraphs
-        for paragraph in article["paragraphs"]:
-            others = tuple(text for text in paragraphs if text != paragraph["context"])
+    for article in squad_articles(data):
+        texts = [passage.text for passage in article]
+        corpus += texts
+        for passage in article:
+            others = tuple(text for text in texts if text != passage.text)
             questions += [
-                Question(
-                    qa["question"].strip(),
-                    tuple(answer["text"] for answer in qa["answers"]),
-                    (paragraph["context"],),
-                    others,
-                )
-                for qa in paragraph["qas"]
-                if not qa.get("is_impossible")
+                Question(text, answers, (passage.text,), others)
+                for text, answers in passage.questions
             ]
     return questions, list(dict.fromkeys(corpus))
 

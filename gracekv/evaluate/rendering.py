@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gracekv.errors import TaskError
 from gracekv.evaluate.sample import Sample
+from gracekv.prefill.chat_text import next_turn
 from gracekv.prefill.prompt import Prompt
 
 Truncate = Literal["middle", "start", "error", "skip"]
@@ -90,6 +91,50 @@ def render(
     ids = torch.cat([full.ids[: start + head], tail, full.ids[end:]])
     cut = Prompt.from_ids(ids, (start, start + room), spans.question_end - excess, tokenizer)
     return Rendered(cut, answer, excess)
+
+
+def render_questions(
+    sample: Sample, tokenizer: Any, limit: int, truncate: Truncate, answer_words: int
+) -> tuple[Rendered, ...]:
+    """`render` for every question of a sample; all prompts are equal up to the first question.
+
+    A turn of a conversation follows the prompt and the reference answer of the turn before. Texts
+    with several questions are never cut.
+
+    Raises `TaskError` as `render` does, and if the tokenizer merges the context's end with
+    different questions.
+    """
+    asked = sample.questions()
+    if len(asked) > 1:
+        truncate = "error"
+    found = [render(one, tokenizer, limit, truncate, answer_words) for one in asked]
+    spans, ids = found[0].prompt.spans, found[0].prompt.ids
+    start, end = spans.context_start, spans.context_end
+    for number, one in enumerate(asked[1:] if sample.in_turns else (), 1):
+        before, alone = found[number - 1], found[number]
+        turn = next_turn(tokenizer, one.question.strip(), "\n", one.chat, one.answer_prefix)
+        joint = torch.cat([before.prompt.ids, before.answer_ids, torch.tensor(turn)])
+        prompt = Prompt.from_ids(joint, (start, end), tokenizer=tokenizer)
+        found[number] = Rendered(prompt, alone.answer_ids, 0)
+    longest = max(len(rendered.prompt.ids) for rendered in found)
+    if len(asked) > 1 and longest > limit:
+        raise TaskError(
+            f"Sample {sample.index} of {sample.task} has {longest} tokens with all its turns, more "
+            f"than the {limit} allowed. Allow more, or ask for a smaller length."
+        )
+    if any(not torch.equal(one.prompt.ids[: end + 1], ids[: end + 1]) for one in found):
+        raise TaskError(
+            f"The questions of sample {sample.index} of {sample.task} do not share a context: the "
+            f"tokenizer joins its end with what follows. Begin all questions alike."
+        )
+    return tuple(found)
+
+
+def joint_digest(rendered: tuple[Rendered, ...]) -> str:
+    """Identifies all prompts and reference answers of a sample."""
+    if len(rendered) == 1:
+        return rendered[0].digest
+    return hashlib.sha256("|".join(one.digest for one in rendered).encode()).hexdigest()[:16]
 
 
 def _answer_ids(prompt: Prompt, sample: Sample, tokenizer: Any, words: int) -> Tensor:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import platform
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -79,6 +79,21 @@ def cost_fields(kept: Accounting, timings: Timings, spans: PromptSpans) -> dict[
         "construction_seconds": timings.construction,
         "stage_seconds": dict(timings.as_dict()),
         "certified_ratio": kept.certified_ratio,
+    }
+
+
+def over_questions(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over the questions to one cache, with what each measured under "questions"."""
+
+    def mean(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], Mapping):
+            return {name: mean([value[name] for value in values]) for name in values[0]}
+        return sum(values) / len(values)
+
+    averaged = ("fidelity", "score", "scores", "new_tokens", "ms_per_token")
+    return {
+        **{name: mean([one[name] for one in measured]) for name in averaged if name in measured[0]},
+        "questions": [dict(one) for one in measured],
     }
 
 

@@ -1,10 +1,19 @@
-"""`Sample`: one question about one long text, with its answers and how they are scored."""
+"""`Sample`: one or more questions about one long text, with answers and how they are scored."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from gracekv.errors import ConfigError
+
+
+class FurtherQuestion(NamedTuple):
+    """Another question about the text of a sample; the fields are those of `Sample`."""
+
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,9 @@ class Sample:
         first_line: score the first line that is not empty only.
         stop: the answer ends at this text.
         classes: all class names, for classification.
+        further: more questions about the same text, answered over the same compressed cache.
+        in_turns: whether they are turns of one conversation, each after the reference answers of
+            those before (as in SCBench, arXiv:2412.10319); else each is asked by itself.
 
     Raises:
         ConfigError: there is no reference answer, or an empty one.
@@ -44,6 +56,8 @@ class Sample:
     first_line: bool = False
     stop: str | None = None
     classes: tuple[str, ...] = ()
+    further: tuple[FurtherQuestion, ...] = ()
+    in_turns: bool = False
 
     def __post_init__(self) -> None:
         # An empty reference is a substring of everything and would score 1.
@@ -52,6 +66,11 @@ class Sample:
                 f"Sample {self.index} of {self.task} has no usable reference answer: "
                 f"{list(self.answers)!r}. Every answer must hold some text; repair the record."
             )
+
+    def questions(self) -> tuple[Sample, ...]:
+        """One sample for each question, this one's first, without further questions."""
+        first = replace(self, further=(), in_turns=False)
+        return (first, *(replace(first, **one._asdict()) for one in self.further))
 
     def reference(self, words: int) -> str:
         """The text that teacher forcing feeds: all answers of a set, else the first; ours.

@@ -64,11 +64,13 @@ def make_schedule(
         cells = panel.cells()
         for task in panel.all_tasks():
             task.source(sources)
-            indices: Iterable[int] = task.available(panel.samples, sources)
+            indices: Iterable[int] = task.available(panel.samples, sources, panel.first)
             if panel.truncate == "skip" and task.length is None:
                 loaded = worker()
                 longest = loaded.longest_prompt(panel, task)
-                indices = task.fitting(panel.samples, sources, loaded.tokenizer, longest)
+                indices = task.fitting(
+                    panel.samples, sources, loaded.tokenizer, longest, panel.first
+                )
             for rank, index in enumerate(indices):
                 sample = sample_key(name, dtype, panel, task, index)
                 if not owns(numbers.setdefault(sample, len(numbers))):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gracekv.errors import MissingDependencyError, TaskError
-from gracekv.evaluate.questions import Question, hotpot, squad
+from gracekv.evaluate.questions import Passage, Question, hotpot, squad, squad_articles
 
 BUILT_IN = "alice_chapter_1.txt"
 _FOUND_IN = {"squad": "qa/squad*.json", "hotpotqa": "qa/hotpot*.json"}
@@ -63,20 +63,28 @@ class Sources:
     def questions(self, dataset: Literal["squad", "hotpotqa"]) -> tuple[list[Question], list[str]]:
         """Questions in file order, and every document; `TaskError` if there is no file."""
         if dataset not in self._questions:
-            found = sorted(self.folder.glob(_FOUND_IN[dataset])) if self.folder else []
-            if not found:
-                raise TaskError(
-                    f"RULER's {dataset} task needs questions and finds none under "
-                    f"{self.folder or 'the data folder, which is not set'}. Put "
-                    f"{_WHERE_FROM[dataset]} there as {_FOUND_IN[dataset]} and give the folder as "
-                    f"--data."
-                )
-            raw = found[0].read_bytes()
-            self._digests[dataset] = f"{found[0].name} {_digest(raw)}"
             read: Callable[[Any], tuple[list[Question], list[str]]]
             read = squad if dataset == "squad" else hotpot
-            self._questions[dataset] = read(json.loads(raw))
+            self._questions[dataset] = read(self._question_file(dataset))
         return self._questions[dataset]
+
+    @cached_property
+    def articles(self) -> list[list[Passage]]:
+        """SQuAD's articles in file order, by paragraphs; `TaskError` if there is no file."""
+        return squad_articles(self._question_file("squad"))
+
+    def _question_file(self, dataset: str) -> Any:
+        found = sorted(self.folder.glob(_FOUND_IN[dataset])) if self.folder else []
+        if not found:
+            raise TaskError(
+                f"Tasks of {dataset} need questions and find none under "
+                f"{self.folder or 'the data folder, which is not set'}. Put "
+                f"{_WHERE_FROM[dataset]} there as {_FOUND_IN[dataset]} and give the folder as "
+                f"--data."
+            )
+        raw = found[0].read_bytes()
+        self._digests[dataset] = f"{found[0].name} {_digest(raw)}"
+        return json.loads(raw)
 
     def longbench(self, name: str) -> list[dict[str, Any]]:
         """The records of a LongBench data set, in file order.

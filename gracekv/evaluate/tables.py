@@ -36,7 +36,8 @@ class Title:
 
     def __str__(self) -> str:
         place = "" if self.length is None else f", {self.length:,} tokens"
-        return f"{self.group} ({self.metric}{place})"
+        seen = ", the question not seen" if self.protocol == "query_agnostic" else ""
+        return f"{self.group} ({self.metric}{place}{seen})"
 
 
 @dataclass(frozen=True, slots=True)

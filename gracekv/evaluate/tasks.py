@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gracekv.errors import TaskError
-from gracekv.evaluate import longbench, ruler, templates
-from gracekv.evaluate.rendering import chat_prompt
+from gracekv.evaluate import longbench, ruler, shared_context, templates
+from gracekv.evaluate.rendering import chat_prompt, render_questions
 from gracekv.evaluate.sample import Sample
 from gracekv.evaluate.sources import Sources
 from gracekv.registry import suggestion
 
-NAMES = tuple(
-    [f"ruler:{name}" for name in ruler.TASKS] + [f"longbench:{n}" for n in longbench.DATASETS]
+# Tasks of several questions about one text; see `gracekv.evaluate.shared_context`.
+SHARED = tuple(f"shared_context:{name}" for name in shared_context.TASKS)
+NAMES = (
+    *(f"ruler:{name}" for name in ruler.TASKS),
+    *(f"longbench:{name}" for name in longbench.DATASETS),
+    *SHARED,
 )
 
 SUITES: dict[str, tuple[str, ...]] = {
@@ -61,9 +66,9 @@ class Task:
     """One task at one length.
 
     Attributes:
-        name: such as "ruler:cwe" or "longbench:qasper".
-        length: total tokens that a RULER sample fills; None for LongBench, whose texts are given.
-        seed: of RULER's samples.
+        name: such as "ruler:cwe", "longbench:qasper" or "shared_context:kv".
+        length: total tokens that a sample fills; None for LongBench, whose texts are given.
+        seed: of the samples that are made here.
     """
 
     name: str
@@ -77,6 +82,8 @@ class Task:
         if benchmark == "longbench":
             group: str = templates.longbench()[name]["category"]
             return group
+        if benchmark == "shared_context":
+            return shared_context.TASKS[name].group
         group = templates.ruler()["tasks"][name]["group"]
         # Substring recall over RULER's documents is not LongBench's F1.
         return "ruler_qa" if group == "qa" else group
@@ -86,6 +93,8 @@ class Task:
         benchmark, _, name = self.name.partition(":")
         if benchmark == "longbench":
             return sources.digest(self.name)
+        if benchmark == "shared_context":
+            return sources.digest("squad") if name == "squad" else "generated"
         args = templates.ruler()["tasks"][name]["args"]
         if "dataset" in args:
             return sources.digest(args["dataset"])
@@ -98,6 +107,13 @@ class Task:
             return longbench.record_sample(name, index, sources)
         if self.length is None:
             raise TaskError(f"{self.name} needs a length in tokens, such as 4096.")
+        if benchmark == "shared_context":
+
+            def longest(sample: Sample) -> int:
+                found = render_questions(sample, tokenizer, sys.maxsize, "error", sys.maxsize)
+                return max(len(rendered.prompt.ids) for rendered in found)
+
+            return shared_context.generate(name, self.length, self.seed, index, sources, longest)
         return ruler.generate(
             name,
             self.length,
@@ -111,25 +127,29 @@ class Task:
     def max_new_tokens(self) -> int:
         """The benchmark's cap on generated tokens."""
         benchmark, _, name = self.name.partition(":")
+        if benchmark == "shared_context":
+            return shared_context.TASKS[name].max_new_tokens
         forms = templates.longbench() if benchmark == "longbench" else templates.ruler()["tasks"]
         cap: int = forms[name]["max_new_tokens"]
         return cap
 
-    def available(self, samples: int, sources: Sources) -> range:
-        """Numbers of the first `samples` samples, or of as many as the data hold."""
+    def available(self, samples: int, sources: Sources, first: int = 0) -> range:
+        """Numbers of `samples` samples from `first` on, or of as many as the data hold."""
         benchmark, _, name = self.name.partition(":")
+        end = first + samples
         if benchmark == "longbench":
-            samples = min(samples, len(sources.longbench(name)))
-        return range(samples)
+            end = min(end, len(sources.longbench(name)))
+        return range(first, end)
 
-    def fitting(self, samples: int, sources: Sources, tokenizer: Any, limit: int) -> Iterator[int]:
-        """The first `samples` numbers whose whole prompts have at most `limit` tokens."""
-        benchmark, _, name = self.name.partition(":")
-        if benchmark == "ruler":
-            yield from range(samples)
+    def fitting(
+        self, samples: int, sources: Sources, tokenizer: Any, limit: int, first: int = 0
+    ) -> Iterator[int]:
+        """`samples` numbers from `first` on whose whole prompts have at most `limit` tokens."""
+        if self.length is not None:
+            yield from self.available(samples, sources, first)
             return
         found = 0
-        for index in range(len(sources.longbench(name))):
+        for index in range(first, len(sources.longbench(self.name.partition(":")[2]))):
             if found == samples:
                 return
             prompt = chat_prompt(self.sample(index, sources, tokenizer), tokenizer)

@@ -14,17 +14,27 @@ from gracekv.evaluate.experiment import Cell, Panel, PendingSample
 from gracekv.evaluate.fidelity import AnswerOutputs, compare, teacher_force
 from gracekv.evaluate.generation import greedy
 from gracekv.evaluate.metrics import score
-from gracekv.evaluate.rendering import Rendered, render
-from gracekv.evaluate.row_fields import cost_fields, error_fields, known_fields
+from gracekv.evaluate.rendering import Rendered, joint_digest, render_questions
+from gracekv.evaluate.row_fields import cost_fields, error_fields, known_fields, over_questions
 from gracekv.evaluate.row_files import Row
 from gracekv.evaluate.sample import Sample
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import Task
+from gracekv.hf.result import CompressionResult
 from gracekv.pipeline import Pipeline
 from gracekv.prefill import Needs, Prefill
 from gracekv.prefill.capture import capture
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Question:
+    """One question of a sample, and what FullKV makes of its reference answer."""
+
+    sample: Sample
+    rendered: Rendered
+    full: AnswerOutputs | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,11 +44,10 @@ class _Prepared:
     `compressed` is what was prefilled: the whole prompt, or the part before the question.
     """
 
-    sample: Sample
-    rendered: Rendered
+    questions: tuple[_Question, ...]
+    digest: str
     compressed: Prompt
     prefill: Prefill
-    full: AnswerOutputs | None
 
 
 class Worker:
@@ -89,13 +98,16 @@ class Worker:
         panel, task, index = pending.panel, pending.task, pending.index
         sample = task.sample(index, self.sources, self.tokenizer)
         longest = self.longest_prompt(panel, task)
-        rendered = render(sample, self.tokenizer, longest, panel.truncate, panel.answer_words)
-        if pending.prompt_hash not in (None, rendered.digest):
+        rendered = render_questions(
+            sample, self.tokenizer, longest, panel.truncate, panel.answer_words
+        )
+        digest = joint_digest(rendered)
+        if pending.prompt_hash not in (None, digest):
             raise TaskError(
                 f"Sample {index} of {task.name} is not the one that earlier rows in this folder "
                 f"are about: data or tokenizer have changed. Use a new folder."
             )
-        compressed = rendered.prompt
+        compressed = rendered[0].prompt
         if panel.protocol == "query_agnostic":
             spans = compressed.spans
             # One token after the context stays: the last token of a prompt is fed again and
@@ -108,31 +120,36 @@ class Worker:
             )
         needs = reduce(or_, (cell.method.pipeline.needs() for cell in pending.cells), Needs())
         prefill = capture(self.model, compressed, needs)
-        full = None
+        full: list[AnswerOutputs | None] = [None] * len(rendered)
         if panel.fidelity:
             kept = compress(
                 self.model, compressed, prefill=prefill, ratio=1, pipeline=Pipeline.named("fullkv")
             )
-            full = teacher_force(
-                self.model, rendered.prompt.ids, rendered.answer_ids, kept.new_cache()
-            )
-        return _Prepared(sample, rendered, compressed, prefill, full)
+            full = [
+                teacher_force(self.model, one.prompt.ids, one.answer_ids, kept.new_cache())
+                for one in rendered
+            ]
+        questions = map(_Question, sample.questions(), rendered, full)
+        return _Prepared(tuple(questions), digest, compressed, prefill)
 
     def _about(self, prepared: _Prepared, task: Task) -> dict[str, Any]:
-        spans = prepared.rendered.prompt.spans
+        first = prepared.questions[0]
+        spans = first.rendered.prompt.spans
+        answers = [list(question.sample.answers) for question in prepared.questions]
         return {
-            "prompt_hash": prepared.rendered.digest,
+            "prompt_hash": prepared.digest,
             "source": task.source(self.sources),
             "marks": self.marks,
             "prompt_tokens": spans.length,
             "context_tokens": spans.context_length,
-            "removed_tokens": prepared.rendered.removed,
-            "answers": list(prepared.sample.answers),
-            "metric": prepared.sample.metric,
+            "removed_tokens": first.rendered.removed,
+            "answers": answers[0] if len(answers) == 1 else answers,
+            "metric": first.sample.metric,
         }
 
     def _measure(self, panel: Panel, task: Task, prepared: _Prepared, cell: Cell) -> dict[str, Any]:
-        pipeline, prompt = cell.method.pipeline, prepared.rendered.prompt
+        pipeline, spans = cell.method.pipeline, prepared.questions[0].rendered.prompt.spans
+        # Compressed once, however many questions there are.
         result = compress(
             self.model,
             prepared.compressed,
@@ -140,20 +157,28 @@ class Worker:
             pipeline=pipeline,
             **cell.options(),
         )
-        measured = cost_fields(result.accounting, result.timings, prompt.spans)
-        if prepared.full is not None:
-            answer = prepared.rendered.answer_ids
-            forced = teacher_force(self.model, prompt.ids, answer, result.new_cache())
-            measured["fidelity"] = compare(forced, prepared.full, answer)
+        measured = [self._ask(panel, task, one, result) for one in prepared.questions]
+        costs = cost_fields(result.accounting, result.timings, spans)
+        return {**costs, **(measured[0] if len(measured) == 1 else over_questions(measured))}
+
+    def _ask(
+        self, panel: Panel, task: Task, question: _Question, result: CompressionResult
+    ) -> dict[str, Any]:
+        """Fidelity and answer of one question over the compressed cache."""
+        measured: dict[str, Any] = {}
+        ids, answer = question.rendered.prompt.ids, question.rendered.answer_ids
+        if question.full is not None:
+            forced = teacher_force(self.model, ids, answer, result.new_cache())
+            measured["fidelity"] = compare(forced, question.full, answer)
         if panel.generate:
             cap = _cap(panel, task)
             answer_text = greedy(
-                self.model, self.tokenizer, prompt.ids, result.new_cache(), prepared.sample, cap
+                self.model, self.tokenizer, ids, result.new_cache(), question.sample, cap
             )
-            scores = score(prepared.sample, answer_text.text)
+            scores = score(question.sample, answer_text.text)
             measured |= {
                 "prediction": answer_text.text,
-                "score": scores[prepared.sample.metric],
+                "score": scores[question.sample.metric],
                 "scores": scores,
                 "new_tokens": answer_text.tokens,
                 "ms_per_token": 1000 * answer_text.seconds / answer_text.tokens,

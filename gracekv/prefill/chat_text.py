@@ -73,15 +73,17 @@ def first_turn(tokenizer: Any, question: str, separator: str, template: bool) ->
     return continued(tokenizer, render(tokenizer, "", question, separator, chat)[1])
 
 
-def next_turn(tokenizer: Any, question: str, separator: str, template: bool) -> list[int]:
+def next_turn(
+    tokenizer: Any, question: str, separator: str, template: bool, answer_prefix: str = ""
+) -> list[int]:
     """Ids of what follows an answer: the end of its turn, and the question, to the answer's start.
 
     The turns before are not rendered again, so their tokens stay as they are, and so does what a
-    template would remove from old answers. Raises `PromptError` if the chat template changes the
-    texts.
+    template would remove from old answers. `answer_prefix` is a given start of the next answer.
+    Raises `PromptError` if the chat template changes the texts.
     """
     if not (template and has_chat_template(tokenizer)):
-        return continued(tokenizer, separator + question)
+        return continued(tokenizer, separator + question + answer_prefix)
     number = 0
     while (mark := f"[[answer {number}]]") in question:
         number += 1
@@ -101,7 +103,7 @@ def next_turn(tokenizer: Any, question: str, separator: str, template: bool) -> 
             "unchanged. Render the conversation yourself and use model.generate with "
             "result.new_cache()."
         )
-    return continued(tokenizer, after)
+    return continued(tokenizer, after + answer_prefix)
 
 
 def continued(tokenizer: Any, text: str) -> list[int]:

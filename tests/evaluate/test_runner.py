@@ -110,7 +110,7 @@ def test_a_sample_that_cannot_be_made_fails_in_all_its_cells(experiment, tiny, t
 
 def test_missing_data_are_found_before_anything_runs(experiment, tiny, tmp_path):
     panel = replace(experiment.panels[0], tasks=("ruler:qa_1",))
-    with pytest.raises(TaskError, match="needs questions"):
+    with pytest.raises(TaskError, match="need questions"):
         run(replace(experiment, panels=(panel,), data=None), tmp_path, **tiny)
 
 

@@ -50,7 +50,7 @@ def generate(
     family = _family(name, length, index, sources)
 
     def build(size: int) -> Sample:
-        texts = family.draw(size, Random(_stream(name, length, seed, index)))
+        texts = family.draw(size, random_stream(name, length, seed, index))
         return Sample(
             task=f"ruler:{name}",
             index=index,
@@ -78,9 +78,10 @@ def generate(
     return build(size)
 
 
-def _stream(name: str, length: int, seed: int, index: int) -> int:
+def random_stream(name: str, length: int, seed: int, index: int) -> Random:
+    """The random numbers of one sample: the same arguments give the same ones."""
     text = f"{name}|{length}|{seed}|{index}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
+    return Random(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
 
 
 def _family(name: str, length: int, index: int, sources: Sources) -> Family:

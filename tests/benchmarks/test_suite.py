@@ -1,0 +1,120 @@
+"""`benchmarks/suite.py` on made-up rows: each half reported by itself, both together refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gracekv.errors import ConfigError
+from gracekv.evaluate import Experiment
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+CONFIGS = ("smollm2_suite.yaml", "smollm2_agnostic.yaml", "smollm2_agnostic_tuning.yaml")
+
+
+@pytest.fixture
+def suite(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import suite
+
+    monkeypatch.setattr(suite, "RESULTS", tmp_path)
+    monkeypatch.setattr(suite, "head", lambda rows, half: f"# {half.title}\n")
+    return suite
+
+
+def rows(protocol, ours, kl):
+    """Two groups, two samples and ratios each; `kl` of (group, method) at 2x, twice that at 16x."""
+    tasks = {"retrieval": "ruler:niah_multikey_1", "single_doc_qa": "longbench:qasper"}
+    for group, task in tasks.items():
+        for method in ("fullkv", ours, "snapkv"):
+            for column in ["full"] if method == "fullkv" else ["2x", "4x", "16x", "64x"]:
+                for index in range(2):
+                    far = {"2x": 1, "4x": 1.5, "16x": 2}.get(column, 3)
+                    found = 0.0 if method == "fullkv" else kl[group, method] * far * (1 + index)
+                    yield {
+                        "key": f"{protocol}|{method}|{column}|{task}|{index}",
+                        "sample": f"{protocol}|{task}|{index}", "prompt_hash": f"{task}|{index}",
+                        "model": "tiny", "dtype": "float32", "task": task, "length": 1024,
+                        "seed": 1, "index": index, "settings": {"protocol": protocol},
+                        "group": group, "metric": "set_recall", "method": method, "column": column,
+                        "versions": {}, "source": "generated", "error": None, "score": 1 - found,
+                        "fidelity": {"kl": found, "top1": 1 - found}, "prefill_seconds": 2.0,
+                        "construction_seconds": 0.5, "bytes": {"kv": 10, "full_kv": 40},
+                    }  # fmt: skip
+
+
+def written(folder, found):
+    folder.mkdir()
+    text = "".join(json.dumps(row) + "\n" for row in found)
+    (folder / "rows-main.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def kls(ours):
+    """Ours is first on texts, second on needles."""
+    return {
+        ("retrieval", ours): 0.04, ("retrieval", "snapkv"): 0.02,
+        ("single_doc_qa", ours): 0.01, ("single_doc_qa", "snapkv"): 0.03,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("protocol", "ours", "name"),
+    [
+        ("query_aware", "gracekv-plus", "smollm2"),
+        ("query_agnostic", "gracekv-agnostic", "smollm2-agnostic"),
+    ],
+)
+def test_each_half_has_a_page_of_its_own(suite, monkeypatch, tmp_path, protocol, ours, name):
+    runs = written(tmp_path / "runs", rows(protocol, ours, kls(ours)))
+    monkeypatch.setattr(sys, "argv", ["suite.py", str(runs)])
+    suite.main()
+    page = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
+    assert f"Of 8 settings `{ours}` is first in 4, tied with the first in 0 more" in page
+    assert page.count("**1** |") == 4
+    assert (tmp_path / f"{name}.png").is_file()
+    agnostic = protocol == "query_agnostic"
+    assert page.count("the question not seen") > 0 if agnostic else "not seen" not in page
+    assert (f"| {ours} | 0.25 | 25% |" in page) == agnostic
+    # Mean of log 0.04 and log 0.08, and of log 0.01 and 0.02.
+    needles, texts = f"| {ours} | -2.87 |", f"| {ours} | -4.26 |"
+    assert (needles in page.split("needles")[-1]) == agnostic
+    assert (texts in page.split("mean over texts")[-1].split("##")[0]) == agnostic
+
+
+def test_rows_of_both_halves_are_refused(suite, monkeypatch, tmp_path):
+    both = [
+        *rows("query_aware", "gracekv-plus", kls("gracekv-plus")),
+        *rows("query_agnostic", "gracekv-agnostic", kls("gracekv-agnostic")),
+    ]
+    monkeypatch.setattr(sys, "argv", ["suite.py", str(written(tmp_path / "runs", both))])
+    with pytest.raises(ConfigError, match="query_agnostic and query_aware"):
+        suite.main()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_configs_can_be_read_and_say_what_is_seen(name):
+    experiment = Experiment.load(BENCHMARKS / name)
+    want = "query_agnostic" if "agnostic" in name else "query_aware"
+    assert {panel.protocol for panel in experiment.panels} == {want}
+
+
+def test_no_sample_is_in_both_agnostic_halves():
+    """By seed where texts are made here, else by number."""
+    found = []
+    for name in CONFIGS[1:]:
+        panels = Experiment.load(BENCHMARKS / name).panels
+        found.append(
+            {
+                (task.name, None if given else task.seed, index if given else None)
+                for panel in panels
+                for task in panel.all_tasks()
+                for given in [task.name in ("ruler:qa_1", "ruler:qa_2", "shared_context:squad")
+                              or task.length is None]
+                for index in range(panel.first, panel.first + panel.samples)
+            }
+        )  # fmt: skip
+    assert all(found)
+    assert not found[0] & found[1]
