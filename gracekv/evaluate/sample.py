@@ -9,7 +9,13 @@ from gracekv.errors import ConfigError
 
 
 class FurtherQuestion(NamedTuple):
-    """Another question about the text of a sample; the fields are those of `Sample`."""
+    """Another question about the text of a sample.
+
+    Attributes:
+        question: what stands after the text.
+        answer_prefix: the given start of the answer.
+        answers: the references.
+    """
 
     question: str
     answer_prefix: str
