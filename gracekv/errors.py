@@ -61,6 +61,10 @@ class SavedCacheError(GracekvError, ValueError):
     """A saved cache's file is damaged, of an unknown format, or of another model."""
 
 
+class StoreError(GracekvError, ValueError):
+    """A context for another engine is missing, damaged, badly named, or of another model."""
+
+
 class BackendUnavailableError(GracekvError):
     """The attention backend asked for cannot run on this machine."""
 

@@ -1,4 +1,4 @@
-"""The subcommands over a saved cache: `generate`, `ask` and `chat`."""
+"""The subcommands over a saved cache: `generate`, `ask`, `chat` and `export`."""
 
 from __future__ import annotations
 
@@ -86,11 +86,29 @@ def chat(
                 typer.echo(f"{error}", err=True)
 
 
+def export(
+    cache: Cache,
+    store: Annotated[Path, typer.Option(help="Folder of contexts that the engine reads.")],
+    name: Annotated[
+        str | None, typer.Option(help="The context's name there; default: the file's.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="What will serve it: vllm.")] = "vllm",
+    model: Model = None,
+    dtype: Dtype = None,
+    imports: Imports = None,
+) -> None:
+    """Put a saved cache where an inference engine finds it by name."""
+    made = _load(cache, model, dtype).export(store / (name or cache.stem), engine=engine)
+    for folder in made if isinstance(made, list) else [made]:
+        typer.echo(f"{folder}")
+
+
 def register(app: typer.Typer) -> None:
-    """Add the three commands to the console application."""
+    """Add the four commands to the console application."""
     app.command()(generate)
     app.command()(ask)
     app.command()(chat)
+    app.command()(export)
 
 
 def _load(cache: Path, model: str | None, dtype: str | None) -> CompressionResult | BatchResult:

@@ -88,6 +88,7 @@ def test_version_and_help(run):
         ["generate", "-h"],
         ["ask", "-h"],
         ["chat", "-h"],
+        ["export", "-h"],
         ["list", "-h"],
     ):
         status, out, _ = run(*argv)
@@ -315,6 +316,20 @@ def test_an_interrupt_stops_the_answer_and_then_the_conversation(run, loads, boo
     assert status == 0
     assert "question and its answer are forgotten" in err
     assert result.ask("Why?", 5) in out
+
+
+def test_a_saved_context_is_exported(run, loads, book, tmp_path):
+    from gracekv.vllm import ContextStore
+
+    result, path = book
+    store = tmp_path / "store"
+    line = f"{store / 'alice'}\n"
+    options = ("--store", store, "--engine", "vllm", "--model", "m")
+    assert run("export", path, *options, "--name", "alice") == (0, line, "")
+    assert ContextStore(store).header("alice").length == result.packed.length
+    assert run("export", path, *options)[1] == f"{store / 'book'}\n"
+    status, _, err = run("export", path, "--store", store, "--engine", "tgi", "--model", "m")
+    assert (status, "engine is one of vllm; got 'tgi'" in err) == (2, True)
 
 
 def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(run, story, loads):

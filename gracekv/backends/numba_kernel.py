@@ -77,7 +77,7 @@ _PREFETCH_KEYS = 12
 
 
 @njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
-def _products(
+def products(
     queries: Any, count: int, keys: Any, first: int, entries: int, ahead: Any, at: int, out: Any
 ) -> None:
     """out[j, e] = q_j . k_e, four keys a round; prefetches rows of `ahead` from `at`."""
@@ -108,7 +108,7 @@ def _products(
 
 
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
-def _mixtures(
+def mixtures(
     weights: Any, count: int, values: Any, first: int, entries: int, ahead: Any, at: int, out: Any
 ) -> None:
     """out[j, :d] = sum_e w_je v_e, four values a round; prefetches rows of `ahead` from `at`."""
@@ -136,7 +136,7 @@ def _mixtures(
 
 
 @njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
-def _exponentials(x: Any, count: int, top: Any, bits: Any, power: Any) -> Any:
+def exponentials(x: Any, count: int, top: Any, bits: Any, power: Any) -> Any:
     """Sum of x <- e^(x - top), in place, for x <= top; `power` is `bits` (int32) as float32."""
     for e in range(count):
         y = max(x[e] - top, LEAST)
@@ -151,7 +151,7 @@ def _exponentials(x: Any, count: int, top: Any, bits: Any, power: Any) -> Any:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def _merge(partial: Any, slots: Any, count: int, output: Any, at: int) -> None:
+def merge(partial: Any, slots: Any, count: int, output: Any, at: int) -> None:
     """output[at] from a query's `count` partial results; 0 if they hold no visible entry."""
     dim = output.shape[1]
     output[at] = np.float32(0)
@@ -226,7 +226,7 @@ def _run_splits(args: Any, keys: Any, values: Any, tail_keys: Any, tail_values: 
                 count += 1
 
         k, at = as_float32(k_rows, first, entries, scratch)
-        _products(queries, count, k, at, entries, v_rows, first, weights)
+        products(queries, count, k, at, entries, v_rows, first, weights)
         for j in range(count):
             if place < 0 or args.mask != 0:
                 for e in range(entries):
@@ -236,12 +236,12 @@ def _run_splits(args: Any, keys: Any, values: Any, tail_keys: Any, tail_values: 
                 top = max(top, weights[j, e])
             partial[slot + j, dim] = top
             # Where all entries are hidden any finite maximum will do: the weights are 0.
-            total = _exponentials(weights[j], entries, max(top, _LOWEST), bits, power)
+            total = exponentials(weights[j], entries, max(top, _LOWEST), bits, power)
             partial[slot + j, dim + 1] = total
         v, at = as_float32(v_rows, first, entries, scratch)
         # Tails are short and often still in the processor's cache; their keys are not prefetched.
         ahead = splits[upcoming, 1] if upcoming < args.packed_splits else first
-        _mixtures(weights, count, v, at, entries, keys, ahead, partial[slot:])
+        mixtures(weights, count, v, at, entries, keys, ahead, partial[slot:])
 
         begin, end = sequence_start[sequence], sequence_start[sequence + 1]
         packed = row_splits[row + 1] - row_splits[row]
@@ -256,7 +256,7 @@ def _run_splits(args: Any, keys: Any, values: Any, tail_keys: Any, tail_values: 
                     of = (c * heads + head) * tail_splits + p
                     slots[packed + p] = args.packed_slots + of * group + j
                 of = (continuations[c] * heads + head) * group + j
-                _merge(partial, slots, packed + tail_splits, output, of)
+                merge(partial, slots, packed + tail_splits, output, of)
 
 
 # The numba type of rows of a dtype (see `half_precision`).

@@ -94,6 +94,15 @@ def read_header(path: Path) -> dict[str, Any]:
     return header
 
 
+def read_digest(path: Path) -> str:
+    """sha256 of the header, which holds the checksum of every tensor: it identifies the file.
+
+    Raises `SavedCacheError` as `read_header` does.
+    """
+    text = json.dumps(read_header(path), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def read_cache(
     path: Path, devices: list[torch.device]
 ) -> tuple[RaggedCache, dict[str, Any], dict[str, Tensor]]:

@@ -7,6 +7,7 @@ import os
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -153,6 +154,32 @@ class BaseResult(ABC):
             foreign_modules(self.pipeline),
             is_batch=self.is_batch,
         )
+
+    def export(self, path: str | os.PathLike[str], engine: str = "vllm") -> Path | list[Path]:
+        """Write the compressed prompt as a folder for another engine; see docs/vllm.md.
+
+            result.export("store/book", engine="vllm")
+
+        The folder is written completely or not at all, and replaces one of its name. A batch
+        writes book-1, book-2, ...
+
+        Args:
+            path: the store's folder and the context's name in it.
+            engine: "vllm", which finds the context by name through `gracekv.vllm`.
+
+        Returns:
+            The folder; a list of them for a batch.
+
+        Raises:
+            StoreError: the name has other signs than letters, digits, ".", "_" and "-"; or the
+                engine is unknown.
+            UnsupportedModelError: the engine would not see the entries as this model does: RoPE
+                that depends on the sequence's length, or layers with a sliding window.
+        """
+        from gracekv.vllm.export import export_result
+
+        folders = export_result(self, path, engine)
+        return folders if self.is_batch else folders[0]
 
     def generate_ids(self, max_new_tokens: int = 64, **kwargs: Any) -> Tensor:
         """int64 [rows, new tokens]: ids after the prompts, as `model.generate` returns them.

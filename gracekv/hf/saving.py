@@ -18,7 +18,7 @@ from gracekv.cache import Accounting, Timings
 from gracekv.cache.base import RaggedCache
 from gracekv.cache.serialization import write_cache
 from gracekv.hyperparameter import check_values
-from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.fingerprint import fingerprint, tokenizer_marks
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import PromptSpans
 
@@ -117,11 +117,8 @@ def save_result(
 
 def identity(model: Any, tokenizer: Any = None) -> dict[str, str]:
     """`fingerprint` with a digest of the weights, and of the tokenizer's chat template."""
-    marks = {**fingerprint(model, tokenizer), "weights": weights_digest(model)}
-    if tokenizer is not None:
-        template = repr(getattr(tokenizer, "chat_template", None))
-        marks["chat_template"] = hashlib.sha256(template.encode()).hexdigest()[:16]
-    return marks
+    marks = {**fingerprint(model), "weights": weights_digest(model)}
+    return marks if tokenizer is None else marks | tokenizer_marks(tokenizer)
 
 
 def weights_digest(model: Any) -> str:

@@ -21,6 +21,14 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
         "dtype": str(model.dtype).removeprefix("torch."),
     }
     if hasattr(tokenizer, "get_vocab"):
+        marks["tokenizer"] = tokenizer_marks(tokenizer)["tokenizer"]
+    return marks
+
+
+def tokenizer_marks(tokenizer: Any) -> dict[str, str]:
+    """Hashes of a tokenizer's vocabulary, if it tells it, and of its chat template."""
+    marks = {"chat_template": _digest(repr(getattr(tokenizer, "chat_template", None)))}
+    if hasattr(tokenizer, "get_vocab"):
         marks["tokenizer"] = _digest(repr(sorted(tokenizer.get_vocab().items())))
     return marks
 

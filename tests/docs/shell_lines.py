@@ -15,6 +15,8 @@ from gracekv.cli import main
 NOT_RUN = {
     "torchrun": "starts processes of its own; the variables that it sets are tested in "
     "tests/evaluate",
+    "vllm": "needs an environment of its own; tests/vllm starts the same server there",
+    "curl": "asks that server; tests/vllm sends it the same request",
 }
 
 

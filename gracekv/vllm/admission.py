@@ -1,0 +1,58 @@
+"""Refuses requests with unusable contexts where vLLM takes them in, with a message for the user."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from gracekv.errors import StoreError
+from gracekv.vllm.requests import PARAMETER
+from gracekv.vllm.serving import open_store
+from gracekv.vllm.store import ContextStore
+
+_stores: weakref.WeakKeyDictionary[Any, ContextStore] = weakref.WeakKeyDictionary()
+
+
+def install(processor: type[Any]) -> None:
+    """Let `processor.process_inputs` check contexts first; a second call changes nothing.
+
+    Args:
+        processor: vLLM's `InputProcessor`.
+    """
+    stock = processor.process_inputs
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        check(self, params)
+        return stock(self, request_id, prompt, params, *args, **kwargs)
+
+    processor.process_inputs = process_inputs
+
+
+def check(processor: Any, params: Any) -> None:
+    """Raise vLLM's error for bad requests (HTTP 400) if the request's context cannot be used."""
+    name = context_of(params)
+    transfer = processor.vllm_config.kv_transfer_config
+    if name is None or transfer is None or transfer.kv_connector != "GraceConnector":
+        return
+    from vllm.exceptions import VLLMValidationError
+
+    store = _stores.get(processor)
+    if store is None:
+        store = _stores[processor] = open_store(processor.vllm_config)
+    try:
+        store.verify(name)
+    except StoreError as error:
+        raise VLLMValidationError(str(error), parameter="kv_transfer_params") from error
+
+
+def context_of(params: Any) -> Any:
+    """The name of the context that sampling parameters ask for, or None."""
+    extra = getattr(params, "extra_args", None) or {}
+    transfer = extra.get("kv_transfer_params")
+    return transfer.get(PARAMETER) if isinstance(transfer, dict) else None

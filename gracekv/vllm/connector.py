@@ -1,0 +1,159 @@
+"""`GraceConnector`: tells vLLM's workers which request has which context. Imports vLLM."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from gracekv.errors import StoreError
+from gracekv.vllm import step
+from gracekv.vllm.attention import warm_up
+from gracekv.vllm.requests import PARAMETER
+from gracekv.vllm.serving import check_serving, open_store
+from gracekv.vllm.store import StoredContext
+
+# vLLM shows the messages of its own loggers.
+_log = logging.getLogger("vllm.gracekv")
+
+
+@dataclass
+class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler tells the workers before a step.
+
+    Attributes:
+        named: (name, digest) of contexts, by the first block of a request's pages.
+        refused: ids of requests whose context cannot be used.
+    """
+
+    named: dict[int, tuple[str, str]] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
+
+
+class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Contexts of requests, by name; no token is loaded into vLLM's pages.
+
+    In the scheduler it reads `kv_transfer_params={"gracekv": name}` of a request, and salts the
+    hashes of its pages with the context, so that vLLM's prefix caching never mixes contexts. In
+    each worker it loads contexts, shared by all requests, before the step that needs them.
+
+    A request whose context cannot be used ends with an error; all others go on.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_serving(vllm_config, kv_cache_config)
+        rank = get_tensor_model_parallel_rank() if role == KVConnectorRole.WORKER else None
+        self._store = open_store(vllm_config, rank=rank)
+        if rank is not None:
+            # Compiling takes seconds once on a machine; no request should wait for it.
+            warm_up(vllm_config.model_config.dtype)
+        # In the scheduler: (name, digest) by request id, and requests to refuse.
+        self._contexts: dict[str, tuple[str, str]] = {}
+        self._refused: set[str] = set()
+        self._to_refuse: set[str] = set()
+        # In a worker: first blocks of requests whose context could not be loaded.
+        self._failed_blocks: set[int] = set()
+
+    # In the scheduler.
+
+    def on_new_request(self, request: Any) -> None:
+        params = request.kv_transfer_params
+        if not isinstance(params, dict) or PARAMETER not in params:
+            return
+        name = params[PARAMETER]
+        try:
+            header = self._store.header(name)
+        except StoreError as error:
+            _log.error("Request %s is refused. %s", request.request_id, error)
+            self._refused.add(request.request_id)
+            salt = request.request_id
+        else:
+            self._contexts[request.request_id] = str(name), header.digest
+            salt = header.digest
+        request.cache_salt = f"{PARAMETER}:{salt}:{request.cache_salt or ''}"
+        request.block_hashes = []
+        request.update_block_hashes()
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        # Only a request that waits for tokens from elsewhere can be failed by a connector.
+        refused = request.request_id in self._refused
+        return (1, True) if refused else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if request.request_id in self._refused:
+            self._to_refuse.add(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepContexts:
+        blocks = scheduler_output.kv_connector_block_state
+        named = {}
+        for request in scheduler_output.num_scheduled_tokens.keys() & self._contexts.keys():
+            named[blocks.get_block_ids(request)[0][0]] = self._contexts[request]
+        refused, self._to_refuse = self._to_refuse, set()
+        return StepContexts(named, refused)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._contexts.pop(request.request_id, None)
+        self._refused.discard(request.request_id)
+        self._to_refuse.discard(request.request_id)
+        return False, None
+
+    # In a worker.
+
+    def bind_connector_metadata(self, connector_metadata: StepContexts) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        loaded: dict[int, StoredContext] = {}
+        digests = {digest for _, digest in connector_metadata.named.values()}
+        for block, (name, digest) in connector_metadata.named.items():
+            try:
+                loaded[block] = self._store.load(name, digest, keep=digests)
+            except (StoreError, MemoryError) as error:
+                _log.error("Context %r cannot be loaded; its requests fail. %s", name, error)
+                self._failed_blocks.add(block)
+        step.begin(loaded)
+
+    def clear_connector_metadata(self) -> None:
+        super().clear_connector_metadata()
+        step.end()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        metadata = self._get_connector_metadata()
+        return KVConnectorTransferResults(
+            finished_recving=set(metadata.refused), failed_recving=set(metadata.refused)
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def shutdown(self) -> None:
+        step.end()
+
+    # Nothing is moved between pages and elsewhere.
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: contexts were loaded before."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: pages [blocks, G, block, 2d] stay vLLM's."""
+
+    def wait_for_save(self) -> None:
+        """Nothing."""

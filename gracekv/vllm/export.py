@@ -1,0 +1,167 @@
+"""`export_result`: a compressed prompt as a folder that vLLM can serve."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gracekv import recipes
+from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.serialization import read_digest, write_cache
+from gracekv.errors import PromptError, StoreError, UnsupportedModelError
+from gracekv.hf.saving import identity
+from gracekv.prefill.chat_text import render
+from gracekv.prefill.length_limits import sliding_window, switch_point, trained_length
+from gracekv.prefill.prompt import Prompt
+from gracekv.rope import Rope
+from gracekv.vllm.header import QUESTION, ContextHeader
+from gracekv.vllm.model_facts import model_facts
+from gracekv.vllm.store import ENTRIES, HEADER, check_name
+
+if TYPE_CHECKING:
+    from gracekv.hf.base_result import BaseResult
+
+ENGINES = ("vllm",)
+
+
+def export_result(result: BaseResult, path: str | os.PathLike[str], engine: str) -> list[Path]:
+    """Write the compressed prompts for another engine; arguments and result: `BaseResult.export`.
+
+    Raises `StoreError` for an unknown engine or a name that is no folder name,
+    `UnsupportedModelError` as `check_served` does.
+    """
+    if engine not in ENGINES:
+        raise StoreError(f"engine is one of {', '.join(ENGINES)}; got {engine!r}.")
+    check_served(result.model)
+    path = Path(path)
+    check_name(path.name)
+    count = len(result.prompts)
+    names = [f"{path.name}-{number}" for number in range(1, count + 1)] if result.is_batch else None
+    folders = [path.parent / name for name in names or [path.name]]
+    for number, (prompt, folder) in enumerate(zip(result.prompts, folders, strict=True)):
+        cache = result.packed.sequence(number)
+        _write(result.model, prompt, cache, recipes.label(result.pipeline), folder)
+    return folders
+
+
+def check_served(model: Any) -> None:
+    """Raise `UnsupportedModelError` if vLLM would not see the entries as this model does."""
+    rope = model.config.rope_parameters["rope_type"]
+    name = type(model).__name__
+    if rope in ("dynamic", "longrope") or switch_point(model) is not None:
+        raise UnsupportedModelError(
+            f"{name} rotates keys by how long the whole sequence is (RoPE {rope!r}), and vLLM sees "
+            f"the question and its answer only. Serve a model whose rotation depends on positions "
+            f"alone: default, linear, llama3 or yarn. Every recipe works with them."
+        )
+    window = sliding_window(model)
+    if window is not None:
+        raise UnsupportedModelError(
+            f"{name} has layers with a sliding window of {window} tokens, which vLLM would count "
+            f"from the question on. Serve a model with full attention in every layer; every recipe "
+            f"works with it."
+        )
+
+
+def _write(model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, folder: Path) -> None:
+    """The folder, complete or not at all; one that is there already is replaced."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    rotated = from_zero(model, cache)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        fresh = Path(scratch) / "fresh"
+        write_cache(fresh / ENTRIES, rotated, {"engine": "vllm"}, {})
+        header = _header(model, prompt, cache, recipe, read_digest(fresh / ENTRIES))
+        (fresh / HEADER).write_text(header.to_json(), encoding="utf-8")
+        # A folder cannot be replaced while it holds files: move the old one out first.
+        if folder.exists():
+            os.replace(folder, Path(scratch) / "old")
+        os.replace(fresh, folder)
+        shutil.rmtree(Path(scratch) / "old", ignore_errors=True)
+
+
+def _header(
+    model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, digest: str
+) -> ContextHeader:
+    from gracekv import __version__
+
+    spans, tokenizer = prompt.spans, prompt.tokenizer
+    end = spans.length if prompt.has_question else spans.context_end
+    marks = identity(model, tokenizer)
+    lengths = cache.entries()
+    original = all(not bool(layer.log_multiplicity.any()) for layer in cache.layers)
+    equal = original and bool((lengths == lengths[0, 0]).all())
+    return ContextHeader(
+        kind="equal" if equal else "ragged",
+        length=cache.length,
+        entries=int(lengths.sum()),
+        bytes=cache.kv_bytes,
+        digest=digest,
+        dtype=marks["dtype"],
+        model=model_facts(model),
+        tokenizer={name: marks[name] for name in ("tokenizer", "chat_template") if name in marks},
+        recipe=recipe,
+        has_question=prompt.has_question,
+        prompt_ids=tuple(prompt.ids[cache.length : end].tolist()),
+        question_text=None if prompt.has_question else _question_text(prompt),
+        separator=prompt.separator,
+        template=prompt.template,
+        positions=trained_length(model),
+        gracekv_version=__version__,
+    )
+
+
+def _question_text(prompt: Prompt) -> str | None:
+    """What follows the context as text, for clients without Python; None if it cannot be said."""
+    if prompt.tokenizer is None:
+        return None
+    chat = prompt.template and bool(getattr(prompt.tokenizer, "chat_template", None))
+    try:
+        return render(prompt.tokenizer, "", QUESTION, prompt.separator, chat)[1]
+    except PromptError:
+        return None
+
+
+def from_zero(model: Any, cache: RaggedCache) -> RaggedCache:
+    r"""The entries with their positions moved by -T, so that the next token has position 0.
+
+    R(p) k becomes R(p - T) k = R(-T) R(p) k, in float32: attention only sees differences of
+    positions. `positions` stay those of the prompt.
+
+    Source: Eq. (T1).
+    """
+    turn = _rotation(model, cache.length)
+    return RaggedCache(
+        tuple(
+            RaggedLayer(
+                _turned(layer.keys, turn),
+                layer.values,
+                layer.positions,
+                layer.log_multiplicity,
+                layer.offsets,
+            )
+            for layer in cache.layers
+        ),
+        cache.length,
+    )
+
+
+def _turned(keys: Tensor, turn: Rope) -> Tensor:
+    start = torch.zeros(1, dtype=torch.int64)
+    return turn.unrotate(keys.float(), start).to(keys.dtype)
+
+
+def _rotation(model: Any, position: int) -> Rope:
+    """R(position) alone, without the factor that yarn-like schemes multiply into it."""
+    device = next(model.get_decoder().rotary_emb.buffers()).device
+    at = torch.tensor([[position]], device=device)
+    with torch.inference_mode():
+        cos, sin = model.get_decoder().rotary_emb(torch.zeros(1, device=device), at)
+    cos, sin = cos[0].float().cpu(), sin[0].float().cpu()
+    norm = (cos * cos + sin * sin).sqrt()
+    return Rope(cos / norm, sin / norm)

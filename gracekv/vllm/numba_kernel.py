@@ -1,0 +1,233 @@
+"""Attention of a step's tokens over ragged contexts and vLLM's own pages, compiled for CPUs.
+
+All requests of a step, of any contexts, are one call: threads take units of work (see
+`gracekv.vllm.batch`) from a shared counter. A unit goes over its entries in short pieces, keeping
+maximum and sum as it goes (online softmax), with all its queries at once, so that entries are read
+once. A second call merges the partial results of each token. Both are the same to the bit on any
+number of threads.
+
+Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
+
+from gracekv.backends import numba_kernel
+from gracekv.backends.numba_kernel import exponentials, merge, mixtures, products
+from gracekv.kernels import exponential, half_precision, intrinsics
+from gracekv.kernels.half_precision import as_float32
+from gracekv.kernels.intrinsics import fetch_and_add, pointer
+from gracekv.kernels.source_digest import digest
+
+_PIECE = 256  # entries at once; ours
+
+
+class PagedArgs(ctypes.Structure):
+    """Arguments of both kernels: addresses, all of contiguous arrays, and sizes.
+
+    Fields, with n tokens, G KV heads, q query heads of each, W units of work, S slots:
+        work: int64 [W, 6] as in `ContextBatch`.
+        contexts: int64 [C, 4], addresses of keys [E, d], values [E, d], log multiplicities float32
+            [E] and offsets int64 [G + 1].
+        positions, rows: int64 [n].
+        first_slot: int64 [n + 1].
+        blocks: int32, the block table, rows of `block_stride`.
+        pages: of the pages; block b, head g begins at element b * page_stride + g * head_stride.
+        key_places, value_places: int32 [block, d].
+        query, output: float32 [n, G, q, d].
+        partial: float32 [S * G * q, d + 2]: output, maximum and sum.
+        counters: int64 [2] zeros: units and tokens taken.
+        longest: the most tokens of a unit.
+    """
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "work", "units", "contexts", "context_count", "positions", "rows", "first_slot",
+            "tokens", "slots", "blocks", "table_rows", "block_stride", "pages", "page_elements",
+            "page_stride", "head_stride", "block", "key_places", "value_places", "query", "output",
+            "partial", "counters", "longest", "heads", "group", "dim",
+        )),
+        ("scale", ctypes.c_double),
+    ]  # fmt: skip
+
+
+_ARGS = np.dtype(PagedArgs)
+_LOWEST = np.finfo(np.float32).min
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _add(
+    weights: Any, count: int, entries: int, v: Any, at: int, bits: Any, power: Any, mixed: Any,
+    sums: Any,
+) -> None:  # fmt: skip
+    """Add a piece to the partial results `sums` [count, d + 2]: logits `weights`, values `v`."""
+    dim = v.shape[1]
+    for j in range(count):
+        top = weights[j, 0]
+        for e in range(1, entries):
+            top = max(top, weights[j, e])
+        top = max(top, sums[j, dim])
+        if sums[j, dim] != -math.inf and sums[j, dim] < top:
+            factor = np.float32(math.exp(sums[j, dim] - top))
+            for i in range(dim):
+                sums[j, i] *= factor
+            sums[j, dim + 1] *= factor
+        sums[j, dim] = top
+        # Where all entries are hidden any finite maximum will do: the weights are 0.
+        sums[j, dim + 1] += exponentials(weights[j], entries, max(top, _LOWEST), bits, power)
+    mixtures(weights, count, v, at, entries, v, at, mixed)
+    for j in range(count):
+        for i in range(dim):
+            sums[j, i] += mixed[j, i]
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _gather(pages: Any, base: int, first: int, count: int, places: Any, rows: Any) -> None:
+    """rows[e] <- slot first + e of the block and head that begin at `base`."""
+    for e in range(count):
+        for i in range(rows.shape[1]):
+            rows[e, i] = pages[base + places[first + e, i]]
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _run_work(args: Any, like: Any) -> None:
+    """Take units of work from the shared counter until there are none left; `like`: a page."""
+    dim, heads, group, block = args.dim, args.heads, args.group, args.block
+    work = carray(pointer(args.work), (args.units, 6), np.int64)
+    contexts = carray(pointer(args.contexts), (args.context_count, 4), np.int64)
+    positions = carray(pointer(args.positions), (args.tokens,), np.int64)
+    rows = carray(pointer(args.rows), (args.tokens,), np.int64)
+    first_slot = carray(pointer(args.first_slot), (args.tokens + 1,), np.int64)
+    blocks = carray(pointer(args.blocks), (args.table_rows, args.block_stride), np.int32)
+    key_places = carray(pointer(args.key_places), (block, dim), np.int32)
+    value_places = carray(pointer(args.value_places), (block, dim), np.int32)
+    query = carray(pointer(args.query), (args.tokens * heads * group, dim), np.float32)
+    partial = carray(pointer(args.partial), (args.slots * heads * group, dim + 2), np.float32)
+    counters, scale = pointer(args.counters), np.float32(args.scale)
+
+    most = args.longest * group
+    scratch = np.empty((_PIECE, dim), np.float32)
+    page_keys, page_values = (
+        np.empty((_PIECE, dim), like.dtype),
+        np.empty((_PIECE, dim), like.dtype),
+    )
+    queries, mixed = np.empty((most, dim), np.float32), np.empty((most, dim), np.float32)
+    sums, weights = np.empty((most, dim + 2), np.float32), np.empty((most, _PIECE), np.float32)
+    bits = np.empty(_PIECE, np.int32)
+    power = bits.view(np.float32)
+
+    unit = fetch_and_add(counters, 0)
+    while unit < args.units:
+        context, head, first, many = work[unit, 0], work[unit, 1], work[unit, 2], work[unit, 3]
+        part, parts = work[unit, 4], work[unit, 5]
+        count = many * group
+        for j in range(count):
+            of = ((first + j // group) * heads + head) * group + j % group
+            for i in range(dim):
+                queries[j, i] = scale * query[of, i]
+        sums[:count] = np.float32(0)
+        sums[:count, dim] = -math.inf
+        if context >= 0:
+            offsets = carray(pointer(contexts[context, 3]), (heads + 1,), np.int64)
+            begin, length = offsets[head], offsets[head + 1] - offsets[head]
+            stop = begin + length * (part + 1) // parts
+            begin += length * part // parts
+            keys = carray(pointer(contexts[context, 0]), (offsets[heads], dim), like.dtype)
+            values = carray(pointer(contexts[context, 1]), (offsets[heads], dim), like.dtype)
+            bias = carray(pointer(contexts[context, 2]), (offsets[heads],), np.float32)
+            while begin < stop:
+                entries = min(_PIECE, stop - begin)
+                k, at = as_float32(keys, begin, entries, scratch)
+                products(queries, count, k, at, entries, values, begin, weights)
+                for j in range(count):
+                    for e in range(entries):
+                        weights[j, e] += bias[begin + e]
+                v, at = as_float32(values, begin, entries, scratch)
+                _add(weights, count, entries, v, at, bits, power, mixed, sums)
+                begin += entries
+            slot_of = part
+        else:
+            row, seen = rows[first], positions[first + many - 1] + 1
+            begin = np.int64(0)
+            while begin < seen:
+                inside = begin % block
+                entries = min(_PIECE, min(block - inside, seen - begin))
+                base = blocks[row, begin // block] * args.page_stride + head * args.head_stride
+                _gather(like, base, inside, entries, key_places, page_keys)
+                _gather(like, base, inside, entries, value_places, page_values)
+                k, at = as_float32(page_keys, 0, entries, scratch)
+                products(queries, count, k, at, entries, page_values, 0, weights)
+                for j in range(count):
+                    visible = positions[first + j // group] + 1 - begin
+                    for e in range(max(visible, 0), entries):
+                        weights[j, e] = -math.inf
+                v, at = as_float32(page_values, 0, entries, scratch)
+                _add(weights, count, entries, v, at, bits, power, mixed, sums)
+                begin += entries
+            slot_of = -1
+        for j in range(count):
+            token = first + j // group
+            slot = first_slot[token + 1] - 1 if slot_of < 0 else first_slot[token] + slot_of
+            partial[(slot * heads + head) * group + j % group] = sums[j]
+        unit = fetch_and_add(counters, 0)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _run_merges(args: Any) -> None:
+    """Merge the partial results of tokens until there are none left."""
+    all_heads = args.heads * args.group
+    first_slot = carray(pointer(args.first_slot), (args.tokens + 1,), np.int64)
+    partial = carray(pointer(args.partial), (args.slots * all_heads, args.dim + 2), np.float32)
+    output = carray(pointer(args.output), (args.tokens * all_heads, args.dim), np.float32)
+    counters = pointer(args.counters)
+    slots = np.empty(args.slots, np.int64)
+    token = fetch_and_add(counters, 1)
+    while token < args.tokens:
+        count = first_slot[token + 1] - first_slot[token]
+        for h in range(all_heads):
+            for p in range(count):
+                slots[p] = (first_slot[token] + p) * all_heads + h
+            merge(partial, slots, count, output, token * all_heads + h)
+        token = fetch_and_add(counters, 1)
+
+
+# The numba type of rows of a dtype (see `half_precision`).
+_NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+
+
+@functools.cache
+def work_kernel(dtype: torch.dtype) -> Any:
+    """The kernel for contexts and pages of a dtype: a C callback on the address of `PagedArgs`.
+
+    The first call on a machine compiles for some seconds; later ones load the result from disk.
+    """
+    number = _NUMBERS[dtype]
+    sources = digest(exponential, half_precision, intrinsics, numba_kernel)
+
+    def kernel(address: Any) -> None:
+        _ = sources
+        args = carray(address, (1,), _ARGS)[0]
+        pages = carray(pointer(args.pages), (args.page_elements,), number)
+        _run_work(args, pages)
+
+    return cfunc(types.void(types.voidptr), cache=True)(kernel)
+
+
+@functools.cache
+def merge_kernel() -> Any:
+    """The kernel that merges partial results: a C callback on the address of `PagedArgs`."""
+    sources = digest(intrinsics, numba_kernel)
+
+    def kernel(address: Any) -> None:
+        _ = sources
+        _run_merges(carray(address, (1,), _ARGS)[0])
+
+    return cfunc(types.void(types.voidptr), cache=True)(kernel)

@@ -1,0 +1,141 @@
+"""`request`: what vLLM is given to answer a question about a stored context."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from gracekv.errors import PromptError, StoreError
+from gracekv.prefill.chat_text import first_turn
+from gracekv.prefill.fingerprint import tokenizer_marks
+from gracekv.vllm.header import ContextHeader
+from gracekv.vllm.store import ContextStore
+
+PARAMETER = "gracekv"
+"""The key of a context's name in `kv_transfer_params`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A question about a context, for vLLM's `LLM` and for its OpenAI-compatible server.
+
+    Attributes:
+        context: the context's name.
+        prompt_ids: the tokens that vLLM reads: question and chat format, not the context.
+        room: tokens that question and answer may have together before they pass the model's
+            positions; None if its config does not say.
+    """
+
+    context: str
+    prompt_ids: tuple[int, ...]
+    room: int | None
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """The first argument of `LLM.generate`, or a member of its list."""
+        return {"prompt_token_ids": list(self.prompt_ids)}
+
+    @property
+    def extra_args(self) -> dict[str, Any]:
+        """For `SamplingParams(extra_args=...)`: says which context is meant."""
+        return {"kv_transfer_params": {PARAMETER: self.context}}
+
+    def sampling_params(self, max_tokens: int = 64, **options: Any) -> Any:
+        """vLLM's `SamplingParams`, greedy unless `options` say otherwise; needs vLLM.
+
+        Raises `PromptError` if so many tokens pass the model's positions.
+        """
+        self._check_room(max_tokens)
+        from vllm import SamplingParams
+
+        extra = {**options.pop("extra_args", {}), **self.extra_args}
+        return SamplingParams(**{"temperature": 0.0, **options}, max_tokens=max_tokens,
+                              extra_args=extra)  # fmt: skip
+
+    def body(self, model: str, max_tokens: int = 64, **options: Any) -> dict[str, Any]:
+        """The JSON body for `POST /v1/completions`, greedy unless `options` say otherwise.
+
+        Args:
+            model: the name under which the server serves the model.
+            max_tokens: most tokens of the answer.
+            options: more fields, such as stream=True.
+
+        Raises `PromptError` if so many tokens pass the model's positions.
+        """
+        self._check_room(max_tokens)
+        return {
+            "model": model,
+            "prompt": list(self.prompt_ids),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            **options,
+            "kv_transfer_params": {PARAMETER: self.context},
+        }
+
+    def _check_room(self, max_tokens: int) -> None:
+        if self.room is not None and len(self.prompt_ids) + max_tokens - 1 > self.room:
+            raise PromptError(
+                f"A question of {len(self.prompt_ids)} tokens and {max_tokens} new ones pass the "
+                f"{self.room} positions that the context {self.context!r} leaves. Ask a shorter "
+                f"question, or for fewer tokens."
+            )
+
+
+def request(
+    store: str | os.PathLike[str] | ContextStore,
+    name: str,
+    question: str | None = None,
+    tokenizer: Any = None,
+) -> Request:
+    """A question about the context `name`, ready for vLLM.
+
+    With `asked = request("store", "book", "Who is Dinah?", tokenizer)`, vLLM answers to
+    `llm.generate(asked.prompt, asked.sampling_params(max_tokens=32))`.
+
+    Args:
+        store: the folder, or the store itself.
+        name: of the context.
+        question: a text; None for a context whose prompt had its question already.
+        tokenizer: the one that made the context's ids; its vocabulary and chat template are
+            compared.
+
+    Raises:
+        StoreError: the context is missing or damaged, or the tokenizer is another one.
+        PromptError: the question is empty, or missing, or the context has one already.
+    """
+    if not isinstance(store, ContextStore):
+        store = ContextStore(store)
+    header = store.header(name)
+    ids = header.prompt_ids
+    if header.has_question != (question is None):
+        raise PromptError(
+            f"The context {name!r} has a question already: leave question out. To ask anything, "
+            f"compress a prompt without one."
+            if header.has_question
+            else f"The context {name!r} has no question of its own; give one."
+        )
+    if question is not None:
+        from gracekv.hf.questions import check_question
+
+        check_question(question)
+        _check_tokenizer(name, header, tokenizer)
+        ids = (*ids, *first_turn(tokenizer, question, header.separator, header.template))
+    room = None if header.positions is None else header.positions - header.length
+    if room is not None and header.length > (header.positions or 0):
+        room = None  # A context longer than what the model was made for had its warning.
+    return Request(name, ids, room)
+
+
+def _check_tokenizer(name: str, header: ContextHeader, tokenizer: Any) -> None:
+    if tokenizer is None:
+        raise PromptError("A question needs the tokenizer that made the context: tokenizer=...")
+    other = [
+        mark
+        for mark, value in tokenizer_marks(tokenizer).items()
+        if header.tokenizer.get(mark, value) != value
+    ]
+    if other:
+        raise StoreError(
+            f"The context {name!r} was made with another tokenizer: {', '.join(other)} differ."
+        )

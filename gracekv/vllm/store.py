@@ -1,0 +1,237 @@
+"""`ContextStore`: a folder of contexts, loaded once a process and shared by all requests."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gracekv.cache.base import RaggedLayer
+from gracekv.cache.serialization import read_cache, read_digest
+from gracekv.errors import SavedCacheError, StoreError
+from gracekv.vllm.header import ContextHeader
+from gracekv.vllm.model_facts import differences
+
+ENTRIES = "entries.safetensors"
+HEADER = "header.json"
+AGAIN = "Export it again."
+"""How every error about a damaged context ends."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredContext:
+    """A context in memory.
+
+    Attributes:
+        header: what it is.
+        layers: entries of each layer; keys are rotated so that the token after them has position 0.
+    """
+
+    header: ContextHeader
+    layers: tuple[RaggedLayer, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all its tensors."""
+        return sum(layer.kv_bytes + layer.metadata_bytes for layer in self.layers)
+
+
+def check_name(name: object) -> str:
+    """`name`; raises `StoreError` unless it is a plain folder name."""
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise StoreError(
+            f"A context's name has letters, digits, '.', '_' and '-', begins with a letter or "
+            f"digit and has at most 128 of them; got {name!r}."
+        )
+    return name
+
+
+class ContextStore:
+    """The contexts in a folder, by name.
+
+    Headers are read again when their file changes. Entries are loaded once and shared; the least
+    recently used are dropped beyond the limit, but for those that are asked to stay. Safe to use
+    from several threads.
+
+    Args:
+        root: the folder.
+        model: facts of the served model, which contexts must agree with; None: any will do.
+        limit: most bytes of entries in memory; None: no limit.
+        heads: KV heads that this process serves, (first, last + 1); None: all.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        model: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+        heads: tuple[int, int] | None = None,
+    ) -> None:
+        self.root = Path(root)
+        self._model, self._limit, self._heads = model, limit, heads
+        self._headers: dict[str, tuple[object, ContextHeader]] = {}
+        self._verified: dict[str, object] = {}
+        self._loaded: OrderedDict[str, StoredContext] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def names(self) -> list[str]:
+        """Of all contexts in the folder."""
+        found = self.root.glob(f"*/{HEADER}")
+        return sorted(p.parent.name for p in found if _NAME.fullmatch(p.parent.name))
+
+    def folder(self, name: object) -> Path:
+        """Where the context lies; raises `StoreError` if its name leads outside the store."""
+        path = self.root / check_name(name)
+        if not path.resolve().is_relative_to(self.root.resolve()):
+            raise StoreError(f"Context {name!r} lies outside the store. Use a copy, not a link.")
+        return path
+
+    def header(self, name: object) -> ContextHeader:
+        """The context's header.
+
+        Raises `StoreError` if the context is missing or damaged, or was made with another model.
+        """
+        folder = self.folder(name)
+        known = folder.name
+        state = _state(folder)
+        with self._lock:
+            cached = self._headers.get(known)
+            if cached is not None and state is not None and cached[0] == state:
+                return cached[1]
+        header = ContextHeader.read(folder / HEADER, known)
+        try:
+            digest = read_digest(folder / ENTRIES)
+        except SavedCacheError as error:
+            raise StoreError(f"{ENTRIES} of context {known!r} is damaged. {AGAIN}") from error
+        if digest != header.digest:
+            raise StoreError(
+                f"Context {known!r} is damaged: {ENTRIES} and {HEADER} do not belong together. "
+                f"{AGAIN}"
+            )
+        other = differences(header.model, self._model or {})
+        if other:
+            raise StoreError(
+                f"Context {known!r} was made with another model: {', '.join(other)} differ. Serve "
+                f"the same weights in {header.dtype}, or compress with the model that is served."
+            )
+        with self._lock:
+            self._headers[known] = state, header
+        return header
+
+    def verify(self, name: object) -> ContextHeader:
+        """The header, once all entries were read and compared with their checksums.
+
+        Raises `StoreError` as `load` does. A file that has not changed is not read again.
+        """
+        header = self.header(name)
+        state = _state(self.folder(name))
+        if self._verified.get(str(name)) != (state, header.digest):
+            self._read(str(name), header)
+            self._verified[str(name)] = state, header.digest
+        return header
+
+    def load(
+        self, name: object, digest: str | None = None, keep: Collection[str] = ()
+    ) -> StoredContext:
+        """The context, from memory if it is there.
+
+        Args:
+            name: of the context.
+            digest: of the entries that are meant; another file of that name is refused.
+            keep: digests of contexts that stay in memory whatever the limit.
+
+        Raises `StoreError` if it is missing, damaged, of another model, or not the one meant.
+        """
+        with self._lock:
+            if digest is not None and digest in self._loaded:
+                self._loaded.move_to_end(digest)
+                return self._loaded[digest]
+            header = self.header(name)
+            if digest is not None and header.digest != digest:
+                raise StoreError(f"Context {name!r} was replaced while a request was using it.")
+            context = self._loaded.get(header.digest)
+            if context is None:
+                context = self._read(str(name), header)
+                self._loaded[header.digest] = context
+                self._drop({header.digest, *keep})
+            self._loaded.move_to_end(header.digest)
+            return context
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Of the entries in memory."""
+        return sum(context.bytes for context in self._loaded.values())
+
+    def _drop(self, keep: Collection[str]) -> None:
+        if self._limit is None:
+            return
+        for digest in list(self._loaded):
+            if self.loaded_bytes <= self._limit:
+                return
+            if digest not in keep:
+                del self._loaded[digest]
+
+    def _read(self, name: str, header: ContextHeader) -> StoredContext:
+        path = self.folder(name) / ENTRIES
+        count = header.model.get("layers")
+        if type(count) is not int:
+            raise StoreError(f"The header of context {name!r} is damaged. {AGAIN}")
+        try:
+            cache, _, _ = read_cache(path, [torch.device("cpu")] * count)
+        except SavedCacheError as error:
+            raise StoreError(f"{ENTRIES} of context {name!r} is damaged. {AGAIN}") from error
+        facts = (cache.length, cache.sequences, int(cache.entries().sum()), cache.kv_bytes)
+        if facts != (header.length, 1, header.entries, header.bytes):
+            raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
+        if self._heads is None:
+            return StoredContext(header, cache.layers)
+        return StoredContext(header, tuple(_of_heads(x, *self._heads) for x in cache.layers))
+
+
+def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:
+    """The KV heads that a tensor-parallel rank computes, (first, last + 1).
+
+    As vLLM deals them out: in order and evenly, or with fewer heads than ranks, each to several
+    ranks.
+
+    Args:
+        heads: KV heads of the model.
+        size: ranks.
+        rank: of this process.
+    """
+    if heads >= size:
+        share = heads // size
+        return rank * share, (rank + 1) * share
+    first = rank // (size // heads)
+    return first, first + 1
+
+
+def _of_heads(layer: RaggedLayer, first: int, last: int) -> RaggedLayer:
+    """The entries of some heads, in memory of their own."""
+    at = slice(int(layer.offsets[first]), int(layer.offsets[last]))
+    return RaggedLayer(
+        layer.keys[at].clone(),
+        layer.values[at].clone(),
+        layer.positions[at].clone(),
+        layer.log_multiplicity[at].clone(),
+        layer.offsets[first : last + 1] - layer.offsets[first],
+    )
+
+
+def _state(folder: Path) -> object:
+    """Changes when one of the files is replaced or written to; None if one is missing."""
+    try:
+        stats = [(folder / name).stat() for name in (HEADER, ENTRIES)]
+    except OSError:
+        return None
+    return [(x.st_ino, x.st_size, x.st_mtime_ns) for x in stats]

@@ -1,0 +1,118 @@
+"""The compiled kernel over contexts and pages equals the loops in float64, token by token."""
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from gracekv import ragged
+from gracekv.cache.base import RaggedLayer
+from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.vllm import reference
+from gracekv.vllm.attention import attend
+from gracekv.vllm.batch import plan_batch
+from gracekv.vllm.page_layout import PageLayout, find_layout
+from gracekv.vllm.store import StoredContext
+
+HEADS, GROUP, DIM, BLOCK = 2, 3, 16, 32
+# Rows of a step: context or None, tokens of the sequence, tokens of it that are new.
+ROWS = [("a", 70, 1), (None, 40, 40), ("b", 33, 33), ("a", 1, 1), ("b", 200, 90), (None, 9, 1)]
+
+
+class Header:
+    def __init__(self, digest):
+        self.digest = digest
+
+
+def layer_of(lengths, rng, dtype):
+    offsets = ragged.offsets(torch.tensor(lengths))
+    entries = int(offsets[-1])
+    keys, values = torch.randn(2, entries, DIM, generator=rng).to(dtype)
+    log_m = torch.rand(entries, generator=rng)
+    return RaggedLayer(keys, values, torch.arange(entries).int(), log_m, offsets)
+
+
+class Engine:
+    """Pages that are filled in an order of their own, as engines do."""
+
+    def __init__(self, rng, dtype, rows):
+        self.dtype = dtype
+        order = torch.randperm(2 * BLOCK * DIM, generator=rng)
+        self.order = order.view(2, BLOCK, DIM)
+        counts = [-(-length // BLOCK) for _, length, _ in rows]
+        free = torch.randperm(sum(counts) + 3, generator=rng).int()
+        self.blocks = torch.zeros(len(rows), max(counts), dtype=torch.int32)
+        taken = 0
+        for row, count in enumerate(counts):
+            self.blocks[row, :count] = free[taken : taken + count]
+            taken += count
+        self.pages = torch.full((len(free), HEADS, BLOCK, 2 * DIM), torch.nan, dtype=dtype)
+
+    def write(self, keys, values, pages, blocks=(0,)):
+        flat = pages.view(len(pages), HEADS, -1)
+        for i in range(len(keys)):
+            block, slot = int(blocks[i // BLOCK]), i % BLOCK
+            for part, rows in enumerate((keys, values)):
+                for head in range(HEADS):
+                    flat[block, head, self.order[part, slot]] = rows[i, head]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_equals_the_reference(dtype):
+    rng = torch.Generator().manual_seed(int(dtype.itemsize))
+    contexts = {
+        name: StoredContext(Header(name), (layer_of([3, 5], rng, dtype), layer_of(n, rng, dtype)))
+        for name, n in {"a": [1500, 0], "b": [7, 300]}.items()
+    }
+    engine = Engine(rng, dtype, ROWS)
+    starts = ragged.offsets(torch.tensor([new for _, _, new in ROWS])).tolist()
+    query = torch.randn(starts[-1], HEADS * GROUP, DIM, generator=rng).to(dtype)
+    tails = [torch.randn(2, n, HEADS, DIM, generator=rng).to(dtype) for _, n, _ in ROWS]
+    for row, (keys, values) in enumerate(tails):
+        engine.write(keys, values, engine.pages, engine.blocks[row])
+    named = {
+        int(engine.blocks[i, 0]): contexts[name] for i, (name, _, _) in enumerate(ROWS) if name
+    }
+    firsts, lengths = engine.blocks[:, 0].tolist(), [length for _, length, _ in ROWS]
+    batch = plan_batch(named, firsts, starts, lengths, GROUP)
+    assert not batch.covers_all
+    layout = find_layout(engine.write, torch.zeros(1, HEADS, BLOCK, 2 * DIM, dtype=dtype))
+    scale = DIM**-0.5
+    got = attend(batch, 1, query, engine.pages, engine.blocks, layout, scale)
+    seen = set()
+    for row, (name, _, _) in enumerate(ROWS):
+        if name is None:
+            continue
+        mine = [i for i, t in enumerate(batch.tokens.tolist())
+                if starts[row] <= t < starts[row + 1]]  # fmt: skip
+        assert batch.tokens[mine].tolist() == list(range(starts[row], starts[row + 1]))
+        seen |= set(mine)
+        rows = query[starts[row] : starts[row + 1]]
+        want = reference.attend(rows, contexts[name].layers[1], *tails[row], scale)
+        assert relative_error(got[mine], want) < TOLERANCES[dtype].output, f"row {row}"
+    assert seen == set(range(len(batch.tokens)))
+
+
+def test_a_step_without_contexts_has_no_work():
+    assert plan_batch({7: None}, [1, 2], [0, 1, 2], [5, 6], GROUP) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layout_is_found_by_writing(dtype):
+    engine = Engine(torch.Generator().manual_seed(3), dtype, ROWS[:1])
+    layout = find_layout(engine.write, torch.zeros(1, HEADS, BLOCK, 2 * DIM, dtype=dtype))
+    assert isinstance(layout, PageLayout)
+    assert torch.equal(layout.keys.long(), engine.order[0])
+    assert torch.equal(layout.values.long(), engine.order[1])
+
+
+def test_pages_that_lose_numbers_are_refused():
+    from gracekv.errors import ShapeError
+
+    page = torch.zeros(1, HEADS, BLOCK, 2 * DIM)
+
+    def halves(keys, values, page):
+        page.view(1, HEADS, 2, BLOCK, DIM)[0, :, 0] = keys.transpose(0, 1)
+
+    with pytest.raises(ShapeError, match="quantised"):
+        find_layout(halves, page)

@@ -1,0 +1,192 @@
+"""Exported contexts: what the folder holds, what is refused, and that keys are moved to zero."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+import gracekv
+from gracekv.errors import PromptError, StoreError, UnsupportedModelError
+from gracekv.prefill.chat_text import first_turn
+from gracekv.testing.models import tiny_model
+from gracekv.testing.tokenizers import tiny_tokenizer
+from gracekv.vllm import ContextStore, request
+from gracekv.vllm.export import from_zero
+from gracekv.vllm.model_facts import checkpoint_digest, differences, model_facts
+
+TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 6
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer(vocabulary=500)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(vocabulary=500)
+
+
+@pytest.fixture(scope="module")
+def book(model, tokenizer):
+    prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
+    return gracekv.compress(model, prompt, ratio=2)
+
+
+@pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
+def test_keys_of_a_context_are_moved_so_that_the_question_begins_at_zero(rope):
+    model = tiny_model(rope=rope)
+    rotary, rng = model.get_decoder().rotary_emb, torch.Generator().manual_seed(1)
+    ids = torch.randint(0, 97, (60,), generator=rng)
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (0, 50)), ratio=1)
+    length = result.packed.length
+    moved = from_zero(model, result.packed)
+
+    def rotated(x, position):
+        cos, sin = rotary(x, torch.tensor([[position]]))
+        turned = torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], dim=-1)
+        return x * cos[0] + turned * sin[0]
+
+    query = torch.randn(1, 16, generator=rng)
+    for before, after in zip(result.packed.layers, moved.layers, strict=True):
+        for ahead in (0, 7):
+            want = rotated(query, length + ahead) @ before.keys.T
+            got = rotated(query, ahead) @ after.keys.T
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+            assert not torch.allclose(rotated(query, ahead) @ before.keys.T, want, atol=1e-2)
+
+
+def test_the_folder_holds_entries_and_header(book, model, tokenizer, tmp_path):
+    folder = book.export(tmp_path / "store" / "book")
+    assert sorted(path.name for path in folder.iterdir()) == ["entries.safetensors", "header.json"]
+    assert [path.name for path in folder.parent.iterdir()] == ["book"]
+    store = ContextStore(tmp_path / "store", model=model_facts(model))
+    header, context = store.header("book"), store.load("book")
+    assert store.names() == ["book"]
+    assert (header.length, header.kind) == (book.packed.length, "ragged")
+    assert (header.dtype, header.recipe) == ("float32", "gracekv-agnostic")
+    assert header.entries == sum(layer.entries for layer in context.layers)
+    for mine, made in zip(context.layers, book.packed.layers, strict=True):
+        assert torch.equal(mine.values, made.values)
+        assert torch.equal(mine.offsets, made.offsets)
+        # Rotations keep lengths.
+        torch.testing.assert_close(mine.keys.norm(dim=1), made.keys.norm(dim=1))
+    assert "{question}" in header.question_text
+
+
+def test_a_second_export_replaces_the_first(book, model, tokenizer, tmp_path):
+    folder = book.export(tmp_path / "book")
+    before = ContextStore(tmp_path).header("book").digest
+    other = gracekv.compress(model, book.prompt, ratio=3)
+    assert other.export(tmp_path / "book") == folder
+    assert ContextStore(tmp_path).header("book").digest != before
+    assert [path.name for path in tmp_path.iterdir()] == ["book"]
+
+
+def test_a_failed_export_leaves_nothing(book, tmp_path, monkeypatch):
+    from gracekv.vllm import export
+
+    monkeypatch.setattr(export, "_header", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        book.export(tmp_path / "book")
+    assert not list(tmp_path.iterdir())
+
+
+def test_equal_heads_are_said_to_be_equal(model, tokenizer, tmp_path):
+    prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
+    same = gracekv.compress(model, prompt, entries_per_head=20, pipeline="streaming-llm")
+    same.export(tmp_path / "same")
+    merged = gracekv.compress(model, prompt, ratio=4, pipeline="gracekv")
+    assert any(bool(layer.log_multiplicity.any()) for layer in merged.packed.layers)
+    merged.export(tmp_path / "merged")
+    store = ContextStore(tmp_path)
+    assert [store.header(name).kind for name in ("same", "merged")] == ["equal", "ragged"]
+
+
+def test_a_batch_writes_a_folder_for_each_prompt(model, tokenizer, tmp_path):
+    prompts = [gracekv.Prompt.from_chat(tokenizer, context=text) for text in (TEXT, TEXT[:300])]
+    folders = gracekv.compress(model, prompts, ratio=2).export(tmp_path / "two")
+    assert [folder.name for folder in folders] == ["two-1", "two-2"]
+    lengths = [ContextStore(tmp_path).header(folder.name).length for folder in folders]
+    assert lengths == [prompt.spans.context_end for prompt in prompts]
+
+
+def test_requests_hold_what_follows_the_context(book, model, tokenizer, tmp_path):
+    book.export(tmp_path / "book")
+    asked = request(tmp_path, "book", "Who is tired?", tokenizer)
+    turn = first_turn(tokenizer, "Who is tired?", "\n\n", True)
+    assert list(asked.prompt_ids) == turn
+    assert asked.prompt == {"prompt_token_ids": turn}
+    body = asked.body("tiny", 5, stream=True)
+    assert body["kv_transfer_params"] == {"gracekv": "book"}
+    assert (body["prompt"], body["max_tokens"], body["stream"]) == (turn, 5, True)
+    assert asked.room == 4096 - book.packed.length
+    with pytest.raises(PromptError, match="pass the"):
+        asked.body("tiny", 4096)
+
+
+def test_a_prompt_with_its_question_goes_on_after_it(model, tokenizer, tmp_path):
+    prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT, question="Who is tired?")
+    gracekv.compress(model, prompt, ratio=2).export(tmp_path / "asked")
+    assert list(request(tmp_path, "asked").prompt_ids) == prompt.ids[-1:].tolist()
+    with pytest.raises(PromptError, match="has a question already"):
+        request(tmp_path, "asked", "Another?", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("question", "tokens", "error", "said"),
+    [
+        (None, True, PromptError, "give one"),
+        ("", True, PromptError, "not empty"),
+        ("Why?", False, PromptError, "needs the tokenizer"),
+        ("Why?", None, StoreError, "another tokenizer: tokenizer differ"),
+    ],
+)
+def test_unusable_questions_are_refused(book, tokenizer, tmp_path, question, tokens, error, said):
+    book.export(tmp_path / "book")
+    given = {True: tokenizer, False: None, None: tiny_tokenizer(vocabulary=400)}[tokens]
+    with pytest.raises(error, match=said):
+        request(tmp_path, "book", question, given)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rope": "dynamic"}, "RoPE 'dynamic'"),
+        ({"family": "phi3", "rope": "longrope"}, "RoPE 'longrope'"),
+        ({"family": "mistral", "window": 64}, "sliding window of 64"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::gracekv.errors.LengthWarning")
+def test_models_that_vllm_would_see_otherwise_are_refused(options, said, tmp_path):
+    model = tiny_model(**options)
+    prompt = gracekv.Prompt.from_ids(torch.arange(40), (0, 36))
+    result = gracekv.compress(model, prompt, ratio=2)
+    with pytest.raises(UnsupportedModelError, match=said):
+        result.export(tmp_path / "book")
+
+
+@pytest.mark.parametrize("name", ["..", ".hidden", "a b", "b" * 129])
+def test_names_that_are_no_folder_names_are_refused(book, tmp_path, name):
+    with pytest.raises(StoreError, match="A context's name"):
+        book.export(tmp_path / name)
+    with pytest.raises(StoreError, match="engine is one of vllm"):
+        book.export(tmp_path / "book", engine="sglang")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_known_by_its_attention_weights(model, tmp_path):
+    facts = model_facts(model)
+    for folder, size in (("one", "1GB"), ("sharded", "100KB")):
+        model.save_pretrained(tmp_path / folder, max_shard_size=size)
+        digest = checkpoint_digest(tmp_path / folder, model.dtype, facts)
+        assert digest == facts["weights"]
+    other = tiny_model(vocabulary=500, seed=1)
+    assert differences(facts, model_facts(other)) == ["weights"]
+    assert differences(facts, model_facts(tiny_model(vocabulary=500, rope="linear"))) == ["rope"]
+    assert differences(facts, {**facts, "dtype": "bfloat16"}) == ["dtype"]
+    assert not differences(facts, json.loads(json.dumps(facts)))
+    assert checkpoint_digest(tmp_path / "nowhere", model.dtype, facts) is None
