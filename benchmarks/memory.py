@@ -3,10 +3,12 @@
 One process a row: it loads the model, compresses a short prompt so that all code is loaded, and
 then measures one plain prefill or one recipe. Highest and held memory are over the loaded model: on
 a CPU resident memory (VmHWM after writing 5 to /proc/self/clear_refs, and VmRSS, Linux), on CUDA
-torch's allocated memory. Rows are appended to `memory.jsonl` as they come; those that are there are
-not measured again.
+torch's allocated memory. glibc keeps much of what torch has freed; with `--allocator direct` it
+gives every block from 128 KiB on back at once, so that resident memory is what torch holds. Rows are
+appended to `memory.jsonl` as they come; those that are there are not measured again.
 
     python benchmarks/memory.py                      # all rows that are missing
+    python benchmarks/memory.py --allocator direct --rows prefill gracekv gracekv-plus
     python benchmarks/memory.py --rows prefill gracekv-plus --lengths 7800
     python benchmarks/memory.py --report             # only write the tables
 """
@@ -38,6 +40,8 @@ MIB = 2**20
 PREFIX, SUFFIX = 16, 48
 PREFILL = "prefill"
 LENGTHS = {"smollm2": (1024, 2048, 4096, 7800), "grouped": (16384, 32768)}
+# A fixed threshold: by default glibc raises it with each large block that is freed.
+ALLOCATORS = {"default": {}, "direct": {"MALLOC_MMAP_THRESHOLD_": str(2**17)}}
 # Of the long rows, those that show the kinds: windows, sums over queries, trees, the default.
 LONG = (PREFILL, "snapkv", "h2o", "gracekv", "gracekv-plus")
 
@@ -128,6 +132,7 @@ def measure(name: str, length: int, row: str, ratio: str, device: str) -> dict[s
         "seconds": round(seconds, 1),
         "threads": torch.get_num_threads(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "allocator": "direct" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "default",
     }
     if row != PREFILL:
         kept = result.accounting
@@ -152,6 +157,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", metavar="RECIPE", help="prefill, or recipes")
     parser.add_argument("--ratio", default="8")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--allocator", default="default", choices=list(ALLOCATORS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument(
@@ -165,13 +171,18 @@ def main() -> None:
     args.out.mkdir(exist_ok=True)
     log = args.out / "memory.jsonl"
     done = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    keys = {(x["model"], x["length"], x["row"], x["ratio"], x["device"]) for x in done}
+    keys = {
+        (x["model"], x["length"], x["row"], x["ratio"], x["device"], x["allocator"]) for x in done
+    }
+    environment = {**os.environ, **ALLOCATORS[args.allocator]}
     for name, length, row in [] if args.report else rows_of(args):
-        if (name, length, row, args.ratio, args.device) in keys:
+        if (name, length, row, args.ratio, args.device, args.allocator) in keys:
             continue
         command = [sys.executable, __file__, "--one", name, str(length), row]
         command += ["--ratio", args.ratio, "--device", args.device]
-        child = subprocess.run(command, capture_output=True, text=True, check=False)
+        child = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment
+        )
         if child.returncode:
             print(f"{name} {length} {row}: failed\n{child.stderr[-2000:]}", file=sys.stderr)
             continue

@@ -103,10 +103,11 @@ def report(rows: list[dict[str, Any]]) -> str:
         "| model | tokens | row | highest | of prefill | held | cache | device, threads |",
         "|---|--:|---|--:|--:|--:|--:|---|",
     ]
+    usual = [x for x in rows if x["allocator"] == "default"]
     plains = {
-        (x["model"], x["length"], x["device"]): x["highest"] for x in rows if x["row"] == "prefill"
+        (x["model"], x["length"], x["device"]): x["highest"] for x in usual if x["row"] == "prefill"
     }
-    for row in sorted(rows, key=lambda x: (x["model"] != "smollm2", x["length"], x["row"])):
+    for row in sorted(usual, key=lambda x: (x["model"] != "smollm2", x["length"], x["row"])):
         base = plains.get((row["model"], row["length"], row["device"]))
         share = f"{row['highest'] / base:.2f}" if base else ""
         lines.append(
@@ -123,11 +124,12 @@ def _computed(rows: list[dict[str, Any]]) -> list[str]:
 
     measured: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     for row in rows:
-        measured[row["model"], row["length"]][row["row"]] = row["highest"]
+        if row["allocator"] == "direct" or row["device"] == "cuda":
+            measured[row["model"], row["length"]][row["row"]] = row["highest"]
     lines = [
         "From shapes alone: keys and values, queries that are held or computed again, hidden "
-        "states, one chunk's activations and mask, scores, the packed cache; without what an "
-        "allocator keeps. 8x; MiB. In brackets: what was measured where it was.",
+        "states, one chunk's activations and mask, scores, the packed cache. 8x; MiB. In brackets: "
+        "what was measured in a process whose allocator keeps nothing (`--allocator direct`).",
         "",
         "| model | tokens | keys and values | `prefill` | `gracekv` | `gracekv-plus` | result |",
         "|---|--:|--:|--:|--:|--:|--:|",
