@@ -4,7 +4,7 @@ One process a row: it loads the model, compresses a short prompt so that all cod
 then measures one plain prefill or one recipe. Highest and held memory are over the loaded model: on
 a CPU resident memory (VmHWM after writing 5 to /proc/self/clear_refs, and VmRSS, Linux), on CUDA
 torch's allocated memory. glibc keeps much of what torch has freed; with `--allocator direct` it
-gives every block from 128 KiB on back at once, so that resident memory is what torch holds. Rows are
+gives every block from 128 KiB on back at once: resident memory is what torch holds then. Rows are
 appended to `memory.jsonl` as they come; those that are there are not measured again.
 
     python benchmarks/memory.py                      # all rows that are missing
