@@ -74,7 +74,10 @@ def compressed(shape: Shape, length: int, needs: Needs, ratio: float) -> tuple[f
     running = shape.activations(chunk) + chunk * length * shape.unit
     again = 0
     if needs.later_queries and held < length:
-        again = max(needs.prompt_samples, 2 * needs.context_samples) * shape.sizes.queries
+        again = (
+            max(needs.prompt_samples, 2 * max(needs.context_samples, default=0))
+            * shape.sizes.queries
+        )
     # A few numbers a token and head, float32: scores of several parts.
     scores = 6 * 4 * length * shape.layers * shape.groups
     packed = int(length / ratio) * (shape.sizes.kv + 8 * shape.layers * shape.groups)

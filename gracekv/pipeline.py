@@ -33,7 +33,7 @@ from gracekv.cache import (
     Timings,
 )
 from gracekv.errors import ShapeError
-from gracekv.fit import FITTERS, Fitter, NoFit
+from gracekv.fit import FITTERS, Fitter, NoFit, value_change
 from gracekv.linalg import full_float32
 from gracekv.prefill import Needs, Prefill
 from gracekv.registry import Configurable, Registry
@@ -252,7 +252,9 @@ class Pipeline(Configurable):
         with full_float32(), clock("pack"):
             cache = self.pack(prefill, selection, relevance.scores, self.prototype, column_sums)
         with full_float32(), clock("fit"):
-            cache = self.fit(prefill, region, cache)
+            packed, cache = cache, self.fit(prefill, region, cache)
+            change = None if cache is packed else value_change(packed, cache)
+            del packed
         entries = selection.per_head() + plan.recent
         accounting = Accounting(
             budget=plan.total,
@@ -278,6 +280,7 @@ class Pipeline(Configurable):
             frontier=frontier,
             selection=selection,
             elastic=elastic,
+            value_change=change,
         )
 
     def _selects_tokens(self, partition: Partition) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Frontier, Selection
 from gracekv.cache import Accounting, RaggedCache, RaggedLayer, Timings
@@ -38,6 +39,8 @@ class Run:
         frontier: which nodes stay.
         selection: which entries stay.
         elastic: whether the allocator leaves budget unspent rather than buy what gains nothing.
+        value_change: uint8 [E] of all packed entries, layer after layer: by how many hundredths of
+            its length the fit moved an entry's value; None if nothing was fitted.
         record: what a report shows, compactly; only where the stages' own results were released.
     """
 
@@ -52,6 +55,7 @@ class Run:
     frontier: Frontier | None = None
     selection: Selection | None = None
     elastic: bool = False
+    value_change: Tensor | None = None
     record: ReportRecord | None = None
 
 

@@ -117,11 +117,12 @@ def _needs(cls: type[Any]) -> str:
     needs: Needs = strategy.needs() if hasattr(strategy, "needs") else Needs()
     columns = getattr(strategy, "uses_column_sums", False)
     depths = ", ".join(f"{depth:g}" for depth in sorted(needs.hidden_depths))
+    samples = " and ".join(str(count) for count in sorted(needs.context_samples))
     words = {
         "column sums of attention": needs.column_sums or columns,
         "means and covariances of queries": needs.query_moments is not None,
         f"{needs.prompt_samples} evenly spaced queries of the prompt": needs.prompt_samples > 0,
-        f"{needs.context_samples} evenly spaced queries of the context": needs.context_samples > 0,
+        f"{samples} evenly spaced queries of the context": bool(samples),
         "queries of positions known later": needs.later_queries,
         f"queries of the last {needs.last_queries} positions": needs.last_queries > 0,
         f"hidden states at depths {depths}": bool(depths),

@@ -58,9 +58,13 @@ def attended(
     keys, values = prefill.keys[layer].float(), prefill.values[layer].float()
     device, heads, length = keys.device, prefill.kv_heads, prefill.spans.length
     columns, positions, used = _columns(packed, length, device)
+    last = torch.arange(heads, device=device), used.sum(1) - 1
     entry_mass = packed.log_multiplicity[columns].exp().masked_fill_(~used, 0.0)
     # The last token is no packed entry, and counts once.
-    entry_mass[torch.arange(heads), used.sum(1) - 1] = 1.0
+    entry_mass[last] = 1.0
+    packed_keys = _with_last(packed.keys, columns, last, keys)
+    own = _with_last(packed.values, columns, last, values)
+    exact = packed_keys[used].equal(_rows_of(keys, positions)[used])
     asked = queries.rotated(prefill, layer)
     sees = queries.asked_at.to(device).repeat(prefill.group)
     rows = asked.shape[1]
@@ -70,26 +74,43 @@ def attended(
     limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
     block = max(1, limit // (4 * heads * length))
     place = torch.arange(length, device=device)
-    packed_keys = packed.keys.float()[columns]
-    packed_keys[torch.arange(heads), used.sum(1) - 1] = keys[:, -1]
     for first in range(0, rows, block):
         part = slice(first, first + block)
-        hidden = place > sees[part, None]
-        logits = (asked[:, part] @ keys.mT).masked_fill_(hidden, -torch.inf)
+        # Only rows that are asked before the end have keys that they do not see.
+        early = (sees[part] < length - 1).nonzero()[:, 0]
+        seen = sees[part][early, None]
+        logits = asked[:, part] @ keys.mT
+        logits[:, early] = logits[:, early].masked_fill_(place > seen, -torch.inf)
         top = logits.amax(dim=-1, keepdim=True)
         chance = logits.sub_(top).exp_()
         total[:, part] = chance.sum(dim=-1)
         output[:, part] = (chance @ values) / total[:, part, None]
-        kept = (asked[:, part] @ packed_keys.mT).sub_(top)
-        kept.masked_fill_(positions[:, None] > sees[part, None], -torch.inf)
-        # A merged key can exceed every token's logit; beyond e^20 its mass says nothing more.
-        mass[:, part] = kept.clamp_(max=20.0).exp_().mul_(entry_mass[:, None])
-    own = packed.values.float()[columns]
-    own[torch.arange(heads), used.sum(1) - 1] = values[:, -1]
+        if exact:
+            kept = chance.gather(2, positions[:, None].expand(-1, chance.shape[1], -1))
+        else:
+            kept = (asked[:, part] @ packed_keys.mT).sub_(top)
+            kept[:, early] = kept[:, early].masked_fill_(positions[:, None] > seen, -torch.inf)
+            # A merged key can exceed every token's logit; beyond e^20 its mass says nothing more.
+            kept.clamp_(max=20.0).exp_()
+        mass[:, part] = kept.mul_(entry_mass[:, None])
     free = used & (positions >= region.start) & (positions < region.end)
-    free[torch.arange(heads), used.sum(1) - 1] = False
+    free[last] = False
     weights = queries.weights.to(device).repeat(prefill.group) / prefill.group
     return LayerAttention(columns, free, mass, total, own, output, weights)
+
+
+def _rows_of(tokens: Tensor, positions: Tensor) -> Tensor:
+    """[G, W, d] of `tokens` [G, T, d] at `positions` [G, W]."""
+    return tokens.gather(1, positions[..., None].expand(-1, -1, tokens.shape[2]))
+
+
+def _with_last(
+    packed: Tensor, columns: Tensor, last: tuple[Tensor, Tensor], tokens: Tensor
+) -> Tensor:
+    """float32 [G, W, d]: `packed` [E, d] by columns, and the last token of `tokens` [G, T, d]."""
+    wide = packed.float()[columns]
+    wide[last] = tokens[:, -1]
+    return wide
 
 
 def _columns(

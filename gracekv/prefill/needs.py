@@ -28,8 +28,8 @@ class Needs:
             context (observation windows); at least 32 are kept.
         prompt_samples: queries of this many evenly spaced positions of the prompt
             (`prompt_samples`).
-        context_samples: queries of this many evenly spaced positions of the context without its
-            recent window (`region_samples`).
+        context_samples: queries of evenly spaced positions of the context without its recent
+            window, for each of these counts (`region_samples`).
         recent: the size of that window, in tokens.
         later_queries: queries of positions that are known only after the pass (multi-hop seeds,
             evidence probes, likely words). They are held where that is cheap, else computed again
@@ -51,7 +51,7 @@ class Needs:
     tail_queries: int = 16
     last_queries: int = 0
     prompt_samples: int = 0
-    context_samples: int = 0
+    context_samples: frozenset[int] = frozenset()
     recent: int = 0
     later_queries: bool = False
     column_sums: bool = False
@@ -68,11 +68,12 @@ class Needs:
         merged = {
             field.name: max(getattr(self, field.name), getattr(other, field.name))
             for field in dataclasses.fields(self)
-            if field.name not in ("query_moments", "hidden_depths")
+            if field.name not in ("query_moments", "hidden_depths", "context_samples")
         }
         return Needs(
             query_moments=min(starts, default=None),
             hidden_depths=self.hidden_depths | other.hidden_depths,
+            context_samples=self.context_samples | other.context_samples,
             **merged,
         )
 
@@ -92,7 +93,7 @@ class Needs:
             [
                 self.window_positions(spans),
                 prompt_samples(spans.length, self.prompt_samples),
-                region_samples(region, self.context_samples),
+                *(region_samples(region, count) for count in sorted(self.context_samples)),
             ]
         ).unique()
         return known[known >= spans.past]

@@ -93,6 +93,11 @@ def _column(block: Block, number: int, data: ReportData) -> dict[str, Any]:
         depth = torch.where(entries.depth < 0, 127, entries.depth.clamp(max=126))
         floor = 0 if entries.floor is None else entries.floor * 128
         block.add(f"origins.{number}", _u8(depth + floor))
+    if entries.value_change is not None:
+        block.add(f"changes.{number}", _u8((entries.value_change * 100).round()))
+        # An octave of multiplicities is 16 steps.
+        steps = (16 * entries.multiplicity.clamp_min(1e-6).log2()).round() + 128
+        block.add(f"masses.{number}", _u8(steps.clamp(0, 255)))
     if column.slots is not None:
         block.add(f"slots.{number}", _u32(column.slots))
     return {

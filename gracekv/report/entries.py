@@ -35,6 +35,8 @@ class KeptEntries:
         depth: int16 [E] level of its node in the slot's tree, -1 outside of trees (recent window,
             FullKV); None without trees.
         floor: bool [E], bought by the floor, not by the auction; None without a floor.
+        value_change: float32 [E], how far the fit moved the entry's value, relative to its length,
+            in steps of 0.01 up to 2.55; None if nothing was fitted, or loaded from a file.
     """
 
     layers: int
@@ -46,6 +48,7 @@ class KeptEntries:
     multiplicity: Tensor
     depth: Tensor | None = None
     floor: Tensor | None = None
+    value_change: Tensor | None = None
 
     @property
     def length(self) -> Tensor:
@@ -100,10 +103,12 @@ def kept_entries(
     """
     cache, record = run.cache, record_of(run)
     region = (spans.context_start, min(spans.context_end, cache.length))
-    position, multiplicity, head = _context_entries(cache, region)
+    change = None if record is None else record.value_change
+    position, multiplicity, head, change = _context_entries(cache, region, change)
     layers, heads = len(cache.layers), cache.layers[0].heads
     starts = offsets(torch.bincount(head, minlength=layers * heads))
     found = KeptEntries(layers, heads, region, starts, position, position + 1, multiplicity)
+    found = replace(found, value_change=change)
     if record is None:
         # Without trees nothing was merged, unless what was merged is not known any more.
         if represents == "node" and run.accounting.spent < run.accounting.entries.numel() * (
@@ -142,14 +147,19 @@ def kept_entries(
     return replace(found, start=starts, end=ends, depth=depth, floor=floor)
 
 
-def _context_entries(cache: RaggedCache, region: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Position, multiplicity and layer * G + head of all entries that lie in `region`."""
-    parts = []
+def _context_entries(
+    cache: RaggedCache, region: tuple[int, int], change: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Of all entries in `region`: position, multiplicity, layer * G + head, change of the value."""
+    parts, kept = [], []
     for number, layer in enumerate(cache.layers):
         head = rows(layer.lengths) + number * layer.heads
         position = layer.positions.cpu().long()
         inside = (position >= region[0]) & (position < region[1])
         weight = layer.log_multiplicity.float().cpu().exp()
         parts.append((position[inside], weight[inside], head[inside]))
+        kept.append(inside)
     position, multiplicity, head = (torch.cat(part) for part in zip(*parts, strict=True))
-    return position, multiplicity, head
+    if change is not None:
+        change = change[torch.cat(kept)].float() / 100
+    return position, multiplicity, head, change

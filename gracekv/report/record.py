@@ -22,6 +22,7 @@ class ReportRecord:
         slots: int32 [J + 1] absolute slot borders; None if every token is a slot.
         relevance: of the compressible tokens.
         curve: utility over entries spent.
+        value_change: uint8 [E] of all packed entries, as in `Run`; None if nothing was fitted.
     """
 
     region: tuple[int, int]
@@ -29,3 +30,4 @@ class ReportRecord:
     slots: Tensor | None
     relevance: CodedRelevance
     curve: AuctionCurve
+    value_change: Tensor | None = None

@@ -29,6 +29,7 @@ def record_of(run: Run) -> ReportRecord | None:
         slots=None if whole else partition.bounds.to("cpu", torch.int32),
         relevance=CodedRelevance.of(relevance.scores),
         curve=auction_curve(chosen, relevance, run.frontier, run.floor, run.elastic),
+        value_change=run.value_change,
     )
 
 
@@ -42,6 +43,7 @@ def released(run: Run) -> Run:
         floor=None,
         frontier=None,
         selection=None,
+        value_change=None,
         record=record_of(run),
     )
 

@@ -27,6 +27,8 @@ class TokenStatus:
         depth: level of the entry's node in its tree; -1 outside of trees, or unknown.
         floor: the floor bought the entry; None if that is not known.
         relevance: of the token in this head, to about 3 %; None outside of the trees, or unknown.
+        value_change: how far the fit moved the entry's value, relative to its length; None where
+            nothing was fitted, or unknown.
     """
 
     layer: int
@@ -38,6 +40,7 @@ class TokenStatus:
     depth: int
     floor: bool | None
     relevance: float | None
+    value_change: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class TokenStatuses:
             f"token {self.position}: exact in {self.count('exact')} heads, merged in "
             f"{self.count('merged')}, dropped in {self.count('dropped')}",
             f"{'layer':>5} {'head':>4} {'state':<8} {'entry':>15} {'tokens':>6} {'weight':>7} "
-            f"{'depth':>5} {'floor':>5} {'relevance':>9}",
+            f"{'depth':>5} {'floor':>5} {'relevance':>9} {'moved':>6}",
         ]
         for row in self.rows:
             gone = row.state == "dropped"
@@ -76,10 +79,11 @@ class TokenStatuses:
             weight = "–" if gone else f"{row.multiplicity:.2f}"
             depth = "–" if row.depth < 0 else str(row.depth)
             floor = "–" if row.floor is None or gone else ("yes" if row.floor else "no")
+            moved = "–" if row.value_change is None else f"{row.value_change:.0%}"
             relevance = "–" if row.relevance is None else f"{row.relevance:.2e}"
             lines.append(
                 f"{row.layer:>5} {row.head:>4} {row.state:<8} {entry:>15} {tokens:>6} "
-                f"{weight:>7} {depth:>5} {floor:>5} {relevance:>9}"
+                f"{weight:>7} {depth:>5} {floor:>5} {relevance:>9} {moved:>6}"
             )
         return "\n".join(lines)
 
@@ -112,7 +116,7 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
         relevance = record.relevance.at(position - record.region[0]).flatten()
     rows = []
     for unit, entry in enumerate(holder.tolist()):
-        start, end, weight, depth, floor = -1, -1, 0.0, -1, None
+        start, end, weight, depth, floor, change = -1, -1, 0.0, -1, None, None
         if entry == -2:
             start, end, weight = position, position + 1, 1.0
         elif entry >= 0:
@@ -120,8 +124,10 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
             weight = float(entries.multiplicity[entry])
             depth = -1 if entries.depth is None else int(entries.depth[entry])
             floor = None if entries.floor is None else bool(entries.floor[entry])
+            if entries.value_change is not None:
+                change = float(entries.value_change[entry])
         state = "dropped" if entry == -1 else "merged" if end - start > 1 else "exact"
         layer, head = divmod(unit, entries.heads)
         own = None if relevance is None else float(relevance[unit])
-        rows.append(TokenStatus(layer, head, state, start, end, weight, depth, floor, own))
+        rows.append(TokenStatus(layer, head, state, start, end, weight, depth, floor, own, change))
     return TokenStatuses(position, tuple(rows))

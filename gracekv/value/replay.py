@@ -59,7 +59,7 @@ class Replay(Scorer):
 
     def needs(self) -> Needs:
         """Evenly spaced queries of the context, and those of likely words, known later."""
-        own = Needs(later_queries=True, context_samples=self.max_queries // 2)
+        own = Needs(later_queries=True, context_samples=frozenset({self.max_queries // 2}))
         return own | self.query_scorer.needs()
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:

@@ -13,9 +13,8 @@ from gracekv.fit import FITTERS, ReferenceQueries, Values, ValuesAndMass, refere
 from gracekv.fit.ridge import ridge
 from gracekv.pipeline import Pipeline
 from gracekv.testing import synthetic_prefill
-from gracekv.value import Replay
 
-QUERIES = ReferenceQueries(Replay(max_queries=12), tail=3)
+QUERIES = ReferenceQueries(context=12, tail=3)
 
 
 def compressed(recipe="gracekv-plus", ratio=3, fit="none", **sizes):

@@ -131,7 +131,9 @@ def test_held_and_computed_queries_keep_the_same_entries(name):
 
 def test_which_queries_are_held():
     sizes, spans = CaptureSizes(kv=100, queries=1000), prompt_of(4000).spans
-    needs = Needs(later_queries=True, prompt_samples=100, context_samples=50, recent=4)
+    needs = Needs(
+        later_queries=True, prompt_samples=100, context_samples=frozenset({50, 7}), recent=4
+    )
     assert len(held_positions(needs, spans, sizes, None)) == 4000
     known = held_positions(needs, spans, sizes, 300_000)
     assert known.tolist() == needs.known_positions(spans).tolist()

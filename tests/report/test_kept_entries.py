@@ -161,3 +161,28 @@ def test_a_packer_that_does_not_follow_the_frontier_is_told(make):
     result._run = dataclasses.replace(result._run, cache=cache)
     with pytest.raises(ReportError, match="did not keep the selected entries in order"):
         entries_of(result)
+
+
+@pytest.mark.parametrize("recipe", ["gracekv", "snapkv"])
+@settings(max_examples=5)
+@given(seed=st.integers(0, 99))
+def test_how_far_values_moved_is_told_of_every_entry(make, recipe, seed):
+    plain, fitted = (
+        make(recipe, 3, seed=seed, fields={"fit": fit}) for fit in ("none", "values_and_mass")
+    )
+    assert entries_of(plain).value_change is None
+    found = entries_of(fitted).value_change
+    first, last = entries_of(fitted).region
+    expected = []
+    for before, after in zip(
+        plain._run.cache.layers, fitted._run.cache.layers, strict=True
+    ):  # fmt: skip
+        for head in range(before.heads):
+            rows = zip(before.head(head)[1], after.head(head)[1], before.head(head)[2], strict=True)
+            for old, new, position in rows:
+                if first <= position < last:
+                    expected.append(float((new - old).norm() / old.norm()))
+    wanted = torch.tensor(expected).clamp(max=2.55)
+    assert float(wanted.max()) > 0.02
+    # Two hundredths for rounding, and for the products of the fit.
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.02)

@@ -39,6 +39,20 @@ def u32(data):
     return np.frombuffer(data, dtype="<u4").tolist()
 
 
+def test_fitted_entries_bring_their_change_and_their_multiplicity(make):
+    data = ReportData.of({"x": make("snapkv", 3, seed=4, fields={"fit": "values_and_mass"})})
+    header, block = encoding.encode(data)
+    entries = data.columns[0].entries
+    changes = torch.tensor(list(part(header, block, "changes.0"))) / 100
+    masses = torch.tensor(list(part(header, block, "masses.0"))).float()
+    torch.testing.assert_close(changes, entries.value_change)
+    # Half a sixteenth of an octave.
+    assert ((masses - 128) / 16 - entries.multiplicity.log2()).abs().max() < 0.032
+    assert entries.multiplicity.max() > 1.05
+    whole = ReportData.of({"x": make("snapkv", 3, seed=4)})
+    assert not {"changes.0", "masses.0"} & set(encoding.encode(whole)[0]["parts"])
+
+
 @given(st.lists(st.integers(0, 2**35 - 1)))
 def test_varints_come_back(values):
     assert numbers(encoding.varints(np.array(values, dtype=np.int64))) == values

@@ -91,7 +91,7 @@ def test_a_query_finds_what_came_after_it():
 
 
 def test_needs_every_query_of_the_context(without_context_queries):
-    assert Replay().needs() == Needs(later_queries=True, context_samples=512)
+    assert Replay().needs() == Needs(later_queries=True, context_samples=frozenset({512}))
     with pytest.raises(MissingCaptureError, match="not captured"):
         Replay()(without_context_queries(small(context=60)), Region(2, 40))
 

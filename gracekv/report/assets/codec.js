@@ -99,6 +99,9 @@ class Column {
     this.mergedStarts = report.numbers(`mergedStarts.${number}`);
     this.weights = report.part(`weights.${number}`);
     this.origins = report.has(`origins.${number}`) ? report.part(`origins.${number}`) : null;
+    // Only of fitted entries: how far values moved, in hundredths, and multiplicities in sixteenths of an octave.
+    this.changes = report.has(`changes.${number}`) ? report.part(`changes.${number}`) : null;
+    this.masses = report.has(`masses.${number}`) ? report.part(`masses.${number}`) : null;
     this.slots = report.has(`slots.${number}`) ? report.numbers(`slots.${number}`) : null;
     this.codes = facts.relevance ? report.part(`relevance.${number}`) : null;
     this.memory = new Map();
@@ -211,18 +214,20 @@ class Column {
   status(unit, position) {
     const report = this.report;
     if (position < report.first || position >= report.last) {
-      return { state: "exact", start: position, end: position + 1, weight: 1, kept: true };
+      return { state: "exact", start: position, end: position + 1, weight: 1, change: null, kept: true };
     }
     let found = null;
     this.eachRun(unit, (kind, first, tokens, entry, merged) => {
       if (position >= first + tokens) return true;
       const one = kind === MERGED;
-      const origin = this.origins && kind ? this.origins[one ? entry : entry + position - first] : 127;
+      const own = one ? entry : entry + position - first;
+      const origin = this.origins && kind ? this.origins[own] : 127;
       found = {
         state: STATES[kind],
         start: one || kind === DROPPED ? first : position,
         end: one || kind === DROPPED ? first + tokens : position + 1,
-        weight: one ? (this.weights[merged] / 255) * tokens : kind,
+        weight: this.masses && kind ? 2 ** ((this.masses[own] - 128) / 16) : one ? (this.weights[merged] / 255) * tokens : kind,
+        change: this.changes && kind ? this.changes[own] / 100 : null,
         depth: (origin & 127) === 127 ? null : origin & 127,
         floor: this.hasFloor && kind && (origin & 127) !== 127 ? origin >= 128 : null,
         relevance: this.relevanceAt(unit, position),

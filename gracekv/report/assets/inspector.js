@@ -17,6 +17,10 @@ function details(report, column, status, position) {
     rows.push(["entry", `[${status.start}, ${status.end})`]);
     rows.push(["multiplicity", `${status.end - status.start} tokens, weighs as ${status.weight.toPrecision(3)}`]);
   }
+  if (status.change !== null) {
+    rows.push(["value moved by the fit", status.change >= 2.55 ? "by 255 % of its length or more" : `by ${Math.round(100 * status.change)} % of its length`]);
+    if (status.state === "exact") rows.push(["multiplicity", `weighs as ${status.weight.toPrecision(3)} tokens`]);
+  }
   if (status.depth !== null) rows.push(["depth in its tree", String(status.depth)]);
   if (status.floor !== null) rows.push(["bought by", status.floor ? "the floor" : "the auction"]);
   if (status.relevance !== null) {
@@ -151,7 +155,7 @@ function heads(report, column, position) {
 }
 
 function statusTable(report, column, statuses) {
-  const titles = ["layer", "head", "state", "entry", "tokens", "weighs", "depth", "relevance"];
+  const titles = ["layer", "head", "state", "entry", "tokens", "weighs", ...(column.changes ? ["value moved"] : []), "depth", "relevance"];
   return el(
     "table",
     {},
@@ -168,6 +172,7 @@ function statusTable(report, column, statuses) {
           gone ? "–" : `[${status.start}, ${status.end})`,
           gone ? "–" : status.end - status.start,
           gone ? "–" : status.weight.toPrecision(3),
+          ...(column.changes ? [status.change === null ? "–" : `${Math.round(100 * status.change)} %`] : []),
           status.depth ?? "–",
           status.relevance === null ? "–" : short(status.relevance),
         ];
