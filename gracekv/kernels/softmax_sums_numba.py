@@ -136,6 +136,9 @@ def _raise(x: Any, power: Any) -> None:
     if power == np.float32(2.0):
         for i in range(len(x)):
             x[i] *= x[i]
+    elif power == np.float32(3.0):
+        for i in range(len(x)):
+            x[i] *= x[i] * x[i]
     elif power != np.float32(1.0):
         for i in range(len(x)):
             x[i] = x[i] ** power

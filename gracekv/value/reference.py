@@ -248,8 +248,10 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
     return ahead ** (1 / scorer.power)
 
 
-def replay(prefill: Prefill, at: Tensor, weights: Tensor, region: Region) -> Tensor:
-    """[L, G, N] float64: root of sum_u w_u p_{u,t}^2, queries `at` rotated to the last position."""
+def replay(
+    prefill: Prefill, at: Tensor, weights: Tensor, region: Region, power: float = 2.0
+) -> Tensor:
+    """[L, G, N] float64: power means over u of p_{u,t}, queries `at` moved to the last position."""
     rope = Rope(prefill.rope.cos.double(), prefill.rope.sin.double())
     last = prefill.spans.length - 1
     total = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
@@ -261,5 +263,6 @@ def replay(prefill: Prefill, at: Tensor, weights: Tensor, region: Region) -> Ten
                 plain = rope.unrotate(query, torch.tensor([u]))
                 moved = rope.rotate(plain, torch.tensor([last]))[0]
                 row = (prefill.scale * keys @ moved).softmax(0)[region.start : region.end]
-                total[layer, head // prefill.group] += weight * row**2 / prefill.group
-    return total.sqrt()
+                total[layer, head // prefill.group] += weight * row**power / prefill.group
+    result: Tensor = total ** (1 / power)
+    return result

@@ -30,11 +30,11 @@ from gracekv.value.read_ahead import ReadAhead
 class Replay(Scorer):
     """Attention of the context's queries, moved to the prompt's end; likely answers weigh more.
 
-    Root mean square over queries: dropping a token that one query needs changes one output much,
-    and squared errors add up. Half of the weight goes to queries of tokens that `query_scorer`
-    finds likely to appear in the answer, half is uniform. A token is likely if in most layers some
-    probe of some head attends to it: the values of a list each have heads of their own, which a
-    mean over probes and heads would hide.
+    Root mean square over queries, or another power mean: dropping a token that one query needs
+    changes one output much, and squared errors add up. Half of the weight goes to queries of tokens
+    that `query_scorer` finds likely to appear in the answer, half is uniform. A token is likely if
+    in most layers some probe of some head attends to it: the values of a list each have heads of
+    their own, which a mean over probes and heads would hide.
 
     Source: ours; the idea that repeating the context shows what an answer will attend to is from
     Kim et al. (2025), KVzip, arXiv:2505.23416, which runs the model a second time.
@@ -47,6 +47,8 @@ class Replay(Scorer):
             of a layer, mean over layers.
         power: exponent of that likelihood: the larger, the fewer queries hold its half of the
             weight.
+        mean_power: exponent of the mean over queries: 2 is the root mean square, larger ones come
+            nearer to the maximum, for texts in which each token has one query of its own.
         uniform_weight: share of the weight that is equal for all queries; 1 ignores the question.
         max_queries: number of queries; of a longer context, half are evenly spaced and half are
             those of the likeliest tokens.
@@ -54,6 +56,7 @@ class Replay(Scorer):
 
     query_scorer: ReadAhead = field(default_factory=lambda: ReadAhead(lookahead=12, max_weight=1.0))
     power: float = bounded(4.0, above=0)
+    mean_power: float = bounded(2.0, at_least=1)
     uniform_weight: float = bounded(0.5, at_least=0, at_most=1)
     max_queries: int = bounded(1024, at_least=2)
 
@@ -63,18 +66,18 @@ class Replay(Scorer):
         return own | self.query_scorer.needs()
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Root mean squares of attention, float32 [L, G, N], not normalised.
+        """Power means of attention, float32 [L, G, N], not normalised.
 
         Raises `MissingCaptureError` unless the queries of the context were captured.
         """
         at, weights = self.select_queries(prefill, region)
         prefill = prefill.with_queries(at)
         device = prefill.keys[0].device
-        squares = [
-            replayed_squares(prefill, layer, at, weights, region).to(device)
+        powers = [
+            replayed_powers(prefill, layer, at, weights, region, self.mean_power).to(device)
             for layer in range(prefill.layers)
         ]
-        return TokenScores.from_scores(torch.stack(squares).sqrt())
+        return TokenScores.from_scores(torch.stack(powers).pow_(1 / self.mean_power))
 
     def select_queries(self, prefill: Prefill, region: Region) -> tuple[Tensor, Tensor]:
         """Positions of the queries, int64 [Q] ascending on the CPU; weights float32 [Q], sum 1."""
@@ -99,14 +102,15 @@ def _normalised(weights: Tensor) -> Tensor:
     return weights / weights.sum().clamp_min(1e-300)
 
 
-def replayed_squares(
+def replayed_powers(
     prefill: Prefill,
     layer: int,
     at: Tensor,
     weights: Tensor,
     region: Region,
+    power: float = 2.0,
 ) -> Tensor:
-    """sum_u w_u p_{u,t}^2 of queries rotated to the last position: float32 [G, N].
+    """sum_u w_u p_{u,t}^power of queries rotated to the last position: float32 [G, N].
 
     The softmax runs over the whole prompt without a mask; the result is the mean over a KV head's
     query heads.
@@ -117,13 +121,14 @@ def replayed_squares(
         at: int64 [Q] absolute positions of the queries.
         weights: [Q].
         region: the N tokens that are scored.
+        power: exponent, at least 1.
 
     Raises `MissingCaptureError` if a query was not captured.
     """
     queries = prefill.queries_at(layer, at).float() * prefill.scale
     moved = _rotation_to_the_end(prefill, at).rotate(queries, torch.arange(len(at)))
     seen = torch.full_like(at, prefill.spans.length)
-    columns = softmax_columns(moved, prefill.keys[layer], seen, weights, power=2.0)
+    columns = softmax_columns(moved, prefill.keys[layer], seen, weights, power=power)
     inside = columns[:, region.start : region.end]
     return reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)
 

@@ -30,11 +30,13 @@ class ValueNorm(Scorer):
 
     Attributes:
         scorer: the score that is multiplied.
+        power: exponent of the norms.
         relative: exponent of the layer's mean norm, by which norms are divided: 0 absolute norms, 1
             relative ones, 0.5 their geometric mean.
     """
 
     scorer: Scorer = field(default_factory=ReadAhead)
+    power: float = bounded(1.0, above=0)
     relative: float = bounded(
         0.0, at_least=0, at_most=1, hint="0: absolute norms; 1: relative to the layer's mean."
     )
@@ -56,4 +58,6 @@ class ValueNorm(Scorer):
         if self.relative > 0:
             layer = norms.mean(dim=(1, 2), keepdim=True)
             norms = norms / layer.clamp_min(1e-12) ** self.relative
+        if self.power != 1:
+            norms = norms**self.power
         return TokenScores.from_scores(scores.scores * norms, scores.column_sums)

@@ -85,18 +85,20 @@ def test_value_norm_multiplies_by_the_length_of_values():
     torch.testing.assert_close(weighted.scores, plain.scores * norms)
 
 
+@pytest.mark.parametrize("power", [1.0, 0.5])
 @pytest.mark.parametrize("relative", [0.0, 0.5, 1.0])
-def test_relative_norms_are_those_of_their_layer(relative):
+def test_relative_norms_are_those_of_their_layer(relative, power):
     prefill = small()
     prefill.values[1][:] *= 100.0
     plain = ReadAhead()(prefill, REGION).scores
-    got = ValueNorm(relative=relative)(prefill, REGION).scores
+    got = ValueNorm(relative=relative, power=power)(prefill, REGION).scores
     for layer, value in enumerate(prefill.values):
         norms = value[:, REGION.start : REGION.end].norm(dim=-1)
-        want = plain[layer] * norms / norms.mean() ** relative
+        want = plain[layer] * (norms / norms.mean() ** relative) ** power
         torch.testing.assert_close(got[layer], want)
     if relative == 1.0:  # The layer's scale is gone.
-        torch.testing.assert_close(ValueNorm(relative=1.0)(small(), REGION).scores, got)
+        same = ValueNorm(relative=1.0, power=power)(small(), REGION).scores
+        torch.testing.assert_close(same, got)
 
 
 def test_value_norms_refuse_more_than_relative():

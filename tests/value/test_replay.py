@@ -9,7 +9,7 @@ from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import ReadAhead, Replay, reference
-from gracekv.value.replay import replayed_squares
+from gracekv.value.replay import replayed_powers
 from support.margins import assert_same_order
 
 
@@ -24,17 +24,18 @@ def small(**changes):
     group=st.integers(1, 3),
     queries=st.integers(2, 20),
     uniform_weight=st.sampled_from([0.0, 0.5, 1.0]),
+    power=st.sampled_from([1.5, 2.0, 3.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_the_reference(seed, group, queries, uniform_weight, dtype):
+def test_equals_the_reference(seed, group, queries, uniform_weight, power, dtype):
     prefill = small(seed=seed, group=group, dtype=dtype)
     region, scorer = (
         prefill.spans.region(2),
-        Replay(uniform_weight=uniform_weight, max_queries=queries),
+        Replay(uniform_weight=uniform_weight, max_queries=queries, mean_power=power),
     )
     at, weights = scorer.select_queries(prefill, region)
     got = scorer(prefill, region).scores
-    want = reference.replay(prefill, at, weights, region)
+    want = reference.replay(prefill, at, weights, region, power)
     torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-7)
 
 
@@ -86,7 +87,7 @@ def test_a_query_finds_what_came_after_it():
     later = int(keys[0, 9:20].norm(dim=-1).argmax()) + 9
     plain = prefill.rope.unrotate(keys[:, later : later + 1], last)
     prefill.queries[0][:, 8] = 50 * prefill.rope.rotate(plain, torch.tensor([8]))[:, 0]
-    squares = replayed_squares(prefill, 0, torch.tensor([8]), torch.ones(1), Region(2, 20))
+    squares = replayed_powers(prefill, 0, torch.tensor([8]), torch.ones(1), Region(2, 20))
     assert int(squares[0].argmax()) + 2 == later
 
 
@@ -96,7 +97,9 @@ def test_needs_every_query_of_the_context(without_context_queries):
         Replay()(without_context_queries(small(context=60)), Region(2, 40))
 
 
-@pytest.mark.parametrize("fields", [{"power": 0.0}, {"uniform_weight": 1.5}, {"max_queries": 1}])
+@pytest.mark.parametrize(
+    "fields", [{"power": 0.0}, {"mean_power": 0.5}, {"uniform_weight": 1.5}, {"max_queries": 1}]
+)
 def test_refuses(fields):
     with pytest.raises(ConfigError, match="Replay"):
         Replay(**fields)
