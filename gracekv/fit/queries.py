@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from einops import rearrange
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
-from gracekv.prefill.needs import region_samples
 from gracekv.registry import Configurable
+from gracekv.value import Replay
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,36 +42,30 @@ class QuerySet:
 
 @dataclass(frozen=True)
 class ReferenceQueries(Configurable):
-    """Evenly spaced context queries, asked from the prompt's end, and the prompt's last queries.
+    """Replayed context queries, asked from the prompt's end, and the prompt's last queries.
 
     Attributes:
-        context: evenly spaced context queries, which are moved to the last position and see the
-            whole prompt.
+        replay: which context queries are asked again, and how much each counts.
         tail: last prompt positions, whose queries are asked at their own places.
-        tail_share: share of all weight that the tail has; within both parts weights are equal.
+        tail_share: share of all weight that the tail has, each of its queries alike.
     """
 
-    context: int = bounded(64, at_least=1)
+    replay: Replay = field(default_factory=lambda: Replay(max_queries=64))
     tail: int = bounded(16, at_least=0)
-    tail_share: float = bounded(0.2, at_least=0, at_most=1)
+    tail_share: float = bounded(0.4, at_least=0, at_most=1)
 
     def needs(self) -> Needs:
         """The queries of the context and of the tail."""
-        return Needs(context_samples=frozenset({self.context}), last_queries=self.tail)
+        return self.replay.needs() | Needs(last_queries=self.tail)
 
     def __call__(self, prefill: Prefill, region: Region) -> QuerySet:
         """The queries for one prompt."""
         length = prefill.spans.length
-        spaced = region_samples(region, self.context)
+        replayed, weights = self.replay.select_queries(prefill, region)
         tail = torch.arange(max(0, length - self.tail), length)
         share = self.tail_share if len(tail) else 0.0
         return QuerySet(
-            torch.cat([spaced, tail]),
-            torch.cat([torch.full_like(spaced, length - 1), tail]),
-            torch.cat(
-                [
-                    torch.full((len(spaced),), (1 - share) / len(spaced)),
-                    torch.full((len(tail),), share / max(1, len(tail))),
-                ]
-            ),
+            torch.cat([replayed, tail]),
+            torch.cat([torch.full_like(replayed, length - 1), tail]),
+            torch.cat([weights * (1 - share), torch.full((len(tail),), share / max(1, len(tail)))]),
         )

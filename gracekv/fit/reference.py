@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -21,6 +19,7 @@ def fitted_head(
     region: Region,
     queries: QuerySet,
     trust: float,
+    trust_read: float,
     mass_trust: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Values [E_g, d] and log multiplicities [E_g] of one KV head, float64.
@@ -55,22 +54,23 @@ def fitted_head(
     columns = free.nonzero()[:, 0]
     factor = torch.ones(len(plain.T), dtype=torch.float64)
     if mass_trust is not None and len(columns):
-        change = _least_squares(plain[:, columns], missing, weight, mass_trust)
+        change = _least_squares(plain[:, columns], missing, weight, mass_trust, trust_read)
         factor[columns] = (1 + change[:, 0]).clamp(LEAST, MOST)
     rows = plain * factor / (plain * factor).sum(dim=1, keepdim=True)
     result = own_values.clone()
     if len(columns):
         error = targets - rows @ everything
-        result[columns] += _least_squares(rows[:, columns], error, weight, trust)
+        result[columns] += _least_squares(rows[:, columns], error, weight, trust, trust_read)
     return result, log_m + factor[:-1].log()
 
 
-def _least_squares(a: Tensor, b: Tensor, weight: Tensor, trust: float) -> Tensor:
+def _least_squares(a: Tensor, b: Tensor, weight: Tensor, trust: float, trust_read: float) -> Tensor:
     """The ridge problem as ordinary least squares with a row for each unknown."""
-    mean = float((weight[:, None] * a.square()).sum(dim=0).mean())
-    penalty = math.sqrt(trust * mean if mean > 0 else 1.0)
+    read = (weight[:, None] * a.square()).sum(dim=0)
+    mean = read.mean()
+    penalty = (trust * mean + trust_read * read if mean > 0 else torch.ones_like(read)).sqrt()
     root = weight.sqrt()[:, None]
-    top = torch.cat([a * root, penalty * torch.eye(a.shape[1], dtype=a.dtype)])
+    top = torch.cat([a * root, penalty.diag()])
     right = torch.cat([b * root, b.new_zeros(a.shape[1], b.shape[1])])
     solution: Tensor = torch.linalg.lstsq(top, right).solution
     return solution

@@ -26,7 +26,9 @@ class Values(Fitter):
 
     With p the attention of a reference query over the kept entries and o its output over all
     tokens, the change X of the values minimises the weighted sum of |p (V + X) - o|^2 plus
-    `trust` times the mean diagonal of the normal matrix times |X|^2, per layer and KV head.
+    sum_t lambda_t |x_t|^2, per layer and KV head. With a_t the weighted mean square of p_t over the
+    reference queries and a their mean over entries, lambda_t = trust * a + trust_read * a_t: an
+    entry that they read keeps its own value, which the answer may quote; the others may change.
 
     Source: ours. The problem is that of Attention Matching (arXiv:2602.16284) and GRKV
     (arXiv:2605.31105); reference queries, weights and prior are our own.
@@ -36,11 +38,13 @@ class Values(Fitter):
 
     Attributes:
         queries: reference queries and their weights.
-        trust: weight of the prior: larger values stay nearer to the originals.
+        trust: prior of all entries alike: larger values stay nearer to the originals.
+        trust_read: prior of an entry for being read by the reference queries.
     """
 
     queries: ReferenceQueries = field(default_factory=ReferenceQueries)
     trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
+    trust_read: float = bounded(0.3, at_least=0)
 
     def needs(self) -> Needs:
         """What the reference queries need."""
@@ -52,12 +56,13 @@ class Values(Fitter):
         layers = []
         for number, packed in enumerate(cache.layers):
             attention = attended(prefill, number, packed, region, chosen)
-            layers.append(with_values(packed, attention, attention.shares(), self.trust))
+            shares = attention.shares()
+            layers.append(with_values(packed, attention, shares, self.trust, self.trust_read))
         return dataclasses.replace(cache, layers=tuple(layers))
 
 
 def with_values(
-    packed: RaggedLayer, attention: LayerAttention, shares: Tensor, trust: float
+    packed: RaggedLayer, attention: LayerAttention, shares: Tensor, trust: float, trust_read: float
 ) -> RaggedLayer:
     """`packed` with fitted values.
 
@@ -65,20 +70,28 @@ def with_values(
         packed: one layer of one sequence.
         attention: the reference queries' attention in this layer.
         shares: p float32 [G, M, W], attention over the kept entries.
-        trust: weight of the prior.
+        trust: prior of all entries, as in `Values`.
+        trust_read: prior for being read.
     """
     error = attention.output - shares @ attention.values
     free = shares.masked_fill(~attention.free[:, None], 0.0)
-    change = ridge(free, error, attention.weights, penalty(free, attention, trust))
+    change = ridge(free, error, attention.weights, penalty(free, attention, trust, trust_read))
     change.masked_fill_(~attention.free[..., None], 0.0).nan_to_num_(0.0, 0.0, 0.0)
     values = scattered(packed.values, attention, attention.values + change)
     return dataclasses.replace(packed, values=values)
 
 
-def penalty(shares: Tensor, attention: LayerAttention, trust: float) -> Tensor:
-    """lambda float32 [G, W]: `trust` times the mean diagonal of the normal matrix of each head."""
+def penalty(shares: Tensor, attention: LayerAttention, trust: float, trust_read: float) -> Tensor:
+    """lambda float32 [G, W]: by the mean diagonal of each head's normal matrix, and by its own.
+
+    Args:
+        shares: [G, M, W] of the entries that may change, 0 elsewhere.
+        attention: whose weights and free entries are used.
+        trust: times the mean diagonal.
+        trust_read: times the entry's own diagonal.
+    """
     diagonal = torch.einsum("m,gmw->gw", attention.weights, shares.square())
     count = attention.free.sum(dim=1, keepdim=True).clamp_min(1)
     mean = diagonal.sum(dim=1, keepdim=True) / count
     # Without any attention there is nothing to fit, and any penalty leaves the values.
-    return torch.where(mean > 0, trust * mean, 1.0).expand_as(diagonal).contiguous()
+    return torch.where(mean > 0, trust * mean + trust_read * diagonal, 1.0)

@@ -38,13 +38,15 @@ class ValuesAndMass(Fitter):
 
     Attributes:
         queries: reference queries and their weights.
-        trust: weight of the prior of the values.
-        mass_trust: weight of the prior of the multiplicities.
+        trust: prior of the values of all entries alike.
+        mass_trust: the same of their multiplicities.
+        trust_read: prior of an entry for being read by the reference queries, in both.
     """
 
     queries: ReferenceQueries = field(default_factory=ReferenceQueries)
     trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
     mass_trust: float = bounded(0.1, above=0)
+    trust_read: float = bounded(0.3, at_least=0)
 
     def needs(self) -> Needs:
         """What the reference queries need."""
@@ -56,9 +58,9 @@ class ValuesAndMass(Fitter):
         layers = []
         for number, packed in enumerate(cache.layers):
             attention = attended(prefill, number, packed, region, chosen)
-            factor = multiplicities(attention, self.mass_trust)
+            factor = multiplicities(attention, self.mass_trust, self.trust_read)
             shares = attention.shares(factor)
-            layer = with_values(packed, attention, shares, self.trust)
+            layer = with_values(packed, attention, shares, self.trust, self.trust_read)
             weight = scattered(
                 packed.log_multiplicity,
                 attention,
@@ -68,11 +70,13 @@ class ValuesAndMass(Fitter):
         return dataclasses.replace(cache, layers=tuple(layers))
 
 
-def multiplicities(attention: LayerAttention, trust: float) -> Tensor:
+def multiplicities(attention: LayerAttention, trust: float, trust_read: float) -> Tensor:
     """float32 [G, W]: what the packed multiplicities are multiplied by; 1 for entries not free."""
     shares = attention.mass / attention.total[..., None]
     missing = 1.0 - shares.sum(dim=-1, keepdim=True)
     free = shares.masked_fill(~attention.free[:, None], 0.0)
-    change = ridge(free, missing, attention.weights, penalty(free, attention, trust))[..., 0]
+    change = ridge(free, missing, attention.weights, penalty(free, attention, trust, trust_read))[
+        ..., 0
+    ]
     factor = (1.0 + change.nan_to_num_(0.0, 0.0, 0.0)).clamp_(LEAST, MOST)
     return factor.masked_fill_(~attention.free, 1.0)

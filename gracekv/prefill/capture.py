@@ -18,7 +18,7 @@ from gracekv.prefill.supported import check_model
 
 EVERYTHING = Needs(
     prompt_samples=1024,
-    context_samples=frozenset({64, 512}),
+    context_samples=frozenset({512}),
     recent=4,
     later_queries=True,
     hidden_depths=frozenset({0.33, 0.5, 0.67, 0.75}),

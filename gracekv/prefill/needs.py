@@ -123,8 +123,8 @@ def region_samples(region: Region, count: int) -> Tensor:
 
     Args:
         region: N tokens.
-        count: positions; 0: none. A region of less than twice as many gives half of its own.
+        count: most positions; 0: none.
     """
-    count = min(count, max(1, region.length // 2), region.length)
+    count = min(count, region.length)
     spaced = torch.linspace(0, max(0, region.length - 1), count).round().long()
     return spaced + region.start

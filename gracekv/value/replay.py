@@ -49,7 +49,8 @@ class Replay(Scorer):
             weight.
         mean_power: exponent of the mean over queries: 2 is the root mean square, larger ones come
             nearer to the maximum, for texts in which each token has one query of its own.
-        uniform_weight: share of the weight that is equal for all queries; 1 ignores the question.
+        uniform_weight: share of the weight that is equal for all queries; 1 ignores the question,
+            and all queries are evenly spaced.
         max_queries: number of queries; of a longer context, half are evenly spaced and half are
             those of the likeliest tokens.
     """
@@ -62,6 +63,8 @@ class Replay(Scorer):
 
     def needs(self) -> Needs:
         """Evenly spaced queries of the context, and those of likely words, known later."""
+        if self.uniform_weight == 1:
+            return Needs(context_samples=frozenset({self.max_queries}))
         own = Needs(later_queries=True, context_samples=frozenset({self.max_queries // 2}))
         return own | self.query_scorer.needs()
 
@@ -81,6 +84,9 @@ class Replay(Scorer):
 
     def select_queries(self, prefill: Prefill, region: Region) -> tuple[Tensor, Tensor]:
         """Positions of the queries, int64 [Q] ascending on the CPU; weights float32 [Q], sum 1."""
+        if self.uniform_weight == 1:
+            at = region_samples(region, self.max_queries)
+            return at, torch.full((len(at),), 1 / len(at))
         scores = self.query_scorer(prefill, region).scores
         likely = scores.amax(dim=1).mean(dim=0).double().cpu() ** self.power
         count = min(self.max_queries, region.length)

@@ -13,8 +13,9 @@ from gracekv.fit import FITTERS, ReferenceQueries, Values, ValuesAndMass, refere
 from gracekv.fit.ridge import ridge
 from gracekv.pipeline import Pipeline
 from gracekv.testing import synthetic_prefill
+from gracekv.value import Replay
 
-QUERIES = ReferenceQueries(context=12, tail=3)
+QUERIES = ReferenceQueries(Replay(max_queries=12), tail=3)
 
 
 def compressed(recipe="gracekv-plus", ratio=3, fit="none", **sizes):
@@ -31,18 +32,23 @@ def compressed(recipe="gracekv-plus", ratio=3, fit="none", **sizes):
     group=st.integers(1, 3),
     ratio=st.sampled_from([1.5, 3, 8]),
     trust=st.sampled_from([0.02, 0.3]),
+    trust_read=st.sampled_from([0.0, 0.5]),
     recipe=st.sampled_from(["gracekv-plus", "gracekv"]),
     mass=st.sampled_from([None, 0.1]),
 )
-def test_equals_least_squares_in_float64(seed, group, ratio, trust, recipe, mass):
+def test_equals_least_squares_in_float64(seed, group, ratio, trust, trust_read, recipe, mass):
     prefill, region, cache = compressed(recipe, ratio, seed=seed, group=group)
-    fitter = Values(QUERIES, trust) if mass is None else ValuesAndMass(QUERIES, trust, mass)
+    fitter = (
+        Values(QUERIES, trust, trust_read)
+        if mass is None
+        else ValuesAndMass(QUERIES, trust, mass, trust_read)
+    )
     got = fitter(prefill, region, cache)
     chosen = QUERIES(prefill, region)
     for number, packed in enumerate(cache.layers):
         for head in range(prefill.kv_heads):
             values, log_m = reference.fitted_head(
-                prefill, number, head, packed, region, chosen, trust, mass
+                prefill, number, head, packed, region, chosen, trust, trust_read, mass
             )
             own = got.layers[number].head(head)
             torch.testing.assert_close(own[1].double(), values, rtol=2e-3, atol=2e-3)
