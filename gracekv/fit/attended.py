@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedLayer
 from gracekv.fit.queries import QuerySet
+from gracekv.linalg import batched_linear
 from gracekv.prefill import Prefill, Region
 
 # Bytes of logits that are held at once.
@@ -44,8 +45,10 @@ class LayerAttention:
 
     def shares(self, multiplicity: Tensor | None = None) -> Tensor:
         """float32 [G, M, W]: attention over the kept entries; `multiplicity` [G, W] multiplies."""
-        mass = self.mass if multiplicity is None else self.mass * multiplicity[:, None]
-        return mass / mass.sum(dim=-1, keepdim=True).clamp_min(1e-30)
+        if multiplicity is None:
+            return self.mass / self.mass.sum(dim=-1, keepdim=True).clamp_min(1e-30)
+        mass = self.mass * multiplicity[:, None]
+        return mass.div_(mass.sum(dim=-1, keepdim=True).clamp_min(1e-30))
 
 
 def attended(
@@ -74,21 +77,22 @@ def attended(
     limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
     block = max(1, limit // (4 * heads * length))
     place = torch.arange(length, device=device)
+    across = values.mT.contiguous()
     for first in range(0, rows, block):
         part = slice(first, first + block)
         # Only rows that are asked before the end have keys that they do not see.
         early = (sees[part] < length - 1).nonzero()[:, 0]
         seen = sees[part][early, None]
-        logits = asked[:, part] @ keys.mT
+        logits = batched_linear(asked[:, part], keys)
         logits[:, early] = logits[:, early].masked_fill_(place > seen, -torch.inf)
         top = logits.amax(dim=-1, keepdim=True)
         chance = logits.sub_(top).exp_()
         total[:, part] = chance.sum(dim=-1)
-        output[:, part] = (chance @ values) / total[:, part, None]
+        output[:, part] = batched_linear(chance, across) / total[:, part, None]
         if exact:
             kept = chance.gather(2, positions[:, None].expand(-1, chance.shape[1], -1))
         else:
-            kept = (asked[:, part] @ packed_keys.mT).sub_(top)
+            kept = batched_linear(asked[:, part], packed_keys).sub_(top)
             kept[:, early] = kept[:, early].masked_fill_(positions[:, None] > seen, -torch.inf)
             # A merged key can exceed every token's logit; beyond e^20 its mass says nothing more.
             kept.clamp_(max=20.0).exp_()

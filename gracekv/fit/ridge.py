@@ -12,30 +12,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gracekv.linalg import batched_linear
 
-def ridge(shares: Tensor, target: Tensor, weights: Tensor, penalty: Tensor) -> Tensor:
+
+def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tensor) -> Tensor:
     """x float32 [G, W, d] of G independent problems.
 
-    Products are made in float32, the systems are solved in float64. A column of zeros gets 0.
+    Products are made in float32, the systems are solved in float64. A column of zeros, or of an
+    infinite penalty, gets 0. With S = Lambda^-1/2, x = S (S A^T W A S + I)^-1 S A^T W b, or
+    x = S^2 A^T W^1/2 (W^1/2 A S^2 A^T W^1/2 + I)^-1 W^1/2 b.
 
     Args:
         shares: A float32 [G, M, W].
         target: b float32 [G, M, d].
         weights: w float32 [M], non-negative.
-        penalty: lambda float32 [G, W], positive.
+        inverse_penalty: 1 / lambda float32 [G, W], at least 0.
     """
     root = weights.sqrt()[None, :, None]
-    a, b = shares * root, target * root
-    if a.shape[2] <= a.shape[1]:
-        gram = (a.mT @ a).double()
-        gram.diagonal(dim1=1, dim2=2).add_(penalty.double())
-        return _solved(gram, (a.mT @ b).double()).float()
-    scaled = a / penalty[:, None]
-    gram = (scaled @ a.mT).double()
-    gram.diagonal(dim1=1, dim2=2).add_(1.0)
-    return scaled.mT @ _solved(gram, b.double()).float()
+    rows = root * target
+    if shares.shape[2] <= shares.shape[1]:
+        scale = inverse_penalty.sqrt()
+        scaled = shares * root * scale[:, None]
+        return scale[..., None] * _solved(scaled.mT @ scaled, scaled.mT @ rows)
+    scaled = shares * root
+    # The penalty enters one factor alone: a product of two different matrices is as fast.
+    left = scaled * inverse_penalty[:, None]
+    return left.mT @ _solved(batched_linear(left, scaled), rows)
 
 
-def _solved(matrix: Tensor, right: Tensor) -> Tensor:
-    """matrix^-1 right for symmetric positive definite matrices [G, n, n]."""
-    return torch.cholesky_solve(right, torch.linalg.cholesky(matrix))
+def _solved(gram: Tensor, right: Tensor) -> Tensor:
+    """(gram + I)^-1 right in float64, for positive semidefinite gram [G, n, n]; as float32."""
+    matrix = gram.double()
+    matrix.diagonal(dim1=1, dim2=2).add_(1.0)
+    return torch.cholesky_solve(right.double(), torch.linalg.cholesky(matrix)).float()

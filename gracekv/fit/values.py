@@ -15,6 +15,7 @@ from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.fit.ridge import ridge
 from gracekv.hyperparameter import bounded
+from gracekv.linalg import batched_linear
 from gracekv.prefill import Needs, Prefill, Region
 
 
@@ -73,25 +74,27 @@ def with_values(
         trust: prior of all entries, as in `Values`.
         trust_read: prior for being read.
     """
-    error = attention.output - shares @ attention.values
-    free = shares.masked_fill(~attention.free[:, None], 0.0)
-    change = ridge(free, error, attention.weights, penalty(free, attention, trust, trust_read))
-    change.masked_fill_(~attention.free[..., None], 0.0).nan_to_num_(0.0, 0.0, 0.0)
+    error = attention.output - batched_linear(shares, attention.values.mT.contiguous())
+    inverse = inverse_penalty(shares, attention, trust, trust_read)
+    change = ridge(shares, error, attention.weights, inverse).nan_to_num_(0.0, 0.0, 0.0)
     values = scattered(packed.values, attention, attention.values + change)
     return dataclasses.replace(packed, values=values)
 
 
-def penalty(shares: Tensor, attention: LayerAttention, trust: float, trust_read: float) -> Tensor:
-    """lambda float32 [G, W]: by the mean diagonal of each head's normal matrix, and by its own.
+def inverse_penalty(
+    shares: Tensor, attention: LayerAttention, trust: float, trust_read: float
+) -> Tensor:
+    """1 / lambda, float32 [G, W]; 0 for columns that must not change.
 
     Args:
-        shares: [G, M, W] of the entries that may change, 0 elsewhere.
+        shares: p float32 [G, M, W].
         attention: whose weights and free entries are used.
-        trust: times the mean diagonal.
+        trust: times the mean diagonal of the head's normal matrix, over free entries.
         trust_read: times the entry's own diagonal.
     """
-    diagonal = torch.einsum("m,gmw->gw", attention.weights, shares.square())
-    count = attention.free.sum(dim=1, keepdim=True).clamp_min(1)
-    mean = diagonal.sum(dim=1, keepdim=True) / count
+    own = torch.linalg.vecdot(shares, shares * attention.weights[:, None], dim=1)
+    own.masked_fill_(~attention.free, 0.0)
+    mean = own.sum(dim=1, keepdim=True) / attention.free.sum(dim=1, keepdim=True).clamp_min(1)
     # Without any attention there is nothing to fit, and any penalty leaves the values.
-    return torch.where(mean > 0, trust * mean + trust_read * diagonal, 1.0)
+    penalty = torch.where(mean > 0, trust * mean + trust_read * own, 1.0)
+    return penalty.reciprocal_().masked_fill_(~attention.free, 0.0)

@@ -13,7 +13,7 @@ from gracekv.fit.attended import LayerAttention, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.fit.ridge import ridge
-from gracekv.fit.values import penalty, with_values
+from gracekv.fit.values import inverse_penalty, with_values
 from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
 
@@ -74,9 +74,7 @@ def multiplicities(attention: LayerAttention, trust: float, trust_read: float) -
     """float32 [G, W]: what the packed multiplicities are multiplied by; 1 for entries not free."""
     shares = attention.mass / attention.total[..., None]
     missing = 1.0 - shares.sum(dim=-1, keepdim=True)
-    free = shares.masked_fill(~attention.free[:, None], 0.0)
-    change = ridge(free, missing, attention.weights, penalty(free, attention, trust, trust_read))[
-        ..., 0
-    ]
+    inverse = inverse_penalty(shares, attention, trust, trust_read)
+    change = ridge(shares, missing, attention.weights, inverse)[..., 0]
     factor = (1.0 + change.nan_to_num_(0.0, 0.0, 0.0)).clamp_(LEAST, MOST)
     return factor.masked_fill_(~attention.free, 1.0)

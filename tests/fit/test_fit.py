@@ -124,7 +124,7 @@ def test_both_forms_of_the_ridge_problem_agree(rows, columns, seed):
     a = torch.rand(2, rows, columns, generator=rng)
     b, w = torch.randn(2, rows, 3, generator=rng), torch.rand(rows, generator=rng)
     penalty = torch.rand(2, columns, generator=rng) + 0.1
-    got = ridge(a, b, w, penalty)
+    got = ridge(a, b, w, penalty.reciprocal())
     gram = a.double().mT @ (a * w[:, None]).double() + torch.diag_embed(penalty.double())
     want = torch.linalg.solve(gram, a.double().mT @ (b * w[:, None]).double())
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
