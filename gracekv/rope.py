@@ -69,6 +69,15 @@ class Rope:
         norm = cos * cos + sin * sin
         return _apply(x, cos / norm, -sin / norm, torch.empty_like(x) if out is None else out)
 
+    def moved(self, positions: Tensor, to: int) -> Rope:
+        """R(to) R(t)^-1 for each position t of int64 [n], as a table with one row each."""
+        cos, sin = self.cos[positions.to(self.cos.device)], self.sin[positions.to(self.cos.device)]
+        norm = cos.square() + sin.square()
+        last_cos, last_sin = self.cos[to], self.sin[to]
+        return Rope(
+            (last_cos * cos + last_sin * sin) / norm, (last_sin * cos - last_cos * sin) / norm
+        )
+
     def _at(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the table, on x's device and in its dtype."""
         # A sharded model has one table, and layers on several devices.

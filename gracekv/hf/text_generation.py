@@ -169,6 +169,7 @@ def without_question(prefill: Prefill) -> Prefill:
         projected_norms=None,
         column_sums=None,
         query_moments=None,
+        block_replays={},
         logits=None,
         token_ids=None if prefill.token_ids is None else prefill.token_ids[:end],
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import MissingCaptureError, NonFiniteError, ShapeError
+from gracekv.prefill.block_replay import BlockReplay
 from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.query_moments import QueryMoments
 from gracekv.prefill.spans import PromptSpans, Region
@@ -54,6 +55,8 @@ class Prefill:
         column_sums: [L, H, T] float32, the attention that each position receives from all queries;
             None if not captured.
         query_moments: statistics of the queries before rotation; None if not captured.
+        block_replays: sums [L, G, T] float32 by what they are, see `BlockReplay`; empty if not
+            captured.
         query_source: computes queries that were not captured, by running their tokens once more;
             None for a prefill built from tensors.
         logits: [vocab] of the last position, or None for a prefill built from tensors.
@@ -86,6 +89,7 @@ class Prefill:
     draft: Tensor | None = None
     column_sums: Tensor | None = None
     query_moments: QueryMoments | None = None
+    block_replays: Mapping[BlockReplay, Tensor] = field(default_factory=dict)
     query_source: QuerySource | None = None
     logits: Tensor | None = None
     token_ids: Tensor | None = None
@@ -168,7 +172,7 @@ class Prefill:
             "projections": needs.head_outputs,
             "reconstruction": needs.reconstruction,
             "draft": needs.draft > 0,
-            "query_sums": needs.column_sums or needs.query_moments is not None,
+            "query_sums": needs.sums_queries,
         }
         return {part: taken for part, taken in self.seconds.items() if captured.get(part, True)}
 

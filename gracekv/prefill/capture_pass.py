@@ -124,6 +124,7 @@ def _captured(
         draft=drafted,
         column_sums=_stack(sums) if sums else None,
         query_moments=record.query_moments(),
+        block_replays=record.block_replays(),
         query_source=QueryPass(model),
         logits=last,
         token_ids=prompt.ids,
@@ -181,7 +182,7 @@ def _run(
                         parts.append(unlikelihood(rows, head, following, vocabulary))
             if progress is not None:
                 progress(stop, length)
-    if needs.column_sums or needs.query_moments is not None:
+    if needs.sums_queries:
         seconds["query_sums"] = record.seconds
         seconds["prefill"] -= record.seconds
     surprisal = None

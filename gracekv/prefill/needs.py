@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gracekv.prefill.block_replay import BlockReplay
 from gracekv.prefill.spans import PromptSpans, Region
 
 # Queries that every capture keeps of the ends of prompt and context: observation windows.
@@ -42,6 +43,8 @@ class Needs:
         surprisal: -log p(x_i | x_<i) of every position.
         head_outputs: attention outputs per query head at the question probes, and their
             projected norms.
+        block_replays: sums of attention over the context's queries, moved to their block's end,
+            added up during the pass.
         reconstruction: the most attention that each context token gets while the model repeats the
             context, which is a second pass and takes longer than the first.
         draft: attention of this many greedy answer tokens, each a decoding step on the full cache.
@@ -59,23 +62,29 @@ class Needs:
     hidden_depths: frozenset[float] = frozenset()
     surprisal: bool = False
     head_outputs: bool = False
+    block_replays: frozenset[BlockReplay] = frozenset()
     reconstruction: bool = False
     draft: int = 0
 
     def __or__(self, other: Needs) -> Needs:
         """What both need. Numbers: the larger; of two starts of query moments, the earlier."""
         starts = [x.query_moments for x in (self, other) if x.query_moments is not None]
+        sets = ("hidden_depths", "context_samples", "block_replays")
         merged = {
             field.name: max(getattr(self, field.name), getattr(other, field.name))
             for field in dataclasses.fields(self)
-            if field.name not in ("query_moments", "hidden_depths", "context_samples")
+            if field.name not in ("query_moments", *sets)
         }
         return Needs(
             query_moments=min(starts, default=None),
-            hidden_depths=self.hidden_depths | other.hidden_depths,
-            context_samples=self.context_samples | other.context_samples,
+            **{name: getattr(self, name) | getattr(other, name) for name in sets},
             **merged,
         )
+
+    @property
+    def sums_queries(self) -> bool:
+        """Whether something is added up over all queries during the pass."""
+        return self.column_sums or self.query_moments is not None or bool(self.block_replays)
 
     def window_positions(self, spans: PromptSpans) -> Tensor:
         """int64 [n] ascending: direct probes and observation windows, which every capture keeps."""

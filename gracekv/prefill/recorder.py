@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.linalg import full_float32
+from gracekv.prefill.block_replay import BlockReplay, BlockReplaySums
 from gracekv.prefill.column_sums import add_column_sums
 from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.partial_attention import PartialAttention
@@ -49,7 +50,12 @@ class Recorder:
         self._positions = query_positions
         self._probes = torch.tensor(spans.question_probes())
         self._moments = [QuerySums() for _ in range(layers)]
+        self._replays = {
+            replay: [BlockReplaySums(replay, spans) for _ in range(layers)]
+            for replay in needs.block_replays
+        }
         self._rotations: list[tuple[Tensor, Tensor]] = []
+        self._rope: Rope | None = None
         self._chunk = Region(0, 0)
         self._partial: PartialAttention | None = None
         self.keys: dict[int, Tensor] = {}
@@ -98,7 +104,7 @@ class Recorder:
             self._keep(self.queries, layer, query[0], self._positions)
             if self._needs.head_outputs:
                 self._keep(self.outputs, layer, output[0][0].transpose(0, 1), self._probes)
-            if self._needs.column_sums or self._needs.query_moments is not None:
+            if self._needs.sums_queries:
                 self._add(layer, query[0])
             return output
 
@@ -134,9 +140,11 @@ class Recorder:
             yield
 
     def rope(self) -> Rope:
-        """The table of positions 0..T-1, as the model passed it to its first attention."""
-        cos, sin = (torch.cat(parts) for parts in zip(*self._rotations, strict=True))
-        return Rope(cos, sin)
+        """The table of the positions so far, as the model passed it to its first attention."""
+        if self._rope is None or len(self._rope.cos) < sum(len(x) for x, _ in self._rotations):
+            cos, sin = (torch.cat(parts) for parts in zip(*self._rotations, strict=True))
+            self._rope = Rope(cos, sin)
+        return self._rope
 
     def query_moments(self) -> QueryMoments | None:
         """What was added up, or None if it was not asked for."""
@@ -145,6 +153,14 @@ class Recorder:
         seen = self._counted(self._needs.query_moments)
         means, covariances = zip(*(sums.moments() for sums in self._moments), strict=True)
         return QueryMoments(seen.start, seen.end, means, covariances)
+
+    def block_replays(self) -> dict[BlockReplay, Tensor]:
+        """What was added up, [L, G, T] each, on the first layer's device."""
+        found = {}
+        for replay, layers in self._replays.items():
+            totals = [sums.total for sums in layers if sums.total is not None]
+            found[replay] = torch.stack([total.to(totals[0].device) for total in totals])
+        return found
 
     def _counted(self, start: int) -> Region:
         """Positions whose queries count; of a context that starts later at least one."""
@@ -196,6 +212,9 @@ class Recorder:
                         Rope(*self._rotations[-1]),
                         first - offset,
                     )
+            for layers in self._replays.values():
+                keys = self.keys[layer]
+                layers[layer].add(queries, self._chunk.start, keys, self.rope(), self.scale)
         self.seconds += _now(queries.device) - started
 
 

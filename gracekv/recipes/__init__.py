@@ -76,12 +76,32 @@ _READING: Mapping[str, Any] = {
 }
 _FORESEEN: Mapping[str, Any] = {"name": "value_norm", "relative": 0.5, "scorer": _READING}
 # One top-k over all heads by those scores; of recent tokens only the last few are always kept.
-_PLUS: Mapping[str, Any] = {
+_CHOSEN: Mapping[str, Any] = {
     **_TOKENS,
     "value": _FORESEEN,
     "sensitivity": "none",
     "window": {"size": 4, "minimum": 4},
 }
+# What is kept makes up for what is gone.
+_PLUS: Mapping[str, Any] = {**_CHOSEN, "fit": "values_and_mass"}
+# Without a question all words of the context are as likely, and one query each may need them.
+_AGNOSTIC: Mapping[str, Any] = {
+    **_CHOSEN,
+    "value": {
+        "name": "value_norm",
+        "relative": 0.5,
+        "power": 0.5,
+        "scorer": "block_replay",
+    },
+    "fit": {
+        "name": "values_and_mass",
+        "queries": {
+            "replay": {"name": "replay", "uniform_weight": 1.0, "max_queries": 128}, "tail": 0,
+        },
+        "trust": 0.03,
+        "trust_read": 0.1,
+    },
+}  # fmt: skip
 
 
 def _by(scorer: object) -> dict[str, Any]:
@@ -107,14 +127,14 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     "gracekv": Recipe("The paper's method, to the letter", "paper, Method"),
     "gracekv-plus": Recipe(
-        "One top-k over all heads by what the answer is foreseen to read, nothing merged",
+        "One top-k over all heads by what the answer is foreseen to read; values fitted",
         "ours: replayed context queries, read-ahead and mean attention, times value norms",
         _PLUS,
     ),
     "gracekv-agnostic": Recipe(
-        "One top-k over all heads by what a second reading of the context would look at",
+        "One top-k over all heads by what a second reading would look at; values fitted",
         "ours: replayed context queries, all alike, times value norms; the question is not read",
-        _by({"name": "replay", "uniform_weight": 1.0, "max_queries": 4096}),
+        _AGNOSTIC,
     ),
     "gracekv-draft": Recipe(
         "gracekv-plus after a look at what 16 drafted answer tokens read",
@@ -124,7 +144,12 @@ RECIPES: dict[str, Recipe] = {
     "gracekv-foresight": Recipe(
         "One top-k over all heads by what 64 tokens of FullKV's own answer read: a limit",
         "ours: not a method, since it generates the answer first; what selection could reach",
-        _by({"name": "draft_attention", "max_tokens": 64}),
+        {**_by({"name": "draft_attention", "max_tokens": 64}), "fit": "none"},
+    ),
+    "gracekv-plus-no-fit": Recipe(
+        "gracekv-plus whose kept entries stay as they were",
+        "ours: an ablation",
+        _CHOSEN,
     ),
     "gracekv-plus-no-replay": Recipe(
         "gracekv-plus by read-ahead and mean attention alone",

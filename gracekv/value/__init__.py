@@ -1,6 +1,7 @@
 """Stage 2: token scores and head sensitivity."""
 
 from gracekv.value.base import SCORERS, SENSITIVITIES, Relevance, Scorer, Sensitivity, TokenScores
+from gracekv.value.block_replay import BlockReplay
 from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.column_sums import ColumnSums
 from gracekv.value.draft_attention import DraftAttention
@@ -21,6 +22,7 @@ from gracekv.value.window_attention import WindowAttention
 __all__ = [
     "SCORERS",
     "SENSITIVITIES",
+    "BlockReplay",
     "ChunkOrder",
     "ColumnSums",
     "DraftAttention",

@@ -248,6 +248,29 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
     return ahead ** (1 / scorer.power)
 
 
+def block_replay(prefill: Prefill, block: int, power: float, region: Region) -> Tensor:
+    """[L, G, N] float64: power means of attention of queries moved to their block's end."""
+    rope = Rope(prefill.rope.cos.double(), prefill.rope.sin.double())
+    spans = prefill.spans
+    total = torch.zeros(prefill.layers, prefill.kv_heads, spans.length, dtype=torch.float64)
+    for layer in range(prefill.layers):
+        for head in range(prefill.query_heads):
+            keys = prefill.keys[layer][head // prefill.group].double()
+            for u in range(spans.context_start, spans.context_end):
+                start = u - (u - spans.context_start) % block
+                end = min(start + block, spans.context_end)
+                query = prefill.queries_at(layer, [u])[head].double()
+                plain = rope.unrotate(query, torch.tensor([u]))
+                moved = rope.rotate(plain, torch.tensor([end - 1]))[0]
+                near = [t for t in range(end) if t < 4 or end - block <= t]
+                row = (prefill.scale * keys[near] @ moved).softmax(0)
+                row = row * (torch.tensor(near) >= (end - block if end - block > 4 else 0))
+                total[layer, head // prefill.group, near] += row**power / prefill.group
+    inside = total[..., region.start : region.end] / region.length
+    result: Tensor = inside ** (1 / power)
+    return result
+
+
 def replay(
     prefill: Prefill, at: Tensor, weights: Tensor, region: Region, power: float = 2.0
 ) -> Tensor:

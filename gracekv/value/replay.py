@@ -19,7 +19,6 @@ from gracekv.hyperparameter import bounded
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.needs import region_samples
-from gracekv.rope import Rope
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.read_ahead import ReadAhead
 
@@ -132,19 +131,8 @@ def replayed_powers(
     Raises `MissingCaptureError` if a query was not captured.
     """
     queries = prefill.queries_at(layer, at).float() * prefill.scale
-    moved = _rotation_to_the_end(prefill, at).rotate(queries, torch.arange(len(at)))
+    moved = prefill.rope.moved(at, prefill.spans.length - 1).rotate(queries, torch.arange(len(at)))
     seen = torch.full_like(at, prefill.spans.length)
     columns = softmax_columns(moved, prefill.keys[layer], seen, weights, power=power)
     inside = columns[:, region.start : region.end]
     return reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)
-
-
-def _rotation_to_the_end(prefill: Prefill, at: Tensor) -> Rope:
-    """R(T - 1) R(u)^-1 for each position u of `at`, as a table with one row each."""
-    cos, sin = prefill.rope.cos, prefill.rope.sin
-    at, last = at.to(cos.device), prefill.spans.length - 1
-    norm = cos[at].square() + sin[at].square()
-    return Rope(
-        (cos[last] * cos[at] + sin[last] * sin[at]) / norm,
-        (sin[last] * cos[at] - cos[last] * sin[at]) / norm,
-    )

@@ -10,12 +10,14 @@ transformers = pytest.importorskip("transformers")
 from gracekv import Budget, Pipeline  # noqa: E402
 from gracekv.errors import CaptureMemoryError, ConfigError  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
+from gracekv.prefill.block_replay import BlockReplay  # noqa: E402
 from gracekv.prefill.capture import EVERYTHING, capture  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing.models import tiny_llama, tiny_model  # noqa: E402
 from support.capture_state import state  # noqa: E402
 
-NEEDS = EVERYTHING | Needs(column_sums=True, query_moments=4)
+REPLAY = BlockReplay(64, 3.0)
+NEEDS = EVERYTHING | Needs(column_sums=True, query_moments=4, block_replays=frozenset({REPLAY}))
 
 
 def prompt_of(length=200):
@@ -36,6 +38,7 @@ def tensors(prefill):
         "means": torch.stack(prefill.query_moments.means),
         "covariances": torch.stack(prefill.query_moments.covariances),
         "cos": prefill.rope.cos,
+        "block replays": prefill.block_replays[REPLAY],
     }
 
 

@@ -1,0 +1,88 @@
+"""Context queries moved to the end of their block, against a plain reference."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.prefill import Needs, Region
+from gracekv.prefill.block_replay import BlockReplay as Sums
+from gracekv.prefill.block_replay import BlockReplaySums
+from gracekv.testing import synthetic_prefill
+from gracekv.value import BlockReplay, Replay, reference
+
+
+def small(**changes):
+    sizes = {"layers": 2, "prefix": 2, "context": 20, "question": 3, "tail": 1}
+    return synthetic_prefill(dim=8, **(sizes | changes))
+
+
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    prefix=st.integers(0, 6),
+    context=st.integers(1, 24),
+    group=st.integers(1, 3),
+    block=st.integers(1, 26),
+    power=st.sampled_from([1.0, 2.0, 3.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_equals_the_reference(seed, prefix, context, group, block, power, dtype):
+    prefill = small(seed=seed, prefix=prefix, context=context, group=group, dtype=dtype)
+    region = Region(prefix, prefix + context)
+    got = BlockReplay(block, power)(prefill, region).scores
+    want = reference.block_replay(prefill, block, power, region)
+    torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-6)
+
+
+@given(
+    seed=st.integers(0, 99),
+    block=st.integers(1, 30),
+    cuts=st.lists(st.integers(0, 26), max_size=4),
+)
+def test_sums_are_the_same_from_runs_of_any_length(seed, block, cuts):
+    prefill = small(seed=seed, layers=1)
+    queries, keys, spans = prefill.queries[0], prefill.keys[0], prefill.spans
+    edges = sorted({0, spans.length, *cuts})
+    sums = BlockReplaySums(Sums(block, 2.0), spans)
+    for first, end in itertools.pairwise(edges):
+        sums.add(queries[:, first:end], first, keys[:, :end], prefill.rope, prefill.scale)
+    whole = BlockReplaySums(Sums(block, 2.0), spans)
+    whole.add(queries, 0, keys, prefill.rope, prefill.scale)
+    torch.testing.assert_close(sums.total, whole.total)
+
+
+def test_one_block_of_a_prompt_without_a_question_is_what_replay_asks():
+    prefill = small(question=0, tail=0, context=30)
+    region = Region(2, 32)
+    blocks = BlockReplay(64, 2.0)(prefill, region).scores
+    replay = Replay(uniform_weight=1.0)(prefill, region).scores
+    torch.testing.assert_close(blocks, replay)
+
+
+def test_captured_sums_are_read():
+    prefill, region = small(), Region(2, 22)
+    scorer = BlockReplay(8)
+    plain = scorer(prefill, region).scores
+    ((sums,),) = (scorer.needs().block_replays,)
+    captured = dataclasses.replace(
+        prefill, block_replays={sums: torch.full((2, prefill.kv_heads, 26), 20.0)}
+    ).without("queries")
+    torch.testing.assert_close(scorer(captured, region).scores, torch.ones_like(plain))
+    with pytest.raises(MissingCaptureError, match="not captured"):
+        BlockReplay(9)(captured, region)
+
+
+def test_needs_of_two_are_both():
+    both = BlockReplay(8).needs() | BlockReplay(9).needs() | Needs()
+    assert both.block_replays == {Sums(8, 3.0), Sums(9, 3.0)}
+
+
+@pytest.mark.parametrize("fields", [{"block": 0}, {"mean_power": 0.5}])
+def test_refuses(fields):
+    with pytest.raises(ConfigError, match="BlockReplay"):
+        BlockReplay(**fields)
