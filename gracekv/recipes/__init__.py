@@ -96,7 +96,7 @@ _AGNOSTIC: Mapping[str, Any] = {
     "fit": {
         "name": "values_and_mass",
         "queries": {
-            "replay": {"name": "replay", "uniform_weight": 1.0, "max_queries": 128}, "tail": 0,
+            "replay": {"name": "replay", "uniform_weight": 1.0, "max_queries": 64}, "tail": 0,
         },
         "trust": 0.03,
         "trust_read": 0.1,
