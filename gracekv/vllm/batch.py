@@ -26,6 +26,7 @@ class ContextBatch:
 
     Attributes:
         contexts: C contexts that occur.
+        addresses: int64 [L, C, 4], of their tensors; see `StoredContext`.
         tokens: int64 [n], places in the step's tokens, those of a context together.
         positions: int64 [n], each token's place in its own sequence; it sees pages up to there.
         rows: int64 [n], the row of the block table.
@@ -37,6 +38,7 @@ class ContextBatch:
     """
 
     contexts: tuple[StoredContext, ...]
+    addresses: Tensor
     tokens: Tensor
     positions: Tensor
     rows: Tensor
@@ -104,6 +106,7 @@ def plan_batch(
     slots = np.concatenate([[0], np.cumsum(parts + 1)])
     return ContextBatch(
         contexts,
+        torch.stack([context.addresses for context in contexts], dim=1),
         torch.tensor(tokens),
         torch.tensor(positions),
         torch.tensor(rows),

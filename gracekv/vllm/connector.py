@@ -72,7 +72,8 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
             return
         name = params[PARAMETER]
         try:
-            header = self._store.header(name)
+            # Whole, since a worker that finds damage can only end the request a token later.
+            header = self._store.verify(name)
         except StoreError as error:
             _log.error("Request %s is refused. %s", request.request_id, error)
             self._refused.add(request.request_id)

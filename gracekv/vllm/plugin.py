@@ -11,22 +11,30 @@ TESTED = ("0.32.0",)
 def register() -> None:
     """Put attention over contexts in the place of vLLM's attention for CPUs.
 
-    Without a context it does what the stock one does. Warns about versions that are not tested.
+    Without a context it does what the stock one does. On other platforms nothing happens. Warns
+    about versions that are not tested, and leaves one alone that lacks what contexts need.
     """
     import vllm
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.platforms import current_platform
 
-    from gracekv.vllm.serving import BACKEND
-
+    if not current_platform.is_cpu():
+        return
     if vllm.__version__.partition("+")[0] not in TESTED:
         warnings.warn(
             f"gracekv serves contexts in vLLM {', '.join(TESTED)}; this is {vllm.__version__}, "
             f"which is not tested.",
             stacklevel=2,
         )
-    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
-    from vllm.v1.engine import input_processor
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+        from vllm.v1.engine.input_processor import InputProcessor
 
-    from gracekv.vllm import admission
+        from gracekv.vllm import admission
+        from gracekv.vllm.serving import BACKEND
 
-    admission.install(input_processor.InputProcessor)
+        admission.install(InputProcessor)
+        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    except (ImportError, AttributeError) as error:
+        warnings.warn(
+            f"gracekv cannot serve contexts in vLLM {vllm.__version__}: {error}.", stacklevel=2
+        )

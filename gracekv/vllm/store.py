@@ -7,11 +7,12 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gracekv.cache.base import RaggedLayer
 from gracekv.cache.serialization import read_cache, read_digest
@@ -34,10 +35,17 @@ class StoredContext:
     Attributes:
         header: what it is.
         layers: entries of each layer; keys are rotated so that the token after them has position 0.
+        addresses: int64 [L, 4], of each layer's keys, values, log multiplicities and offsets.
     """
 
     header: ContextHeader
     layers: tuple[RaggedLayer, ...]
+    addresses: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = [(x.keys, x.values, x.log_multiplicity, x.offsets) for x in self.layers]
+        addresses = torch.tensor([[part.data_ptr() for part in layer] for layer in parts])
+        object.__setattr__(self, "addresses", addresses)
 
     @property
     def bytes(self) -> int:

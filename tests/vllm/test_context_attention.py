@@ -57,7 +57,7 @@ class Engine:
                     flat[block, head, self.order[part, slot]] = rows[i, head]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_the_reference(dtype):
     rng = torch.Generator().manual_seed(int(dtype.itemsize))
     contexts = {

@@ -1,0 +1,37 @@
+"""What an inference engine answered, held against gracekv's own cache."""
+
+import torch
+
+from gracekv.vllm import request
+
+# Log-probabilities of both engines differ by rounding only; tokens may differ where two are as
+# close as this.
+MARGIN = 1e-3
+
+
+def check_answer(served, name, question, answer, greedy=True):
+    """Raise unless the answer's log-probabilities are those over gracekv's own cache.
+
+    Args:
+        served: store, tokenizer and model, and gracekv's results by name.
+        name: of the context.
+        question: a text, or None.
+        answer: vLLM's, with log-probabilities.
+        greedy: each token is also the likeliest, or within `MARGIN` of it.
+    """
+    chosen, best = _own_logprobs(served, name, question, list(answer.token_ids))
+    got = torch.tensor([next(iter(step.values())).logprob for step in answer.logprobs])
+    assert len(got) == len(chosen) > 1
+    assert (got - chosen).abs().max() < MARGIN, (name, question)
+    assert not greedy or (best - chosen).max() < MARGIN, (name, question)
+
+
+def _own_logprobs(served, name, question, answer):
+    """Of each answered token, and of the likeliest one in its place, by gracekv."""
+    asked = list(request(served.store, name, question, served.tokenizer).prompt_ids)
+    with torch.inference_mode():
+        ids = torch.tensor([asked + answer[:-1]])
+        cache = served.results[name].new_cache()
+        logits = served.model(ids, past_key_values=cache).logits[0, len(asked) - 1 :]
+    logprobs = logits.float().log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(answer)[:, None])[:, 0], logprobs.max(-1).values

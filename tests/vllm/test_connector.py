@@ -1,0 +1,27 @@
+"""The worker's side of the connector, without an engine."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = pytest.mark.vllm
+
+
+def test_a_context_that_cannot_be_loaded_fails_the_blocks_of_its_requests():
+    from gracekv.errors import StoreError
+    from gracekv.vllm import step
+    from gracekv.vllm.connector import GraceConnector, StepContexts
+
+    def load(name, digest, keep):
+        if name == "gone":
+            raise StoreError("There is no context 'gone' in the store.")
+        return SimpleNamespace(header=SimpleNamespace(digest=digest))
+
+    connector = object.__new__(GraceConnector)
+    connector._store, connector._failed_blocks = SimpleNamespace(load=load), set()
+    connector.bind_connector_metadata(StepContexts({7: ("gone", "0"), 9: ("book", "1")}))
+    assert connector.get_block_ids_with_load_errors() == {7}
+    assert connector.get_block_ids_with_load_errors() == set()
+    assert list(step.current()._named) == [9]
+    connector.clear_connector_metadata()
+    assert step.current() is None

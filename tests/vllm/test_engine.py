@@ -1,0 +1,262 @@
+"""A stock vLLM serves contexts: tokens and log-probabilities are those of gracekv's own cache.
+
+One engine with few pages and short steps, so that questions are read in chunks and requests are
+preempted. The model is the embedded one in float32.
+"""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from support.engine_answers import check_answer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.model]
+
+TOKENS = 32
+RECIPES = {
+    "global": {"pipeline": "gracekv-agnostic", "ratio": 3},
+    "tight": {"pipeline": "gracekv-agnostic", "ratio": 8},
+    "merged": {"pipeline": "gracekv", "ratio": 4},
+    "equal": {"pipeline": "streaming-llm", "entries_per_head": 96},
+    "full": {"pipeline": "fullkv", "ratio": 1},
+}
+QUESTIONS = [
+    "Who is the story about?",
+    "What did she see?",
+    "Tell me, in your own words and as if to a child of five who has never read a book, what "
+    "happened first, what happened then and what happened at the very end, who was there, what "
+    "they said to one another, what they wore, where they went and why, and whether there is "
+    "anything in all of this that you would call strange. Begin with the strangest thing.",
+]
+PLAIN = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The model's folder, its contexts in a store, and gracekv's results for them."""
+    import gracekv
+    from gracekv.hf.smollm2 import load_smollm2
+
+    model, tokenizer = load_smollm2()
+    text = chapter()
+    store = tmp_path_factory.mktemp("store")
+    results = {}
+    for number, (name, options) in enumerate(RECIPES.items()):
+        context = text[number * 1500 : number * 1500 + 2400]
+        prompt = gracekv.Prompt.from_chat(tokenizer, context=context)
+        results[name] = gracekv.compress(model, prompt, **options)
+        results[name].export(store / name)
+    question = gracekv.Prompt.from_chat(tokenizer, context=text[:2000], question="Who is Alice?")
+    results["asked"] = gracekv.compress(model, question, ratio=4)
+    results["asked"].export(store / "asked")
+    folder = tokenizer.name_or_path
+    return SimpleNamespace(
+        model=model, tokenizer=tokenizer, store=store, results=results, folder=folder
+    )
+
+
+def chapter():
+    from importlib.resources import files
+
+    return (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def engine(served):
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    from gracekv.vllm import kv_transfer_config
+
+    made = LLM(
+        served.folder,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=48,
+        max_num_batched_tokens=64,
+        block_size=32,
+        num_gpu_blocks_override=50,
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(**kv_transfer_config(served.store)),
+    )
+    yield made
+    made.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ask(served, engine):
+    """Answers to (context, question) pairs, all in one batch; question None: its own."""
+    from gracekv.vllm import request
+
+    def run(pairs, plain=0, **options):
+        from vllm import SamplingParams
+
+        asked = [request(served.store, *pair, served.tokenizer) for pair in pairs]
+        options = {"max_tokens": TOKENS, "logprobs": 0, **options}
+        prompts = [one.prompt for one in asked]
+        params = [one.sampling_params(**options) for one in asked]
+        ids = served.tokenizer(PLAIN).input_ids
+        prompts += [{"prompt_token_ids": ids}] * plain
+        params += [SamplingParams(temperature=0.0, max_tokens=TOKENS)] * plain
+        return engine.generate(prompts, params, use_tqdm=False)
+
+    return run
+
+
+PAIRS = [(name, question) for name in RECIPES for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def alone(ask):
+    """The answers to all pairs, and to a plain request."""
+    outputs = ask([*PAIRS, ("asked", None)], plain=1)
+    return dict(zip([*PAIRS, ("asked", None), "plain"], outputs, strict=True))
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "asked"])
+def test_tokens_and_probabilities_are_those_of_gracekv(served, alone, name):
+    for question in QUESTIONS if name in RECIPES else [None]:
+        check_answer(served, name, question, alone[name, question].outputs[0])
+
+
+def test_the_contexts_are_what_is_read(served, alone):
+    """Other contexts' caches give other probabilities: the comparison can fail."""
+    answer = alone["global", QUESTIONS[0]].outputs[0]
+    with pytest.raises(AssertionError):
+        check_answer(served, "tight", QUESTIONS[0], answer)
+    kinds = [served.results[name].packed.entries().unique().numel() for name in RECIPES]
+    assert kinds[0] > 1, "budgets are ragged"
+    assert kinds[3] == 1, "budgets are equal"
+
+
+def test_a_full_context_equals_the_engines_own_prefill(served, engine, alone):
+    from vllm import SamplingParams
+
+    from gracekv.vllm import request
+
+    for question in QUESTIONS[:2]:
+        prompt = served.results["full"].prompt
+        asked = request(served.store, "full", question, served.tokenizer)
+        whole = prompt.ids[: prompt.spans.context_end].tolist() + list(asked.prompt_ids)
+        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, logprobs=0)
+        own = engine.generate({"prompt_token_ids": whole}, params, use_tqdm=False)[0].outputs[0]
+        mine = alone["full", question].outputs[0]
+        check_answer(served, "full", question, own)
+        same = next(
+            (i for i, (a, b) in enumerate(zip(own.token_ids, mine.token_ids, strict=False))
+             if a != b), len(own.token_ids)
+        )  # fmt: skip
+        assert same > 8, "answers part at the first near-tie only"
+
+
+def metric(engine, name):
+    return sum(made.value for made in engine.get_metrics() if made.name == f"vllm:{name}")
+
+
+def test_many_requests_at_once_are_right_and_leave_nothing(served, engine, ask, alone):
+    pairs = [(name, q) for name in list(RECIPES)[:4] for q in QUESTIONS] * 3
+    before = metric(engine, "num_preemptions")
+    outputs = ask(pairs[:32], plain=8)
+    assert metric(engine, "num_preemptions") > before, "the pages were enough for all"
+    for pair, output in zip(pairs[:32], outputs, strict=False):
+        check_answer(served, *pair, output.outputs[0])
+    plain = list(alone["plain"].outputs[0].token_ids)
+    assert all(list(output.outputs[0].token_ids) == plain for output in outputs[32:])
+    for name in ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
+        assert metric(engine, name) == 0
+
+
+def test_samples_of_one_request_share_the_context(served, ask):
+    (output,) = ask([("merged", QUESTIONS[0])], n=3, temperature=1.0, seed=7)
+    assert len({tuple(sample.token_ids) for sample in output.outputs}) > 1
+    for sample in output.outputs:
+        check_answer(served, "merged", QUESTIONS[0], sample, greedy=False)
+
+
+def test_an_aborted_request_leaves_the_others_alone(served, engine, ask, alone):
+    from gracekv.vllm import request
+
+    core = engine.llm_engine
+    for number, name in enumerate(("global", "merged")):
+        asked = request(served.store, name, QUESTIONS[0], served.tokenizer)
+        core.add_request(str(number), asked.prompt, asked.sampling_params(TOKENS, logprobs=0))
+    for _ in range(4):
+        core.step()
+    core.abort_request(["0"])
+    finished = []
+    while core.has_unfinished_requests():
+        finished += [output for output in core.step() if output.finished]
+    assert [output.request_id.partition("-")[0] for output in finished] == ["1"]
+    check_answer(served, "merged", QUESTIONS[0], finished[0].outputs[0])
+    assert metric(engine, "kv_cache_usage_perc") == 0
+
+
+@pytest.fixture
+def broken(served):
+    """Contexts that cannot be used, beside those that can."""
+    store = served.store
+    shutil.copytree(store / "global", store / "damaged")
+    path = store / "damaged" / "entries.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(bytes(data))
+    shutil.copytree(store / "global", store / "foreign")
+    header = json.loads((store / "foreign" / "header.json").read_text())
+    header["model"]["weights"] = "0" * 16
+    (store / "foreign" / "header.json").write_text(json.dumps(header))
+    yield {
+        "damaged": "is damaged",
+        "foreign": "another model: weights differ",
+        "missing": "There is no context",
+        "../global": "A context's name",
+    }
+    shutil.rmtree(store / "damaged")
+    shutil.rmtree(store / "foreign")
+
+
+def parameters(name):
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": {"gracekv": name}}
+    return SamplingParams(temperature=0.0, max_tokens=8, extra_args=extra)
+
+
+def test_unusable_contexts_are_refused_by_name(served, engine, ask, broken):
+    from vllm.exceptions import VLLMValidationError
+
+    for name, said in broken.items():
+        with pytest.raises(VLLMValidationError, match=said):
+            engine.generate({"prompt_token_ids": [1, 2, 3]}, parameters(name), use_tqdm=False)
+    (output,) = ask([("global", QUESTIONS[0])])
+    check_answer(served, "global", QUESTIONS[0], output.outputs[0])
+
+
+def test_prefixes_are_shared_inside_a_context_only(served, engine, ask):
+    """A second request finds the question's pages of the same context, never of another."""
+    from gracekv.vllm import request
+
+    long = QUESTIONS[2]
+    first, again, other, plain = (
+        ask([("global", long)])[0],
+        ask([("global", long)])[0],
+        ask([("tight", long)])[0],
+        engine.generate(
+            request(served.store, "global", long, served.tokenizer).prompt,
+            parameters_without_context(),
+            use_tqdm=False,
+        )[0],
+    )
+    assert again.num_cached_tokens >= 32
+    check_answer(served, "global", long, first.outputs[0])
+    check_answer(served, "global", long, again.outputs[0])
+    check_answer(served, "tight", long, other.outputs[0])
+    assert list(plain.outputs[0].token_ids) != list(again.outputs[0].token_ids)
+
+
+def parameters_without_context():
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=TOKENS)
