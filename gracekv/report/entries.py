@@ -31,7 +31,7 @@ class KeptEntries:
         start: int64 [E] first absolute position that the entry stands for.
         end: int64 [E] exclusive.
         multiplicity: float32 [E], how many tokens the entry weighs as in attention; at most
-            end - start.
+            end - start unless fitted.
         depth: int16 [E] level of its node in the slot's tree, -1 outside of trees (recent window,
             FullKV); None without trees.
         floor: bool [E], bought by the floor, not by the auction; None without a floor.

