@@ -13,7 +13,7 @@ from gracekv.linalg import batched_linear
 from gracekv.prefill import Prefill, Region
 
 # Bytes of logits that are held at once.
-_CPU_BLOCK, _GPU_BLOCK = 32 * 2**20, 512 * 2**20
+_CPU_BLOCK, _GPU_BLOCK = 8 * 2**20, 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
