@@ -68,4 +68,5 @@ def test_random_pipelines_hold_the_invariants(tally):
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {data}: {error}") from error
         tally.add("ran")
-    assert tally.outcomes["ran"] > PIPELINES // 3
+    # Most others are refused for budgets below the smallest.
+    assert tally.outcomes["ran"] > PIPELINES // 5

@@ -168,7 +168,8 @@ def test_defaults_of_the_constructor_give_way_to_the_call(model, tokenizer):
     assert first["budget"] == 3 * 2 * 220 // 4
     assert pipe(context=CONTEXT, question=QUESTIONS[0], entries_per_head=40)["budget"] == 240
     longer = pipe(context=CONTEXT, question=QUESTIONS[0], max_new_tokens=9)
-    assert longer["answer"].split()[:3] == first["answer"].split()
+    # A token may be no word, or join the next.
+    assert longer["answer"].startswith(first["answer"].rstrip())
     assert pipe(context=CONTEXT, question=QUESTIONS[0], instruction="")["full_bytes"] == (
         first["full_bytes"] - 2 * 3 * 2 * 2 * 16 * 4
     )
