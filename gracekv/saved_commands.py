@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import gracekv
-from gracekv.errors import PromptError
+from gracekv.errors import CacheError, PromptError
 from gracekv.options import Imports
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ def chat(
                 typer.echo("\n")
             except KeyboardInterrupt:
                 typer.echo("\n(stopped; this question and its answer are forgotten)", err=True)
-            except PromptError as error:
+            # The conversation goes on without a question that does not fit.
+            except (CacheError, PromptError) as error:
                 typer.echo(f"{error}", err=True)
 
 

@@ -40,6 +40,10 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
     that boundaries are measured by run over the question too). Prefill, scores, trees and
     allocation are made for each question anew: they depend on it.
 
+    With `reuse=True` the context is read and compressed once, before any question is known, and all
+    questions are asked about what is left: see `CompressionResult.ask`. That costs one prefill
+    whatever the number of questions, and more entries for the same answers.
+
     Keyword arguments of the constructor are defaults for calls. A call's budget replaces the
     constructor's.
     """
@@ -54,13 +58,20 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         return prompt, kwargs, {}
 
     def __call__(
-        self, *, context: str, question: str | Sequence[str] = "", **kwargs: Any
+        self,
+        *,
+        context: str,
+        question: str | Sequence[str] = "",
+        reuse: bool | None = None,
+        **kwargs: Any,
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Answer one question, or each of several about the same context.
 
         Args:
             context: the long text, the only part that is compressed.
             question: a text, or a list of them.
+            reuse: one prefill and one compressed context for all questions; default: the
+                constructor's, or False.
             kwargs: `instruction`, `answer_prefix`, `separator`, `template` as in
                 `Prompt.from_chat`; a budget, `pipeline` and `backend` as in `gracekv.compress`;
                 everything else, such as `max_new_tokens`, goes to `generate`.
@@ -70,7 +81,8 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
             texts, context entries, bytes of keys and values. A list for a list.
 
         Raises:
-            PromptError: `question` is an empty list.
+            PromptError: `question` is an empty list; with `reuse`, as `CompressionResult.ask`.
+            ConfigError: `reuse` with an `answer_prefix`, which would stand before the question.
         """
         prompt_options, options, _ = self._sanitize_parameters(**kwargs)
         prompt_options = self._preprocess_params | prompt_options
@@ -78,33 +90,41 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         if any(options.get(name) is not None for name in _BUDGET):
             defaults = {name: x for name, x in defaults.items() if name not in _BUDGET}
         options = defaults | options
+        default = options.pop("reuse", False)
+        reuse = default if reuse is None else reuse
         questions = [question] if isinstance(question, str) else list(question)
         if not questions:
             raise PromptError("question takes a text or a list of at least one; got an empty list.")
-        shared: dict[Any, Partition] = {}
-        answers = [
-            self.run_single(
-                {"context": context, "question": text},
-                prompt_options,
-                options | {"shared": shared},
-                {},
+        if reuse and prompt_options.get("answer_prefix"):
+            raise ConfigError(
+                "answer_prefix stands after a question that the prompt holds; with reuse=True the "
+                "prompt holds none. Leave answer_prefix out, or reuse=True."
             )
-            for text in questions
-        ]
+        shared: dict[Any, Partition] = {}
+        answers = []
+        for asked in [questions] if reuse else questions:
+            inputs = {"context": context, "question": asked}
+            answers += self.run_single(inputs, prompt_options, options | {"shared": shared}, {})
         return answers[0] if isinstance(question, str) else answers
 
     def preprocess(self, inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """The prompt of one question. Raises `ConfigError` if the pipeline has no tokenizer."""
+        """The prompt of one question, or for a list of questions the prompt without any.
+
+        Raises `ConfigError` if the pipeline has no tokenizer.
+        """
         if self.tokenizer is None:
             raise ConfigError(
                 f"{TASK} needs a tokenizer. Use pipeline({TASK!r}, model=model, "
                 f"tokenizer=tokenizer)."
             )
-        return {"prompt": Prompt.from_chat(self.tokenizer, **inputs, **options)} | inputs
+        texts = dict(inputs)
+        if isinstance(texts["question"], list):
+            texts["question"] = ""
+        return {"prompt": Prompt.from_chat(self.tokenizer, **texts, **options)} | inputs
 
     def _forward(
         self, inputs: dict[str, Any], shared: dict[Any, Partition], **options: Any
-    ) -> dict[str, Any]:
+    ) -> list[dict[str, Any]]:
         compression = {name: options.pop(name) for name in _COMPRESSION if name in options}
         budget = chosen_budget(**{name: compression.get(name) for name in _BUDGET})
         prompt = inputs["prompt"]
@@ -117,18 +137,25 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         # The answer is generated over the compressed cache alone.
         del prefill
         result = CompressionResult.from_runs(self.model, [prompt], [run], pipe)
-        kept = result.accounting
-        return {
-            "question": inputs["question"],
-            "answer": result.generate(**options),
-            "budget": kept.budget,
-            "spent": kept.spent,
-            "kv_bytes": kept.bytes,
-            "full_bytes": kept.full_bytes,
-        }
+        kept, questions = result.accounting, inputs["question"]
+        if isinstance(questions, list):
+            answers = result.ask(questions, **options)
+        else:
+            questions, answers = [questions], [result.generate(**options)]
+        return [
+            {
+                "question": question,
+                "answer": answer,
+                "budget": kept.budget,
+                "spent": kept.spent,
+                "kv_bytes": kept.bytes,
+                "full_bytes": kept.full_bytes,
+            }
+            for question, answer in zip(questions, answers, strict=True)
+        ]
 
-    def postprocess(self, outputs: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """What a call returns for one question, as `_forward` made it."""
+    def postprocess(self, outputs: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
+        """What a call returns, question by question, as `_forward` made it."""
         return outputs
 
 

@@ -182,9 +182,45 @@ def test_other_pipelines_backends_and_generation_options(pipe):
     assert isinstance(pipe(**options, num_beams=2)["answer"], str)
 
 
+def test_reused_questions_are_asked_about_one_compressed_context(model, tokenizer):
+    pipe = GraceTextGeneration(model=model, tokenizer=tokenizer, ratio=3, max_new_tokens=5)
+    prompt = gracekv.Prompt.from_chat(tokenizer, context=CONTEXT, instruction="w5 w6")
+    book = gracekv.compress(model, prompt, ratio=3)
+    lengths = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    try:
+        options = {"context": CONTEXT, "instruction": "w5 w6", "reuse": True}
+        found = pipe(question=QUESTIONS, **options)
+    finally:
+        hook.remove()
+    assert sum(length > 200 for length in lengths) == 1
+    assert [x["question"] for x in found] == QUESTIONS
+    assert [x["answer"] for x in found] == book.ask(QUESTIONS, max_new_tokens=5)
+    kept = book.accounting
+    assert {(x["budget"], x["spent"], x["kv_bytes"], x["full_bytes"]) for x in found} == {
+        (kept.budget, kept.spent, kept.bytes, kept.full_bytes)
+    }
+    always = GraceTextGeneration(
+        model=model, tokenizer=tokenizer, ratio=3, max_new_tokens=5, reuse=True
+    )
+    one = always(question=QUESTIONS[1], context=CONTEXT, instruction="w5 w6")
+    assert one["answer"] == book.ask(QUESTIONS[1], max_new_tokens=5)
+    apart = {"question": QUESTIONS[1], "context": CONTEXT}
+    assert always(**apart, reuse=False) == pipe(**apart)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"question": [], "ratio": 2, "reuse": True}, PromptError, "at least one; got an empty"),
+        ({"question": ["w1", " "], "ratio": 2, "reuse": True}, PromptError, "not empty; got ' '"),
+        (
+            {"question": "w1", "ratio": 2, "reuse": True, "answer_prefix": "w2"},
+            ConfigError,
+            "Leave answer_prefix out, or reuse=True",
+        ),
         ({"question": "w1"}, BudgetError, "exactly one budget"),
         ({"question": [], "ratio": 2}, PromptError, "at least one; got an empty list"),
         ({"question": "w1", "ratio": 2, "kv_bytes": 9}, BudgetError, "got ratio and kv_bytes"),
