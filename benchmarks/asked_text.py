@@ -1,0 +1,116 @@
+"""A text with hidden numbers, a question for each, and how close a compressed cache answers."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import gracekv
+from gracekv import CompressionResult, Prompt
+from gracekv.evaluate.fidelity import AnswerOutputs, compare, teacher_force
+from gracekv.hf.generation import continue_ids
+
+WORDS = (
+    "teapot", "lantern", "violin", "harbour", "walnut", "compass", "orchard", "blanket", "saddle",
+    "chimney",
+)  # fmt: skip
+NEW_TOKENS = 16
+# A divergence below this is rounding; as in gracekv.evaluate.
+_LEAST_KL = 1e-4
+
+
+def story(tokenizer: Any, tokens: int, seed: int = 0) -> tuple[str, list[tuple[str, str]]]:
+    """About `tokens` tokens of the demo's chapter with ten numbers in it; questions and answers."""
+    chapter = files("gracekv.data").joinpath("alice_chapter_1.txt").read_text(encoding="utf-8")
+    rng = random.Random(seed)
+    facts = [(word, str(rng.randrange(100_000, 1_000_000))) for word in WORDS]
+    sentences = [f"The special magic number for the {word} is {number}." for word, number in facts]
+    taken = sum(len(tokenizer(sentence)["input_ids"]) for sentence in sentences)
+    ids = tokenizer(chapter)["input_ids"]
+    text = tokenizer.decode((ids * (tokens // len(ids) + 1))[: tokens - taken])
+    gaps = [i + 1 for i, letter in enumerate(text) if letter == " " and text[i - 1] in ".,;:!?”"]
+    parts, begin = [], 0
+    for number, sentence in enumerate(sentences):
+        # In the middle of each tenth.
+        goal = (2 * number + 1) * len(text) / (2 * len(sentences))
+        gap = min(gaps, key=lambda place: abs(place - goal))
+        parts += [text[begin:gap], sentence + " "]
+        begin = gap
+    questions = [
+        (f"What is the special magic number for the {word}?", number) for word, number in facts
+    ]
+    return "".join([*parts, text[begin:]]), questions
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What FullKV says to a question.
+
+    Attributes:
+        question: its text.
+        expected: the hidden number.
+        ids: int64 [T] of context and question.
+        answer: int64 [A], FullKV's own tokens.
+        outputs: what predicts them over the full cache.
+    """
+
+    question: str
+    expected: str
+    ids: Tensor
+    answer: Tensor
+    outputs: AnswerOutputs
+
+
+def references(
+    full: CompressionResult, context: str, questions: list[tuple[str, str]]
+) -> list[Reference]:
+    """FullKV's answers over the cache of `full`, which holds everything."""
+    found = []
+    for question, expected in questions:
+        prompt = Prompt.from_chat(full.tokenizer, context=context, question=question)
+        answer = tokens_of(full, prompt.ids)
+        outputs = teacher_force(full.model, prompt.ids, answer, full.new_cache())
+        found.append(Reference(question, expected, prompt.ids, answer, outputs))
+    return found
+
+
+def tokens_of(result: CompressionResult, ids: Tensor, count: int = NEW_TOKENS) -> Tensor:
+    """int64 [count]: greedy tokens after `ids` [T], which begin with the result's context."""
+    rows = continue_ids(
+        result.model, [ids], result.new_cache(), result.tokenizer, count, {"min_new_tokens": count}
+    )
+    return rows[0]
+
+
+def fidelity(result: CompressionResult, asked: Reference) -> tuple[float, bool]:
+    """log KL to FullKV over its own tokens, and whether the number is in the result's answer."""
+    outputs = teacher_force(result.model, asked.ids, asked.answer, result.new_cache())
+    kl = compare(outputs, asked.outputs, asked.answer)["kl"]
+    said = result.tokenizer.decode(tokens_of(result, asked.ids))
+    return math.log(max(kl, _LEAST_KL)), asked.expected in said
+
+
+def facts() -> list[str]:
+    """Lines for the head of a page: machine and commit."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return [
+        f"- machine: {platform.machine()}, {os.cpu_count()} cores, CPU, "
+        f"{torch.get_num_threads()} thread(s); torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, gracekv {gracekv.__version__}",
+        f"- commit: {commit}",
+        f"- command: `python {' '.join(sys.argv)}`",
+        "- model: SmolLM2-135M-Instruct, float32",
+    ]
