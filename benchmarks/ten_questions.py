@@ -52,7 +52,8 @@ def stock_answers(model: Any, context: int, prompts: list[Prompt]) -> tuple[floa
 
     def answer() -> None:
         for prompt in prompts:
-            cache.crop(context)
+            if extra := cache.get_seq_length() - context:
+                cache.crop(-extra)
             model.generate(prompt.ids[None], past_key_values=cache, do_sample=False, **ANSWER)
 
     detach(model)

@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from gracekv.errors import CacheError, ConfigError
+from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import continue_ids, decode_rows
 from gracekv.hf.questions import check_context, check_question, check_room
@@ -26,8 +26,8 @@ class Conversation:
             print(chat.ask("And whose cat is she?"))
 
     The packed context is shared with all other conversations and never changed; what this one adds
-    stays uncompressed. A turn that fails, or whose stream is closed early, is undone. For one
-    thread at a time.
+    stays uncompressed until `compress` is called. A turn that fails, or whose stream is closed
+    early, is undone. For one thread at a time.
 
     Attributes:
         messages: the turns so far, as chat templates take them: {"role": "user" or "assistant",
@@ -38,11 +38,14 @@ class Conversation:
         """Begin after the context of `result`; raises `PromptError` as `result.ask` does."""
         check_context(result.prompts[0])
         self.messages: list[dict[str, str]] = []
-        self._model, self._prompt = result.model, result.prompts[0]
-        self._cache = result.new_cache()
-        self._ids = result.prompts[0].ids[: result.prompts[0].spans.context_end]
         self._closed = False
         self._lock = threading.Lock()
+        self._begin_after(result)
+
+    def _begin_after(self, result: Any) -> None:
+        self._result, self._model, self._prompt = result, result.model, result.prompts[0]
+        self._cache = result.new_cache()
+        self._ids = self._prompt.ids[: self._prompt.spans.context_end]
 
     @overload
     def ask(
@@ -88,6 +91,27 @@ class Conversation:
         with self._turn(question, max_new_tokens) as turn:
             return self._add(question, turn, self._generate(turn, max_new_tokens, kwargs))
 
+    def compress(self, **options: Any) -> None:
+        """Compress the turns so far, which are read once more, behind the packed context.
+
+        A long conversation stays within a budget by it: chat.compress(ratio=2). Later turns go on
+        as before.
+
+        Args:
+            options: of `CompressionResult.extend`: a budget for the turns, and so on.
+
+        Raises what `extend` raises, `CacheError` as `ask` does, and `PromptError` if there is no
+        turn that is not compressed yet.
+        """
+        self._check_open()
+        with self._alone():
+            turns = self._ids[self._prompt.spans.context_end :]
+            if not len(turns):
+                raise PromptError(
+                    "There is no turn that is not compressed yet. Ask something first."
+                )
+            self._begin_after(self._result.extend(turns, **options))
+
     def close(self) -> None:
         """Let go of the cache; a further question raises `CacheError`."""
         self._closed = True
@@ -116,29 +140,34 @@ class Conversation:
             self._add(question, turn, answers[0])
 
     @contextmanager
-    def _turn(self, question: str, max_new_tokens: int) -> Iterator[Tensor]:
-        """The ids so far and the question's; an error inside leaves the cache as it was."""
+    def _alone(self) -> Iterator[None]:
         if not self._lock.acquire(blocking=False):
             raise CacheError(
                 "Another turn of this conversation is being answered, in another thread or by an "
                 "open stream. Wait for it, or begin a conversation of its own with result.chat()."
             )
-        cached = self._cache.get_seq_length()
         try:
             self._check_open()
-            prompt = self._prompt
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _turn(self, question: str, max_new_tokens: int) -> Iterator[Tensor]:
+        """The ids so far and the question's; an error inside leaves the cache as it was."""
+        with self._alone():
+            prompt, cached = self._prompt, self._cache.get_seq_length()
             encode = next_turn if self.messages else first_turn
             new = encode(prompt.tokenizer, question, prompt.separator, prompt.template)
             ids = torch.cat([self._ids, torch.tensor(new)])
-            check_room(self._model, self._prompt, len(ids), max_new_tokens)
-            yield ids
-        except BaseException:
-            for layer in self._cache.layers:
-                # A failure inside the model leaves the layers at different lengths.
-                layer.crop(cached - layer.logical_length)
-            raise
-        finally:
-            self._lock.release()
+            check_room(self._model, prompt, len(ids), max_new_tokens)
+            try:
+                yield ids
+            except BaseException:
+                for layer in self._cache.layers:
+                    # A failure inside the model leaves the layers at different lengths.
+                    layer.crop(cached - layer.logical_length)
+                raise
 
     def _generate(self, ids: Tensor, max_new_tokens: int, options: dict[str, Any]) -> Tensor:
         """int64 [n], the answer without the token that ends it, which is not in the cache."""

@@ -153,6 +153,31 @@ def test_a_conversation_appends_its_turns(model, tokenizer, book):
         assert repr(chat).startswith("Conversation(2 turns, ")
 
 
+def test_turns_are_compressed_behind_the_context(model, tokenizer, book):
+    with book.chat() as chat, book.chat() as plain:
+        for one in (chat, plain):
+            one.ask("Who fell?", max_new_tokens=9, eos_token_id=1999)
+        turns = len(chat._ids) - book.packed.length
+        chat.compress(ratio=1)
+        assert chat._cache.packed_length == book.packed.length + turns
+        for question in ("Why?", "And then?"):
+            for one in (chat, plain):
+                one.ask(question, max_new_tokens=6, eos_token_id=1999)
+            by_hand = chat._ids[: len(chat._ids) - 6]
+            want, logits = steps(model, by_hand, book.new_cache(), 6)
+            same_greedy(chat._ids[-6:], want, logits)
+        assert [turn["role"] for turn in chat.messages] == ["user", "assistant"] * 3
+        before = chat._cache.packed_length
+        chat.compress(ratio=2)
+        units, added = book.accounting.entries.numel(), chat._cache.packed_length - before
+        assert chat._result.accounting.budget == (
+            book.accounting.budget + units * turns + units * added // 2
+        )
+        chat.ask("Why?", max_new_tokens=3)
+        assert len(chat.messages) == 8
+    assert book.packed.length == book.prompt.spans.context_end
+
+
 def test_a_streamed_turn_counts_when_it_is_read_to_its_end(book):
     with book.chat() as chat:
         spoken = "".join(chat.ask("Who fell?", max_new_tokens=8, stream=True))
@@ -160,8 +185,9 @@ def test_a_streamed_turn_counts_when_it_is_read_to_its_end(book):
         length = chat._cache.get_seq_length()
         stream = chat.ask("Why?", max_new_tokens=64, stream=True)
         next(stream)
-        with pytest.raises(CacheError, match="open stream"):
-            chat.ask("And then?")
+        for call in (lambda: chat.ask("And then?"), lambda: chat.compress(ratio=2)):
+            with pytest.raises(CacheError, match="open stream"):
+                call()
         stream.close()
         assert len(chat.messages) == 2
         assert chat._cache.get_seq_length() == length
@@ -244,7 +270,11 @@ def test_bad_conversations_are_refused(model, tokenizer, prompt, book):
     chat = book.chat()
     with pytest.raises(ConfigError, match="num_beams=4"):
         chat.ask("Who?", num_beams=4)
+    with pytest.raises(PromptError, match="Ask something first"):
+        chat.compress(ratio=2)
     chat.close()
+    with pytest.raises(CacheError, match=r"closed.*result\.chat\(\)"):
+        chat.compress(ratio=2)
     for stream in (False, True):
         with pytest.raises(CacheError, match=r"closed.*result\.chat\(\)"):
             chat.ask("Who?", stream=stream)
