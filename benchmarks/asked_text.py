@@ -25,7 +25,7 @@ WORDS = (
     "teapot", "lantern", "violin", "harbour", "walnut", "compass", "orchard", "blanket", "saddle",
     "chimney",
 )  # fmt: skip
-NEW_TOKENS = 16
+NEW_TOKENS = 24
 # A divergence below this is rounding; as in gracekv.evaluate.
 _LEAST_KL = 1e-4
 

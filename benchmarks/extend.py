@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/extend.py
 
-The demo's chapter with ten hidden numbers, compressed in one go and in ten passages one after the
-other (`extend`), at the same ratios; then a question for each number. Both know no question.
+The demo's chapter with ten hidden numbers, compressed in one go and in three and ten passages, one
+after the other (`extend`), at the same ratios; then a question for each number, known to none.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def row(ratio: float, way: str, book: CompressionResult, asked: list[Reference],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1600)
-    parser.add_argument("--passages", type=int, default=10)
+    parser.add_argument("--passages", type=int, nargs="+", default=[3, 10])
     parser.add_argument("--ratios", type=float, nargs="+", default=[2, 4])
     args = parser.parse_args()
     model, tokenizer = load_smollm2()
@@ -71,19 +71,16 @@ def main() -> None:
     full = gracekv.compress(model, whole, ratio=1)
     asked = references(full, text, questions)
     told = sum(one.expected in tokenizer.decode(one.answer) for one in asked)
-    ways = {
-        "one go": lambda ratio: gracekv.compress(model, whole, ratio=ratio),
-        f"{args.passages} passages": lambda ratio: in_passages(model, whole, args.passages, ratio),
-    }
     rows = []
     for ratio in args.ratios:
-        for way, make in ways.items():
+        for count in (1, *args.passages):
             started = time.process_time()
-            book = make(ratio)
+            book = in_passages(model, whole, count, ratio)
+            way = "one go" if count == 1 else f"{count} passages"
             rows.append(row(ratio, way, book, asked, time.process_time() - started))
             print(rows[-1], flush=True)
     head = [
-        "# A text in ten passages beside one go",
+        "# A text in passages beside one go",
         "",
         *facts(),
         f"- config: recipe `{recipes.DEFAULT_WITHOUT_QUESTION}`; a chapter of "

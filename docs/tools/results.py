@@ -61,6 +61,8 @@ KNOWN = {
         figure="construction",
         alt="Seconds of the prefill, and of trees, surprisal and the rest on top of it",
     ),
+    "ten_questions": Known("python benchmarks/ten_questions.py"),
+    "extend": Known("python benchmarks/extend.py"),
     "decode": Known(
         "python benchmarks/decode.py",
         figure="decode",
