@@ -62,7 +62,7 @@ class ReferenceQueries(Configurable):
         """The queries for one prompt."""
         length = prefill.spans.length
         replayed, weights = self.replay.select_queries(prefill, region)
-        tail = torch.arange(max(0, length - self.tail), length)
+        tail = torch.arange(prefill.spans.last(self.tail).start, length)
         share = self.tail_share if len(tail) else 0.0
         return QuerySet(
             torch.cat([replayed, tail]),
