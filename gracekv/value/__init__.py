@@ -4,9 +4,14 @@ from gracekv.value.base import SCORERS, SENSITIVITIES, Relevance, Scorer, Sensit
 from gracekv.value.block_replay import BlockReplay
 from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.column_sums import ColumnSums
+from gracekv.value.compactor import Compactor
 from gracekv.value.draft_attention import DraftAttention
 from gracekv.value.expected_attention import ExpectedAttention
+from gracekv.value.key_difference import KeyDifference
+from gracekv.value.key_norm import KeyNorm
 from gracekv.value.kvzip_two_pass import KVzipTwoPass
+from gracekv.value.lag_relative import LagRelative
+from gracekv.value.last_query import LastQuery
 from gracekv.value.mean_attention import MeanAttention
 from gracekv.value.mixture import Mixture
 from gracekv.value.multi_hop import MultiHop
@@ -25,9 +30,14 @@ __all__ = [
     "BlockReplay",
     "ChunkOrder",
     "ColumnSums",
+    "Compactor",
     "DraftAttention",
     "ExpectedAttention",
     "KVzipTwoPass",
+    "KeyDifference",
+    "KeyNorm",
+    "LagRelative",
+    "LastQuery",
     "MeanAttention",
     "Mixture",
     "MultiHop",

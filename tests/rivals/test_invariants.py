@@ -80,7 +80,7 @@ def test_each_head_keeps_its_best_tokens(name, prefill, ratio):
 
 EQUAL = (
     "streaming-llm", "h2o", "h2o-half", "snapkv", "chunkkv", "cam", "expected-attention",
-    "scissorhands",
+    "scissorhands", "knorm", "keydiff", "lagkv", "compactor", "tova",
 )  # fmt: skip
 
 

@@ -1,0 +1,46 @@
+"""`Recipe`, and the fields that recipes share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PAPER: Mapping[str, Any] = {
+    "segment": "curvature_dp",
+    "value": "multi_hop",
+    "sensitivity": "output_projection",
+    "distortion": "prototype",
+    "refine": "binary_extract",
+    "prototype": {},
+    "floor": "singleton",
+    "quota": "global",
+    "allocate": "greedy",
+    "pack": "prototype",
+    "window": {},
+}
+"""The paper's method, stage by stage; its strategies' defaults are the paper's numbers."""
+
+TOKENS: Mapping[str, Any] = {
+    "segment": "tokens",
+    "distortion": "unit",
+    "refine": "leaf_only",
+    "floor": "none",
+    "pack": "evict",
+}
+"""What all selections of single tokens share: each token is a slot that stays or goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One named pipeline.
+
+    Attributes:
+        summary: what it is, in a line.
+        source: where it comes from.
+        pipeline: fields for `Pipeline.from_dict`.
+    """
+
+    summary: str
+    source: str
+    pipeline: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,160 @@
+"""The paper's method, its ablations, and our recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gracekv.recipes.base import TOKENS, Recipe
+
+# What an answer will read: what a second reading would look at, tempered by where the question
+# points and by what the prompt looked at all along. Docs: quality.md.
+_REPLAYED: Mapping[str, Any] = {
+    "name": "mixture",
+    "rule": "rms",
+    "weights": [1.0, 0.5],
+    "scorers": [
+        "replay",
+        {"name": "read_ahead", "question_probes": 0, "lookahead": 1, "power": 2.0},
+    ],
+}
+# The mean over probes and the maximum, fifty to one.
+_AHEAD: Mapping[str, Any] = {"name": "read_ahead", "max_weight": 1 / 51}
+_POINTED: Mapping[str, Any] = {
+    "name": "mixture",
+    "rule": "sum",
+    "weights": [2.0, 1.0],
+    "scorers": [_AHEAD, "mean_attention"],
+}
+_READING: Mapping[str, Any] = {
+    "name": "mixture",
+    "rule": "geometric",
+    "scorers": [_REPLAYED, _POINTED],
+}
+_FORESEEN: Mapping[str, Any] = {"name": "value_norm", "relative": 0.5, "scorer": _READING}
+# One top-k over all heads by those scores; of recent tokens only the last few are always kept.
+_CHOSEN: Mapping[str, Any] = {
+    **TOKENS,
+    "value": _FORESEEN,
+    "sensitivity": "none",
+    "window": {"size": 4, "minimum": 4},
+}
+# What is kept makes up for what is gone.
+_PLUS: Mapping[str, Any] = {**_CHOSEN, "fit": "values_and_mass"}
+# Without a question all words of the context are as likely, and one query each may need them.
+_AGNOSTIC: Mapping[str, Any] = {
+    **_CHOSEN,
+    "value": {
+        "name": "value_norm",
+        "relative": 0.5,
+        "power": 0.5,
+        "scorer": "block_replay",
+    },
+    "fit": {
+        "name": "values_and_mass",
+        "queries": {
+            "replay": {"name": "replay", "uniform_weight": 1.0, "max_queries": 64}, "tail": 0,
+        },
+        "trust": 0.03,
+        "trust_read": 0.1,
+    },
+}  # fmt: skip
+
+
+def _by(scorer: object) -> dict[str, Any]:
+    """gracekv-plus with another score under its value norms."""
+    return {**_PLUS, "value": {**_FORESEEN, "scorer": scorer}}
+
+
+OWN: Mapping[str, Recipe] = {
+    "gracekv": Recipe("The paper's method, to the letter", "paper, Method"),
+    "gracekv-plus": Recipe(
+        "One top-k over all heads by what the answer is foreseen to read; values fitted",
+        "ours: replayed context queries, read-ahead and mean attention, times value norms",
+        _PLUS,
+    ),
+    "gracekv-agnostic": Recipe(
+        "One top-k over all heads by what a second reading would look at; values fitted",
+        "ours: replayed context queries, all alike, times value norms; the question is not read",
+        _AGNOSTIC,
+    ),
+    "gracekv-draft": Recipe(
+        "gracekv-plus after a look at what 16 drafted answer tokens read",
+        "ours: 16 decoding steps on the full cache come before compression",
+        _by({"name": "mixture", "scorers": ["draft_attention", _READING]}),
+    ),
+    "gracekv-foresight": Recipe(
+        "One top-k over all heads by what 64 tokens of FullKV's own answer read: a limit",
+        "ours: not a method, since it generates the answer first; what selection could reach",
+        {**_by({"name": "draft_attention", "max_tokens": 64}), "fit": "none"},
+    ),
+    "gracekv-plus-no-fit": Recipe(
+        "gracekv-plus whose kept entries stay as they were",
+        "ours: an ablation",
+        _CHOSEN,
+    ),
+    "gracekv-plus-no-replay": Recipe(
+        "gracekv-plus by read-ahead and mean attention alone",
+        "ours: an ablation",
+        _by(_POINTED),
+    ),
+    "gracekv-plus-only-replay": Recipe(
+        "gracekv-plus by replayed queries and the prompt's tail alone",
+        "ours: an ablation",
+        _by(_REPLAYED),
+    ),
+    "gracekv-plus-no-read-ahead": Recipe(
+        "gracekv-plus whose read-ahead only picks the queries that are replayed",
+        "ours: an ablation",
+        _by({"name": "mixture", "rule": "geometric", "scorers": [_REPLAYED, "mean_attention"]}),
+    ),
+    "gracekv-plus-no-mean-attention": Recipe(
+        "gracekv-plus without what the prompt looked at all along",
+        "ours: an ablation",
+        _by({"name": "mixture", "rule": "geometric", "scorers": [_REPLAYED, _AHEAD]}),
+    ),
+    "gracekv-plus-no-norms": Recipe(
+        "gracekv-plus by attention alone, whatever it brings",
+        "ours: an ablation",
+        {**_PLUS, "value": _READING},
+    ),
+    "gracekv-plus-trees": Recipe(
+        "The scores of gracekv-plus under the paper's slots, trees, floor and auction",
+        "ours: what merging adds to better scores, or costs",
+        {"value": _FORESEEN},
+    ),
+    "fullkv": Recipe("Nothing removed, whatever the budget", "paper, FullKV", {"keep_all": True}),
+    "gracekv-no-multihop": Recipe(
+        "Direct relevance only, no hops along attention",
+        "paper, ablation w/o MH",
+        {"value": {"name": "multi_hop", "hops": 0}},
+    ),
+    "gracekv-no-floor": Recipe(
+        "No exact singletons before the auction",
+        "paper, ablation w/o SF (alpha = 0)",
+        {"floor": "none"},
+    ),
+    "gracekv-no-curvature": Recipe(
+        "Uniform slots of 64 tokens and midpoint cuts; extraction stays",
+        "paper, ablation w/o CS",
+        {
+            "segment": "uniform",
+            "refine": {"name": "binary_extract", "candidates": 0, "reward": 0.0},
+        },
+    ),
+    "gracekv-no-multiresolution": Recipe(
+        "One prototype a slot or all its tokens, nothing between",
+        "paper, ablation w/o MR; its trees: ours",
+        {"refine": "two_level"},
+    ),
+    "gracekv-no-global": Recipe(
+        "Every head gets the same share of the budget",
+        "paper, ablation w/o GA",
+        {"quota": "per_head"},
+    ),
+    "global-eviction": Recipe(
+        "GraceKV's scores and sensitivity, one top-k of tokens over all heads, nothing merged",
+        "ours: what trees add is the difference to it",
+        TOKENS,
+    ),
+}

@@ -1,0 +1,104 @@
+"""Published methods as recipes of the same stages, at the exact budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gracekv.recipes.base import TOKENS, Recipe
+
+# A published rival: nothing weighs its heads, and all shares together are the budget exactly.
+_RIVAL: Mapping[str, Any] = {
+    **TOKENS,
+    "sensitivity": "none",
+    "quota": {"name": "per_head", "remainder": True},
+}
+RIVALS: Mapping[str, Recipe] = {
+    # StreamingLLM's own rule for recent tokens takes the place of the shared window, of which one
+    # token stays: the last one, which the rule always keeps.
+    "streaming-llm": Recipe(
+        "The prompt's first 4 tokens and the most recent ones",
+        "Xiao et al. 2023, arXiv:2309.17453",
+        {**_RIVAL, "value": "recency", "window": {"size": 1, "minimum": 1}},
+    ),
+    "h2o": Recipe(
+        "Tokens by all the attention they received in the prompt",
+        "Zhang et al. 2023, arXiv:2306.14048; once after prefill, shared recent window",
+        {**_RIVAL, "value": "column_sums"},
+    ),
+    "h2o-half": Recipe(
+        "H2O with half of every head's share for recent tokens",
+        "Zhang et al. 2023, arXiv:2306.14048; the published split",
+        {**_RIVAL, "value": "column_sums", "window": {"rule": "half"}},
+    ),
+    "snapkv": Recipe(
+        "Tokens by max-pooled attention from the prompt's last 32",
+        "Li et al. 2024, arXiv:2404.14469; benchmark setting",
+        {**_RIVAL, "value": "window_attention"},
+    ),
+    "ada-snapkv": Recipe(
+        "SnapKV whose heads compete for their layer's share, a fifth of it in equal parts",
+        "Feng et al. 2024, arXiv:2407.11550; rule of the official code",
+        {**_RIVAL, "value": "window_attention", "quota": "adaptive_heads"},
+    ),
+    "pyramidkv": Recipe(
+        "SnapKV with shares that fall linearly with depth",
+        "Cai et al. 2024, arXiv:2406.02069; beta 20, shared window",
+        {**_RIVAL, "value": "window_attention", "quota": "pyramid"},
+    ),
+    "chunkkv": Recipe(
+        "Whole chunks of 10 tokens by attention from the prompt's last 32, a layer's heads alike",
+        "Liu et al. 2025, arXiv:2502.00299; the budget spent to the last entry",
+        {**_RIVAL, "value": "chunk_order"},
+    ),
+    "cam": Recipe(
+        "H2O whose dropped values flow, by chance, into the 32 tokens after them",
+        "Zhang et al. 2024, CaM, ICML; replayed once after prefill, the paper's denominator",
+        {**_RIVAL, "value": "column_sums", "pack": "cam"},
+    ),
+    "d2o": Recipe(
+        "H2O with layer shares by attention density; dropped tokens merge by key similarity",
+        "Wan et al. 2024, arXiv:2406.13035; once after prefill, no layer exempt",
+        {**_RIVAL, "value": "column_sums", "quota": "density", "pack": "d2o"},
+    ),
+    "expected-attention": Recipe(
+        "Tokens by the attention that unknown future queries are expected to pay them",
+        "Devoto et al. 2025, arXiv:2510.00636; the question is not read",
+        {**_RIVAL, "value": "expected_attention"},
+    ),
+    "kvzip-two-pass": Recipe(
+        "One top-k over all heads by attention received while the model repeats the context",
+        "Kim et al. 2025, arXiv:2505.23416; runs the model a second time, the question is not read",
+        {**_RIVAL, "value": "kvzip_two_pass", "quota": "global"},
+    ),
+    "scissorhands": Recipe(
+        "Tokens by how many of the last 400 queries pay them at least uniform attention",
+        "Liu et al. 2023, arXiv:2305.17118; once after prefill, equal shares",
+        {**_RIVAL, "value": "scissorhands"},
+    ),
+    "knorm": Recipe(
+        "Tokens whose keys have the smallest norm",
+        "Devoto et al. 2024, arXiv:2406.11430; the question is not read",
+        {**_RIVAL, "value": "key_norm"},
+    ),
+    "keydiff": Recipe(
+        "Tokens whose keys are least like the mean key",
+        "Park et al. 2025, arXiv:2504.15364; once after prefill, the question is not read",
+        {**_RIVAL, "value": "key_difference"},
+    ),
+    "lagkv": Recipe(
+        "Of each 128 tokens those least like each other, on the scale of the next 128",
+        "Liang et al. 2025, arXiv:2504.04704; once after prefill, the question is not read",
+        {**_RIVAL, "value": "lag_relative"},
+    ),
+    "compactor": Recipe(
+        "Tokens by leverage of their keys and attention inside chunks of 256, without a mask",
+        "Chari & Van Durme 2025, arXiv:2507.08143; exact leverage, the question is not read",
+        {**_RIVAL, "value": "compactor"},
+    ),
+    "tova": Recipe(
+        "Tokens by attention from the prompt's last position, a layer's heads alike",
+        "Oren et al. 2024, arXiv:2401.06104; once after prefill, shared recent window",
+        {**_RIVAL, "value": "last_query"},
+    ),
+}

@@ -1,0 +1,118 @@
+r"""Compactor's score: leverage of keys, and attention of each chunk to itself without a mask.
+
+The leverage of token t is the share that its key, before rotation and centred, has in the Gram
+matrix of all keys,
+
+    k_t^T (sum_s k_s k_s^T + ridge I)^-1 k_t ,
+
+large where a key points where few others do. Both scores are z-scores over a layer's heads and
+tokens, and leverage counts half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from einops import rearrange, reduce
+from torch import Tensor
+from torch.nn import functional
+
+from gracekv.hyperparameter import bounded
+from gracekv.prefill import Needs, Prefill, Region
+from gracekv.value.base import SCORERS, Scorer, TokenScores
+
+
+@final
+@SCORERS.register("compactor")
+@dataclass(frozen=True, slots=False)
+class Compactor(Scorer):
+    """Leverage scores of keys, blended with non-causal attention in chunks of 256 (Compactor).
+
+    Every query of a chunk sees the whole chunk, before and after itself; sums over queries are
+    averaged over a KV head's group, multiplied by |v| and averaged over three neighbours. Nothing
+    after the context is read.
+
+    Source: Chari & Van Durme (2025), Compactor, arXiv:2507.08143, with the numbers of the authors'
+    code in kvpress and compactor-vllm: logits are not scaled. Ours: leverage is exact instead of
+    sketched by random projections, the last chunk has no padding, and the blend is the same at all
+    ratios (kvpress takes the share removed).
+
+    Cost: attention rows of a chunk for each token, O(L H N 256 d), and one Gram matrix a head, O(L
+    G N d²); the queries of every position are needed.
+
+    Attributes:
+        blending: weight of the leverage, beside 1 (compactor-vllm's 0.5).
+        chunk_size: tokens that attend to each other (kvpress's 256).
+        sinks: first prompt tokens, which score higher than all others (kvpress's 8).
+        ridge: added to the Gram matrix's diagonal (kvpress's 0.01).
+    """
+
+    blending: float = bounded(0.5, at_least=0, hint="The published weight is 0.5.")
+    chunk_size: int = bounded(256, at_least=1, hint="The published size is 256.")
+    sinks: int = bounded(8, at_least=0, hint="The published number is 8.")
+    ridge: float = bounded(1e-2, above=0, hint="The published value is 0.01.")
+
+    def needs(self) -> Needs:
+        """Queries of all positions."""
+        return Needs(later_queries=True)
+
+    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+        """Blended z-scores, shifted to at least 1 in each layer; sinks are 1 above its maximum.
+
+        Raises `MissingCaptureError` unless the queries of the context were captured.
+        """
+        spans, device = prefill.spans, prefill.keys[0].device
+        # A context that consists of sinks alone still has scores.
+        seen = Region(min(max(self.sinks, spans.past), spans.context_end - 1), spans.context_end)
+        attention = self._attention(prefill, seen)
+        scores = []
+        for layer, drawn in enumerate(attention):
+            leverage = leverages(prefill, layer, seen, self.ridge)
+            norms = prefill.values[layer][:, seen.start : seen.end].float().norm(dim=-1)
+            pooled = functional.avg_pool1d(drawn * norms, kernel_size=3, padding=1, stride=1)
+            blend = self.blending * _standardised(leverage) + _standardised(pooled)
+            blend = blend - blend.min() + 1
+            whole = blend.new_full((prefill.kv_heads, spans.context_end), float(blend.max()) + 1)
+            whole[:, seen.start :] = blend
+            scores.append(whole[:, region.start : region.end].to(device))
+        return TokenScores.from_scores(torch.stack(scores))
+
+    def _attention(self, prefill: Prefill, seen: Region) -> list[Tensor]:
+        """Per layer float32 [G, n]: sums over each chunk's queries, means over a group."""
+        parts: list[list[Tensor]] = [[] for _ in range(prefill.layers)]
+        for first in range(seen.start, seen.end, self.chunk_size):
+            chunk = range(first, min(first + self.chunk_size, seen.end))
+            view = prefill.with_queries(chunk)
+            for layer, found in enumerate(parts):
+                keys = view.keys[layer][:, chunk.start : chunk.stop].float()
+                queries = view.queries_at(layer, chunk).float()
+                shared = rearrange(queries, "(g n) c d -> g (n c) d", g=view.kv_heads)
+                shares = torch.softmax(shared @ keys.transpose(1, 2), dim=-1)
+                found.append(reduce(shares, "g (n c) t -> g t", "sum", c=len(chunk)) / view.group)
+        return [torch.cat(found, dim=-1) for found in parts]
+
+
+def leverages(prefill: Prefill, layer: int, seen: Region, ridge: float) -> Tensor:
+    """Leverage of each key of `seen` before rotation, float32 [G, n], between 0 and 1.
+
+    Args:
+        prefill: G KV heads.
+        layer: 0-based.
+        seen: the n tokens whose keys are centred and compared.
+        ridge: added to the Gram matrix's diagonal.
+    """
+    keys = prefill.keys[layer][:, seen.start : seen.end].float()
+    plain = prefill.rope.unrotate(keys, torch.arange(seen.start, seen.end)).double()
+    plain = plain - plain.mean(dim=1, keepdim=True)
+    gram = plain.transpose(1, 2) @ plain
+    gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
+    solved = torch.linalg.solve(gram, plain.transpose(1, 2))
+    scores: Tensor = (plain * solved.transpose(1, 2)).sum(dim=-1).clamp_min(0).float()
+    return scores
+
+
+def _standardised(scores: Tensor) -> Tensor:
+    """Z-scores over all heads and tokens of a layer."""
+    return (scores - scores.mean()) / scores.std(correction=0).clamp_min(1e-6)

@@ -1,0 +1,71 @@
+"""LagKV's score: how unlike a token is to its neighbours, on the scale of what follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.hyperparameter import bounded
+from gracekv.prefill import Prefill, Region
+from gracekv.value.base import SCORERS, Scorer, TokenScores
+
+
+@final
+@SCORERS.register("lag_relative")
+@dataclass(frozen=True, slots=False)
+class LagRelative(Scorer):
+    """Spread of a token's channels, on the scale of the next 128 tokens' channels (LagKV).
+
+    After the sinks, tokens lie in partitions. Keys and values of a partition are put on the range
+    of the next one, channel by channel; the standard deviation over channels, as a softmax over the
+    partition, is averaged over keys and values. Each partition keeps the same share: scores are
+    ranks in it. The last partition, which has no next one, and what follows it are kept before all
+    others. Nothing after the context is read, and no query.
+
+    Source: Liang et al. (2025), LagKV, arXiv:2504.04704. Ours: one eviction after prefill to any
+    budget, and where that is smaller than the kept end, the end's latest tokens.
+
+    Cost: some passes over keys and values.
+
+    Attributes:
+        sinks: first prompt tokens, which score higher than all others (LagKV's 4).
+        lag: tokens of a partition (LagKV's 128). A context of less than two keeps its latest.
+    """
+
+    sinks: int = bounded(4, at_least=0, hint="LagKV's is 4.")
+    lag: int = bounded(128, at_least=2, hint="LagKV's is 128.")
+
+    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+        """Ranks below 1, between 1 and 2 in the kept end, 3 for sinks."""
+        spans, device = prefill.spans, prefill.keys[0].device
+        first = min(spans.past + self.sinks, spans.context_end)
+        length = spans.context_end - first
+        parts = length // self.lag
+        ranked = (parts - 1) * self.lag if parts >= 2 else 0
+        whole = torch.full((prefill.layers, prefill.kv_heads, spans.context_end), 3.0)
+        # The later, the better.
+        whole[..., first:] = 1 + torch.arange(1, length + 1) / max(1, length)
+        whole = whole.to(device)
+        if ranked:
+            used = slice(first, first + parts * self.lag)
+            for layer, (keys, values) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
+                both = [_spread(states[:, used].float(), self.lag) for states in (keys, values)]
+                order = (both[0] + both[1]).sort(dim=-1, descending=True, stable=True).indices
+                ranks = torch.arange(self.lag - 1, -1, -1, device=order.device) / self.lag
+                scores = torch.zeros(order.shape, device=order.device)
+                scores.scatter_(-1, order, ranks.expand_as(order))
+                whole[layer, :, first : first + ranked] = scores.flatten(1).to(device)
+        return TokenScores.from_scores(whole[..., region.start : region.end].contiguous())
+
+
+def _spread(states: Tensor, lag: int) -> Tensor:
+    """[G, P - 1, lag] of states [G, P * lag, d]: each partition on the range of the next one."""
+    parts = states.unflatten(1, (-1, lag))
+    following = parts[:, 1:]
+    low, high = following.amin(dim=2, keepdim=True), following.amax(dim=2, keepdim=True)
+    scaled = (parts[:, :-1] - low) / (high - low).clamp_min(1e-12)
+    shares: Tensor = scaled.std(dim=-1).softmax(dim=-1)
+    return shares

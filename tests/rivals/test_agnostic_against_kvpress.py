@@ -1,0 +1,69 @@
+"""Rivals that score by keys, values and all queries against kvpress's press modules."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from gracekv.value import Compactor, LagRelative
+from support.kvpress_cases import RATIOS, ours, true_scores
+from support.margins import assert_same_choice, indicator
+
+# Their scores and ours differ by rounding, relative to scores of about 1.
+MARGIN = 2e-4
+
+
+def assert_keeps_the_same(case, recipe, press, window=0, least=1, shift=False, **changes):
+    """At all ratios the kept sets are the press's largest scores, but for near ties."""
+    scores = true_scores(case, press)
+    if shift:  # z-scores near 0 have no relative margin
+        scores = scores - scores.amin() + 1
+    for ratio in RATIOS:
+        entries = max(case.entries(ratio), least)
+        want = torch.zeros_like(scores, dtype=torch.bool)
+        want.scatter_(-1, scores.topk(entries, dim=-1).indices, True)
+        kept, _ = ours(case, recipe, entries, window, **changes)
+        got = indicator(kept, case.length).view(want.shape)
+        assert_same_choice(got, want, scores, margin=MARGIN)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "module", "name"),
+    [
+        ("knorm", "knorm_press", "KnormPress"),
+        ("keydiff", "keydiff_press", "KeyDiffPress"),
+    ],
+)
+def test_key_methods(case, kvpress_module, recipe, module, name):
+    press = getattr(kvpress_module(f"presses.{module}"), name)()
+    assert_keeps_the_same(case, recipe, press)
+
+
+def test_tova(case, kvpress_module):
+    # The press always keeps the last token, which is a window of one.
+    press = kvpress_module("presses.tova_press").TOVAPress()
+    assert_keeps_the_same(case, "tova", press, window=1)
+
+
+@pytest.mark.parametrize("lag", [16, 45])
+def test_lagkv(case, kvpress_module, lag):
+    press = kvpress_module("presses.lagkv_press").LagKVPress(lag_size=lag)
+    # The press ties what it keeps whatever the budget.
+    always = (case.length - press.n_sink) % lag + lag + press.n_sink
+    assert_keeps_the_same(case, "lagkv", press, least=always, value=LagRelative(lag=lag))
+
+
+@pytest.mark.parametrize("blending", [0.5, 20.0])
+def test_compactor(case, kvpress_module, monkeypatch, blending):
+    module = kvpress_module("presses.compactor_press")
+    dim = case.prefill.head_dim
+    # Whole chunks, since the press lets padding take part; a sketch that leaves keys as they are.
+    chunk = (case.length - 8) // 2
+    press = module.CompactorPress(
+        sink_size_end=0, chunk_size=chunk, sketch_dimension=dim, blending=blending
+    )
+    unsketched = torch.eye(dim).expand(1, case.prefill.kv_heads, dim, dim) * dim**0.5
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: unsketched)
+    # Its 8 sinks tie with the best other token, and are kept like ours at any of the ratios.
+    value = Compactor(blending=blending, chunk_size=chunk)
+    assert_keeps_the_same(case, "compactor", press, shift=True, value=value)

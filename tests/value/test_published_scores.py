@@ -1,0 +1,199 @@
+"""Scores of keys, lags, leverage and the last query: each against plain float64."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.prefill import Needs, Region
+from gracekv.testing import synthetic_prefill
+from gracekv.value import SCORERS, Compactor, LagRelative
+from gracekv.value.reference import attention_probability
+
+BLIND = ("key_norm", "key_difference", "lag_relative", "compactor")
+
+
+def drawn(seed, context=60, dtype=torch.float32, prefix=3):
+    return synthetic_prefill(
+        layers=2, kv_heads=2, group=2, dim=8, prefix=prefix, context=context, question=5, tail=3,
+        seed=seed, dtype=dtype,
+    )  # fmt: skip
+
+
+def heads(prefill, tensors):
+    """float64 [T, d] of every (layer, KV head)."""
+    return [tensors[layer][head].double() for layer in range(2) for head in range(2)]
+
+
+def key_norm(prefill):
+    return [[1 / math.sqrt(float(k @ k)) for k in keys] for keys in heads(prefill, prefill.keys)]
+
+
+def key_difference(prefill):
+    found, end = [], prefill.spans.context_end
+    for keys in heads(prefill, prefill.keys):
+        unit = [k / math.sqrt(float(k @ k)) for k in keys]
+        mean = sum(unit[:end]) / end
+        found.append([1 - float(k @ mean) / math.sqrt(float(mean @ mean)) for k in unit])
+    return found
+
+
+def last_query(prefill):
+    last = prefill.spans.length - 1
+    found = []
+    for layer in range(2):
+        rows = [attention_probability(prefill, layer, head, last) for head in range(4)]
+        mean = [sum(column) / 4 for column in zip(*rows, strict=True)]
+        found += [mean, mean]
+    return found
+
+
+def lag_relative(prefill, sinks=4, lag=9):
+    end, found = prefill.spans.context_end, []
+    for keys, values in zip(
+        heads(prefill, prefill.keys), heads(prefill, prefill.values), strict=True
+    ):
+        scores = [3.0] * sinks + [1 + (i + 1) / (end - sinks) for i in range(end - sinks)]
+        for part in range((end - sinks) // lag - 1):
+            start = sinks + part * lag
+            shares = torch.zeros(lag, dtype=torch.float64)
+            for states in (keys, values):
+                spread = []
+                for t in range(start, start + lag):
+                    after = states[start + lag : start + 2 * lag]
+                    low, high = after.min(0).values, after.max(0).values
+                    scaled = ((states[t] - low) / (high - low)).tolist()
+                    mean = sum(scaled) / len(scaled)
+                    spread.append(
+                        math.sqrt(sum((x - mean) ** 2 for x in scaled) / (len(scaled) - 1))
+                    )
+                shares += torch.tensor(spread).softmax(0) / 2
+            order = sorted(range(lag), key=lambda i: (-float(shares[i]), i))
+            for place, i in enumerate(order):
+                scores[start + i] = (lag - 1 - place) / lag
+        found.append(scores)
+    return found
+
+
+def compactor(prefill, sinks=8, chunk=13, blending=0.5, ridge=1e-2):
+    end, found = prefill.spans.context_end, []
+    at = list(range(sinks, end))
+    for layer in range(2):
+        leverage, drawn_to = [], []
+        for head in range(2):
+            plain = torch.stack(
+                [prefill.rope.unrotate(prefill.keys[layer][head, t].float(), torch.tensor(t))
+                 for t in at]
+            ).double()  # fmt: skip
+            plain = plain - plain.mean(0)
+            inverse = torch.linalg.inv(plain.T @ plain + ridge * torch.eye(8, dtype=torch.float64))
+            leverage.append([float(k @ inverse @ k) for k in plain])
+            sums = [0.0] * len(at)
+            for first in range(sinks, end, chunk):
+                inside = range(first, min(first + chunk, end))
+                keys = prefill.keys[layer][head, inside.start : inside.stop].double()
+                for query_head in (2 * head, 2 * head + 1):
+                    for u in inside:
+                        query = prefill.queries[layer][query_head, u].double()
+                        share = (keys @ query).softmax(0)
+                        for t in inside:
+                            sums[t - sinks] += float(share[t - first]) / 2
+            norms = prefill.values[layer][head, sinks:end].double().norm(dim=-1).tolist()
+            weighed = [0.0] + [x * n for x, n in zip(sums, norms, strict=True)] + [0.0]
+            drawn_to.append([sum(weighed[i : i + 3]) / 3 for i in range(len(at))])
+        blend = torch.zeros(2, len(at), dtype=torch.float64)
+        for scores, weight in ((leverage, blending), (drawn_to, 1.0)):
+            flat = torch.tensor(scores, dtype=torch.float64)
+            blend += weight * (flat - flat.mean()) / flat.std(correction=0)
+        blend = blend - blend.min() + 1
+        found += [[float(blend.max()) + 1] * sinks + row.tolist() for row in blend]
+    return found
+
+
+REFERENCES = {
+    "key_norm": (key_norm, {}),
+    "key_difference": (key_difference, {}),
+    "last_query": (last_query, {}),
+    "lag_relative": (lag_relative, {"lag": 9}),
+    "compactor": (compactor, {"chunk_size": 13}),
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+@settings(max_examples=4)
+@given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_equals_the_reference(name, seed, dtype):
+    reference, fields = REFERENCES[name]
+    prefill = drawn(seed, dtype=dtype)
+    region = prefill.spans.region(4)
+    fast = SCORERS.build(name, **fields)(prefill, region).scores.double()
+    whole = torch.tensor([row[: region.end] for row in reference(prefill)], dtype=torch.float64)
+    slow = whole[:, region.start :].view(fast.shape)
+    # Ranks inside a partition jump by a place where two spreads nearly tie.
+    margin = 1.01 / 9 if name == "lag_relative" else 1e-5
+    torch.testing.assert_close(fast, slow, rtol=2e-4, atol=margin)
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_nothing_after_the_context_is_read(name):
+    prefill = drawn(1)
+    end, region = prefill.spans.context_end, prefill.spans.region(4)
+    scorer = SCORERS.build(name)
+
+    def spoiled(tensors):
+        return tuple(torch.cat([x[:, :end], x[:, end:] * 0 + 7], dim=1) for x in tensors)
+
+    changes = {field: spoiled(getattr(prefill, field)) for field in ("keys", "values", "queries")}
+    other = scorer(dataclasses.replace(prefill, **changes), region).scores
+    assert torch.equal(scorer(prefill, region).scores, other)
+
+
+def test_a_context_of_less_than_two_lags_keeps_its_latest():
+    prefill = drawn(2)
+    scores = LagRelative(sinks=5, lag=32)(prefill, prefill.spans.region(0)).scores
+    # Three positions of prefix, so two sinks are inside.
+    assert bool((scores[..., :2] == 3).all())
+    assert bool((scores[..., 2:].diff() > 0).all())
+    assert float(scores[..., 2:].max()) <= 2
+
+
+def test_every_partition_of_lagkv_keeps_the_same_share():
+    prefill = drawn(3, context=125)
+    scores = LagRelative(lag=20)(prefill, prefill.spans.region(0)).scores
+    # Position 4 is the first after the sinks; 124 tokens are six partitions, of which five rank.
+    ranked = scores[..., 1:101].unflatten(-1, (5, 20)).sort(-1).values
+    torch.testing.assert_close(ranked, (torch.arange(20) / 20).expand_as(ranked))
+    assert bool((scores[..., 101:] > 1).all())
+
+
+def test_compactors_sinks_outrank_everything_and_a_context_of_sinks_has_scores():
+    prefill = drawn(4)
+    scores = Compactor()(prefill, prefill.spans.region(0)).scores
+    assert bool((scores[..., :5] > scores[..., 5:].amax(dim=(1, 2), keepdim=True)).all())
+    short = drawn(4, context=4)
+    assert bool(Compactor()(short, short.spans.region(0)).scores.isfinite().all())
+
+
+def test_compactor_computes_queries_again_in_chunks(without_context_queries):
+    assert Compactor().needs() == Needs(later_queries=True)
+    with pytest.raises(MissingCaptureError, match="not captured"):
+        Compactor()(without_context_queries(drawn(5)), Region(4, 40))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("lag_relative", {"lag": 1}),
+        ("lag_relative", {"sinks": -1}),
+        ("compactor", {"blending": -0.1}),
+        ("compactor", {"chunk_size": 0}),
+        ("compactor", {"ridge": 0.0}),
+    ],
+)
+def test_bad_fields(name, fields):
+    with pytest.raises(ConfigError, match=r"published|LagKV"):
+        SCORERS.build(name, **fields)
