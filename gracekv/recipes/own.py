@@ -14,7 +14,7 @@ _REPLAYED: Mapping[str, Any] = {
     "rule": "rms",
     "weights": [1.0, 0.5],
     "scorers": [
-        "replay",
+        {"name": "replay", "power": 2.0, "mean_power": 3.0},
         {"name": "read_ahead", "question_probes": 0, "lookahead": 1, "power": 2.0},
     ],
 }
