@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from torch import Tensor
@@ -17,27 +17,23 @@ from gracekv.allocate import (
     Budget,
     BudgetPlan,
     Floor,
-    Frontier,
     NoFloor,
     Quota,
     RecentWindow,
-    Selection,
-    upper_bound,
 )
-from gracekv.allocate.top_tokens import token_gains, top_tokens
+from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.allocate.within_bytes import within_bytes
+from gracekv.auction import Auction
 from gracekv.backends import BACKENDS, Auto, Backend
-from gracekv.cache import (
-    PACKERS,
-    Accounting,
-    Packer,
-    Timings,
-)
+from gracekv.cache import PACKERS, Packer, Timings
+from gracekv.cache.layout import layer_layouts
 from gracekv.errors import ShapeError
 from gracekv.fit import FITTERS, Fitter, NoFit, value_change
 from gracekv.linalg import full_float32
+from gracekv.precision import PRECISIONS, FullPrecision, Precision
 from gracekv.prefill import Needs, Prefill
 from gracekv.registry import Configurable, Registry
-from gracekv.run import Run, full_bytes, full_run
+from gracekv.run import Run, accounted, full_run
 from gracekv.segment import SEGMENTERS, Curvature, Partition, Segmenter
 from gracekv.timing import StageClock
 from gracekv.tree import (
@@ -70,6 +66,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "allocate": ALLOCATORS,
     "pack": PACKERS,
     "fit": FITTERS,
+    "precision": PRECISIONS,
     "backend": BACKENDS,
 }
 
@@ -103,6 +100,7 @@ class Pipeline(Configurable):
         allocate: which operations the budget buys.
         pack: how a chosen node becomes an entry.
         fit: how kept entries make up for dropped ones (ours; the paper's is `none`).
+        precision: how many bits their numbers take (ours; the paper's is `full`).
         window: the recent window.
         backend: the attention implementation that decoding reads the cache with.
         keep_all: ignore the budget and keep everything (FullKV).
@@ -124,6 +122,7 @@ class Pipeline(Configurable):
     pack: Packer
     window: RecentWindow
     fit: Fitter = field(default_factory=NoFit)
+    precision: Precision = field(default_factory=FullPrecision)
     backend: Backend = field(default_factory=Auto)
     keep_all: bool = False
     certify: bool = False
@@ -181,10 +180,15 @@ class Pipeline(Configurable):
             context=prefill.spans.context_length,
             entry_bytes=prefill.entry_bytes,
             window=self.window,
+            costs=self._entry_bytes(prefill),
         )
 
+    def _entry_bytes(self, prefill: Prefill) -> EntryBytes | None:
+        itemsize = prefill.keys[0].element_size()
+        return self.precision.entry_bytes(prefill.head_dim, itemsize, prefill.spans)
+
     def run(self, prefill: Prefill, budget: Budget, partition: Partition | None = None) -> Run:
-        """Compress one prefill: segment, value, tree, allocate, pack.
+        """Compress one prefill: segment, value, tree, allocate, pack, fit, precision.
 
         With `partition`, slots that were found before for the same region, nothing is segmented.
         Where slots are single tokens that stay or go, the auction is a top-k, without trees.
@@ -192,9 +196,9 @@ class Pipeline(Configurable):
         Raises `BudgetError` if the budget is too small, `MissingCaptureError` if the prefill was
         captured for another pipeline, `ShapeError` if `partition` covers another region.
         """
-        plan = self.plan(prefill, budget)
+        plan, costs = self.plan(prefill, budget), self._entry_bytes(prefill)
         if self.keep_all or plan.keeps_all:
-            return full_run(prefill, plan)
+            return full_run(prefill, plan, self.precision, costs, quantise=self.keep_all)
         clock = StageClock(prefill.keys[0].device)
         region = prefill.spans.region(plan.recent)
         with full_float32(), clock("segment"):
@@ -234,52 +238,51 @@ class Pipeline(Configurable):
                 limit = plan.base if self._prunes(quota) else None
                 forest = build_forest(context, self.distortion, self.refine, limit)
         with clock("allocate"):
-            start = frontier = None
-            elastic = bool(getattr(self.allocate, "elastic", False))
-            if forest is None:
-                prices = (relevance.scores, relevance.sensitivity)
-                kept = top_tokens(*prices, plan.base, quota, elastic=elastic)
-                selection = Selection.of_tokens(kept, region.start)
-                utility = float(token_gains(*prices, selection).sum())
+            auction = Auction(
+                self.floor, self.allocate, self.certify, region.start, relevance, forest, candidates
+            )
+            if costs is None or plan.bytes is None:
+                chosen = auction.choose(plan, quota)
             else:
-                start = self.floor.realize(forest, candidates, plan, quota)
-                frontier = self.allocate(start, quota)
-                if self.certify:
-                    empty = Frontier.empty(forest, plan.base)
-                    bound = upper_bound(empty, quota, elastic=elastic)
-                    frontier = replace(frontier, bound=max(bound, frontier.utility))
-                selection, utility = Selection.of_frontier(frontier, start), frontier.utility
+                plan, chosen = within_bytes(
+                    plan,
+                    costs,
+                    lambda less: auction.choose(
+                        less, self.quota(relevance.scores, less, column_sums)
+                    ),
+                )
+        selection, frontier = chosen.selection, chosen.frontier
         with full_float32(), clock("pack"):
             cache = self.pack(prefill, selection, relevance.scores, self.prototype, column_sums)
         with full_float32(), clock("fit"):
             packed, cache = cache, self.fit(prefill, region, cache)
             change = None if cache is packed else value_change(packed, cache)
             del packed
-        entries = selection.per_head() + plan.recent
-        accounting = Accounting(
-            budget=plan.total,
-            spent=int(entries.sum()),
+        with clock("precision"):
+            starts = (layout.start for layout in layer_layouts(prefill, selection))
+            stored = self.precision(cache, starts, region)
+        accounting = accounted(
+            prefill,
+            plan,
+            stored,
+            selection.per_head() + plan.recent,
+            costs,
             floor_spent=0 if frontier is None else frontier.floor_spent,
-            recent=plan.recent,
-            entries=entries,
-            bytes=cache.kv_bytes,
-            metadata_bytes=cache.metadata_bytes,
-            full_bytes=full_bytes(prefill),
-            utility=utility,
+            utility=chosen.utility,
             bound=None if frontier is None else frontier.bound,
         )
         return Run(
             plan=plan,
-            cache=cache,
+            cache=stored,
             accounting=accounting,
             timings=Timings(**prefill.seconds_for(self.needs()), **clock.seconds),
             partition=partition,
             relevance=relevance,
             forest=forest,
-            floor=start,
+            floor=chosen.start,
             frontier=frontier,
             selection=selection,
-            elastic=elastic,
+            elastic=auction.elastic,
             value_change=change,
         )
 

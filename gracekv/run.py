@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Frontier, Selection
-from gracekv.cache import Accounting, RaggedCache, RaggedLayer, Timings
-from gracekv.prefill import Needs, Prefill
+from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.cache import (
+    Accounting,
+    CompressedCache,
+    RaggedCache,
+    RaggedLayer,
+    Timings,
+    WidthShare,
+)
+from gracekv.precision import Precision
+from gracekv.prefill import Needs, Prefill, Region
 from gracekv.segment import Partition
 from gracekv.timing import StageClock
 from gracekv.tree import Forest
@@ -45,7 +54,7 @@ class Run:
     """
 
     plan: BudgetPlan
-    cache: RaggedCache
+    cache: CompressedCache
     accounting: Accounting
     timings: Timings
     partition: Partition | None = None
@@ -59,8 +68,23 @@ class Run:
     record: ReportRecord | None = None
 
 
-def full_run(prefill: Prefill, plan: BudgetPlan) -> Run:
-    """FullKV: every token as it is."""
+def full_run(
+    prefill: Prefill,
+    plan: BudgetPlan,
+    precision: Precision,
+    costs: EntryBytes | None,
+    *,
+    quantise: bool,
+) -> Run:
+    """Every token stays: FullKV, or all of them quantised.
+
+    Args:
+        prefill: one sequence.
+        plan: the budget.
+        precision: how entries are stored.
+        costs: what they then cost.
+        quantise: also where the budget has room for all entries as they are.
+    """
     clock = StageClock(prefill.keys[0].device)
     covered = prefill.spans.length - 1
     with clock("pack"):
@@ -73,20 +97,44 @@ def full_run(prefill: Prefill, plan: BudgetPlan) -> Run:
         )
     context = prefill.spans.context_length
     entries = torch.full((prefill.layers, prefill.kv_heads), context)
-    accounting = Accounting(
+    region = prefill.spans.region(plan.recent)
+    if not quantise and plan.bytes is not None:
+        needed = int(entries.sum()) * prefill.entry_bytes
+        region = Region(region.start, region.start) if needed <= plan.bytes else region
+    with clock("precision"):
+        stored = precision(cache, (layer.positions for layer in cache.layers), region)
+    accounting = accounted(prefill, plan, stored, entries, costs)
+    timings = Timings(**prefill.seconds_for(Needs()), **clock.seconds)
+    return Run(plan, stored, accounting, timings)
+
+
+def accounted(
+    prefill: Prefill,
+    plan: BudgetPlan,
+    cache: CompressedCache,
+    entries: Tensor,
+    costs: EntryBytes | None,
+    **results: Any,
+) -> Accounting:
+    """Entries and bytes of `cache`; `results` are the allocation's own fields of `Accounting`.
+
+    `entries` int64 [L, G] are those of the context.
+    """
+    spans, units = prefill.spans, prefill.layers * prefill.kv_heads
+    covered = spans.length - 1
+    beside = spans.context_start + max(0, covered - spans.context_end)
+    spent = None if plan.bytes is None else cache.kv_bytes - units * beside * prefill.entry_bytes
+    return Accounting(
         budget=plan.total,
         spent=int(entries.sum()),
-        floor_spent=0,
         recent=plan.recent,
         entries=entries,
         bytes=cache.kv_bytes,
         metadata_bytes=cache.metadata_bytes,
-        full_bytes=full_bytes(prefill),
+        # All tokens but the last, which decoding feeds again.
+        full_bytes=units * covered * (prefill.entry_bytes if costs is None else costs.full),
+        widths=WidthShare.of(cache),
+        budget_bytes=plan.bytes,
+        spent_bytes=spent,
+        **{"floor_spent": 0, **results},
     )
-    timings = Timings(**prefill.seconds_for(Needs()), **clock.seconds)
-    return Run(plan, cache, accounting, timings)
-
-
-def full_bytes(prefill: Prefill) -> int:
-    """Bytes of keys and values of all tokens but the last, which decoding feeds again."""
-    return prefill.layers * prefill.kv_heads * (prefill.spans.length - 1) * prefill.entry_bytes

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.errors import BudgetError, ConfigError
 from gracekv.hyperparameter import bounded
 from gracekv.registry import Configurable
@@ -53,6 +54,8 @@ class BudgetPlan:
         context: N_ctx, tokens.
         total: B_total, entries that the context may hold in all heads together.
         recent: r, tokens of the recent window (their L*G*r entries are part of `total`).
+        bytes: what the context's keys and values may take, where some are quantised and the budget
+            is no number of entries; `total` is then the most that could fit. Else None.
     """
 
     layers: int
@@ -60,6 +63,7 @@ class BudgetPlan:
     context: int
     total: int
     recent: int
+    bytes: int | None = None
 
     @property
     def base(self) -> int:
@@ -166,6 +170,7 @@ class Budget:
         context: int,
         entry_bytes: int,
         window: RecentWindow | None = None,
+        costs: EntryBytes | None = None,
     ) -> BudgetPlan:
         """The entries that this budget comes to; needs the model's shape, but no prefill.
 
@@ -175,6 +180,8 @@ class Budget:
             context: N_ctx, tokens.
             entry_bytes: bytes of one K/V pair.
             window: the recent window's rule.
+            costs: of entries some of which are quantised. Ratios then count bytes against a full
+                cache of 16-bit numbers. None: all entries are as they are.
 
         Raises `BudgetError` if not even the shortest recent window fits; it names the largest
         ratio that works.
@@ -182,6 +189,8 @@ class Budget:
         window = window or RecentWindow()
         units = layers * heads
         full = units * context
+        if costs is not None and self.kind != "entries_per_head":
+            return self._plan_of_bytes(BudgetPlan(layers, heads, context, full, 0), window, costs)
         if self.kind == "ratio":
             total = math.floor(full / self.amount)
         elif self.kind == "entries_per_head":
@@ -204,6 +213,36 @@ class Budget:
         if window.rule == "half":
             recent = max(1, total // units // 2)
         return BudgetPlan(layers, heads, context, total, min(recent, context))
+
+    def _plan_of_bytes(
+        self, whole: BudgetPlan, window: RecentWindow, costs: EntryBytes
+    ) -> BudgetPlan:
+        """The plan of a budget in bytes; `whole` keeps everything."""
+        units, context = whole.layers * whole.heads, whole.context
+        full = whole.total * costs.full
+        size = math.floor(full / self.amount if self.kind == "ratio" else self.amount)
+        minimum = min(max(window.minimum, window.rule == "half"), context)
+        least = units * (minimum * costs.exact or costs.head(0, 1))
+        if size < least:
+            largest = math.floor(Fraction(full, least) * 100) / 100
+            raise BudgetError(
+                f"A budget of {size:,} bytes is below the smallest that works here, {least:,} "
+                f"({minimum} recent tokens of {costs.exact} bytes, or one quantised entry, in each "
+                f"of {whole.layers} x {whole.heads} KV heads). Use a ratio of at most "
+                f"{largest:g}, or kv_bytes of at least {least}."
+            )
+        share = math.floor(Fraction(str(window.share)) * size / units / costs.exact)
+        recent = max(minimum, min(window.size, share))
+        if window.rule == "half":
+            recent = max(1, size // units // 2 // costs.exact)
+        recent = min(recent, context)
+        left = size - units * recent * costs.exact
+        rest = context - recent
+        stay = min(costs.sinks, rest)
+        total = whole.total
+        if units * costs.head(stay, rest - stay) > left:
+            total = min(units * recent + costs.most(left), total - 1)
+        return replace(whole, total=total, recent=recent, bytes=size)
 
 
 def _plain(number: Fraction) -> str:

@@ -8,6 +8,7 @@ from typing import final
 import torch
 
 from gracekv.backends.base import BACKENDS, AttentionBackend, Backend
+from gracekv.cache.coded import Coding
 
 # Fastest first; one that cannot run there is passed over.
 _PREFERRED = {"cuda": ("triton", "sdpa"), "cpu": ("numba", "sdpa")}
@@ -26,12 +27,16 @@ class Auto(Backend):
     """
 
     def resolve(
-        self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        dim: int | None = None,
+        coding: Coding | None = None,
     ) -> AttentionBackend:
         """The first preferred backend that reads such a cache; "sdpa" reads all of them."""
         for name in _PREFERRED.get(device.type, _ELSEWHERE):
-            backend = BACKENDS.build(name).resolve(device, dtype, dim)
-            if backend.obstacle(device, dtype, dim) is None:
+            backend = BACKENDS.build(name).resolve(device, dtype, dim, coding)
+            if backend.obstacle(device, dtype, dim, coding) is None:
                 break
         return backend
 

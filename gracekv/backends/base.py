@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.coded import Coding
 from gracekv.errors import ShapeError
 from gracekv.registry import Registry, Strategy
 
@@ -44,6 +44,11 @@ def combine(first: Partial, second: Partial) -> Tensor:
     return mixed.to(first.output.dtype)
 
 
+def united(first: Partial, second: Partial) -> Partial:
+    """Attention over the union of two disjoint parts, itself a part."""
+    return Partial(combine(first, second), torch.logaddexp(first.lse, second.lse))
+
+
 def sequence_of_row(
     rows: Tensor | None, batch: int, sequences: int, device: torch.device
 ) -> Tensor:
@@ -67,12 +72,16 @@ class Backend(Strategy, abc.ABC):
 
     @abc.abstractmethod
     def resolve(
-        self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        dim: int | None = None,
+        coding: Coding | None = None,
     ) -> AttentionBackend:
         """The backend that reads caches on `device`, of `dtype` and head dimension `dim`.
 
-        None for `dtype` or `dim` stands for any. A cache resolves its backend once, when it is
-        made.
+        None for `dtype` or `dim` stands for any. `coding` is that of quantised entries, None where
+        there are none. A cache resolves its backend once, when it is made.
         """
 
 
@@ -86,22 +95,40 @@ class AttentionBackend(Backend):
     """
 
     def resolve(
-        self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        dim: int | None = None,
+        coding: Coding | None = None,
     ) -> AttentionBackend:
         return self
 
     def obstacle(
-        self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        dim: int | None = None,
+        coding: Coding | None = None,
     ) -> str | None:
         """Why caches on `device`, of `dtype` and dimension `dim`, cannot be read; None if they can.
 
-        The line also says what to do about it.
+        `coding` is that of quantised entries, which a backend reads only if it says so here. The
+        line also says what to do about it.
         """
-        return None
+        return None if coding is None else self._reads_no_codes()
+
+    def _reads_no_codes(self) -> str:
+        return (
+            "It does not read quantised entries. Use backend 'auto', 'sdpa' or 'eager', or "
+            "precision 'full'."
+        )
 
     @abc.abstractmethod
-    def prepare(self, layer: RaggedLayer) -> Any:
-        """What the backend holds for a layer, built once per compression."""
+    def prepare(self, layer: Any) -> Any:
+        """What the backend holds for a layer, built once per compression.
+
+        `layer` is a `RaggedLayer`, or a `QuantisedLayer` of a coding without `obstacle`.
+        """
 
     @abc.abstractmethod
     def held_bytes(self, prepared: Any) -> int:

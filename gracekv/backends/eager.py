@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, AttentionBackend, Partial, sequence_of_row
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.coded import Coding
+from gracekv.cache.entries import LayerEntries
 
 
 @final
@@ -24,14 +25,24 @@ class Eager(AttentionBackend):
     Cost: a Python loop over sequences and heads.
     """
 
-    def prepare(self, layer: RaggedLayer) -> RaggedLayer:
+    def obstacle(
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        dim: int | None = None,
+        coding: Coding | None = None,
+    ) -> str | None:
+        """None: it reads everything, quantised entries one head at a time."""
+        return None
+
+    def prepare(self, layer: LayerEntries) -> LayerEntries:
         return layer
 
-    def held_bytes(self, prepared: RaggedLayer) -> int:
+    def held_bytes(self, prepared: LayerEntries) -> int:
         return 0
 
     def packed(
-        self, query: Tensor, prepared: RaggedLayer, scale: float, rows: Tensor | None = None
+        self, query: Tensor, prepared: LayerEntries, scale: float, rows: Tensor | None = None
     ) -> Partial:
         batch, heads, tokens, _ = query.shape
         group = heads // prepared.heads

@@ -10,12 +10,14 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from gracekv.backends.attention_args import AttentionArgs
 from gracekv.backends.base import BACKENDS, AttentionBackend, Partial
+from gracekv.backends.coded_pieces import QuantisedWindows
 from gracekv.backends.eager import additive_mask
 from gracekv.backends.kv_windows import WindowedLayer
 from gracekv.backends.sdpa import Sdpa
-from gracekv.backends.split_kv import SplitKV, SplitLayer
-from gracekv.cache.base import RaggedLayer
+from gracekv.backends.split_kv import Layer, SplitKV, SplitLayer
+from gracekv.cache.coded import Coding
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import omp_threads
 
@@ -32,7 +34,7 @@ class NumbaLayer:
     """
 
     splits: SplitLayer
-    windows: WindowedLayer
+    windows: WindowedLayer | QuantisedWindows
 
 
 @final
@@ -50,12 +52,16 @@ class Numba(AttentionBackend):
     Needs: a CPU and the extra `gracekv[cpu]` (numba).
 
     Takes steps of one token with up to 96 queries a KV head, in float32, float16 and bfloat16,
-    the tail with its mask included. Longer turns, more continuations, gradients and
-    `torch.compile` go through `Sdpa`. Keys and values are never copied or padded.
+    quantised entries and the tail with its mask included. Longer turns, more continuations,
+    gradients and `torch.compile` go through `Sdpa`. Keys and values are never copied or padded.
     """
 
     def obstacle(
-        self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        dim: int | None = None,
+        coding: Coding | None = None,
     ) -> str | None:
         """Why the kernel cannot run there and what to do about it; None if it can."""
         if device.type != "cpu":
@@ -68,12 +74,12 @@ class Numba(AttentionBackend):
             return "numba is not installed. Run: pip install 'gracekv[cpu]', or use backend 'sdpa'."
         return omp_threads.obstacle()
 
-    def prepare(self, layer: RaggedLayer) -> NumbaLayer:
+    def prepare(self, layer: Layer) -> NumbaLayer:
         """The layer; `BackendUnavailableError` where the kernel cannot run, saying why."""
-        found = self.obstacle(layer.keys.device, layer.keys.dtype)
+        found = self.obstacle(layer.device, layer.dtype)
         if found is not None:
             raise BackendUnavailableError(f"Backend 'numba' cannot run here. {found}")
-        return NumbaLayer(SplitLayer(layer), WindowedLayer(layer))
+        return NumbaLayer(SplitLayer(layer), Sdpa().prepare(layer))
 
     def held_bytes(self, prepared: NumbaLayer) -> int:
         return prepared.splits.held_bytes + prepared.windows.held_bytes
@@ -83,7 +89,7 @@ class Numba(AttentionBackend):
         if prepared.splits.splits(layer.sequences, query_heads, None) is None:
             Sdpa().warm_up(prepared.windows, query_heads)
         else:
-            _kernel(layer.keys.dtype)
+            _kernel(layer)
 
     def packed(
         self, query: Tensor, prepared: NumbaLayer, scale: float, rows: Tensor | None = None
@@ -113,7 +119,7 @@ class Numba(AttentionBackend):
         return _attend(splits, prepared.splits.layer, query, keys, values, mask, scale)
 
 
-def _suits(query: Tensor, layer: RaggedLayer, keys: Tensor, values: Tensor) -> bool:
+def _suits(query: Tensor, layer: Layer, keys: Tensor, values: Tensor) -> bool:
     """Whether the kernel can take the step: one token of plain tensors without gradients.
 
     The kernel reads addresses, so inputs that do not fit go to torch, which raises its own errors.
@@ -124,13 +130,13 @@ def _suits(query: Tensor, layer: RaggedLayer, keys: Tensor, values: Tensor) -> b
         tokens == 1
         and length > 0
         and type(query) is Tensor
-        and query.dtype == keys.dtype == values.dtype == layer.keys.dtype
+        and query.dtype == keys.dtype == values.dtype == layer.dtype
         and query.is_cpu
         and keys.is_cpu
         and values.is_cpu
-        and keys.shape == values.shape == (batch, layer.heads, length, layer.keys.shape[1])
+        and keys.shape == values.shape == (batch, layer.heads, length, layer.dim)
         and heads % layer.heads == 0
-        and dim == layer.keys.shape[1]
+        and dim == layer.dim
         and not (
             torch.is_grad_enabled()
             and (query.requires_grad or keys.requires_grad or values.requires_grad)
@@ -141,15 +147,13 @@ def _suits(query: Tensor, layer: RaggedLayer, keys: Tensor, values: Tensor) -> b
 
 def _attend(
     splits: SplitKV,
-    layer: RaggedLayer,
+    layer: Layer,
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,
     scale: float,
 ) -> Tensor:
-    from gracekv.backends.numba_kernel import AttentionArgs
-
     batch, heads, _, dim = query.shape
     length = keys.shape[2]
     if not _same_row_layout(keys, values):
@@ -161,7 +165,7 @@ def _attend(
     folded = query.float().contiguous()
     output = torch.empty_like(folded)
     partial = torch.empty(splits.slots + batch * heads * tail_splits, dim + 2)
-    counters = (ctypes.c_int64 * (1 + len(layer.offsets)))()
+    counters = (ctypes.c_int64 * (2 + len(layer.lengths)))()
     args = AttentionArgs.from_buffer_copy(splits.args)
     args.query, args.output = folded.data_ptr(), output.data_ptr()
     args.tail_keys, args.tail_values = keys.data_ptr(), values.data_ptr()
@@ -170,7 +174,7 @@ def _attend(
     args.tail, args.tail_splits = length, tail_splits
     args.tail_batch, args.tail_head = (stride // dim for stride in keys.stride()[:2])
     args.scale = scale
-    omp_threads.run(_kernel(query.dtype), ctypes.addressof(args))
+    omp_threads.run(_kernel(layer), ctypes.addressof(args))
     return output if output.dtype == query.dtype else output.to(query.dtype)
 
 
@@ -185,7 +189,7 @@ def _same_row_layout(keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def _kernel(dtype: torch.dtype) -> Any:
+def _kernel(layer: Layer) -> Any:
     from gracekv.backends.numba_kernel import attend
 
-    return attend(dtype)
+    return attend(layer.dtype, coded=layer.coding is not None)

@@ -17,7 +17,6 @@ Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothi
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 from typing import Any
@@ -26,48 +25,13 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
+from gracekv.backends import attention_args, numba_codes
+from gracekv.backends.attention_args import AttentionArgs
+from gracekv.backends.numba_codes import stored_rows
 from gracekv.kernels import exponential, half_precision, intrinsics
 from gracekv.kernels.exponential import LEAST, exponential_parts
-from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics import fetch_and_add, pointer, prefetch
 from gracekv.kernels.source_digest import digest
-
-
-class AttentionArgs(ctypes.Structure):
-    """Arguments of the kernel: addresses, all of contiguous arrays, and sizes.
-
-    Fields, with E entries, Z = S * G rows of them, B continuations, n query heads a KV head, P
-    splits of packed entries, C splits of each tail:
-        keys, values: [E, d].
-        bias: float32 [E].
-        splits: int64 [P, 4]: row, first and last + 1 entry, first slot; rows in order.
-        row_splits: int64 [Z + 1], the first split of each row.
-        sequence_start: int64 [S + 1], the first continuation of each sequence.
-        continuations: int64 [B], batch rows ordered by sequence.
-        sequence_of: int64 [B], the sequence of each continuation.
-        query: float32 [B, G, n, d].
-        tail_keys, tail_values: rows of d; the one of (b, g, s) is b * tail_batch + g * tail_head
-            + s.
-        mask: float32 [B, tail] to add to the tail's logits; 0 for none.
-        partial: float32 [slots, d + 2], workspace: P splits' queries, then [B, G, C, n] by
-            continuation; output, maximum and sum of each.
-        output: float32 [B, G, n, d].
-        counters: int64 [1 + Z] zeros: splits taken, and splits finished of each row.
-        longest: entries of a split of a tail; no packed split has more.
-        most_queries: at least the queries of any row.
-    """
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in (
-            "keys", "values", "bias", "splits", "row_splits", "sequence_start", "continuations",
-            "sequence_of", "query", "tail_keys", "tail_values", "mask", "partial", "output",
-            "counters", "entries", "dim", "heads", "group", "rows", "batch", "packed_splits",
-            "packed_slots", "longest", "most_queries", "tail", "tail_splits", "tail_batch",
-            "tail_head",
-        )),
-        ("scale", ctypes.c_double),
-    ]  # fmt: skip
-
 
 _ARGS = np.dtype(AttentionArgs)
 _LOWEST = np.finfo(np.float32).min
@@ -171,13 +135,25 @@ def merge(partial: Any, slots: Any, count: int, output: Any, at: int) -> None:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def _run_splits(args: Any, keys: Any, values: Any, tail_keys: Any, tail_values: Any) -> None:
-    """Take splits from the shared counter until there are none left."""
+def _run_splits(
+    args: Any,
+    keys: Any,
+    values: Any,
+    tail_keys: Any,
+    tail_values: Any,
+    coded_keys: Any,
+    coded_values: Any,
+) -> None:
+    """Take splits from the shared counter until there are none left.
+
+    `coded_keys` and `coded_values` are those of `stored_rows`.
+    """
     dim, heads, group, tail_splits = args.dim, args.heads, args.group, args.tail_splits
     sequences, all_queries = args.rows // heads, args.batch * heads * group
     bias = carray(pointer(args.bias), (args.entries,), np.float32)
     mask = carray(pointer(args.mask), (args.batch * args.tail,), np.float32)
-    splits = carray(pointer(args.splits), (args.packed_splits, 4), np.int64)
+    coded_bias = carray(pointer(args.coded_bias), (args.coded_entries,), np.float32)
+    splits = carray(pointer(args.splits), (args.packed_splits, 5), np.int64)
     row_splits = carray(pointer(args.row_splits), (args.rows + 1,), np.int64)
     sequence_start = carray(pointer(args.sequence_start), (sequences + 1,), np.int64)
     continuations = carray(pointer(args.continuations), (args.batch,), np.int64)
@@ -200,6 +176,7 @@ def _run_splits(args: Any, keys: Any, values: Any, tail_keys: Any, tail_values: 
     while upcoming < all_splits:
         split, upcoming = upcoming, fetch_and_add(counters, 0)
         place = split - args.packed_splits
+        is_coded = place < 0 and splits[split, 4] != 0
         if place < 0:
             row, first, stop, slot = (
                 splits[split, 0], splits[split, 1], splits[split, 2], splits[split, 3],
@@ -207,6 +184,8 @@ def _run_splits(args: Any, keys: Any, values: Any, tail_keys: Any, tail_values: 
             sequence, head = row // heads, row % heads
             begin, end = sequence_start[sequence], sequence_start[sequence + 1]
             k_rows, v_rows, added, added_from = keys, values, bias, first
+            if is_coded:
+                added = coded_bias
         else:
             part, of = place % tail_splits, place // tail_splits
             begin, head = of // heads, of % heads
@@ -225,8 +204,13 @@ def _run_splits(args: Any, keys: Any, values: Any, tail_keys: Any, tail_values: 
                     queries[count, i] = scale * query[of, i]
                 count += 1
 
+<<<<<<< HEAD
         k, at = as_float32(k_rows, first, entries, scratch)
         products(queries, count, k, at, entries, v_rows, first, weights)
+=======
+        k, at = stored_rows(k_rows, coded_keys, is_coded, args, row, first, entries, scratch)
+        _products(queries, count, k, at, entries, v_rows, first, weights)
+>>>>>>> 0fe6688 (Stage precision: kept entries at 8 or 4 bits, one budget in bytes)
         for j in range(count):
             if place < 0 or args.mask != 0:
                 for e in range(entries):
@@ -238,7 +222,7 @@ def _run_splits(args: Any, keys: Any, values: Any, tail_keys: Any, tail_values: 
             # Where all entries are hidden any finite maximum will do: the weights are 0.
             total = exponentials(weights[j], entries, max(top, _LOWEST), bits, power)
             partial[slot + j, dim + 1] = total
-        v, at = as_float32(v_rows, first, entries, scratch)
+        v, at = stored_rows(v_rows, coded_values, is_coded, args, row, first, entries, scratch)
         # Tails are short and often still in the processor's cache; their keys are not prefetched.
         ahead = splits[upcoming, 1] if upcoming < args.packed_splits else first
         mixtures(weights, count, v, at, entries, keys, ahead, partial[slot:])
@@ -264,12 +248,18 @@ _NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16:
 
 
 @functools.cache
-def attend(dtype: torch.dtype) -> Any:
+def attend(dtype: torch.dtype, *, coded: bool = False) -> Any:
     """The kernel for a dtype of keys and values: a C callback on the address of `AttentionArgs`.
 
-    The first call on a machine compiles for some seconds; later ones load the result from disk.
+    `coded`: some entries are quantised. The first call on a machine compiles for some seconds;
+    later ones load the result from disk.
     """
-    number, sources = _NUMBERS[dtype], digest(exponential, half_precision, intrinsics)
+    number, sources = (
+        _NUMBERS[dtype],
+        digest(attention_args, exponential, half_precision, intrinsics, numba_codes),
+    )
+    # Scales and zero points of float32 layers are float16 numbers.
+    half = np.int16 if number is np.float32 else number
 
     def kernel(address: Any) -> None:
         _ = sources
@@ -279,6 +269,34 @@ def attend(dtype: torch.dtype) -> Any:
         values = carray(pointer(args.values), packed, number)
         tail_keys = carray(pointer(args.tail_keys), tails, number)
         tail_values = carray(pointer(args.tail_values), tails, number)
-        _run_splits(args, keys, values, tail_keys, tail_values)
+        _run_splits(args, keys, values, tail_keys, tail_values, None, None)
 
-    return cfunc(types.void(types.voidptr), cache=True)(kernel)
+    def coded_kernel(address: Any) -> None:
+        _ = sources
+        args = carray(address, (1,), _ARGS)[0]
+        packed, tails = (args.entries, args.dim), (args.batch * args.heads * args.tail, args.dim)
+        keys = carray(pointer(args.keys), packed, number)
+        values = carray(pointer(args.values), packed, number)
+        tail_keys = carray(pointer(args.tail_keys), tails, number)
+        tail_values = carray(pointer(args.tail_values), tails, number)
+        codes, rows = (args.coded_entries, args.dim * args.bits // 8), (args.rows + 1,)
+        offsets = carray(pointer(args.offsets), rows, np.int64)
+        blocks = carray(pointer(args.blocks), rows, np.int64)
+        by_channel, by_token = (args.coded_blocks, args.dim), (args.coded_entries, args.columns)
+        groups = by_channel if args.keys_by_channel else by_token
+        coded_keys = (
+            carray(pointer(args.key_codes), codes, np.uint8),
+            carray(pointer(args.key_scale), groups, half),
+            carray(pointer(args.key_zero), groups, half),
+            args.keys_by_channel, offsets, blocks,
+        )  # fmt: skip
+        groups = by_channel if args.values_by_channel else by_token
+        coded_values = (
+            carray(pointer(args.value_codes), codes, np.uint8),
+            carray(pointer(args.value_scale), groups, half),
+            carray(pointer(args.value_zero), groups, half),
+            args.values_by_channel, offsets, blocks,
+        )  # fmt: skip
+        _run_splits(args, keys, values, tail_keys, tail_values, coded_keys, coded_values)
+
+    return cfunc(types.void(types.voidptr), cache=True)(coded_kernel if coded else kernel)

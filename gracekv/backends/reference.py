@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.entries import LayerEntries
 
 
 def attention(
     query: Tensor,
-    layer: RaggedLayer,
+    layer: LayerEntries,
     keys: Tensor,
     values: Tensor,
     mask: Tensor | None,

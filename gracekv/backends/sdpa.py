@@ -7,24 +7,23 @@ continuations fold into the rows of one product per KV head: keys are read once,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import BACKENDS, AttentionBackend, Partial, sequence_of_row
+from gracekv.backends.base import BACKENDS, AttentionBackend, Partial, sequence_of_row, united
+from gracekv.backends.coded_pieces import Kernel, QuantisedWindows, attend_to_pieces
 from gracekv.backends.eager import additive_mask
 from gracekv.backends.kv_windows import KVWindows, WindowedLayer
 from gracekv.cache.base import RaggedLayer
+from gracekv.cache.coded import Coding
+from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import BackendUnavailableError
 
 # Logits (query rows x tail entries) that the tail may hold at once; longer turns go in blocks.
 _TAIL_LOGITS = 1 << 22
-
-# rows [B, G, R, d], keys, values [B, G, S, d], bias, scale -> output and lse [B, G, R].
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 
 @final
@@ -42,36 +41,51 @@ class Sdpa(AttentionBackend):
         kernel: "fused" is torch's CPU flash attention, which also returns the log-sum-exp; "plain"
             is two matrix products in float32, on any device; "auto" takes "fused" on the CPU.
 
-    Keys and values are never copied or padded. A few queries per head read them through
+    Keys and values are never copied or padded; quantised entries are dequantised in pieces, head by
+    head. A few queries per head read them through
     `WindowedLayer`, whose index and bias are built at the first step and held; many (a long turn)
     go head by head.
     """
 
     kernel: Literal["auto", "fused", "plain"] = "auto"
 
-    def prepare(self, layer: RaggedLayer) -> WindowedLayer:
-        self._fused(layer.keys.device)
+    def obstacle(
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        dim: int | None = None,
+        coding: Coding | None = None,
+    ) -> str | None:
+        """None: it reads everything, quantised entries some thousands at a time."""
+        return None
+
+    def prepare(self, layer: RaggedLayer | QuantisedLayer) -> WindowedLayer | QuantisedWindows:
+        self._fused(layer.device)
+        if isinstance(layer, QuantisedLayer):
+            return QuantisedWindows(WindowedLayer(layer.exact), layer.coded)
         return WindowedLayer(layer)
 
-    def held_bytes(self, prepared: WindowedLayer) -> int:
+    def held_bytes(self, prepared: WindowedLayer | QuantisedWindows) -> int:
         return prepared.held_bytes
 
-    def warm_up(self, prepared: WindowedLayer, query_heads: int) -> None:
-        layer = prepared.layer
-        prepared.windows((layer.sequences, query_heads, 1), None)
+    def warm_up(self, prepared: WindowedLayer | QuantisedWindows, query_heads: int) -> None:
+        windows = prepared.windows if isinstance(prepared, QuantisedWindows) else prepared
+        layer = windows.layer
+        windows.windows((layer.sequences, query_heads, 1), None)
 
     def __call__(
         self,
         query: Tensor,
-        prepared: WindowedLayer,
+        prepared: WindowedLayer | QuantisedWindows,
         keys: Tensor,
         values: Tensor,
         mask: Tensor | None,
         scale: float,
         rows: Tensor | None = None,
     ) -> Tensor:
-        one = query.shape[2] == 1 and keys.shape[2] > 0
-        windows = prepared.windows(query.shape[:3], rows) if one else None
+        windows = None
+        if query.shape[2] == 1 and keys.shape[2] > 0 and isinstance(prepared, WindowedLayer):
+            windows = prepared.windows(query.shape[:3], rows)
         if windows is None:
             return super().__call__(query, prepared, keys, values, mask, scale, rows)
         # `packed`, `tail` and `combine` in half as many calls: at a few hundred entries a head, the
@@ -98,8 +112,16 @@ class Sdpa(AttentionBackend):
         return (weights @ output.float()).to(output.dtype).view(query.shape)
 
     def packed(
-        self, query: Tensor, prepared: WindowedLayer, scale: float, rows: Tensor | None = None
+        self,
+        query: Tensor,
+        prepared: WindowedLayer | QuantisedWindows,
+        scale: float,
+        rows: Tensor | None = None,
     ) -> Partial:
+        if isinstance(prepared, QuantisedWindows):
+            exact = self.packed(query, prepared.windows, scale, rows)
+            attend = self._kernel(query.device)
+            return united(exact, attend_to_pieces(attend, query, prepared.coded, scale, rows))
         windows = prepared.windows(query.shape[:3], rows)
         if windows is None:
             return self._head_by_head(query, prepared.layer, scale, rows)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from gracekv import ragged
+from gracekv.backends.attention_args import AttentionArgs
 from gracekv.backends.base import sequence_of_row
 from gracekv.backends.latest import Latest
 from gracekv.cache.base import RaggedLayer
+from gracekv.cache.coded import CodedEntries, Codes
+from gracekv.cache.quantised import QuantisedLayer
 
 # Entries of a split: enough to outweigh its fixed cost, few enough to balance threads. Ours.
 _ENTRIES = 256
@@ -24,7 +28,8 @@ class SplitKV:
     """The splits of a layer for a batch of continuations.
 
     Attributes:
-        splits: int64 [P, 4]: row, first and last + 1 entry, first slot of its partial results.
+        splits: int64 [P, 5]: row, first and last + 1 entry, first slot of its partial results,
+            whether the entries are quantised.
         row_splits: int64 [Z + 1], the first split of each row.
         sequence_start: int64 [S + 1], the first continuation of each sequence.
         continuations: int64 [B], batch rows ordered by sequence.
@@ -32,6 +37,7 @@ class SplitKV:
         slots: partial results of all splits.
         longest: the most entries of a split.
         args: the fields of `AttentionArgs` that are the same at every step, as bytes.
+        held: further tables that `args` points to.
     """
 
     splits: Tensor
@@ -42,6 +48,7 @@ class SplitKV:
     slots: int
     longest: int
     args: bytes
+    held: tuple[Tensor, ...] = ()
 
     @property
     def held_bytes(self) -> int:
@@ -52,10 +59,12 @@ class SplitKV:
             self.sequence_start,
             self.continuations,
             self.sequence_of,
+            *self.held,
         )
         return len(self.args) + sum(x.numel() * x.element_size() for x in tables)
 
 
+Layer: TypeAlias = RaggedLayer | QuantisedLayer
 Key = tuple[int, int, tuple[int, ...] | None]
 
 
@@ -66,7 +75,7 @@ class SplitLayer:
         layer: the packed entries.
     """
 
-    def __init__(self, layer: RaggedLayer) -> None:
+    def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self._latest: Latest[Key, SplitKV | None] = Latest()
 
@@ -91,38 +100,39 @@ class SplitLayer:
         return 0 if splits is None else splits.held_bytes
 
 
-def _split(layer: RaggedLayer, batch: int, group: int, rows: Tensor | None) -> SplitKV | None:
+def _split(layer: Layer, batch: int, group: int, rows: Tensor | None) -> SplitKV | None:
     of_row = sequence_of_row(rows, batch, layer.sequences, torch.device("cpu")).cpu()
     counts = torch.bincount(of_row, minlength=layer.sequences)
     most_queries = int(counts.max()) * group
-    stored = (layer.keys, layer.values, layer.log_multiplicity)
-    if most_queries > _MOST_QUERIES or not all(x.is_contiguous() for x in stored):
+    if most_queries > _MOST_QUERIES or not all(x.is_contiguous() for x in layer.tensors().values()):
         return None
+    exact, coded = (
+        (layer.exact, layer.coded) if isinstance(layer, QuantisedLayer) else (layer, None)
+    )
     queries = (counts * group).repeat_interleave(layer.heads)  # of each row
-    # A row without continuations is left out.
-    row_counts = (layer.lengths + _ENTRIES - 1) // _ENTRIES * (queries > 0)
-    row, step = ragged.rows_and_steps(row_counts)
-    first = layer.offsets[row] + step * _ENTRIES
-    last = torch.minimum(first + _ENTRIES, layer.offsets[row + 1])
-    slots = ragged.offsets(queries[row])
-    splits = torch.stack([row, first, last, slots[:-1]], dim=1)
+    stored = [exact.offsets] if coded is None else [exact.offsets, coded.offsets]
+    parts = [_part(offsets, queries) for offsets in stored]
+    row, first, last = (torch.cat(found) for found in zip(*parts, strict=True))
+    is_coded = ragged.rows(torch.tensor([len(found[0]) for found in parts]))
+    order = row.argsort(stable=True)
+    row, slots = row[order], ragged.offsets(queries[row[order]])
+    splits = torch.stack([row, first[order], last[order], slots[:-1], is_coded[order]], dim=1)
+    row_counts = torch.bincount(row, minlength=len(queries))
     row_splits, sequence_start = ragged.offsets(row_counts), ragged.offsets(counts)
     continuations = of_row.argsort(stable=True)
     sequence_of = of_row[continuations]
 
-    from gracekv.backends.numba_kernel import AttentionArgs
-
     args = AttentionArgs(
-        keys=layer.keys.data_ptr(),
-        values=layer.values.data_ptr(),
-        bias=layer.log_multiplicity.data_ptr(),
+        keys=exact.keys.data_ptr(),
+        values=exact.values.data_ptr(),
+        bias=exact.log_multiplicity.data_ptr(),
         splits=splits.data_ptr(),
         row_splits=row_splits.data_ptr(),
         sequence_start=sequence_start.data_ptr(),
         continuations=continuations.data_ptr(),
         sequence_of=sequence_of.data_ptr(),
-        entries=layer.entries,
-        dim=layer.keys.shape[1],
+        entries=exact.entries,
+        dim=exact.dim,
         heads=layer.heads,
         group=group,
         rows=len(layer.lengths),
@@ -132,6 +142,11 @@ def _split(layer: RaggedLayer, batch: int, group: int, rows: Tensor | None) -> S
         longest=_ENTRIES,
         most_queries=most_queries,
     )
+    held: tuple[Tensor, ...] = ()
+    if coded is not None:
+        blocks = coded.block_offsets
+        held = (blocks,)
+        _fill_in(args, coded, blocks)
     return SplitKV(
         splits=splits,
         row_splits=row_splits,
@@ -141,4 +156,31 @@ def _split(layer: RaggedLayer, batch: int, group: int, rows: Tensor | None) -> S
         slots=int(slots[-1]),
         longest=_ENTRIES,
         args=bytes(args),
+        held=held,
     )
+
+
+def _part(offsets: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, first and last + 1 entry of the splits of rows [offsets[r], offsets[r + 1]).
+
+    A row without queries (int64 [rows]) is left out.
+    """
+    row, step = ragged.rows_and_steps((offsets.diff() + _ENTRIES - 1) // _ENTRIES * (queries > 0))
+    first = offsets[row] + step * _ENTRIES
+    return row, first, torch.minimum(first + _ENTRIES, offsets[row + 1])
+
+
+def _fill_in(args: AttentionArgs, coded: CodedEntries, blocks: Tensor) -> None:
+    """The fields of `args` about quantised entries; `blocks` are their block offsets."""
+    coding = coded.coding
+    for name in ("key", "value"):
+        made: Codes = getattr(coded, f"{name}s")
+        for part in ("codes", "scale", "zero"):
+            setattr(args, f"{name}_{part}", getattr(made, part).data_ptr())
+    args.coded_bias = coded.log_multiplicity.data_ptr()
+    args.offsets, args.blocks = coded.offsets.data_ptr(), blocks.data_ptr()
+    args.coded_entries, args.coded_blocks = coded.entries, int(blocks[-1])
+    args.bits, args.group_size = coding.bits, coding.group
+    args.columns = coded.dim // min(coding.group, coded.dim)
+    args.keys_by_channel = coding.keys == "channel"
+    args.values_by_channel = coding.values == "channel"

@@ -12,6 +12,7 @@ from gracekv.backends.base import BACKENDS, AttentionBackend, Partial
 from gracekv.backends.triton_splits import SplitTables, split_tables
 from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.base import RaggedLayer
+from gracekv.cache.coded import Coding
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.hyperparameter import bounded
 from gracekv.kernels import device as gpu
@@ -69,9 +70,15 @@ class Triton(AttentionBackend):
     processors: int | None = bounded(None, at_least=1, hint="None takes the GPU's own number.")
 
     def obstacle(
-        self, device: torch.device, dtype: torch.dtype | None = None, dim: int | None = None
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        dim: int | None = None,
+        coding: Coding | None = None,
     ) -> str | None:
         """Why this backend cannot read such a cache, and what to do about it; None if it can."""
+        if coding is not None:
+            return self._reads_no_codes()
         reason = gpu.obstacle(device, _OTHERWISE)
         if reason is None and dtype is not None and dim is not None:
             try:

@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from gracekv.cache.entries import CompressedCache
+
+
+@dataclass(frozen=True, slots=True)
+class WidthShare:
+    """Entries whose numbers take the same bits.
+
+    Attributes:
+        bits: of a number: 32 or 16 in the model's dtype, fewer where it is quantised.
+        entries: how many, prefix and suffix included.
+        bytes: of their keys and values, scales and zero points included.
+    """
+
+    bits: int
+    entries: int
+    bytes: int
+
+    @classmethod
+    def of(cls, cache: CompressedCache) -> tuple[WidthShare, ...]:
+        """The shares of all widths in `cache`, the widest first."""
+        return cls.summed(
+            cls(bits, *share) for layer in cache.layers for bits, share in layer.widths().items()
+        )
+
+    @classmethod
+    def summed(cls, shares: Iterable[WidthShare]) -> tuple[WidthShare, ...]:
+        """The shares added up by width, the widest first; widths without entries are left out."""
+        entries: Counter[int] = Counter()
+        size: Counter[int] = Counter()
+        for share in shares:
+            entries[share.bits] += share.entries
+            size[share.bits] += share.bytes
+        widths = sorted((bits for bits in entries if entries[bits]), reverse=True)
+        return tuple(cls(bits, entries[bits], size[bits]) for bits in widths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,15 +55,21 @@ class Accounting:
         floor_spent: B_floor, the part of `spent` that the floor stage bought.
         recent: r, tokens of the recent window in each head.
         entries: int64 [L, G] context entries kept per head, recent window included.
-        bytes: physical bytes of packed keys and values, prefix and suffix included.
+        bytes: physical bytes of packed keys and values, prefix and suffix included; of quantised
+            entries also those of scales and zero points.
         metadata_bytes: bytes of positions, multiplicities and offsets.
-        full_bytes: bytes of FullKV's keys and values for the same tokens.
+        full_bytes: bytes of FullKV's keys and values for the same tokens; for quantised pipelines
+            in 16-bit numbers, whatever the model's dtype.
         utility: summed gains of the bought operations, each clipped at 0.
         bound: certified upper bound of `utility` at this budget, if the allocator computed one.
         backend_bytes: bytes that the attention backend holds beside the packed tensors (indices,
             copies), once it is prepared.
         held_bytes: all bytes that a result keeps alive, by device: the entries, their metadata,
             what the backend and the report need, and the prompt's ids. Empty for a run.
+        widths: entries and bytes by the bits of a number, the widest first.
+        budget_bytes: bytes that the context's keys and values may take, where the budget counts
+            bytes and some entries are quantised; else None.
+        spent_bytes: bytes that they take; None where `budget_bytes` is.
     """
 
     budget: int
@@ -42,6 +84,9 @@ class Accounting:
     bound: float | None = None
     backend_bytes: int = 0
     held_bytes: Mapping[str, int] = field(default_factory=dict)
+    widths: tuple[WidthShare, ...] = ()
+    budget_bytes: int | None = None
+    spent_bytes: int | None = None
 
     @classmethod
     def total(cls, parts: Sequence[Accounting], backend_bytes: int = 0) -> Accounting:
@@ -51,6 +96,8 @@ class Accounting:
         that of all of them together.
         """
         bounds = [part.bound for part in parts if part.bound is not None]
+        allowed = [part.budget_bytes for part in parts if part.budget_bytes is not None]
+        taken = [part.spent_bytes for part in parts if part.spent_bytes is not None]
         return cls(
             budget=sum(part.budget for part in parts),
             spent=sum(part.spent for part in parts),
@@ -63,6 +110,9 @@ class Accounting:
             utility=sum(part.utility for part in parts),
             bound=sum(bounds) if len(bounds) == len(parts) else None,
             backend_bytes=backend_bytes,
+            widths=WidthShare.summed(share for part in parts for share in part.widths),
+            budget_bytes=sum(allowed) if len(allowed) == len(parts) else None,
+            spent_bytes=sum(taken) if len(taken) == len(parts) else None,
         )
 
     @property
@@ -90,6 +140,7 @@ class Timings:
         allocate: floor and auction.
         pack: the physical cache.
         fit: values and multiplicities of what is kept.
+        precision: quantising it.
     """
 
     prefill: float = 0.0
@@ -104,6 +155,7 @@ class Timings:
     allocate: float = 0.0
     pack: float = 0.0
     fit: float = 0.0
+    precision: float = 0.0
 
     @property
     def construction(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -13,18 +13,19 @@ from torch import Tensor
 
 from gracekv import ragged
 from gracekv.allocate.selection import Selection
+from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
 from gracekv.prefill import Prefill
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.merge import PrototypeRule
 
+PARTS = ("keys", "values", "positions", "log_multiplicity", "offsets")
+"""The tensors of a `RaggedLayer`."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RaggedLayer:
-    """The entries of one layer, its KV heads one after the other without padding.
-
-    Several sequences (a batch of prompts) lie in it one after the other: head g of sequence s is
-    row s * G + g.
+class RaggedLayer(LayerEntries):
+    """The entries of one layer as they are, in the model's dtype.
 
     Attributes:
         keys: [E, d] post-RoPE, in the model's dtype.
@@ -78,11 +79,30 @@ class RaggedLayer:
         """int64 [S*G], entries per row."""
         return self.offsets.diff()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self.keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the entries lie."""
+        return self.keys.device
+
+    @property
+    def dim(self) -> int:
+        """d."""
+        return self.keys.shape[1]
+
     def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Views of head g: keys [E_g, d], values [E_g, d], positions [E_g], log m [E_g]."""
         row = sequence * self.heads + g
         at = slice(int(self.offsets[row]), int(self.offsets[row + 1]))
         return self.keys[at], self.values[at], self.positions[at], self.log_multiplicity[at]
+
+    def index(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row int64 [E], position int64 [E] and log m float32 [E] of all entries, on the CPU."""
+        return ragged.rows(self.lengths), self.positions.cpu().long(), self.log_multiplicity.cpu()
 
     def sequence(self, s: int) -> RaggedLayer:
         """Views of sequence s alone."""
@@ -101,13 +121,13 @@ class RaggedLayer:
         """Bytes of keys and values."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
-    @property
-    def metadata_bytes(self) -> int:
-        """Bytes of positions, multiplicities and offsets."""
-        return sum(
-            t.numel() * t.element_size()
-            for t in (self.positions, self.log_multiplicity, self.offsets)
-        )
+    def widths(self) -> Mapping[int, tuple[int, int]]:
+        """Entries and bytes of keys and values by the bits of a number: one width."""
+        return {8 * self.keys.element_size(): (self.entries, self.kv_bytes)}
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Everything that is stored, by name."""
+        return {name: getattr(self, name) for name in PARTS}
 
     @classmethod
     def dense(cls, keys: Tensor, values: Tensor) -> RaggedLayer:
@@ -144,71 +164,18 @@ class RaggedLayer:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RaggedCache:
-    """The packed cache of a sequence, or of several: immutable, shared by all continuations.
+class RaggedCache(CompressedCache):
+    """A cache whose entries are as they are, in the model's dtype.
 
     Attributes:
-        layers: L ragged layers, each on its model layer's device.
-        length: logical tokens covered, positions [0, length) of the longest sequence; decoding
-            continues there. It is T - 1: the last prompt token is fed again, over the compressed
-            cache (ours).
-        padding: S numbers, how many tokens fewer each sequence covers; its prompt is padded by as
-            many on the left.
+        layers: L layers.
+        length: logical tokens covered.
+        padding: S numbers.
 
-    Raises:
-        ShapeError: the layers do not fit one another.
+    See `CompressedCache`.
     """
 
     layers: tuple[RaggedLayer, ...]
-    length: int
-    padding: tuple[int, ...] = (0,)
-
-    def __post_init__(self) -> None:
-        if {layer.sequences for layer in self.layers} != {len(self.padding)}:
-            raise ShapeError(
-                f"RaggedCache takes layers of as many sequences as padding has numbers, "
-                f"{len(self.padding)}; got {sorted({x.sequences for x in self.layers})}."
-            )
-        if min(self.padding) != 0 or max(self.padding) >= self.length:
-            raise ShapeError(
-                f"RaggedCache.padding counts from the longest sequence, so its least is 0 and all "
-                f"are below length = {self.length}; got {self.padding}."
-            )
-
-    @property
-    def sequences(self) -> int:
-        """S."""
-        return len(self.padding)
-
-    def entries(self) -> Tensor:
-        """int64 [L, S*G] physical entries, prefix and suffix included."""
-        return torch.stack([layer.lengths for layer in self.layers])
-
-    def sequence(self, s: int) -> RaggedCache:
-        """Views of sequence s alone."""
-        layers = tuple(layer.sequence(s) for layer in self.layers)
-        return RaggedCache(layers, self.length - self.padding[s])
-
-    @classmethod
-    def stack(cls, caches: Sequence[RaggedCache]) -> RaggedCache:
-        """The sequences of all `caches` in one cache."""
-        length = max(cache.length for cache in caches)
-        layers = zip(*(cache.layers for cache in caches), strict=True)
-        return cls(
-            tuple(RaggedLayer.stack(layer) for layer in layers),
-            length,
-            tuple(length - cache.length + pad for cache in caches for pad in cache.padding),
-        )
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of all keys and values."""
-        return sum(layer.kv_bytes for layer in self.layers)
-
-    @property
-    def metadata_bytes(self) -> int:
-        """Bytes of everything else that is packed."""
-        return sum(layer.metadata_bytes for layer in self.layers)
 
 
 class Packer(Strategy, abc.ABC):

@@ -6,6 +6,7 @@ tensor, and its own checksum. Nothing in a file is executed.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -15,20 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import PARTS, RaggedLayer
+from gracekv.cache.coded import CodedEntries, Coding
+from gracekv.cache.entries import CompressedCache, LayerEntries
+from gracekv.cache.layer_checks import check_codes, check_index, check_numbers
+from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import GracekvError, MissingDependencyError, SavedCacheError, ShapeError
 from gracekv.files import replacing
+from gracekv.hyperparameter import check_values
 
-FORMAT = 1
-"""Raise it when files of an older version could be misread."""
+FORMAT = 2
+"""Raise it when files of an older version could be misread.
 
-_PARTS = ("keys", "values", "positions", "log_multiplicity", "offsets")
+Caches without quantised entries are written in format 1, which earlier versions read too.
+"""
+
 # What the header holds beside what `write_cache` is given.
 _FIELDS = {"layers": int, "length": int, "padding": list, "sha256": dict}
 
 
 def write_cache(
-    path: Path, cache: RaggedCache, header: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    path: Path, cache: CompressedCache, header: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
     """Write `cache` with a `header` of plain data and more `tensors` [any shape], atomically.
 
@@ -37,20 +45,21 @@ def write_cache(
     save_file = _safetensors().save_file
     everything = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     for number, layer in enumerate(cache.layers):
-        for part in _PARTS:
-            tensor: Tensor = getattr(layer, part)
+        for part, tensor in layer.tensors().items():
             everything[f"layers.{number}.{part}"] = tensor.detach().cpu().contiguous()
+    coding = cache.layers[0].coding
     record = {
         **header,
         "layers": len(cache.layers),
         "length": cache.length,
         "padding": list(cache.padding),
+        "coding": None if coding is None else dataclasses.asdict(coding),
         "sha256": {name: _digest(tensor) for name, tensor in everything.items()},
     }
     text = json.dumps(record, sort_keys=True)
     metadata = {
         "gracekv": text,
-        "gracekv_format": str(FORMAT),
+        "gracekv_format": str(1 if coding is None else FORMAT),
         "gracekv_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
     with replacing(path) as scratch:
@@ -76,10 +85,10 @@ def read_header(path: Path) -> dict[str, Any]:
             f"{path} is a safetensors file, but not a cache that gracekv saved. Write one with "
             f"result.save(path)."
         )
-    if metadata["gracekv_format"] != str(FORMAT):
+    if metadata["gracekv_format"] not in map(str, range(1, FORMAT + 1)):
         raise SavedCacheError(
             f"{path} has format {metadata['gracekv_format']!r}, this version of gracekv reads "
-            f"format {FORMAT}. Update gracekv, or save the cache again."
+            f"formats 1 to {FORMAT}. Update gracekv, or save the cache again."
         )
     text = metadata.get("gracekv", "")
     if hashlib.sha256(text.encode()).hexdigest() != metadata.get("gracekv_sha256"):
@@ -105,7 +114,7 @@ def read_digest(path: Path) -> str:
 
 def read_cache(
     path: Path, devices: list[torch.device]
-) -> tuple[RaggedCache, dict[str, Any], dict[str, Tensor]]:
+) -> tuple[CompressedCache, dict[str, Any], dict[str, Tensor]]:
     """The cache, each layer on its of `devices`, with header and further tensors (on the CPU).
 
     Tensors have the shapes that they were written with; a layer's are [E, d] and [E].
@@ -136,49 +145,60 @@ def read_cache(
     layers = []
     try:
         padding, length = _whole(header["padding"]), header["length"]
+        coding = _coding(header.get("coding"))
         for number, device in enumerate(devices):
-            parts = {part: tensors.pop(f"layers.{number}.{part}") for part in _PARTS}
-            _check_layer(parts, length)
-            offsets = parts.pop("offsets")
-            there = {part: tensor.to(device) for part, tensor in parts.items()}
-            layers.append(RaggedLayer(**there, offsets=offsets, sequences=len(padding)))
-        cache = RaggedCache(tuple(layers), length, padding)
-    except (GracekvError, KeyError) as error:
+            prefix = f"layers.{number}."
+            own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+            parts = {name.removeprefix(prefix): tensor for name, tensor in own.items()}
+            layers.append(_layer(parts, coding, length, len(padding), device))
+        cache = CompressedCache(tuple(layers), length, padding)
+    except (GracekvError, KeyError, TypeError) as error:
         raise SavedCacheError(f"{path} does not hold a whole cache: {error}. {AGAIN}") from error
     return cache, header, tensors
+
+
+def _coding(facts: Any) -> Coding | None:
+    """The coding that a header describes; raises `ConfigError` or `TypeError` if it is none."""
+    if facts is None:
+        return None
+    check_values(Coding, facts)
+    coding = Coding(**facts)
+    if coding.bits not in (4, 8) or coding.group < 1:
+        raise ShapeError(f"codes have 4 or 8 bits and groups of at least 1; got {coding}")
+    return coding
+
+
+def _layer(
+    parts: Mapping[str, Tensor],
+    coding: Coding | None,
+    length: int,
+    sequences: int,
+    device: torch.device,
+) -> LayerEntries:
+    """The layer of `parts`; raises `ShapeError` or `KeyError` if they do not make one."""
+    exact = {part: parts[part] for part in PARTS}
+    check_index(exact, length)
+    check_numbers(exact)
+    there = {
+        name: tensor if "offsets" in name else tensor.to(device) for name, tensor in parts.items()
+    }
+    layer = RaggedLayer(**{part: there[part] for part in PARTS}, sequences=sequences)
+    if coding is None:
+        return layer
+    coded = {
+        name.removeprefix("coded."): tensor
+        for name, tensor in there.items()
+        if name.startswith("coded.")
+    }
+    check_index(coded, length)
+    check_codes(coded, layer.dtype)
+    return QuantisedLayer(layer, CodedEntries.of_tensors(coded, coding, sequences))
 
 
 def _whole(numbers: list[Any]) -> tuple[int, ...]:
     if not numbers or any(type(number) is not int for number in numbers):
         raise ShapeError(f"padding takes whole numbers, at least one; got {numbers!r}")
     return tuple(numbers)
-
-
-def _check_layer(parts: Mapping[str, Tensor], length: int) -> None:
-    """Raise `ShapeError` unless the tensors can be a layer over `length` tokens.
-
-    Beyond what `RaggedLayer` checks: types, offsets that rise from 0, positions that rise in each
-    head and lie below `length`, no NaN.
-    """
-    keys, values, positions, log_m, offsets = (parts[part] for part in _PARTS)
-    types = (positions.dtype, log_m.dtype, offsets.dtype)
-    if types != (torch.int32, torch.float32, torch.int64) or keys.dtype != values.dtype:
-        raise ShapeError(f"the tensors of a layer have the types {keys.dtype}, {types}")
-    if not keys.is_floating_point() or offsets.ndim != 1 or len(offsets) < 2:
-        raise ShapeError(f"keys are {keys.dtype}, offsets have shape {list(offsets.shape)}")
-    if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
-        raise ShapeError("offsets do not rise from 0")
-    if len(positions) != int(offsets[-1]):
-        raise ShapeError(f"{len(positions)} positions for {int(offsets[-1])} entries")
-    first = torch.zeros(len(positions) + 1, dtype=torch.bool)
-    first[offsets] = True
-    if bool(((positions.diff() <= 0) & ~first[1:-1]).any()):
-        raise ShapeError("positions do not rise in each head")
-    if len(positions) and not (0 <= int(positions.min()) <= int(positions.max()) < length):
-        raise ShapeError(f"positions are not below the cache's length {length}")
-    for part in ("keys", "values", "log_multiplicity"):
-        if not bool(parts[part].isfinite().all()):
-            raise ShapeError(f"{part} hold NaN or infinity")
 
 
 AGAIN = "Compress and save again."

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from gracekv import recipes
-from gracekv.cache import Accounting, RaggedCache, Timings
+from gracekv.cache import Accounting, CompressedCache, Timings
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.generation import continue_ids, padded_inputs
@@ -54,7 +54,7 @@ class BaseResult(ABC):
         runs: Sequence[Run],
         pipeline: Pipeline,
         *,
-        packed: RaggedCache | None = None,
+        packed: CompressedCache | None = None,
         keep_run: bool = False,
     ) -> Self:
         """Make what `Pipeline.run` returned ready to generate; the model is attached.
@@ -71,7 +71,7 @@ class BaseResult(ABC):
         if packed is None and not cls.is_batch:
             packed = runs[0].cache
         elif packed is None:
-            packed = RaggedCache.stack([run.cache for run in runs])
+            packed = CompressedCache.stack([run.cache for run in runs])
             # The prompts' own copies would double the memory.
             runs = [
                 dataclasses.replace(run, cache=packed.sequence(number))
@@ -92,7 +92,7 @@ class BaseResult(ABC):
         return self._cache.with_empty_tail()
 
     @property
-    def packed(self) -> RaggedCache:
+    def packed(self) -> CompressedCache:
         """The compressed entries; immutable, one sequence per prompt."""
         return self._cache.packed
 

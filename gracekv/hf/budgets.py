@@ -46,4 +46,5 @@ def check_budget(model: Any, prompt: Prompt, pipe: Pipeline, budget: Budget) -> 
         context=prompt.spans.context_length,
         entry_bytes=2 * dim * model.dtype.itemsize,
         window=pipe.window,
+        costs=pipe.precision.entry_bytes(dim, model.dtype.itemsize, prompt.spans),
     )

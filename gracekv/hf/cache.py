@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from gracekv.backends import Auto, Backend
-from gracekv.cache.base import RaggedCache
+from gracekv.cache import CompressedCache
 from gracekv.errors import CacheError
 from gracekv.hf.layer import GraceLayer, PackedLayer
 from gracekv.hf.static_layer import StaticGraceLayer
@@ -40,7 +40,7 @@ class GraceCache(Cache):  # type: ignore[misc]
     # Whether `ReplayedForward` makes the model's inputs, which then need no check.
     is_replayed = False
 
-    def __init__(self, packed: RaggedCache, backend: Backend | None = None) -> None:
+    def __init__(self, packed: CompressedCache, backend: Backend | None = None) -> None:
         backend = backend or Auto()
         self.padding = packed.padding
         super().__init__(
@@ -73,10 +73,10 @@ class GraceCache(Cache):  # type: ignore[misc]
         return twin
 
     @property
-    def packed(self) -> RaggedCache:
+    def packed(self) -> CompressedCache:
         """The compressed entries of all layers."""
         layers = tuple(layer.packed.ragged for layer in self.layers)
-        return RaggedCache(layers, self.packed_length, self.padding)
+        return CompressedCache(layers, self.packed_length, self.padding)
 
     @property
     def packed_length(self) -> int:
@@ -95,7 +95,7 @@ class GraceCache(Cache):  # type: ignore[misc]
                 f"The cache holds {known} prompts, the model was given {rows} rows. Use as many "
                 f"rows, a multiple of them, or cache.batch_select_indices first."
             )
-        device = layer.packed.ragged.keys.device if device is None else device
+        device = layer.packed.ragged.device if device is None else device
         padding = torch.tensor(self.padding, device=device)
         if layer.rows is not None:
             padding = padding[layer.rows.to(device)]

@@ -102,9 +102,11 @@ def compress(
             lengths, which are prefilled one after the other, so that the peak memory is that of
             the largest, and then generate together.
         budget: a `Budget`, as `Pipeline.run` takes it.
-        ratio: how many times fewer entries the context keeps, at least 1.
+        ratio: how many times fewer entries the context keeps, at least 1; where the pipeline
+            quantises them, how many times fewer bytes than a full cache of 16-bit numbers.
         entries_per_head: entries per KV head and layer on average.
-        kv_bytes: bytes of the context's keys and values, or text such as "64MiB".
+        kv_bytes: bytes of the context's keys and values, scales and zero points included, or text
+            such as "64MiB".
         compression_ratio: the fraction of entries removed, at least 0 and below 1, as kvpress
             counts: 0.875 is ratio=8.
         prefill: what `capture(model, prompt)` made, which is only read; for a list of prompts a

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
-from gracekv.cache import Accounting, Timings
+from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.errors import CacheError
 from gracekv.hf.budgets import check_budget
@@ -49,9 +49,10 @@ def extended_run(
     The other arguments and errors are those of `CompressionResult.extend`.
     """
     old, prompt = run.cache, before.extended(passage)
+    old_layers = _unquantised(old, pipeline)
     read = prompt.without_tail()
     _check_length(model, before.without_tail().spans.length, read.spans.length)
-    past = Past.padded([_heads(layer) for layer in old.layers], old.length)
+    past = Past.padded([_heads(layer) for layer in old_layers], old.length)
     # A context that was not followed by anything has a last token without an entry.
     last = before.spans.context_end - old.length
     ids = torch.cat([read.ids.new_zeros(past.places), read.ids[old.length :]])
@@ -68,11 +69,22 @@ def extended_run(
         memory_limit=memory_limit,
         progress=progress,
     )
-    dim = old.layers[0].keys.shape[1]
+    dim = old_layers[0].dim
     if budget.kind == "kv_bytes":
         # The prefill's entries have the coordinates of `Past`, too.
         budget = Budget("kv_bytes", budget.amount * Fraction(prefill.head_dim, dim))
-    return prompt, _joined(run, pipeline.run(prefill, budget), past.places)
+    return prompt, _joined(run, pipeline.run(prefill, budget), past.places, pipeline)
+
+
+def _unquantised(cache: CompressedCache, pipeline: Pipeline) -> list[RaggedLayer]:
+    """The layers of `cache`; raises `CacheError` if it or `pipeline` is quantised."""
+    layers = [layer for layer in cache.layers if isinstance(layer, RaggedLayer)]
+    if len(layers) < len(cache.layers) or pipeline.precision.name != "full":
+        raise CacheError(
+            "A cache with quantised entries cannot be extended yet. Compress and extend with "
+            "precision 'full', or compress the whole text anew."
+        )
+    return layers
 
 
 def _heads(layer: RaggedLayer) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -92,12 +104,14 @@ def _check_length(model: Any, before: int, length: int) -> None:
     check_prompt_length(model, length)
 
 
-def _joined(before: Run, run: Run, places: int) -> Run:
+def _joined(before: Run, run: Run, places: int, pipeline: Pipeline) -> Run:
     """The entries of `before`, bit for bit, and behind them in each head those of the passage."""
     old = before.cache
     layers = tuple(
         _joined_layer(one, other, places, old.length)
-        for one, other in zip(old.layers, run.cache.layers, strict=True)
+        for one, other in zip(
+            _unquantised(old, pipeline), _unquantised(run.cache, pipeline), strict=True
+        )
     )
     packed = RaggedCache(layers, run.cache.length - places + old.length)
     plans, kept = (before.plan, run.plan), (before.accounting, run.accounting)
@@ -122,6 +136,7 @@ def _joined(before: Run, run: Run, places: int) -> Run:
         full_bytes=full,
         utility=sum(x.utility for x in kept),
         bound=sum(bounds) if len(bounds) == len(kept) else None,
+        widths=WidthShare.of(packed),
     )
     seconds = before.timings.as_dict()
     added = run.timings.as_dict()

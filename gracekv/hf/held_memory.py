@@ -27,7 +27,7 @@ def held_memory(cache: GraceCache, *parts: Any) -> dict[str, int]:
         total[device] += size
     for layer in cache.layers:
         backend, prepared = layer.packed.backend, layer.packed.prepared
-        total[str(layer.packed.ragged.keys.device)] += backend.held_bytes(prepared)
+        total[str(layer.packed.ragged.device)] += backend.held_bytes(prepared)
     return dict(total)
 
 

@@ -11,8 +11,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from gracekv.backends import AttentionBackend, Backend
 from gracekv.backends.base import sequence_of_row
-from gracekv.cache.base import RaggedLayer
-from gracekv.errors import CacheError
+from gracekv.cache import LayerEntries
+from gracekv.errors import BackendUnavailableError, CacheError
 
 # Places that the tail starts with; it doubles from there.
 _FIRST_CAPACITY = 64
@@ -29,16 +29,25 @@ class PackedLayer:
         length: logical tokens that the entries stand for.
     """
 
-    ragged: RaggedLayer
+    ragged: LayerEntries
     prepared: Any
     backend: AttentionBackend
     length: int
 
     @classmethod
-    def of(cls, ragged: RaggedLayer, backend: Backend, length: int) -> PackedLayer:
-        """The layer with `backend` resolved for its device, dtype and head dimension."""
-        keys = ragged.keys
-        reader = backend.resolve(keys.device, keys.dtype, keys.shape[1])
+    def of(cls, ragged: LayerEntries, backend: Backend, length: int) -> PackedLayer:
+        """The layer with `backend` resolved for its device, dtype, head dimension and coding.
+
+        Raises `BackendUnavailableError` if the backend does not read quantised entries.
+        """
+        kind = (ragged.device, ragged.dtype, ragged.dim)
+        if ragged.coding is None:
+            reader = backend.resolve(*kind)
+        else:
+            reader = backend.resolve(*kind, ragged.coding)
+            obstacle = reader.obstacle(*kind, ragged.coding)
+            if obstacle is not None:
+                raise BackendUnavailableError(f"Backend {reader.name!r} cannot run. {obstacle}")
         return cls(ragged, reader.prepare(ragged), reader, length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
@@ -160,16 +169,16 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _check(self, key_states: Tensor) -> None:
         packed = self.packed.ragged
-        heads, dim = packed.heads, packed.keys.shape[-1]
+        heads, dim = packed.heads, packed.dim
         if key_states.shape[1] != heads or key_states.shape[-1] != dim:
             raise CacheError(
                 f"This cache holds {heads} KV heads of dimension {dim} per layer, the model has "
                 f"{key_states.shape[1]} of {key_states.shape[-1]}. Use it with the model that it "
                 f"was made from."
             )
-        if (key_states.dtype, key_states.device) != (packed.keys.dtype, packed.keys.device):
+        if (key_states.dtype, key_states.device) != (packed.dtype, packed.device):
             raise CacheError(
-                f"This cache is {packed.keys.dtype} on {packed.keys.device}, the model computes in "
+                f"This cache is {packed.dtype} on {packed.device}, the model computes in "
                 f"{key_states.dtype} on {key_states.device}. Compress again after moving or "
                 f"converting the model."
             )
@@ -194,7 +203,8 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         buffers = []
         for old in (self._keys, self._values):
-            buffer = packed.keys.new_zeros((batch, packed.heads, capacity, packed.keys.shape[-1]))
+            shape = (batch, packed.heads, capacity, packed.dim)
+            buffer = torch.zeros(shape, dtype=packed.dtype, device=packed.device)
             if old is not None and used:
                 # `generate` repeats its rows for beams and returned sequences, not the cache's.
                 rows = old[:, :, :used].repeat_interleave(batch // old_rows, dim=0)
@@ -288,7 +298,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _selected_rows(self, index: Tensor) -> Tensor | None:
         """`rows` after taking the continuations `index`; None where they are in order again."""
-        device = self.packed.ragged.keys.device
+        device = self.packed.ragged.device
         count, sequences = self.batch, self.packed.ragged.sequences
         rows = sequence_of_row(self.rows, count, sequences, device)[index.to(device)]
         # Beams stay inside their prompt, so this is the rule; backends are fastest with None.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gracekv.backends import BACKENDS, Backend
-from gracekv.cache.base import RaggedCache
+from gracekv.cache import CompressedCache, WidthShare
 from gracekv.cache.serialization import AGAIN, read_cache, read_header
 from gracekv.errors import ConfigError, PromptError, SavedCacheError, ShapeError
 from gracekv.hf.batch import BatchResult
@@ -95,7 +95,7 @@ def _prompts(
     path: Path,
     header: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    packed: RaggedCache,
+    packed: CompressedCache,
     tokenizer: Any,
     vocabulary: int,
 ) -> list[SavedPrompt]:
@@ -122,14 +122,16 @@ def _prompts(
     return saved
 
 
-def _check_entries(saved: SavedPrompt, packed: RaggedCache, vocabulary: int) -> None:
+def _check_entries(saved: SavedPrompt, packed: CompressedCache, vocabulary: int) -> None:
     """Raise `ShapeError` unless the accounting counts the entries, and ids are the model's."""
     spans, kept = saved.prompt.without_tail().spans, saved.accounting
     # Prefix and suffix, whose last token is fed again and has no entry.
     beside = spans.length - 1 - spans.context_length
     if not torch.equal(packed.entries() - beside, kept.entries):
         raise ShapeError("the accounting counts other entries than the cache holds")
-    if kept.spent != int(kept.entries.sum()) or kept.bytes != packed.kv_bytes:
+    # Files of earlier versions do not list widths.
+    widths = kept.widths in ((), WidthShare.of(packed))
+    if kept.spent != int(kept.entries.sum()) or kept.bytes != packed.kv_bytes or not widths:
         raise ShapeError("the accounting's sums are not those of the cache")
     ids = saved.prompt.ids
     if bool(((ids < 0) | (ids >= vocabulary)).any()):
@@ -147,5 +149,5 @@ def _pipeline(path: Path, header: Mapping[str, Any]) -> Pipeline:
         ) from error
 
 
-def _run(saved: SavedPrompt, cache: RaggedCache) -> Run:
+def _run(saved: SavedPrompt, cache: CompressedCache) -> Run:
     return Run(saved.plan, cache, saved.accounting, saved.timings)

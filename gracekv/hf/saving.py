@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.budget import BudgetPlan
-from gracekv.cache import Accounting, Timings
-from gracekv.cache.base import RaggedCache
+from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.cache.serialization import write_cache
 from gracekv.hyperparameter import check_values
 from gracekv.prefill.fingerprint import fingerprint, tokenizer_marks
@@ -46,7 +45,11 @@ class SavedPrompt:
     def header(self) -> dict[str, Any]:
         """Everything but the ids, ready for JSON."""
         kept = self.accounting
-        entries = {"entries": kept.entries.tolist(), "backend_bytes": 0}
+        entries = {
+            "entries": kept.entries.tolist(),
+            "backend_bytes": 0,
+            "widths": [dataclasses.asdict(share) for share in kept.widths],
+        }
         return {
             "spans": dataclasses.asdict(self.prompt.spans),
             "format": [self.prompt.separator, self.prompt.template],
@@ -62,13 +65,17 @@ class SavedPrompt:
         Raises `ConfigError` or another `ValueError` or `TypeError` if it is not what `header` made.
         """
         kept = header["accounting"]
+        counts = {
+            "entries": torch.tensor(kept["entries"]),
+            "widths": tuple(_made_of(WidthShare, share) for share in kept.get("widths", ())),
+        }
         separator, template = header.get("format", ("\n\n", True))
         prompt = {"separator": separator, "template": template}
         check_values(Prompt, prompt)
         return cls(
             Prompt(ids, _made_of(PromptSpans, header["spans"]), None, tokenizer, **prompt),
             _made_of(BudgetPlan, header["plan"]),
-            _made_of(Accounting, {**kept, "entries": torch.tensor(kept["entries"])}),
+            _made_of(Accounting, {**kept, **counts}),
             _made_of(Timings, header["timings"]),
         )
 
@@ -83,7 +90,7 @@ def save_result(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[SavedPrompt],
-    packed: RaggedCache,
+    packed: CompressedCache,
     pipeline: Mapping[str, Any],
     modules: Mapping[str, str],
     *,

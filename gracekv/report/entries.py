@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedCache
+from gracekv.cache import CompressedCache
 from gracekv.errors import ReportError
 from gracekv.prefill import PromptSpans
 from gracekv.ragged import offsets, rows
@@ -148,16 +148,15 @@ def kept_entries(
 
 
 def _context_entries(
-    cache: RaggedCache, region: tuple[int, int], change: Tensor | None
+    cache: CompressedCache, region: tuple[int, int], change: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Of all entries in `region`: position, multiplicity, layer * G + head, change of the value."""
     parts, kept = [], []
     for number, layer in enumerate(cache.layers):
-        head = rows(layer.lengths) + number * layer.heads
-        position = layer.positions.cpu().long()
+        row, position, log_multiplicity = layer.index()
         inside = (position >= region[0]) & (position < region[1])
-        weight = layer.log_multiplicity.float().cpu().exp()
-        parts.append((position[inside], weight[inside], head[inside]))
+        weight = log_multiplicity.float().exp()
+        parts.append((position[inside], weight[inside], row[inside] + number * layer.heads))
         kept.append(inside)
     position, multiplicity, head = (torch.cat(part) for part in zip(*parts, strict=True))
     if change is not None:

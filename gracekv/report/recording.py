@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from gracekv.allocate import Selection
-from gracekv.cache import RaggedCache
+from gracekv.cache import CompressedCache
 from gracekv.report.auction import auction_curve
 from gracekv.report.record import ReportRecord
 from gracekv.report.relevance import CodedRelevance
@@ -48,16 +48,16 @@ def released(run: Run) -> Run:
     )
 
 
-def _lists(cache: RaggedCache, selection: Selection) -> bool:
+def _lists(cache: CompressedCache, selection: Selection) -> bool:
     """Whether the cache's positions inside the region are the tokens of `selection`."""
     first, last = selection.region
     last = min(last, cache.length)
     for number, layer in enumerate(cache.layers):
         bounds = selection.offsets[number * layer.heads :][: layer.heads + 1]
         wanted = selection.start[int(bounds[0]) : int(bounds[-1])]
-        inside = (layer.positions >= first) & (layer.positions < last)
-        packed = layer.positions[inside]
-        wanted = wanted[wanted < last].to(packed.device)
+        _, position, _ = layer.index()
+        packed = position[(position >= first) & (position < last)]
+        wanted = wanted[wanted < last].to(packed)
         if not torch.equal(packed, wanted):
             return False
     return True

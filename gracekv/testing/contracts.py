@@ -245,10 +245,8 @@ def check_in_pipeline(strategy: Strategy, prefill: Prefill) -> None:
         check_forest(run.forest)
         check_frontier(run.frontier)
     for one, two in zip(run.cache.layers, again.cache.layers, strict=True):
-        for name in ("positions", "keys", "values", "log_multiplicity"):
-            _hold(
-                torch.equal(getattr(one, name), getattr(two, name)), f"{name} differ between runs"
-            )
+        for name, tensor in one.tensors().items():
+            _hold(torch.equal(tensor, two.tensors()[name]), f"{name} differ between runs")
 
 
 def _check_auctions(strategy: Strategy, seed: int) -> None:

@@ -1,0 +1,52 @@
+"""What the kernel of the `numba` backend is given."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+class AttentionArgs(ctypes.Structure):
+    """Arguments of the kernel: addresses, all of contiguous arrays, and sizes.
+
+    Fields, with E entries, Z = S * G rows of them, B continuations, n query heads a KV head, P
+    splits of packed entries, C splits of each tail:
+        keys, values: [E, d].
+        bias: float32 [E].
+        splits: int64 [P, 5]: row, first and last + 1 entry, first slot, whether the entries are
+            quantised; rows in order.
+        row_splits: int64 [Z + 1], the first split of each row.
+        sequence_start: int64 [S + 1], the first continuation of each sequence.
+        continuations: int64 [B], batch rows ordered by sequence.
+        sequence_of: int64 [B], the sequence of each continuation.
+        query: float32 [B, G, n, d].
+        tail_keys, tail_values: rows of d; the one of (b, g, s) is b * tail_batch + g * tail_head
+            + s.
+        mask: float32 [B, tail] to add to the tail's logits; 0 for none.
+        partial: float32 [slots, d + 2], workspace: P splits' queries, then [B, G, C, n] by
+            continuation; output, maximum and sum of each.
+        output: float32 [B, G, n, d].
+        counters: int64 [1 + Z] zeros: splits taken, and splits finished of each row.
+        longest: entries of a split of a tail; no packed split has more.
+        most_queries: at least the queries of any row.
+
+    Of E' quantised entries with N blocks and C scales an entry, 0 where there are none:
+        key_codes, value_codes: uint8 [E', bytes].
+        key_scale, key_zero, value_scale, value_zero: [N, d] by channel, [E', C] by token.
+        coded_bias: float32 [E'].
+        offsets, blocks: int64 [Z + 1], the first entry and the first block of each row.
+        bits, group_size, columns: of `Coding`; C.
+        keys_by_channel, values_by_channel: 1 or 0.
+    """
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in (
+            "keys", "values", "bias", "splits", "row_splits", "sequence_start", "continuations",
+            "sequence_of", "query", "tail_keys", "tail_values", "mask", "partial", "output",
+            "counters", "entries", "dim", "heads", "group", "rows", "batch", "packed_splits",
+            "packed_slots", "longest", "most_queries", "tail", "tail_splits", "tail_batch",
+            "tail_head", "key_codes", "key_scale", "key_zero", "value_codes", "value_scale",
+            "value_zero", "coded_bias", "offsets", "blocks", "coded_entries", "coded_blocks",
+            "bits", "group_size", "columns", "keys_by_channel", "values_by_channel",
+        )),
+        ("scale", ctypes.c_double),
+    ]  # fmt: skip

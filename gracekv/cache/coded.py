@@ -1,0 +1,230 @@
+"""`CodedEntries`: entries whose keys and values are small integers with scales and zero points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gracekv import ragged
+from gracekv.errors import ShapeError
+
+Grouping = Literal["channel", "token"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How numbers become codes.
+
+    Attributes:
+        bits: of a code, 8 or 4.
+        group: how many numbers share a scale and a zero point.
+        keys: "channel": `group` consecutive entries of a head, channel by channel; "token": `group`
+            consecutive channels of an entry, all of them where there are fewer.
+        values: the same for values.
+    """
+
+    bits: int
+    group: int
+    keys: Grouping
+    values: Grouping
+
+    def check(self, dim: int) -> None:
+        """Raise `ShapeError` unless heads of dimension `dim` can be stored so."""
+        if "token" in (self.keys, self.values) and dim % min(self.group, dim):
+            fits = ", ".join(str(size) for size in range(1, dim) if dim % size == 0)
+            raise ShapeError(
+                f"Groups of {self.group} channels do not fit a head dimension of {dim}. Use one of "
+                f"{fits}, or at least {dim} for one group an entry."
+            )
+        if dim * self.bits % 8:
+            raise ShapeError(
+                f"{dim} codes of {self.bits} bits do not fill whole bytes. Use 8 bits for a head "
+                f"dimension that is odd."
+            )
+
+    def blocks(self, lengths: Tensor) -> Tensor:
+        """int64, blocks of entries in rows of `lengths` entries (int64 [any shape])."""
+        return (lengths + self.group - 1) // self.group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Codes:
+    """Numbers [E, d]: zero + scale * code.
+
+    Attributes:
+        codes: uint8 [E, d * bits / 8]. Of 4 bits, byte j holds channel j in its low half and
+            channel j + d / 2 in its high half.
+        scale: 16-bit numbers; [N, d], a row for each of the N blocks of entries ("channel"), or
+            [E, d / group] ("token").
+        zero: like `scale`.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+
+    def numbers(self, first: int, stop: int, bits: int, block: Tensor | None) -> Tensor:
+        """float32 [n, d] of the n entries [first, stop).
+
+        `block` int64 [n] are the rows of `scale` of each entry; None: they are its own.
+        """
+        codes = self.codes[first:stop]
+        if bits == 4:
+            codes = torch.cat([codes & 15, codes >> 4], dim=1)
+        if block is None:
+            scale, zero = self.scale[first:stop, :, None], self.zero[first:stop, :, None]
+        else:
+            at = block.to(codes.device)
+            scale, zero = self.scale[at][..., None], self.zero[at][..., None]
+        grouped = codes.float().unflatten(1, (scale.shape[1], -1))
+        numbers: Tensor = zero.float() + scale.float() * grouped
+        return numbers.flatten(1)
+
+    @property
+    def bytes(self) -> int:
+        """Of codes, scales and zero points."""
+        return sum(t.numel() * t.element_size() for t in (self.codes, self.scale, self.zero))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodedEntries:
+    """Quantised entries of one layer, head after head as in `RaggedLayer`.
+
+    Attributes:
+        keys: of E entries.
+        values: of E entries.
+        positions: int32 [E], ascending inside a head.
+        log_multiplicity: float32 [E].
+        offsets: int64 [S*G+1] on the CPU.
+        coding: how the codes are to be read.
+        sequences: S.
+
+    Raises `ShapeError` if the tensors do not fit one another.
+    """
+
+    keys: Codes
+    values: Codes
+    positions: Tensor
+    log_multiplicity: Tensor
+    offsets: Tensor
+    coding: Coding
+    sequences: int = 1
+
+    def __post_init__(self) -> None:
+        entries, blocks = int(self.offsets[-1]), int(self.block_offsets[-1])
+        dim = self.dim
+        self.coding.check(dim)
+        own = (entries, dim // min(self.coding.group, dim))
+        for name, by in (("keys", self.coding.keys), ("values", self.coding.values)):
+            made: Codes = getattr(self, name)
+            shape = (blocks, dim) if by == "channel" else own
+            if made.codes.shape != (entries, dim * self.coding.bits // 8) or not (
+                made.scale.shape == made.zero.shape == shape
+            ):
+                raise ShapeError(
+                    f"Coded {name} of {entries} entries take codes [{entries}, "
+                    f"{dim * self.coding.bits // 8}] and scales and zero points {list(shape)}; got "
+                    f"{list(made.codes.shape)}, {list(made.scale.shape)} and "
+                    f"{list(made.zero.shape)}."
+                )
+        if self.positions.shape != (entries,) or self.log_multiplicity.shape != (entries,):
+            raise ShapeError(
+                f"Coded entries take positions and log_multiplicity [{entries}]; got "
+                f"{list(self.positions.shape)} and {list(self.log_multiplicity.shape)}."
+            )
+
+    @property
+    def entries(self) -> int:
+        """E."""
+        return len(self.positions)
+
+    @property
+    def dim(self) -> int:
+        """d."""
+        return self.keys.codes.shape[1] * 8 // self.coding.bits
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [S*G], entries per row."""
+        return self.offsets.diff()
+
+    @property
+    def block_offsets(self) -> Tensor:
+        """int64 [S*G+1]: blocks [block_offsets[r], block_offsets[r + 1]) are row r's."""
+        return ragged.offsets(self.coding.blocks(self.lengths))
+
+    def numbers(self, row: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values float32 [stop - first, d] of entries [first, stop), all of `row`."""
+        block = self.block_offsets[row] + (
+            (torch.arange(first, stop) - self.offsets[row]) // self.coding.group
+        )
+        keys, values = (
+            codes.numbers(first, stop, self.coding.bits, block if by == "channel" else None)
+            for codes, by in ((self.keys, self.coding.keys), (self.values, self.coding.values))
+        )
+        return keys, values
+
+    def rows(self, begin: int, end: int, sequences: int) -> CodedEntries:
+        """Views of rows [begin, end), which are `sequences` sequences."""
+        at = slice(int(self.offsets[begin]), int(self.offsets[end]))
+        blocks = slice(int(self.block_offsets[begin]), int(self.block_offsets[end]))
+
+        def part(codes: Codes, by: Grouping) -> Codes:
+            scales = blocks if by == "channel" else at
+            return Codes(codes.codes[at], codes.scale[scales], codes.zero[scales])
+
+        return CodedEntries(
+            keys=part(self.keys, self.coding.keys),
+            values=part(self.values, self.coding.values),
+            positions=self.positions[at],
+            log_multiplicity=self.log_multiplicity[at],
+            offsets=self.offsets[begin : end + 1] - at.start,
+            coding=self.coding,
+            sequences=sequences,
+        )
+
+    @classmethod
+    def stack(cls, parts: Sequence[CodedEntries]) -> CodedEntries:
+        """The sequences of all `parts` in one. Raises `ShapeError` if their codings differ."""
+        codings = {part.coding for part in parts}
+        if len(codings) != 1:
+            raise ShapeError(
+                f"Only entries of one coding can be stacked; got {sorted(map(str, codings))}. "
+                f"Compress all prompts with one pipeline."
+            )
+        joined = {
+            name: torch.cat([part.tensors()[name] for part in parts])
+            for name in parts[0].tensors()
+            if name != "offsets"
+        }
+        joined["offsets"] = ragged.offsets(torch.cat([part.lengths for part in parts]))
+        return cls.of_tensors(joined, parts[0].coding, sum(part.sequences for part in parts))
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Everything that is stored, by name."""
+        found: dict[str, Tensor] = {}
+        for name in ("keys", "values"):
+            made: Codes = getattr(self, name)
+            found |= {f"{name}.{x}": getattr(made, x) for x in ("codes", "scale", "zero")}
+        return found | {x: getattr(self, x) for x in ("positions", "log_multiplicity", "offsets")}
+
+    @classmethod
+    def of_tensors(
+        cls, tensors: Mapping[str, Tensor], coding: Coding, sequences: int
+    ) -> CodedEntries:
+        """The inverse of `tensors`. Raises `KeyError` if one is missing, `ShapeError` as above."""
+        keys, values = (
+            Codes(*(tensors[f"{name}.{x}"] for x in ("codes", "scale", "zero")))
+            for name in ("keys", "values")
+        )
+        positions, log_multiplicity = tensors["positions"], tensors["log_multiplicity"]
+        return cls(keys, values, positions, log_multiplicity, tensors["offsets"], coding, sequences)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of codes, scales and zero points."""
+        return self.keys.bytes + self.values.bytes

@@ -1,0 +1,172 @@
+"""The interface of a compressed cache, however its entries are stored."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.coded import Coding
+from gracekv.errors import ShapeError
+
+
+class LayerEntries(abc.ABC):
+    """The entries of one layer, its KV heads one after the other without padding.
+
+    Several sequences (a batch of prompts) lie in it one after the other: head g of sequence s is
+    row s * G + g. How keys and values are stored is up to the class.
+
+    Attributes:
+        sequences: S.
+    """
+
+    __slots__ = ()
+
+    sequences: int
+
+    @property
+    @abc.abstractmethod
+    def heads(self) -> int:
+        """G."""
+
+    @property
+    @abc.abstractmethod
+    def lengths(self) -> Tensor:
+        """int64 [S*G] on the CPU, entries per row."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of the queries that attend to the entries: the model's."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """Where the entries lie."""
+
+    @property
+    @abc.abstractmethod
+    def dim(self) -> int:
+        """d."""
+
+    @property
+    def coding(self) -> Coding | None:
+        """How quantised entries are to be read; None: there are none."""
+        return None
+
+    @abc.abstractmethod
+    def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys [E_g, d], values [E_g, d], positions [E_g] and log m [E_g] of head g, by position.
+
+        Keys and values as they are stored if they are all of the model's dtype, else in float32.
+        """
+
+    @abc.abstractmethod
+    def index(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Row int64 [E], position int64 [E] and log m float32 [E] of all entries, on the CPU.
+
+        Row after row, by position.
+        """
+
+    @abc.abstractmethod
+    def sequence(self, s: int) -> Self:
+        """Views of sequence s alone."""
+
+    @abc.abstractmethod
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Everything that is stored, by name."""
+
+    @abc.abstractmethod
+    def widths(self) -> Mapping[int, tuple[int, int]]:
+        """Entries and bytes of keys and values by the bits of a number."""
+
+    @property
+    @abc.abstractmethod
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values, with what it takes to read them."""
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of positions, multiplicities and offsets."""
+        stored = sum(t.numel() * t.element_size() for t in self.tensors().values())
+        return stored - self.kv_bytes
+
+    @classmethod
+    @abc.abstractmethod
+    def stack(cls, layers: Sequence[Any]) -> Self:
+        """The sequences of all `layers` in one; they must agree in heads, dimension and dtype.
+
+        Raises `ShapeError` if they do not.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompressedCache:
+    """The packed cache of a sequence, or of several: immutable, shared by all continuations.
+
+    Attributes:
+        layers: L layers, each on its model layer's device.
+        length: logical tokens covered, positions [0, length) of the longest sequence; decoding
+            continues there. It is T - 1: the last prompt token is fed again, over the compressed
+            cache (ours).
+        padding: S numbers, how many tokens fewer each sequence covers; its prompt is padded by as
+            many on the left.
+
+    Raises:
+        ShapeError: the layers do not fit one another.
+    """
+
+    layers: tuple[LayerEntries, ...]
+    length: int
+    padding: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        if {layer.sequences for layer in self.layers} != {len(self.padding)}:
+            raise ShapeError(
+                f"{type(self).__name__} takes layers of as many sequences as padding has numbers, "
+                f"{len(self.padding)}; got {sorted({x.sequences for x in self.layers})}."
+            )
+        if min(self.padding) != 0 or max(self.padding) >= self.length:
+            raise ShapeError(
+                f"{type(self).__name__}.padding counts from the longest sequence, so its least is "
+                f"0 and all are below length = {self.length}; got {self.padding}."
+            )
+
+    @property
+    def sequences(self) -> int:
+        """S."""
+        return len(self.padding)
+
+    def entries(self) -> Tensor:
+        """int64 [L, S*G] physical entries, prefix and suffix included."""
+        return torch.stack([layer.lengths for layer in self.layers])
+
+    def sequence(self, s: int) -> Self:
+        """Views of sequence s alone."""
+        layers = tuple(layer.sequence(s) for layer in self.layers)
+        return type(self)(layers, self.length - self.padding[s])
+
+    @classmethod
+    def stack(cls, caches: Sequence[Self]) -> Self:
+        """The sequences of all `caches` in one cache."""
+        length = max(cache.length for cache in caches)
+        layers = zip(*(cache.layers for cache in caches), strict=True)
+        return cls(
+            tuple(type(layer[0]).stack(layer) for layer in layers),
+            length,
+            tuple(length - cache.length + pad for cache in caches for pad in cache.padding),
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(layer.kv_bytes for layer in self.layers)
+
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of everything else that is packed."""
+        return sum(layer.metadata_bytes for layer in self.layers)

@@ -1,0 +1,138 @@
+"""Budgets in bytes: never exceeded, spent but for less than an entry, equal to what is stored."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate import Budget
+from gracekv.cache import WidthShare
+from gracekv.cache.quantised import QuantisedCache
+from gracekv.errors import BudgetError
+from gracekv.pipeline import Pipeline
+from gracekv.precision import PRECISIONS, UniformPrecision
+from gracekv.testing import synthetic_prefill
+from gracekv.testing.selections import check_run
+
+CODINGS = {
+    "8 bits": UniformPrecision(group=8),
+    "4 bits": UniformPrecision(bits=4, group=4, sinks=0),
+    "all by token": UniformPrecision(bits=4, group=8, keys="token", values="token"),
+    "all by channel": UniformPrecision(group=16, keys="channel", values="channel", sinks=9),
+}
+
+
+def context_bytes(run, prefill):
+    """Counted from the tensors: all keys and values, less those outside the context."""
+    stored = sum(
+        tensor.numel() * tensor.element_size()
+        for layer in run.cache.layers
+        for name, tensor in layer.tensors().items()
+        if not any(x in name for x in ("positions", "log_multiplicity", "offsets"))
+    )
+    spans = prefill.spans
+    beside = spans.context_start + max(0, spans.length - 1 - spans.context_end)
+    return stored - prefill.layers * prefill.kv_heads * beside * prefill.entry_bytes
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 10_000),
+    recipe=st.sampled_from(["gracekv-plus", "snapkv", "gracekv", "ada-snapkv"]),
+    coding=st.sampled_from(sorted(CODINGS)),
+    context=st.integers(5, 150),
+    prefix=st.sampled_from([0, 2, 4]),
+    question=st.sampled_from([0, 5]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    ratio=st.floats(1, 30),
+    kind=st.sampled_from(["ratio", "bytes"]),
+)
+def test_the_budget_is_spent_and_never_exceeded(
+    seed, recipe, coding, context, prefix, question, dtype, ratio, kind
+):
+    prefill = synthetic_prefill(
+        context=context, prefix=prefix, question=question, tail=question, seed=seed, dtype=dtype,
+        dim=8, layers=2, kv_heads=2,
+    )  # fmt: skip
+    pipeline = dataclasses.replace(Pipeline.named(recipe), precision=CODINGS[coding])
+    units, full = 4, 4 * context * 32
+    budget = Budget.ratio(ratio) if kind == "ratio" else Budget.kv_bytes(int(full / ratio))
+    try:
+        run = pipeline.run(prefill, budget)
+    except BudgetError:
+        assert ratio > context / 40
+        return
+    check_run(run, prefill)
+    kept = run.accounting
+    spent = context_bytes(run, prefill)
+    allowed = full / ratio if kind == "ratio" else int(full / ratio)
+    assert spent == kept.spent_bytes <= kept.budget_bytes <= allowed
+    assert kept.full_bytes == units * (prefill.spans.length - 1) * 32
+    everything = kept.spent == units * context
+    if not everything and recipe in ("gracekv-plus", "gracekv") and question:
+        costs = CODINGS[coding].entry_bytes(8, dtype.itemsize, prefill.spans)
+        # An entry that opens a block, or one of the sinks, or a node's two children.
+        dearest = max(costs.coded + costs.block, costs.exact)
+        assert kept.budget_bytes - spent < dearest * (2 if recipe == "gracekv" else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ratios_count_16_bit_entries_whatever_the_dtype(dtype):
+    prefill = synthetic_prefill(context=200, dtype=dtype, dim=32)
+    pipeline = Pipeline.from_dict({"precision": "uniform"}, base="gracekv-plus")
+    kept = pipeline.run(prefill, Budget.ratio(4)).accounting
+    assert kept.budget_bytes == 4 * 200 * 2 * 32 * 2 // 4
+    coded = next(share for share in kept.widths if share.bits == 8)
+    exact = next(share for share in kept.widths if share.bits == 8 * dtype.itemsize)
+    assert (coded.entries + exact.entries, coded.bytes + exact.bytes) == (
+        kept.spent + 4 * (prefill.spans.length - 1 - 200),
+        kept.bytes,
+    )
+    # Float32 neighbours that stay as they are leave less room.
+    assert coded.entries > 1.4 * 200 if dtype == torch.bfloat16 else coded.entries > 1.3 * 200
+
+
+def test_entries_per_head_count_entries():
+    prefill = synthetic_prefill(context=100, dim=32)
+    plain = Pipeline.named("gracekv-plus")
+    pipeline = dataclasses.replace(plain, precision=PRECISIONS.build("uniform"))
+    one, two = (x.run(prefill, Budget.entries_per_head(20)) for x in (plain, pipeline))
+    assert two.accounting.budget_bytes is None
+    assert two.accounting.spent == one.accounting.spent == 80
+    for layer, other in zip(one.cache.layers, two.cache.layers, strict=True):
+        assert torch.equal(layer.positions.long(), other.index()[1])
+
+
+@pytest.mark.parametrize(("ratio", "bits"), [(1, 16), (1.5, 8), (1.7, 8)])
+def test_what_fits_as_it_is_stays_and_what_fits_quantised_is_not_dropped(ratio, bits):
+    prefill = synthetic_prefill(context=100, dim=32, dtype=torch.bfloat16)
+    pipeline = Pipeline.from_dict({"precision": "uniform"}, base="gracekv-plus")
+    run = pipeline.run(prefill, Budget.ratio(ratio))
+    assert isinstance(run.cache, QuantisedCache)
+    assert run.accounting.spent == 400
+    assert min(share.bits for share in run.accounting.widths) == bits
+
+
+def test_a_full_cache_can_be_quantised_whatever_the_budget():
+    prefill = synthetic_prefill(context=100, dim=32, dtype=torch.bfloat16)
+    pipeline = Pipeline.from_dict({"precision": {"name": "uniform", "bits": 4}}, base="fullkv")
+    kept = pipeline.run(prefill, Budget.ratio(1)).accounting
+    assert kept.spent == 400
+    assert [share.bits for share in kept.widths] == [16, 4]
+
+
+def test_widths_add_up_over_prompts():
+    shares = (WidthShare(8, 10, 100), WidthShare(16, 2, 64), WidthShare(8, 1, 9))
+    assert WidthShare.summed(shares) == (WidthShare(16, 2, 64), WidthShare(8, 11, 109))
+
+
+def test_tiny_budgets_are_refused_with_what_works():
+    prefill = synthetic_prefill(context=60, dim=8, dtype=torch.bfloat16)
+    pipeline = Pipeline.from_dict({"precision": "uniform"}, base="gracekv-plus")
+    with pytest.raises(BudgetError, match="is below the smallest that works here, 512") as caught:
+        pipeline.run(prefill, Budget.kv_bytes(511))
+    assert "ratio of at most 15, or kv_bytes of at least 512" in str(caught.value)
+    assert pipeline.run(prefill, Budget.kv_bytes(512)).accounting.spent == 16
+    pipeline.run(prefill, Budget.ratio(15))

@@ -1,0 +1,145 @@
+"""Quantised caches under a model: generation, batches, beams, files and reports."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+import gracekv
+from gracekv.cache.quantised import QuantisedLayer
+from gracekv.errors import BackendUnavailableError, BudgetError, SavedCacheError, ShapeError
+from gracekv.pipeline import Pipeline
+from gracekv.testing.models import tiny_llama
+
+
+def prompt(length=120, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return gracekv.Prompt.from_ids(torch.randint(0, 97, (length,), generator=rng), (4, length - 9))
+
+
+def pipeline(**fields):
+    precision = {"name": "uniform", "group": 8, **fields}
+    return Pipeline.from_dict({"precision": precision}, base="gracekv-plus")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=3)
+
+
+def stored(layer):
+    """The layer with its codes dequantised, as a cache without any."""
+    heads = [layer.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
+    keys, values, positions, log_m = (torch.cat(part) for part in zip(*heads, strict=True))
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), layer.lengths.cumsum(0)])
+    return gracekv.cache.RaggedLayer(
+        keys.to(layer.dtype), values.to(layer.dtype), positions, log_m, offsets, layer.sequences
+    )
+
+
+@pytest.mark.parametrize("backend", ["auto", "numba", "sdpa", "eager"])
+def test_generation_reads_what_the_codes_say(model, backend):
+    result = gracekv.compress(model, prompt(), ratio=3, pipeline=pipeline(bits=4), backend=backend)
+    plain = gracekv.cache.CompressedCache(
+        tuple(stored(layer) for layer in result.packed.layers), result.packed.length
+    )
+    cache = gracekv.hf.GraceCache(plain, Pipeline.named("gracekv").backend)
+    ids, logits = result.inputs["input_ids"], []
+    asked = {"position_ids": torch.tensor([[ids.shape[1] - 1]]), "use_cache": True}
+    for each in (result.new_cache(), cache):
+        with torch.no_grad():
+            logits.append(model(ids[:, -1:], past_key_values=each, **asked).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+
+
+def test_batches_and_beams(model):
+    prompts = [prompt(120), prompt(90, seed=1), prompt(30, seed=2)]
+    batch = gracekv.compress(model, prompts, ratio=3, pipeline=pipeline())
+    alone = [gracekv.compress(model, one, ratio=3, pipeline=pipeline()) for one in prompts]
+    assert all(isinstance(layer, QuantisedLayer) for layer in batch.packed.layers)
+    rows = batch.generate_ids(6)
+    for row, one in zip(rows, alone, strict=True):
+        assert torch.equal(row, one.generate_ids(6)[0])
+    assert batch.generate_ids(4, num_beams=3).shape == (3, 4)
+    assert batch.generate_ids(4, num_beams=2, num_return_sequences=2).shape == (6, 4)
+    assert batch.accounting.bytes == sum(x.accounting.bytes for x in alone)
+    assert batch.accounting.widths == gracekv.cache.WidthShare.summed(
+        share for x in alone for share in x.accounting.widths
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fields", [{}, {"bits": 4, "keys": "token", "values": "channel"}])
+def test_files_hold_what_is_accounted_for(tmp_path, dtype, fields):
+    model = tiny_llama(layers=2, dtype=dtype)
+    result = gracekv.compress(model, prompt(), ratio=2, pipeline=pipeline(**fields))
+    path = tmp_path / "cache"
+    result.save(path)
+    kept = result.accounting
+    # Beside the entries there are the ids (8 bytes each) and a header.
+    overhead = os.path.getsize(path) - kept.bytes - kept.metadata_bytes - 8 * 120
+    assert 0 < overhead < 20_000
+    assert kept.held_bytes["cpu"] >= kept.bytes + kept.metadata_bytes
+
+    again = gracekv.load(path, model)
+
+    for ours, theirs in zip(again.packed.layers, result.packed.layers, strict=True):
+        assert ours.coding == theirs.coding
+        assert ours.tensors().keys() == theirs.tensors().keys()
+        for name, tensor in ours.tensors().items():
+            assert torch.equal(tensor, theirs.tensors()[name])
+    for name in ("bytes", "metadata_bytes", "full_bytes", "widths", "budget_bytes", "spent_bytes"):
+        assert getattr(again.accounting, name) == getattr(kept, name)
+    assert torch.equal(again.generate_ids(5), result.generate_ids(5))
+
+
+def test_a_file_with_codes_that_cannot_be_is_refused(model, tmp_path, monkeypatch):
+    result = gracekv.compress(model, prompt(), ratio=3, pipeline=pipeline())
+    layer = result.packed.layers[0]
+    broken = {
+        "scales": dataclasses.replace(
+            layer.coded.keys, scale=torch.full_like(layer.coded.keys.scale, torch.nan)
+        ),
+        "types": dataclasses.replace(layer.coded.keys, codes=layer.coded.keys.codes.to(torch.int8)),
+    }
+    for number, keys in enumerate(broken.values()):
+        spoiled = dataclasses.replace(layer, coded=dataclasses.replace(layer.coded, keys=keys))
+        layers = (spoiled, *result.packed.layers[1:])
+        path = tmp_path / str(number)
+        with monkeypatch.context() as patch:
+            cache = gracekv.cache.CompressedCache(layers, result.packed.length)
+            patch.setattr(type(result), "packed", property(lambda _, cache=cache: cache))
+            result.save(path)
+        with pytest.raises(SavedCacheError, match="does not hold a whole cache"):
+            gracekv.load(path, model)
+
+
+def test_a_report_shows_the_same_entries_as_without_codes(model, tmp_path):
+    pytest.importorskip("gracekv.report")
+    one = prompt()
+    plain = gracekv.compress(model, one, entries_per_head=30, pipeline="gracekv-plus")
+    coded = gracekv.compress(model, one, entries_per_head=30, pipeline=pipeline())
+    from gracekv.report.entries import kept_entries
+
+    kept = [kept_entries(x._run, one.spans, "token") for x in (plain, coded)]
+    assert torch.equal(kept[0].start, kept[1].start)
+    assert torch.equal(kept[0].offsets, kept[1].offsets)
+    coded.report(tmp_path / "page.html")
+    assert os.path.getsize(tmp_path / "page.html") > 10_000
+
+
+def test_what_cannot_work_is_refused_before_the_model_runs(model, monkeypatch):
+    monkeypatch.setattr(type(model), "forward", lambda *_, **__: pytest.fail("the model ran"))
+    with pytest.raises(BudgetError, match="bytes is below the smallest"):
+        gracekv.compress(model, prompt(), ratio=500, pipeline=pipeline())
+    with pytest.raises(ShapeError, match="do not fit a head dimension of 16"):
+        gracekv.compress(model, prompt(), ratio=2, pipeline=pipeline(group=6))
+
+
+def test_a_backend_without_codes_is_refused(model):
+    with pytest.raises(BackendUnavailableError, match="'triton' cannot run"):
+        gracekv.compress(model, prompt(), ratio=3, pipeline=pipeline(), backend="triton")

@@ -1,0 +1,133 @@
+"""Backends read quantised layers: equal to attention in float64 over what the codes say."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.backends import Auto, Eager, Numba, Sdpa, Triton, coded_pieces, split_kv
+from gracekv.backends.reference import attention
+from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.errors import BackendUnavailableError
+from gracekv.hf.layer import PackedLayer
+from gracekv.precision import UniformPrecision
+from gracekv.prefill import Region
+from gracekv.ragged import offsets
+from gracekv.testing.tolerance import TOLERANCES, relative_error
+
+CPU = torch.device("cpu")
+
+
+def quantised(rng, lengths, dim, dtype, sequences, **fields):
+    counts = torch.tensor(lengths)
+    total = int(counts.sum())
+    layer = RaggedLayer(
+        keys=torch.randn(total, dim, generator=rng).to(dtype),
+        values=torch.randn(total, dim, generator=rng).to(dtype),
+        positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]),
+        log_multiplicity=torch.rand(total, generator=rng) * 2,
+        offsets=offsets(counts),
+        sequences=sequences,
+    )
+    cache = RaggedCache((layer,), 200, (0,) * sequences)
+    strategy = UniformPrecision(**{"sinks": 2, **fields})
+    return strategy(cache, [layer.positions], Region(0, 60)).layers[0]
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=3),
+    sequences=st.integers(1, 2),
+    repeats=st.integers(1, 2),
+    group=st.sampled_from([1, 3]),
+    tokens=st.sampled_from([1, 1, 4]),
+    masked=st.booleans(),
+    shuffled=st.booleans(),
+    dim=st.sampled_from([16, 64]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    bits=st.sampled_from([4, 8]),
+    size=st.sampled_from([1, 8, 32]),
+    keys=st.sampled_from(["channel", "token"]),
+    values=st.sampled_from(["channel", "token"]),
+    most=st.sampled_from([5, 16, 256]),
+)
+def test_equal_attention_in_float64(
+    seed, lengths, sequences, repeats, group, tokens, masked, shuffled, dim, dtype, bits, size,
+    keys, values, most,
+):  # fmt: skip
+    rng = torch.Generator().manual_seed(seed)
+    layer = quantised(
+        rng, lengths * sequences, dim, dtype, sequences,
+        bits=bits, group=size, keys=keys, values=values,
+    )  # fmt: skip
+    batch, kv_heads = sequences * repeats, len(lengths)
+    query = torch.randn(batch, kv_heads * group, tokens, dim, generator=rng).to(dtype)
+    tail_keys, tail_values = (
+        torch.randn(batch, kv_heads, tokens + 3, dim, generator=rng).to(dtype) for _ in "kv"
+    )
+    rows = torch.randint(0, sequences, (batch,), generator=rng) if shuffled else None
+    mask = None
+    if masked:
+        mask = torch.rand(batch, 1, tokens, tokens + 3, generator=rng) < 0.5
+    asked = (tail_keys, tail_values, mask, dim**-0.5, rows)
+    want, lse = attention(query, layer, *asked)
+    bound = TOLERANCES[dtype]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split_kv, "_ENTRIES", most)
+        patch.setattr(coded_pieces, "_PIECE", most)
+        for backend in (Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()):
+            prepared = backend.prepare(layer)
+            output = backend(query, prepared, *asked)
+            assert output.dtype == dtype
+            # Three roundings to the dtype: each part's output and their mixture.
+            assert relative_error(output, want) <= 2 * bound.output, backend
+            part = backend.packed(query, prepared, dim**-0.5, rows)
+            torch.testing.assert_close(part.lse.double(), lse[0], rtol=0, atol=bound.lse)
+            assert bool((part.output[lse[0] == -math.inf] == 0).all())
+
+
+def test_the_same_bits_on_any_number_of_threads():
+    rng = torch.Generator().manual_seed(1)
+    layer = quantised(rng, [300, 5, 0, 120], 64, torch.bfloat16, 1)
+    query = torch.randn(1, 12, 1, 64, generator=rng).bfloat16()
+    keys, values = (torch.randn(1, 4, 9, 64, generator=rng).bfloat16() for _ in "kv")
+    prepared, before, found = Numba().prepare(layer), torch.get_num_threads(), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found += [Numba()(query, prepared, keys, values, None, 0.125) for _ in range(5)]
+    torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_a_step_dequantises_pieces_and_never_a_whole_layer(monkeypatch):
+    monkeypatch.setattr(coded_pieces, "_PIECE", 8)
+    rng = torch.Generator().manual_seed(2)
+    layer = quantised(rng, [70, 70], 16, torch.float32, 1)
+    seen, real = [], type(layer.coded).numbers
+
+    def watched(self, row, first, stop):
+        seen.append(stop - first)
+        return real(self, row, first, stop)
+
+    monkeypatch.setattr(type(layer.coded), "numbers", watched)
+    query = torch.randn(1, 2, 1, 16, generator=rng)
+    Sdpa().packed(query, Sdpa().prepare(layer), 0.25)
+    assert max(seen) <= 8
+    assert sum(seen) == layer.coded.entries
+
+
+def test_auto_takes_a_backend_that_reads_codes():
+    layer = quantised(torch.Generator().manual_seed(3), [9], 16, torch.float32, 1)
+    assert Auto().resolve(CPU, torch.float32, 16, layer.coding) == Numba()
+    assert Auto().resolve(CPU, torch.float64, 16, layer.coding) == Sdpa()
+    assert PackedLayer.of(layer, Auto(), 9).backend == Numba()
+
+
+def test_a_backend_that_cannot_read_codes_says_so():
+    layer = quantised(torch.Generator().manual_seed(4), [9], 16, torch.float32, 1)
+    assert "Use backend 'auto'" in Triton().obstacle(CPU, torch.float32, 16, layer.coding)
+    with pytest.raises(BackendUnavailableError, match=r"'triton' cannot run\. It does not read"):
+        PackedLayer.of(layer, Triton(), 9)

@@ -1,0 +1,198 @@
+"""Quantised entries: within half a step, exact where groups are constant, inside ragged heads."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate import Budget
+from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.coded import Coding
+from gracekv.cache.quantised import QuantisedLayer
+from gracekv.errors import ConfigError, NonFiniteError, ShapeError
+from gracekv.pipeline import Pipeline
+from gracekv.precision import PRECISIONS, UniformPrecision, reference
+from gracekv.precision.quantise import quantise
+from gracekv.prefill import PromptSpans, Region
+from gracekv.ragged import offsets
+from gracekv.testing import synthetic_prefill
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Of a float32 sum, in units of the numbers' size.
+ROUNDING = 3e-7
+
+
+def read(codes, lengths, coding, by):
+    """All numbers of `codes`, row after row, as backends read them."""
+    starts, rows = offsets(lengths), []
+    blocks = offsets(coding.blocks(lengths))
+    for row, length in enumerate(lengths.tolist()):
+        block = blocks[row] + torch.arange(length) // coding.group
+        span = (int(starts[row]), int(starts[row + 1]))
+        rows.append(codes.numbers(*span, coding.bits, block if by == "channel" else None))
+    return torch.cat(rows)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    bits=st.sampled_from([4, 8]),
+    group=st.sampled_from([1, 2, 4, 7, 16]),
+    by=st.sampled_from(["channel", "token"]),
+    dtype=st.sampled_from(DTYPES),
+    spread=st.sampled_from([0.0, 1e-3, 1.0, 300.0]),
+    offset=st.sampled_from([0.0, 1.0, -37.3]),
+)
+def test_numbers_are_within_half_a_step(seed, lengths, bits, group, by, dtype, spread, offset):
+    rng = torch.Generator().manual_seed(seed)
+    lengths, dim = torch.tensor(lengths), 14 if group == 7 else 16
+    x = (torch.randn(int(lengths.sum()), dim, generator=rng) * spread + offset).to(dtype)
+    coding = Coding(bits, group, by, by)
+
+    got = read(quantise(x, lengths, coding, by), lengths, coding, by).double()
+
+    want, steps = reference.rounded(x, lengths, coding, by)
+    slack = ROUNDING * (x.double().abs() + 2**bits * steps)
+    assert bool(((got - x.double()).abs() <= steps / 2 + slack + 6e-8).all())
+    # Numbers half-way between two codes may take either.
+    away = ((x.double() - want).abs() - steps / 2).abs() > 1e-3 * steps
+    assert bool(((got - want).abs()[away] <= slack[away] + 6e-8).all())
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from(DTYPES),
+    by=st.sampled_from(["channel", "token"]),
+    bits=st.sampled_from([4, 8]),
+    size=st.sampled_from([1e-2, 1.0, 1e4]),
+)
+def test_constant_groups_are_exact(seed, dtype, by, bits, size):
+    rng = torch.Generator().manual_seed(seed)
+    lengths, coding = torch.tensor([7, 0, 4]), Coding(bits, 4, by, by)
+    shape = (11, 1) if by == "token" else (1, 8)
+    x = (torch.randn(shape, generator=rng) * size).to(dtype).expand(11, 8).contiguous()
+
+    got = read(quantise(x, lengths, coding, by), lengths, coding, by)
+
+    if dtype == torch.float32:
+        # Zero point and scale together hold 22 bits of a number's 24.
+        torch.testing.assert_close(got, x, rtol=3e-7, atol=6e-8)
+    else:
+        assert torch.equal(got.to(dtype), x)
+
+
+def test_16_bit_numbers_that_float32_layers_repeat_are_exact():
+    coding, lengths = Coding(4, 32, "channel", "token"), torch.tensor([5])
+    x = torch.tensor([0.0, 1.5, -3.25, 1000.0]).expand(5, 4).contiguous()
+    codes = quantise(x, lengths, coding, "channel")
+    assert torch.equal(read(codes, lengths, coding, "channel"), x)
+
+
+def layer_of(rng, lengths, dim=8, dtype=torch.float32, sequences=1):
+    counts = torch.tensor(lengths)
+    total = int(counts.sum())
+    return RaggedLayer(
+        keys=torch.randn(total, dim, generator=rng).to(dtype),
+        values=torch.randn(total, dim, generator=rng).to(dtype),
+        positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]),
+        log_multiplicity=torch.rand(total, generator=rng),
+        offsets=offsets(counts),
+        sequences=sequences,
+    )
+
+
+def quantised(layer, region=(3, 40), **fields):
+    cache = RaggedCache((layer,), 60, (0,) * layer.sequences)
+    strategy = UniformPrecision(**{"group": 8, **fields})
+    return strategy(cache, [layer.positions], Region(*region)).layers[0]
+
+
+@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(0, 50), min_size=4, max_size=4),
+    bits=st.sampled_from([4, 8]),
+    dtype=st.sampled_from(DTYPES),
+    sinks=st.integers(0, 6),
+)
+def test_only_the_region_changes_and_heads_do_not_meet(seed, lengths, bits, dtype, sinks):
+    rng = torch.Generator().manual_seed(seed)
+    layer = layer_of(rng, lengths, dtype=dtype, sequences=2)
+    made = quantised(layer, bits=bits, sinks=sinks)
+    for row in range(4):
+        sequence, head = divmod(row, 2)
+        want, got = layer.head(head, sequence), made.head(head, sequence)
+        assert torch.equal(got[2], want[2])
+        assert torch.equal(got[3], want[3])
+        inside = (want[2] >= max(3, sinks)) & (want[2] < 40)
+        assert torch.equal(got[0][~inside].to(dtype), want[0][~inside])
+        assert torch.equal(got[1][~inside].to(dtype), want[1][~inside])
+        # A head alone gives the same codes: its blocks hold no other head's entries.
+        alone = quantised(layer.sequence(sequence), bits=bits, sinks=sinks)
+        assert torch.equal(alone.head(head)[0], got[0])
+        assert torch.equal(made.sequence(sequence).head(head)[1], got[1])
+    rows, positions, _ = made.index()
+    assert torch.equal(positions, layer.positions.long())
+    assert torch.equal(torch.bincount(rows, minlength=4), layer.lengths)
+
+
+def test_stacked_sequences_are_what_they_were():
+    rng = torch.Generator().manual_seed(1)
+    parts = [quantised(layer_of(rng, lengths)) for lengths in ([9, 30], [41, 0])]
+    both = QuantisedLayer.stack(parts)
+    for number, part in enumerate(parts):
+        for head in range(2):
+            for one, two in zip(part.head(head), both.head(head, number), strict=True):
+                assert torch.equal(one, two)
+    assert both.kv_bytes == sum(part.kv_bytes for part in parts)
+    other = quantised(layer_of(rng, [9, 30]), bits=4)
+    with pytest.raises(ShapeError, match="one coding"):
+        QuantisedLayer.stack([parts[0], other])
+
+
+def test_full_precision_is_the_cache_itself():
+    layer = layer_of(torch.Generator().manual_seed(2), [9])
+    cache = RaggedCache((layer,), 60)
+    full = PRECISIONS.build("full")
+    assert full(cache, [layer.positions], Region(0, 9)) is cache
+    assert Pipeline.named("gracekv").precision == Pipeline.named("gracekv-plus").precision == full
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6, -1e6])
+def test_numbers_that_16_bits_cannot_hold_are_refused(bad):
+    layer = layer_of(torch.Generator().manual_seed(3), [20])
+    layer.keys[10, 3] = bad
+    if bad == 1e6:  # Zero points are at the lower end.
+        layer.keys[:, 3] = bad
+    with pytest.raises(NonFiniteError, match="Use precision 'full'"):
+        quantised(layer)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dim", "error", "message"),
+    [
+        ({"bits": 3}, 8, ConfigError, "bits takes one of 8, 4; got 3"),
+        ({"group": 0}, 8, ConfigError, "group takes a whole number >= 1; got 0"),
+        ({"keys": "head"}, 8, ConfigError, "keys takes one of 'channel', 'token'"),
+        ({"group": 6}, 16, ShapeError, r"Groups of 6 channels do not fit a head dimension of 16"),
+        ({"bits": 4, "group": 5}, 5, ShapeError, "do not fill whole bytes"),
+    ],
+)
+def test_bad_fields_are_refused_before_anything_runs(fields, dim, error, message):
+    spans = PromptSpans(4, 24, 30, 32)
+    with pytest.raises(error, match=message):
+        PRECISIONS.build("uniform", **fields).entry_bytes(dim, 2, spans)
+
+
+def test_the_group_of_a_head_smaller_than_it_is_the_whole_entry():
+    made = quantised(layer_of(torch.Generator().manual_seed(4), [20], dim=6), group=32)
+    assert list(made.coded.values.scale.shape) == [16, 1]
+
+
+def test_a_budget_too_small_names_what_works():
+    prefill = synthetic_prefill(context=60)
+    with pytest.raises(
+        Exception, match=r"A budget of 1 bytes is below the smallest .* kv_bytes of"
+    ):
+        Pipeline.from_dict({"precision": "uniform"}).run(prefill, Budget.kv_bytes(1))
