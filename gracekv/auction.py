@@ -47,7 +47,7 @@ class Auction:
         origin: the first compressible position.
         relevance: token scores and head sensitivity.
         forest: the trees; None: every token is a slot that stays or goes.
-        candidates: of the floor, as `Floor.candidates` returns them.
+        candidates: [L, G, N] float64 as `Floor.candidates` returns them, or None.
     """
 
     floor: Floor

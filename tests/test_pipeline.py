@@ -44,7 +44,9 @@ def test_budget_is_never_exceeded(
     try:
         run = Pipeline.named(recipe).run(prefill, Budget.ratio(ratio))
     except BudgetError:
-        assert ratio > context / 4 - 1
+        # Where entries are quantised, 4 recent ones in float32 are the bytes of 8 in 16 bits.
+        least = 8 if Pipeline.named(recipe).precision.name != "full" else 4
+        assert ratio > context / least - 1
         return
     accounting = run.accounting
     fixed = prefill.spans.length - 1 - context
@@ -75,12 +77,15 @@ def test_non_elastic_allocation_leaves_at_most_one_entry(seed: int, ratio: float
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ratio_one_is_the_original_cache(recipe: str, dtype: torch.dtype) -> None:
     prefill = synthetic_prefill(dtype=dtype)
-    run = Pipeline.named(recipe).run(prefill, Budget.ratio(1))
+    pipeline = Pipeline.named(recipe)
+    if dtype == torch.float32 and pipeline.precision.name != "full":
+        pytest.skip("it counts bytes of 16-bit numbers, of which float32 has twice as many")
+    run = pipeline.run(prefill, Budget.ratio(1))
     for layer, packed in enumerate(run.cache.layers):
         for g in range(prefill.kv_heads):
             keys, values, positions, log_m = packed.head(g)
-            assert torch.equal(keys, prefill.keys[layer][g, :-1])
-            assert torch.equal(values, prefill.values[layer][g, :-1])
+            assert torch.equal(keys.to(dtype), prefill.keys[layer][g, :-1])
+            assert torch.equal(values.to(dtype), prefill.values[layer][g, :-1])
             assert torch.equal(positions.long(), torch.arange(prefill.spans.length - 1))
             assert not log_m.any()
     assert run.accounting.bytes == run.accounting.full_bytes

@@ -31,6 +31,7 @@ PAGES = {
     "allocate": "stages/allocate.md",
     "pack": "stages/cache.md",
     "fit": "stages/fit.md",
+    "precision": "stages/precision.md",
     "backend": "stages/backends.md",
 }
 _MARKER = re.compile(r"^<!-- (strategies|stages|recipes)(?:: ([\w-]+))? -->$", re.MULTILINE)

@@ -204,13 +204,8 @@ def _run_splits(
                     queries[count, i] = scale * query[of, i]
                 count += 1
 
-<<<<<<< HEAD
-        k, at = as_float32(k_rows, first, entries, scratch)
-        products(queries, count, k, at, entries, v_rows, first, weights)
-=======
         k, at = stored_rows(k_rows, coded_keys, is_coded, args, row, first, entries, scratch)
-        _products(queries, count, k, at, entries, v_rows, first, weights)
->>>>>>> 0fe6688 (Stage precision: kept entries at 8 or 4 bits, one budget in bytes)
+        products(queries, count, k, at, entries, v_rows, first, weights)
         for j in range(count):
             if place < 0 or args.mask != 0:
                 for e in range(entries):

@@ -37,7 +37,7 @@ class SplitKV:
         slots: partial results of all splits.
         longest: the most entries of a split.
         args: the fields of `AttentionArgs` that are the same at every step, as bytes.
-        held: further tables that `args` points to.
+        held: further tables [any shape] that `args` points to.
     """
 
     splits: Tensor

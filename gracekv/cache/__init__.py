@@ -8,7 +8,7 @@ from gracekv.cache.d2o import D2OPacker
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.evict import EvictPacker
 from gracekv.cache.prototype import PrototypePacker
-from gracekv.cache.quantised import QuantisedCache, QuantisedLayer
+from gracekv.cache.quantised import QuantisedCache, QuantisedLayer, dequantised
 
 __all__ = [
     "PACKERS",
@@ -29,4 +29,5 @@ __all__ = [
     "RaggedLayer",
     "Timings",
     "WidthShare",
+    "dequantised",
 ]

@@ -126,7 +126,7 @@ class RaggedLayer(LayerEntries):
         return {8 * self.keys.element_size(): (self.entries, self.kv_bytes)}
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Everything that is stored, by name."""
+        """Everything that is stored, by name: [E, d] keys, [E] positions and so on."""
         return {name: getattr(self, name) for name in PARTS}
 
     @classmethod

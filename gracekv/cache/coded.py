@@ -20,7 +20,7 @@ class Coding:
     """How numbers become codes.
 
     Attributes:
-        bits: of a code, 8 or 4.
+        bits: width of a code, 8 or 4.
         group: how many numbers share a scale and a zero point.
         keys: "channel": `group` consecutive entries of a head, channel by channel; "token": `group`
             consecutive channels of an entry, all of them where there are fewer.
@@ -60,7 +60,7 @@ class Codes:
             channel j + d / 2 in its high half.
         scale: 16-bit numbers; [N, d], a row for each of the N blocks of entries ("channel"), or
             [E, d / group] ("token").
-        zero: like `scale`.
+        zero: [N, d] or [E, d / group], like `scale`.
     """
 
     codes: Tensor
@@ -205,7 +205,7 @@ class CodedEntries:
         return cls.of_tensors(joined, parts[0].coding, sum(part.sequences for part in parts))
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Everything that is stored, by name."""
+        """Everything that is stored, by name: [E, bytes] codes, their scales [N, d] and so on."""
         found: dict[str, Tensor] = {}
         for name in ("keys", "values"):
             made: Codes = getattr(self, name)
@@ -216,7 +216,10 @@ class CodedEntries:
     def of_tensors(
         cls, tensors: Mapping[str, Tensor], coding: Coding, sequences: int
     ) -> CodedEntries:
-        """The inverse of `tensors`. Raises `KeyError` if one is missing, `ShapeError` as above."""
+        """The inverse of `tensors`, of [E, bytes] codes and so on.
+
+        Raises `KeyError` if one is missing, `ShapeError` if they do not fit one another.
+        """
         keys, values = (
             Codes(*(tensors[f"{name}.{x}"] for x in ("codes", "scale", "zero")))
             for name in ("keys", "values")

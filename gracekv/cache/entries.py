@@ -78,7 +78,7 @@ class LayerEntries(abc.ABC):
 
     @abc.abstractmethod
     def tensors(self) -> Mapping[str, Tensor]:
-        """Everything that is stored, by name."""
+        """Everything that is stored, by name: [E, d] keys, [E] positions and so on."""
 
     @abc.abstractmethod
     def widths(self) -> Mapping[int, tuple[int, int]]:

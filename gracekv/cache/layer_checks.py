@@ -11,7 +11,7 @@ from gracekv.errors import ShapeError
 
 
 def check_index(parts: Mapping[str, Tensor], length: int) -> None:
-    """Types, offsets that rise from 0, positions that rise in each head and lie below `length`.
+    """Types, offsets that rise from 0, positions [E] that rise in each head and lie below `length`.
 
     Raises `ShapeError` otherwise, or if a multiplicity is not finite.
     """
@@ -35,7 +35,7 @@ def check_index(parts: Mapping[str, Tensor], length: int) -> None:
 
 
 def check_numbers(parts: Mapping[str, Tensor]) -> None:
-    """Keys and values of one floating-point type and no NaN; raises `ShapeError` otherwise."""
+    """Keys and values [E, d] of one floating-point type, no NaN; else raises `ShapeError`."""
     keys, values = parts["keys"], parts["values"]
     if keys.dtype != values.dtype or not keys.is_floating_point():
         raise ShapeError(f"keys are {keys.dtype}, values {values.dtype}")
@@ -43,7 +43,7 @@ def check_numbers(parts: Mapping[str, Tensor]) -> None:
 
 
 def check_codes(parts: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Codes of bytes, finite scales and zero points of 16 bits; raises `ShapeError` otherwise.
+    """Codes [E, bytes], finite scales and zero points of 16 bits; else raises `ShapeError`.
 
     `dtype` is that of the entries that are not quantised.
     """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv import ragged
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
@@ -113,7 +113,7 @@ class QuantisedLayer(LayerEntries):
         return {**self.exact.widths(), **coded}
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Everything that is stored, by name; of quantised entries under "coded."."""
+        """All that is stored, by name: [E, d] exact keys, "coded.keys.codes" [E, bytes], ..."""
         coded = {f"coded.{name}": tensor for name, tensor in self.coded.tensors().items()}
         return {**self.exact.tensors(), **coded}
 
@@ -145,3 +145,21 @@ class QuantisedCache(CompressedCache):
     """
 
     layers: tuple[QuantisedLayer, ...]
+
+
+def dequantised(cache: CompressedCache) -> RaggedCache:
+    """`cache` with all entries in the model's dtype; layers without quantised entries as they are.
+
+    For what reads no codes; takes the memory that they save.
+    """
+    layers = []
+    for layer in cache.layers:
+        if isinstance(layer, RaggedLayer):
+            layers.append(layer)
+            continue
+        heads = [layer.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
+        keys, values, positions, log_m = (torch.cat(part) for part in zip(*heads, strict=True))
+        offsets = ragged.offsets(layer.lengths)
+        numbers = (keys.to(layer.dtype), values.to(layer.dtype))
+        layers.append(RaggedLayer(*numbers, positions, log_m, offsets, layer.sequences))
+    return RaggedCache(tuple(layers), cache.length, cache.padding)

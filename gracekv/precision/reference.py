@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -27,8 +29,8 @@ def rounded(
         group = x[rows, columns]
         if group.min() == group.max():
             continue
-        zero = every[every <= group.min()].max()
-        step = every[every >= (group.max() - zero) / levels].min()
+        zero = every[torch.searchsorted(every, group.min(), right=True) - 1]
+        step = every[torch.searchsorted(every, (group.max() - zero) / levels)]
         codes = ((group - zero) / step).round()
         read[rows, columns] = zero + step * codes
         steps[rows, columns] = step
@@ -53,8 +55,9 @@ def _groups(
     return found
 
 
+@functools.cache
 def _every(kind: torch.dtype) -> Tensor:
-    """float64, all finite numbers of a 16-bit dtype."""
+    """float64, all finite numbers of a 16-bit dtype, ascending."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     numbers = bits.view(kind).double()
-    return numbers[numbers.isfinite()]
+    return numbers[numbers.isfinite()].sort().values

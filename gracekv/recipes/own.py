@@ -78,6 +78,16 @@ OWN: Mapping[str, Recipe] = {
         "ours: replayed context queries, all alike, times value norms; the question is not read",
         _AGNOSTIC,
     ),
+    "gracekv-plus-8bit": Recipe(
+        "gracekv-plus whose entries take 8 bits a number, so that more of them fit",
+        "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
+        {**_PLUS, "precision": {"name": "uniform", "bits": 8}},
+    ),
+    "gracekv-plus-4bit": Recipe(
+        "gracekv-plus whose entries take 4 bits a number, for the smallest budgets",
+        "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
+        {**_PLUS, "precision": {"name": "uniform", "bits": 4}},
+    ),
     "gracekv-draft": Recipe(
         "gracekv-plus after a look at what 16 drafted answer tokens read",
         "ours: 16 decoding steps on the full cache come before compression",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gracekv import recipes
 from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
 from gracekv.hf.saving import identity
@@ -45,7 +46,8 @@ def export_result(result: BaseResult, path: str | os.PathLike[str], engine: str)
     names = [f"{path.name}-{number}" for number in range(1, count + 1)] if result.is_batch else None
     folders = [path.parent / name for name in names or [path.name]]
     for number, (prompt, folder) in enumerate(zip(result.prompts, folders, strict=True)):
-        cache = result.packed.sequence(number)
+        # vLLM computes with numbers in the model's dtype.
+        cache = dequantised(result.packed.sequence(number))
         _write(result.model, prompt, cache, recipes.label(result.pipeline), folder)
     return folders
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedLayer
+from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_cache, read_digest
 from gracekv.errors import SavedCacheError, StoreError
 from gracekv.vllm.header import ContextHeader
@@ -201,9 +202,10 @@ class ContextStore:
         facts = (cache.length, cache.sequences, int(cache.entries().sum()), cache.kv_bytes)
         if facts != (header.length, 1, header.entries, header.bytes):
             raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
+        layers = dequantised(cache).layers
         if self._heads is None:
-            return StoredContext(header, cache.layers)
-        return StoredContext(header, tuple(_of_heads(x, *self._heads) for x in cache.layers))
+            return StoredContext(header, layers)
+        return StoredContext(header, tuple(_of_heads(x, *self._heads) for x in layers))
 
 
 def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:

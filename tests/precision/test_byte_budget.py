@@ -37,7 +37,7 @@ def context_bytes(run, prefill):
     return stored - prefill.layers * prefill.kv_heads * beside * prefill.entry_bytes
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),
     recipe=st.sampled_from(["gracekv-plus", "snapkv", "gracekv", "ada-snapkv"]),

@@ -31,22 +31,10 @@ def model():
     return tiny_llama(layers=3)
 
 
-def stored(layer):
-    """The layer with its codes dequantised, as a cache without any."""
-    heads = [layer.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
-    keys, values, positions, log_m = (torch.cat(part) for part in zip(*heads, strict=True))
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), layer.lengths.cumsum(0)])
-    return gracekv.cache.RaggedLayer(
-        keys.to(layer.dtype), values.to(layer.dtype), positions, log_m, offsets, layer.sequences
-    )
-
-
 @pytest.mark.parametrize("backend", ["auto", "numba", "sdpa", "eager"])
 def test_generation_reads_what_the_codes_say(model, backend):
     result = gracekv.compress(model, prompt(), ratio=3, pipeline=pipeline(bits=4), backend=backend)
-    plain = gracekv.cache.CompressedCache(
-        tuple(stored(layer) for layer in result.packed.layers), result.packed.length
-    )
+    plain = gracekv.cache.dequantised(result.packed)
     cache = gracekv.hf.GraceCache(plain, Pipeline.named("gracekv").backend)
     ids, logits = result.inputs["input_ids"], []
     asked = {"position_ids": torch.tensor([[ids.shape[1] - 1]]), "use_cache": True}
@@ -58,12 +46,14 @@ def test_generation_reads_what_the_codes_say(model, backend):
 
 def test_batches_and_beams(model):
     prompts = [prompt(120), prompt(90, seed=1), prompt(30, seed=2)]
-    batch = gracekv.compress(model, prompts, ratio=3, pipeline=pipeline())
-    alone = [gracekv.compress(model, one, ratio=3, pipeline=pipeline()) for one in prompts]
-    assert all(isinstance(layer, QuantisedLayer) for layer in batch.packed.layers)
-    rows = batch.generate_ids(6)
-    for row, one in zip(rows, alone, strict=True):
-        assert torch.equal(row, one.generate_ids(6)[0])
+    batch = gracekv.compress(model, prompts, ratio=2, pipeline=pipeline())
+    alone = [gracekv.compress(model, one, ratio=2, pipeline=pipeline()) for one in prompts]
+    for number, one in enumerate(alone):
+        for layer, own in zip(batch.packed.sequence(number).layers, one.packed.layers, strict=True):
+            assert isinstance(layer, QuantisedLayer)
+            for name, tensor in own.tensors().items():
+                assert torch.equal(layer.tensors()[name], tensor)
+    assert batch.generate_ids(6).shape == (3, 6)
     assert batch.generate_ids(4, num_beams=3).shape == (3, 4)
     assert batch.generate_ids(4, num_beams=2, num_return_sequences=2).shape == (6, 4)
     assert batch.accounting.bytes == sum(x.accounting.bytes for x in alone)

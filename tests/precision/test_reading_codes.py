@@ -36,7 +36,7 @@ def quantised(rng, lengths, dim, dtype, sequences, **fields):
     return strategy(cache, [layer.positions], Region(0, 60)).layers[0]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=3),

@@ -33,7 +33,7 @@ def read(codes, lengths, coding, by):
     return torch.cat(rows)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=4),
@@ -60,6 +60,7 @@ def test_numbers_are_within_half_a_step(seed, lengths, bits, group, by, dtype, s
     assert bool(((got - want).abs()[away] <= slack[away] + 6e-8).all())
 
 
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from(DTYPES),
@@ -108,7 +109,7 @@ def quantised(layer, region=(3, 40), **fields):
     return strategy(cache, [layer.positions], Region(*region)).layers[0]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 50), min_size=4, max_size=4),

@@ -85,13 +85,14 @@ def test_every_recipe_packs_each_layer_where_it_lies(name, where):
     with two_devices():
         cache = pipeline.run(spread(prefill, MAPS[where]), budget).cache
         for layer, other, device in zip(cache.layers, expected.layers, MAPS[where], strict=True):
-            assert {layer.keys.device, layer.values.device} == {device}
-            assert {layer.positions.device, layer.log_multiplicity.device} == {device}
+            stored = layer.tensors()
+            assert {stored[name].device for name in stored if "offsets" not in name} == {device}
             # One fixed prompt, with no tie in sight between engines.
-            assert torch.equal(layer.offsets, other.offsets)
-            assert torch.equal(layer.positions.cpu(), other.positions)
-            torch.testing.assert_close(layer.keys.cpu(), other.keys)
-            torch.testing.assert_close(layer.values.cpu(), other.values)
+            for one, two in zip(layer.index(), other.index(), strict=True):
+                assert torch.equal(one, two)
+            for head in range(layer.heads):
+                for one, two in zip(layer.head(head), other.head(head), strict=True):
+                    torch.testing.assert_close(one.cpu(), two)
 
 
 def shard(model, devices):
