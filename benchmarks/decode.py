@@ -44,6 +44,10 @@ def attention_rows(
         sizes = dict.fromkeys(steps, asked.full_bytes)
         for ratio in options.ratios:
             steps[f"{ratio}x"], sizes[f"{ratio}x"] = asked.ours(ratio)
+            # As many entries with fewer bits; on GPUs the Triton kernel does not read them.
+            for bits in options.bits if device == "cpu" else ():
+                name = f"{ratio}x, {bits} bits"
+                steps[name], sizes[name] = asked.ours(ratio, bits)
         taken = interleaved(
             {name: graphed(step, device) for name, step in steps.items()}, device, options.rounds
         )
@@ -176,6 +180,8 @@ def arguments() -> argparse.Namespace:
     add("--geometry", choices=list(GEOMETRIES), help="smollm2 on the CPU, else qwen2.5-7b")
     add("--lengths", type=numbers, help="contexts, such as 4096,8192")
     add("--ratios", type=numbers, default=[1, 4, 8, 16])
+    add("--bits", type=numbers, default=[8, 4], help="widths of quantised entries")
+    add("--dtype", choices=["float32", "bfloat16"], help="float32 on the CPU, else bfloat16")
     add("--batches", type=numbers, default=[1])
     add("--skews", type=numbers, default=[3], help="longest head of a layer over the others")
     add("--rounds", type=int, default=25)
@@ -194,7 +200,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     torch.manual_seed(0)
-    dtype = torch.float32 if options.device == "cpu" else torch.bfloat16
+    fitting = "float32" if options.device == "cpu" else "bfloat16"
+    dtype = getattr(torch, options.dtype or fitting)
     copy, parts = copy_speed(options.device), options.parts.split(",")
     lines = header(options, dtype, copy) + options.note
     console = Console(width=180)

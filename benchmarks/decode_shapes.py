@@ -12,9 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from gracekv.backends import Auto
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache import LayerEntries, RaggedCache, RaggedLayer
 from gracekv.hf import GraceCache
 from gracekv.hf.smollm2 import load_smollm2
+from gracekv.precision import UniformPrecision
+from gracekv.prefill import Region
 
 TAIL = 64
 # Copies of a layer, so that none is found in a cache, take at most this.
@@ -69,6 +71,15 @@ def ragged(geometry: Geometry, batch: int, entries: int, skew: float, like: Tens
     )
 
 
+def quantised(layer: RaggedLayer, bits: int | None) -> LayerEntries:
+    """All entries of `layer` at 8 or 4 bits; None: as they are."""
+    if bits is None:
+        return layer
+    cache = RaggedCache((layer,), 1, (0,) * layer.sequences)
+    precision = UniformPrecision(bits=bits, sinks=0)
+    return precision(cache, [layer.positions], Region(0, 1)).layers[0]
+
+
 @dataclass
 class Attention:
     """One layer's attention of one token per sequence; `copies` layers stand for a model's."""
@@ -102,13 +113,18 @@ class Attention:
             "FullKV, heads folded": lambda: [sdpa(folded, k, v) for k, v in full],
         }
 
-    def ours(self, ratio: int) -> tuple[Step, int]:
-        """The step, and the bytes that it reads: keys, values, and what the backend holds."""
+    def ours(self, ratio: int, bits: int | None = None) -> tuple[Step, int]:
+        """The step, and the bytes that it reads: keys, values, and what the backend holds.
+
+        `ratio` counts entries; of `bits` a number, None: those of the dtype.
+        """
         entries = self.length // ratio
-        layers = [
-            self.backend.prepare(ragged(self.geometry, self.batch, entries, self.skew, self.like))
+        made = [
+            quantised(ragged(self.geometry, self.batch, entries, self.skew, self.like), bits)
             for _ in range(self.copies)
         ]
+        stored = sum(layer.kv_bytes for layer in made) // self.copies
+        layers = [self.backend.prepare(layer) for layer in made]
         for layer in layers:
             self.backend.warm_up(layer, self.geometry.heads)
         held = sum(map(self.backend.held_bytes, layers)) // self.copies
@@ -118,7 +134,7 @@ class Attention:
             for layer, tail in zip(layers, self.tails, strict=True):
                 self.backend(self.query, layer, *tail, None, scale)
 
-        return step, self.position_bytes * (entries + TAIL) + held
+        return step, stored + self.position_bytes * TAIL + held
 
 
 class Fixed(CacheLayerMixin):  # type: ignore[misc]
