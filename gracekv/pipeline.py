@@ -247,9 +247,7 @@ class Pipeline(Configurable):
                 plan, chosen = within_bytes(
                     plan,
                     costs,
-                    lambda less: auction.choose(
-                        less, self.quota(relevance.scores, less, column_sums)
-                    ),
+                    lambda p: auction.choose(p, self.quota(relevance.scores, p, column_sums)),
                 )
         selection, frontier = chosen.selection, chosen.frontier
         with full_float32(), clock("pack"):
