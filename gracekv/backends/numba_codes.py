@@ -63,6 +63,22 @@ def _typed(
     return plain if isinstance(coded, types.NoneType) else either
 
 
+def rows_or_codes(rows: Any, coded: Any) -> Any:
+    """What is read from memory for quantised rows: their codes, or `rows` where `coded` is None."""
+    raise NotImplementedError("Only compiled code can call this; see `_read`.")
+
+
+@overload(rows_or_codes)  # type: ignore[untyped-decorator]
+def _read(rows: Any, coded: Any) -> Any:
+    def plain(rows: Any, coded: Any) -> Any:
+        return rows
+
+    def codes(rows: Any, coded: Any) -> Any:
+        return coded[0]
+
+    return plain if isinstance(coded, types.NoneType) else codes
+
+
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def _by_channel(
     codes: Any,

@@ -7,10 +7,8 @@ of the next split while values are mixed. The thread that finishes the last spli
 its partial results, in the order of the splits. A partial result depends on its split alone, so
 results are equal to the bit on any number of threads.
 
-The products are written out because torch has no kernel for ragged heads: over `Sdpa`, which reads
-the same entries through windows and torch's fused attention, this kernel takes 6.4 in place of
-14.1 ms a token for all layers at 8,192 tokens and 4x, 3.4 in place of 7.6 at 16x
-(benchmarks/results/decode.md, made by benchmarks/decode.py).
+The products are written out because torch has no kernel for ragged heads: `Sdpa`, which reads the
+same entries through torch's fused attention, takes twice as long (benchmarks/results/decode.md).
 
 Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
 """
@@ -27,7 +25,7 @@ from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unus
 
 from gracekv.backends import attention_args, numba_codes
 from gracekv.backends.attention_args import AttentionArgs
-from gracekv.backends.numba_codes import stored_rows
+from gracekv.backends.numba_codes import rows_or_codes, stored_rows
 from gracekv.kernels import exponential, half_precision, intrinsics
 from gracekv.kernels.exponential import LEAST, exponential_parts
 from gracekv.kernels.intrinsics import fetch_and_add, pointer, prefetch
@@ -35,8 +33,7 @@ from gracekv.kernels.source_digest import digest
 
 _ARGS = np.dtype(AttentionArgs)
 _LOWEST = np.finfo(np.float32).min
-# Keys of a split to prefetch before they are multiplied; the first split of a thread has no
-# predecessor that prefetches for it.
+# Keys to prefetch in a split: the first one of a thread has no predecessor that does so.
 _PREFETCH_KEYS = 12
 
 
@@ -170,6 +167,7 @@ def _run_splits(
     bits = np.empty(args.longest, np.int32)
     power = bits.view(np.float32)
     slots = np.empty(args.packed_splits + tail_splits, np.int64)
+    key_codes, value_codes = rows_or_codes(keys, coded_keys), rows_or_codes(values, coded_values)
 
     all_splits = args.packed_splits + args.batch * heads * tail_splits
     upcoming = fetch_and_add(counters, 0)
@@ -183,9 +181,8 @@ def _run_splits(
             )  # fmt: skip
             sequence, head = row // heads, row % heads
             begin, end = sequence_start[sequence], sequence_start[sequence + 1]
-            k_rows, v_rows, added, added_from = keys, values, bias, first
-            if is_coded:
-                added = coded_bias
+            k_rows, v_rows, added_from = keys, values, first
+            added = coded_bias if is_coded else bias
         else:
             part, of = place % tail_splits, place // tail_splits
             begin, head = of // heads, of % heads
@@ -205,7 +202,10 @@ def _run_splits(
                 count += 1
 
         k, at = stored_rows(k_rows, coded_keys, is_coded, args, row, first, entries, scratch)
-        products(queries, count, k, at, entries, v_rows, first, weights)
+        if is_coded:
+            products(queries, count, k, at, entries, value_codes, first, weights)
+        else:
+            products(queries, count, k, at, entries, v_rows, first, weights)
         for j in range(count):
             if place < 0 or args.mask != 0:
                 for e in range(entries):
@@ -220,7 +220,10 @@ def _run_splits(
         v, at = stored_rows(v_rows, coded_values, is_coded, args, row, first, entries, scratch)
         # Tails are short and often still in the processor's cache; their keys are not prefetched.
         ahead = splits[upcoming, 1] if upcoming < args.packed_splits else first
-        mixtures(weights, count, v, at, entries, keys, ahead, partial[slot:])
+        if is_coded:
+            mixtures(weights, count, v, at, entries, key_codes, ahead, partial[slot:])
+        else:
+            mixtures(weights, count, v, at, entries, keys, ahead, partial[slot:])
 
         begin, end = sequence_start[sequence], sequence_start[sequence + 1]
         packed = row_splits[row + 1] - row_splits[row]
@@ -274,9 +277,9 @@ def attend(dtype: torch.dtype, *, coded: bool = False) -> Any:
         values = carray(pointer(args.values), packed, number)
         tail_keys = carray(pointer(args.tail_keys), tails, number)
         tail_values = carray(pointer(args.tail_values), tails, number)
-        codes, rows = (args.coded_entries, args.dim * args.bits // 8), (args.rows + 1,)
-        offsets = carray(pointer(args.offsets), rows, np.int64)
-        blocks = carray(pointer(args.blocks), rows, np.int64)
+        codes = (args.coded_entries, args.dim * args.bits // 8)
+        offsets = carray(pointer(args.offsets), (args.rows + 1,), np.int64)
+        blocks = carray(pointer(args.blocks), (args.rows + 1,), np.int64)
         by_channel, by_token = (args.coded_blocks, args.dim), (args.coded_entries, args.columns)
         groups = by_channel if args.keys_by_channel else by_token
         coded_keys = (
