@@ -141,7 +141,7 @@ def _run_splits(
     coded_keys: Any,
     coded_values: Any,
 ) -> None:
-    """Take splits from the shared counter until there are none left; for codes see `stored_rows`."""
+    """Take splits from the shared counter until none is left; for codes see `stored_rows`."""
     dim, heads, group, tail_splits = args.dim, args.heads, args.group, args.tail_splits
     sequences, all_queries = args.rows // heads, args.batch * heads * group
     bias = carray(pointer(args.bias), (args.entries,), np.float32)
