@@ -14,7 +14,6 @@ from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import (
     BackendUnavailableError,
     BudgetError,
-    CacheError,
     SavedCacheError,
     ShapeError,
 )
@@ -139,11 +138,3 @@ def test_what_cannot_work_is_refused_before_the_model_runs(model, monkeypatch):
 def test_a_backend_without_codes_is_refused(model):
     with pytest.raises(BackendUnavailableError, match="'triton' cannot run"):
         gracekv.compress(model, prompt(), ratio=3, pipeline=pipeline(), backend="triton")
-
-
-def test_a_quantised_context_cannot_be_extended_yet(model):
-    ids = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(5))
-    context = gracekv.Prompt.from_ids(ids, (0, 60))
-    result = gracekv.compress(model, context, ratio=2, pipeline=pipeline())
-    with pytest.raises(CacheError, match="cannot be extended yet"):
-        result.extend(torch.tensor([3, 4, 5, 6, 7, 8]), ratio=2)
