@@ -61,6 +61,7 @@ KNOWN = {
         figure="construction",
         alt="Seconds of the prefill, and of trees, surprisal and the rest on top of it",
     ),
+    "coarse_entries": Known("python benchmarks/coarse_entries.py --data FOLDER", page="quality.md"),
     "ten_questions": Known("python benchmarks/ten_questions.py"),
     "extend": Known("python benchmarks/extend.py"),
     "decode": Known(

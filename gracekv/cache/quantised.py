@@ -150,7 +150,7 @@ class QuantisedCache(CompressedCache):
 def dequantised(cache: CompressedCache) -> RaggedCache:
     """`cache` with all entries in the model's dtype; layers without quantised entries as they are.
 
-    For what reads no codes; takes the memory that they save.
+    For what reads no codes; takes the memory that they save. Source: ours.
     """
     layers = []
     for layer in cache.layers:

@@ -39,7 +39,7 @@ class ValuesAndMass(Fitter):
     Attributes:
         queries: reference queries and their weights.
         trust: prior of the values of all entries alike.
-        mass_trust: the same of their multiplicities.
+        mass_trust: prior of the multiplicities of all entries alike, a factor like `trust`.
         trust_read: prior of an entry for being read by the reference queries, in both.
     """
 

@@ -1,12 +1,8 @@
 r"""Compactor's score: leverage of keys, and attention of each chunk to itself without a mask.
 
 The leverage of token t is the share that its key, before rotation and centred, has in the Gram
-matrix of all keys,
-
-    k_t^T (sum_s k_s k_s^T + ridge I)^-1 k_t ,
-
-large where a key points where few others do. Both scores are z-scores over a layer's heads and
-tokens, and leverage counts half.
+matrix of all keys, k_t^T (sum_s k_s k_s^T + ridge I)^-1 k_t: large where a key points where few
+others do. Both scores are z-scores over a layer's heads and tokens, and leverage counts half.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ class Compactor(Scorer):
         blending: weight of the leverage, beside 1 (compactor-vllm's 0.5).
         chunk_size: tokens that attend to each other (kvpress's 256).
         sinks: first prompt tokens, which score higher than all others (kvpress's 8).
-        ridge: added to the Gram matrix's diagonal (kvpress's 0.01).
+        ridge: squared key units added to the Gram matrix's diagonal (kvpress's 0.01).
     """
 
     blending: float = bounded(0.5, at_least=0, hint="The published weight is 0.5.")

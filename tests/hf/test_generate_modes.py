@@ -165,10 +165,12 @@ def test_a_processor_sees_prompt_and_answer(model, result):
 def test_stop_strings_end_the_answer(model, result, tokenizer):
     plain = over(model, result)[0]
     word = tokenizer.decode(plain[3:5])
+    # The text may hold the word before, where an answer repeats itself.
+    end = next(n for n in range(1, 6) if word in tokenizer.decode(plain[:n]))
     stopped = over(model, result, stop_strings=[word], tokenizer=tokenizer)[0]
-    assert torch.equal(stopped, plain[:5])
+    assert torch.equal(stopped, plain[:end])
     # The result knows its tokenizer.
-    told = tokenizer.decode(plain[:5], skip_special_tokens=True)
+    told = tokenizer.decode(plain[:end], skip_special_tokens=True)
     assert result.generate(12, stop_strings=word) == told
 
 

@@ -282,7 +282,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch
 def test_what_is_replayed(model):
     layer = SimpleNamespace(
         packed=SimpleNamespace(
-            ragged=SimpleNamespace(keys=SimpleNamespace(is_cuda=True)),
+            ragged=SimpleNamespace(device=torch.device("cuda")),
             backend=SimpleNamespace(name="triton"),
         )
     )

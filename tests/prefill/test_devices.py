@@ -95,7 +95,7 @@ def test_every_recipe_packs_each_layer_where_it_lies(name, where):
                        default=0.0)  # fmt: skip
             for head in range(layer.heads):
                 for one, two in zip(layer.head(head)[:2], other.head(head)[:2], strict=True):
-                    torch.testing.assert_close(one.cpu(), two, rtol=2e-6, atol=1.01 * step + 1e-5)
+                    torch.testing.assert_close(one.cpu(), two, rtol=1e-4, atol=1.01 * step + 1e-4)
 
 
 def shard(model, devices):
