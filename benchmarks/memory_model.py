@@ -134,10 +134,10 @@ def _computed(rows: list[dict[str, Any]]) -> list[str]:
         "states, one chunk's activations and mask, scores, the packed cache. 8x; MiB. In brackets: "
         "what was measured in a process whose allocator keeps nothing (`--allocator direct`).",
         "",
-        "| model | tokens | keys and values | `prefill` | `gracekv` | `gracekv-plus` | result |",
+        "| model | tokens | keys and values | `prefill` | `gracekv` | `gracekv-plus-no-fit` | result |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    needs = {name: Pipeline.named(name).needs() for name in ("gracekv", "gracekv-plus")}
+    needs = {name: Pipeline.named(name).needs() for name in ("gracekv", "gracekv-plus-no-fit")}
     cells = [key for key in measured if len(measured[key]) > 1]
     cells += [(name, n) for name in list(SHAPES)[2:] for n in (8192, 32768, 131072)]
     for name, length in sorted(cells, key=lambda key: (list(SHAPES).index(key[0]), key[1])):

@@ -200,6 +200,8 @@ def main() -> None:
     parts = [head(rows, half)]
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for name in SHOWN:
+        if name == "score" and not any(row.get("score") is not None for row in rows):
+            continue
         shown = measure(name)
         found = make_tables(rows, shown, half.ours)
         if name == "log_kl":

@@ -61,6 +61,10 @@ KNOWN = {
         figure="construction",
         alt="Seconds of the prefill, and of trees, surprisal and the rest on top of it",
     ),
+    "fit": Known(
+        "python benchmarks/compare_runs.py BEFORE:gracekv-plus-no-fit AFTER:gracekv-plus --out fit",
+        page="quality.md",
+    ),
     "coarse_entries": Known("python benchmarks/coarse_entries.py --data FOLDER", page="quality.md"),
     "ten_questions": Known("python benchmarks/ten_questions.py"),
     "extend": Known("python benchmarks/extend.py"),

@@ -14,6 +14,8 @@ from gracekv.prefill import Prefill, Region
 
 # Bytes of logits that are held at once.
 _CPU_BLOCK, _GPU_BLOCK = 8 * 2**20, 512 * 2**20
+# Columns come in multiples of this: oneDNN compiles and keeps a product for each of its shapes.
+_COLUMNS = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +124,7 @@ def _columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the packed tensors [G, W], positions [G, W], and which columns are used [G, W]."""
     counts = packed.lengths.to(device)
-    width = int(counts.max()) + 1
+    width = -(-(int(counts.max()) + 1) // _COLUMNS) * _COLUMNS
     step = torch.arange(width, device=device)
     used = step <= counts[:, None]
     first = packed.offsets[:-1].to(device)[:, None]

@@ -42,7 +42,7 @@ class Compactor(Scorer):
         blending: weight of the leverage, beside 1 (compactor-vllm's 0.5).
         chunk_size: tokens that attend to each other (kvpress's 256).
         sinks: first prompt tokens, which score higher than all others (kvpress's 8).
-        ridge: squared key units added to the Gram matrix's diagonal (kvpress's 0.01).
+        ridge: bound from below of the Gram matrix's eigenvalues, added to its diagonal (0.01).
     """
 
     blending: float = bounded(0.5, at_least=0, hint="The published weight is 0.5.")

@@ -26,7 +26,7 @@ def compiled(module):
     """The kernel modules that `module` imports compiled code from, and theirs."""
     words = ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
     names = {node.module for node in words if isinstance(node, ast.ImportFrom)}
-    folders = ("gracekv.kernels.", "gracekv.tree.engines.")
+    folders = ("gracekv.kernels.", "gracekv.tree.engines.", "gracekv.backends.")
     names = {n for n in names if n.startswith(folders)} - {"gracekv.kernels.source_digest"}
     found = {importlib.import_module(name) for name in names}
     return found.union(*(compiled(other) for other in found))

@@ -1,0 +1,104 @@
+"""Compares a method of one evaluation with a method of another, on the same samples.
+
+    python benchmarks/compare_runs.py runs/before:gracekv-plus runs/after:gracekv-plus --out fit
+
+For a default that changed: rows of both were written by `gracekv evaluate` with the same tasks and
+seeds, at different commits. Prints and writes `benchmarks/results/NAME.md`: mean log KL to FullKV
+at each ratio, the paired difference with its 95 % bootstrap interval over prompts, how many prompts
+are better, and the task with the largest loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from gracekv.evaluate.measures import measure
+from gracekv.evaluate.row_files import read_rows
+from gracekv.evaluate.statistics import interval
+from gracekv.files import write_atomically
+
+RESULTS = Path(__file__).parent / "results"
+LOG_KL = measure("log_kl")
+Key = tuple[str, int, str, str]
+
+
+def read(argument: str) -> dict[Key, float]:
+    """Log KL by task, length, sample and column; of a folder and a method, FOLDER:METHOD."""
+    folder, _, method = argument.rpartition(":")
+    found = {}
+    for row in read_rows(Path(folder)):
+        value = None if row.get("error") else LOG_KL.read(row)
+        if row["method"] == method and value is not None:
+            found[row["task"], row["length"] or 0, row["sample"], row["column"]] = value
+    return found
+
+
+def table(before: dict[Key, float], after: dict[Key, float], *, short: bool) -> list[str]:
+    """Rows of the prompts of at most 1,100 tokens, or of the longer ones."""
+    pairs: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    for key, value in after.items():
+        if key in before and (key[1] <= 1024) == short:
+            pairs[key[3]].append((before[key], value, key[0]))
+    lines = [
+        "| | prompts | before | after | difference | better | largest loss of a task |",
+        "|--:|--:|--:|--:|--:|--:|---|",
+    ]
+    for column in sorted(pairs, key=lambda x: float(x.removesuffix("x"))):
+        rows = pairs[column]
+        differences = [new - old for old, new, _ in rows]
+        spread = interval([np.array(differences)])
+        tasks: dict[str, list[float]] = defaultdict(list)
+        for old, new, task in rows:
+            tasks[task].append(new - old)
+        loss, task = max((fmean(x), name) for name, x in tasks.items())
+        lines.append(
+            f"| {column} | {len(rows)} | {fmean(x for x, _, _ in rows):.2f} | "
+            f"{fmean(x for _, x, _ in rows):.2f} | {fmean(differences):+.2f} [{spread.low:+.2f}, "
+            f"{spread.high:+.2f}] | {sum(x < 0 for x in differences)} | "
+            f"{f'{task} {loss:+.2f}' if loss > 0 else 'none'} |"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("before", metavar="FOLDER:METHOD")
+    parser.add_argument("after", metavar="FOLDER:METHOD")
+    parser.add_argument("--title", default="Before and after")
+    parser.add_argument("--out", default="compare_runs", metavar="NAME")
+    parser.add_argument("--commit", help="of the rows; default: of this checkout")
+    args = parser.parse_args()
+    before, after = read(args.before), read(args.after)
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    lines = [
+        f"# {args.title}",
+        "",
+        f"- machine: {platform.machine()}, 2 cores",
+        f"- commit: {args.commit or commit}",
+        "- Mean log KL to FullKV over the reference answer, by prompt; not below log 1e-4. Paired "
+        "differences with 95 % bootstrap intervals over prompts; below 0: better after.",
+        "",
+        "Prompts of about 1,000 tokens:",
+        "",
+        *table(before, after, short=True),
+        "",
+        "Prompts of 2,048 and 4,096 tokens:",
+        "",
+        *table(before, after, short=False),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    write_atomically(RESULTS / f"{args.out}.md", text.encode())
+
+
+if __name__ == "__main__":
+    main()
