@@ -134,7 +134,8 @@ def _computed(rows: list[dict[str, Any]]) -> list[str]:
         "states, one chunk's activations and mask, scores, the packed cache. 8x; MiB. In brackets: "
         "what was measured in a process whose allocator keeps nothing (`--allocator direct`).",
         "",
-        "| model | tokens | keys and values | `prefill` | `gracekv` | `gracekv-plus-no-fit` | result |",
+        "| model | tokens | keys and values | `prefill` | `gracekv` | `gracekv-plus-no-fit` "
+        "| result |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     needs = {name: Pipeline.named(name).needs() for name in ("gracekv", "gracekv-plus-no-fit")}
