@@ -28,7 +28,8 @@ from gracekv.backends import BACKENDS, Auto, Backend
 from gracekv.cache import PACKERS, Packer, Timings
 from gracekv.cache.layout import layer_layouts
 from gracekv.errors import ShapeError
-from gracekv.fit import FITTERS, Fitter, NoFit, value_change
+from gracekv.fit import FITTERS, Fitter, NoFit
+from gracekv.fit.change import value_change
 from gracekv.linalg import full_float32
 from gracekv.precision import PRECISIONS, FullPrecision, Precision
 from gracekv.prefill import Needs, Prefill

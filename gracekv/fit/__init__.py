@@ -1,7 +1,6 @@
 """Stage after packing: values and multiplicities of kept entries, fitted to foreseen queries."""
 
 from gracekv.fit.base import FITTERS, Fitter
-from gracekv.fit.change import value_change
 from gracekv.fit.none import NoFit
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.fit.values import Values
@@ -14,5 +13,4 @@ __all__ = [
     "ReferenceQueries",
     "Values",
     "ValuesAndMass",
-    "value_change",
 ]

@@ -17,7 +17,6 @@ __all__ = [
     "DEFAULT",
     "DEFAULT_WITHOUT_QUESTION",
     "PAPER",
-    "RECIPES",
     "Recipe",
     "describe",
     "find",

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "arxiv.org",
     "github.com",
     "docs.python.org",
+    "docs.vllm.ai",
     "huggingface.co",
     "keepachangelog.com",
     "semver.org",
