@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -92,7 +92,12 @@ class AttentionBackend(Backend):
     on the query's device, says which sequence each of them continues; None: the sequences in
     order, each by B // S consecutive rows. Softmax statistics are float32 or better. Results of
     all backends agree within the tolerances of `gracekv.testing.tolerance`.
+
+    Attributes:
+        reads_codes: whether it reads quantised entries.
     """
+
+    reads_codes: ClassVar[bool] = False
 
     def resolve(
         self,
@@ -112,12 +117,10 @@ class AttentionBackend(Backend):
     ) -> str | None:
         """Why caches on `device`, of `dtype` and dimension `dim`, cannot be read; None if they can.
 
-        `coding` is that of quantised entries, which a backend reads only if it says so here. The
-        line also says what to do about it.
+        `coding` is that of quantised entries. The line also says what to do about it.
         """
-        return None if coding is None else self._reads_no_codes()
-
-    def _reads_no_codes(self) -> str:
+        if coding is None or self.reads_codes:
+            return None
         return (
             "It does not read quantised entries. Use backend 'auto', 'sdpa' or 'eager', or "
             "precision 'full'."

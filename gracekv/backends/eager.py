@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, AttentionBackend, Partial, sequence_of_row
-from gracekv.cache.coded import Coding
 from gracekv.cache.entries import LayerEntries
 
 
@@ -25,15 +24,7 @@ class Eager(AttentionBackend):
     Cost: a Python loop over sequences and heads.
     """
 
-    def obstacle(
-        self,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        dim: int | None = None,
-        coding: Coding | None = None,
-    ) -> str | None:
-        """None: it reads everything, quantised entries one head at a time."""
-        return None
+    reads_codes: ClassVar[bool] = True
 
     def prepare(self, layer: LayerEntries) -> LayerEntries:
         return layer

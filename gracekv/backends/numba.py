@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -55,6 +55,8 @@ class Numba(AttentionBackend):
     quantised entries and the tail with its mask included. Longer turns, more continuations,
     gradients and `torch.compile` go through `Sdpa`. Keys and values are never copied or padded.
     """
+
+    reads_codes: ClassVar[bool] = True
 
     def obstacle(
         self,

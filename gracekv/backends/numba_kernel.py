@@ -238,6 +238,9 @@ def _run_splits(
                 merge(partial, slots, packed + tail_splits, output, of)
 
 
+SOURCES = (attention_args, exponential, half_precision, intrinsics, numba_codes)
+"""Modules beside this one that its compiled functions come from."""
+
 # The numba type of rows of a dtype (see `half_precision`).
 _NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 
@@ -249,10 +252,7 @@ def attend(dtype: torch.dtype, *, coded: bool = False) -> Any:
     `coded`: some entries are quantised. The first call on a machine compiles for some seconds;
     later ones load the result from disk.
     """
-    number, sources = (
-        _NUMBERS[dtype],
-        digest(attention_args, exponential, half_precision, intrinsics, numba_codes),
-    )
+    number, sources = _NUMBERS[dtype], digest(*SOURCES)
     # Scales and zero points of float32 layers are float16 numbers.
     half = np.int16 if number is np.float32 else number
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from gracekv.backends.coded_pieces import Kernel, QuantisedWindows, attend_to_pi
 from gracekv.backends.eager import additive_mask
 from gracekv.backends.kv_windows import KVWindows, WindowedLayer
 from gracekv.cache.base import RaggedLayer
-from gracekv.cache.coded import Coding
 from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import BackendUnavailableError
 
@@ -42,22 +41,12 @@ class Sdpa(AttentionBackend):
             is two matrix products in float32, on any device; "auto" takes "fused" on the CPU.
 
     Keys and values are never copied or padded; quantised entries are dequantised in pieces, head by
-    head. A few queries per head read them through
-    `WindowedLayer`, whose index and bias are built at the first step and held; many (a long turn)
-    go head by head.
+    head. A few queries per head read them through `WindowedLayer`, whose index and bias are built
+    at the first step and held; many (a long turn) go head by head.
     """
 
+    reads_codes: ClassVar[bool] = True
     kernel: Literal["auto", "fused", "plain"] = "auto"
-
-    def obstacle(
-        self,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        dim: int | None = None,
-        coding: Coding | None = None,
-    ) -> str | None:
-        """None: it reads everything, quantised entries some thousands at a time."""
-        return None
 
     def prepare(self, layer: RaggedLayer | QuantisedLayer) -> WindowedLayer | QuantisedWindows:
         self._fused(layer.device)

@@ -77,9 +77,7 @@ class Triton(AttentionBackend):
         coding: Coding | None = None,
     ) -> str | None:
         """Why this backend cannot read such a cache, and what to do about it; None if it can."""
-        if coding is not None:
-            return self._reads_no_codes()
-        reason = gpu.obstacle(device, _OTHERWISE)
+        reason = super().obstacle(device, dtype, dim, coding) or gpu.obstacle(device, _OTHERWISE)
         if reason is None and dtype is not None and dim is not None:
             try:
                 tiles(dim, dtype, (8, 0))

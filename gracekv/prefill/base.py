@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import MissingCaptureError, NonFiniteError, ShapeError
-from gracekv.prefill.block_replay import BlockReplay
+from gracekv.prefill.block_replay import BlockReplaySpec
 from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.query_moments import QueryMoments
 from gracekv.prefill.spans import PromptSpans, Region
@@ -55,7 +55,7 @@ class Prefill:
         column_sums: [L, H, T] float32, the attention that each position receives from all queries;
             None if not captured.
         query_moments: statistics of the queries before rotation; None if not captured.
-        block_replays: sums [L, G, T] float32 by what they are, see `BlockReplay`; empty if not
+        block_replays: sums [L, G, T] float32 by what they are, see `BlockReplaySpec`; empty if not
             captured.
         query_source: computes queries that were not captured, by running their tokens once more;
             None for a prefill built from tensors.
@@ -89,7 +89,7 @@ class Prefill:
     draft: Tensor | None = None
     column_sums: Tensor | None = None
     query_moments: QueryMoments | None = None
-    block_replays: Mapping[BlockReplay, Tensor] = field(default_factory=dict)
+    block_replays: Mapping[BlockReplaySpec, Tensor] = field(default_factory=dict)
     query_source: QuerySource | None = None
     logits: Tensor | None = None
     token_ids: Tensor | None = None

@@ -27,7 +27,7 @@ SINKS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class BlockReplay:
+class BlockReplaySpec:
     """Which sums are made.
 
     Attributes:
@@ -86,7 +86,7 @@ class BlockReplaySums:
         total: float32 [G, T]; None before the first run.
     """
 
-    def __init__(self, replay: BlockReplay, spans: PromptSpans) -> None:
+    def __init__(self, replay: BlockReplaySpec, spans: PromptSpans) -> None:
         self._replay, self._spans = replay, spans
         self._waiting: Tensor | None = None
         self.total: Tensor | None = None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.prefill.block_replay import BlockReplay
+from gracekv.prefill.block_replay import BlockReplaySpec
 from gracekv.prefill.spans import PromptSpans, Region
 
 # Queries that every capture keeps of the ends of prompt and context: observation windows.
@@ -62,7 +62,7 @@ class Needs:
     hidden_depths: frozenset[float] = frozenset()
     surprisal: bool = False
     head_outputs: bool = False
-    block_replays: frozenset[BlockReplay] = frozenset()
+    block_replays: frozenset[BlockReplaySpec] = frozenset()
     reconstruction: bool = False
     draft: int = 0
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.linalg import full_float32
-from gracekv.prefill.block_replay import BlockReplay, BlockReplaySums
+from gracekv.prefill.block_replay import BlockReplaySpec, BlockReplaySums
 from gracekv.prefill.column_sums import add_column_sums
 from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.partial_attention import PartialAttention
@@ -154,7 +154,7 @@ class Recorder:
         means, covariances = zip(*(sums.moments() for sums in self._moments), strict=True)
         return QueryMoments(seen.start, seen.end, means, covariances)
 
-    def block_replays(self) -> dict[BlockReplay, Tensor]:
+    def block_replays(self) -> dict[BlockReplaySpec, Tensor]:
         """What was added up, [L, G, T] each, on the first layer's device."""
         found = {}
         for replay, layers in self._replays.items():

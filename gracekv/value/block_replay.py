@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
-from gracekv.prefill.block_replay import BlockReplay as Sums
-from gracekv.prefill.block_replay import BlockReplaySums
+from gracekv.prefill.block_replay import BlockReplaySpec, BlockReplaySums
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 
 
@@ -43,25 +42,25 @@ class BlockReplay(Scorer):
 
     def needs(self) -> Needs:
         """The sums, which the capture makes."""
-        return Needs(block_replays=frozenset({self._sums}))
+        return Needs(block_replays=frozenset({self._spec}))
 
     @property
-    def _sums(self) -> Sums:
-        return Sums(self.block, self.mean_power)
+    def _spec(self) -> BlockReplaySpec:
+        return BlockReplaySpec(self.block, self.mean_power)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Power means of attention, float32 [L, G, N], not normalised.
 
         Raises `MissingCaptureError` unless the sums, or the queries of the context, were captured.
         """
-        sums = prefill.block_replays.get(self._sums)
+        sums = prefill.block_replays.get(self._spec)
         if sums is None:
-            sums = _from_queries(prefill, self._sums)
+            sums = _from_queries(prefill, self._spec)
         inside = sums[..., region.start : region.end] / region.length
         return TokenScores.from_scores(inside.pow(1 / self.mean_power))
 
 
-def _from_queries(prefill: Prefill, replay: Sums) -> Tensor:
+def _from_queries(prefill: Prefill, replay: BlockReplaySpec) -> Tensor:
     """The sums of a prefill that holds queries instead, [L, G, T]."""
     device = prefill.keys[0].device
     layers = [BlockReplaySums(replay, prefill.spans) for _ in range(prefill.layers)]

@@ -22,7 +22,6 @@ from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unus
 
 from gracekv.backends import numba_kernel
 from gracekv.backends.numba_kernel import exponentials, merge, mixtures, products
-from gracekv.kernels import exponential, half_precision, intrinsics
 from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.source_digest import digest
@@ -210,7 +209,7 @@ def work_kernel(dtype: torch.dtype) -> Any:
     The first call on a machine compiles for some seconds; later ones load the result from disk.
     """
     number = _NUMBERS[dtype]
-    sources = digest(exponential, half_precision, intrinsics, numba_kernel)
+    sources = digest(numba_kernel, *numba_kernel.SOURCES)
 
     def kernel(address: Any) -> None:
         _ = sources
@@ -224,7 +223,7 @@ def work_kernel(dtype: torch.dtype) -> Any:
 @functools.cache
 def merge_kernel() -> Any:
     """The kernel that merges partial results: a C callback on the address of `PagedArgs`."""
-    sources = digest(intrinsics, numba_kernel)
+    sources = digest(numba_kernel, *numba_kernel.SOURCES)
 
     def kernel(address: Any) -> None:
         _ = sources

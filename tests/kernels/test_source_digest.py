@@ -14,11 +14,13 @@ from gracekv.backends import numba_kernel as attention_kernel
 from gracekv.kernels.source_digest import digest
 from gracekv.prefill import logsumexp_numba
 from gracekv.tree.engines import numba_kernel
+from gracekv.vllm import numba_kernel as paged_kernel
 
 KERNELS = {
     attention_kernel: lambda: attention_kernel.attend(torch.float32),
     numba_kernel: numba_kernel.distortion_kernel,
     logsumexp_numba: logsumexp_numba.accumulate,
+    paged_kernel: lambda: paged_kernel.work_kernel(torch.float32),
 }
 
 

@@ -10,13 +10,13 @@ transformers = pytest.importorskip("transformers")
 from gracekv import Budget, Pipeline  # noqa: E402
 from gracekv.errors import CaptureMemoryError, ConfigError  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.block_replay import BlockReplay  # noqa: E402
+from gracekv.prefill.block_replay import BlockReplaySpec  # noqa: E402
 from gracekv.prefill.capture import EVERYTHING, capture  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing.models import tiny_llama, tiny_model  # noqa: E402
 from support.capture_state import state  # noqa: E402
 
-REPLAY = BlockReplay(64, 3.0)
+REPLAY = BlockReplaySpec(64, 3.0)
 NEEDS = EVERYTHING | Needs(column_sums=True, query_moments=4, block_replays=frozenset({REPLAY}))
 
 

@@ -93,9 +93,14 @@ def test_every_recipe_packs_each_layer_where_it_lies(name, where):
             # A number between two codes may be rounded either way.
             step = max([float(other.tensors()[x].max()) for x in other.tensors() if "scale" in x],
                        default=0.0)  # fmt: skip
+            # Fitted values solve systems whose products are made in another order.
+            fitted = pipeline.fit.name != "none"
             for head in range(layer.heads):
-                for one, two in zip(layer.head(head)[:2], other.head(head)[:2], strict=True):
-                    torch.testing.assert_close(one.cpu(), two, rtol=1e-4, atol=1.01 * step + 1e-4)
+                (keys, values), (own_keys, own_values) = (x.head(head)[:2] for x in (layer, other))
+                for one, two, loose in ((keys, own_keys, 0), (values, own_values, 1e-4 * fitted)):
+                    torch.testing.assert_close(
+                        one.cpu(), two, rtol=1.3e-6 + loose, atol=1e-5 + loose + 1.01 * step
+                    )
 
 
 def shard(model, devices):

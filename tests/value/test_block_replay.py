@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs, Region
-from gracekv.prefill.block_replay import BlockReplay as Sums
-from gracekv.prefill.block_replay import BlockReplaySums
+from gracekv.prefill.block_replay import BlockReplaySpec, BlockReplaySums
 from gracekv.testing import synthetic_prefill
 from gracekv.value import BlockReplay, Replay, reference
 
@@ -48,10 +47,10 @@ def test_sums_are_the_same_from_runs_of_any_length(seed, block, cuts):
     prefill = small(seed=seed, layers=1)
     queries, keys, spans = prefill.queries[0], prefill.keys[0], prefill.spans
     edges = sorted({0, spans.length, *cuts})
-    sums = BlockReplaySums(Sums(block, 2.0), spans)
+    sums = BlockReplaySums(BlockReplaySpec(block, 2.0), spans)
     for first, end in itertools.pairwise(edges):
         sums.add(queries[:, first:end], first, keys[:, :end], prefill.rope, prefill.scale)
-    whole = BlockReplaySums(Sums(block, 2.0), spans)
+    whole = BlockReplaySums(BlockReplaySpec(block, 2.0), spans)
     whole.add(queries, 0, keys, prefill.rope, prefill.scale)
     torch.testing.assert_close(sums.total, whole.total)
 
@@ -79,7 +78,7 @@ def test_captured_sums_are_read():
 
 def test_needs_of_two_are_both():
     both = BlockReplay(8).needs() | BlockReplay(9).needs() | Needs()
-    assert both.block_replays == {Sums(8, 3.0), Sums(9, 3.0)}
+    assert both.block_replays == {BlockReplaySpec(8, 3.0), BlockReplaySpec(9, 3.0)}
 
 
 @pytest.mark.parametrize("fields", [{"block": 0}, {"mean_power": 0.5}])
