@@ -37,7 +37,8 @@ def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tens
     scaled = shares * root
     # The penalty enters one factor alone: a product of two different matrices is as fast.
     left = scaled * inverse_penalty[:, None]
-    return left.mT @ _solved(batched_linear(left, scaled), rows)
+    solved = _solved(batched_linear(left, scaled), rows)
+    return batched_linear(solved.mT.contiguous(), left.mT).mT
 
 
 def _solved(gram: Tensor, right: Tensor) -> Tensor:
