@@ -253,13 +253,19 @@ class Pipeline(Configurable):
         selection, frontier = chosen.selection, chosen.frontier
         with full_float32(), clock("pack"):
             cache = self.pack(prefill, selection, relevance.scores, self.prototype, column_sums)
-        with full_float32(), clock("fit"):
-            packed, cache = cache, self.fit(prefill, region, cache)
-            change = None if cache is packed else value_change(packed, cache)
-            del packed
         with clock("precision"):
-            starts = (layout.start for layout in layer_layouts(prefill, selection))
-            stored = self.precision(cache, starts, region)
+            widths = [
+                self.precision.widths(layout.start, region)
+                for layout in layer_layouts(prefill, selection)
+            ]
+            read = self.precision.keys_as_read(cache, widths)
+        with full_float32(), clock("fit"):
+            # Values make up for what decoding will read, rounded keys included.
+            fitted = self.fit(prefill, region, read)
+            change = None if fitted is read else value_change(cache, fitted)
+        with clock("precision"):
+            stored = self.precision(fitted.with_keys_of(cache), widths)
+            del cache, read, fitted
         accounting = accounted(
             prefill,
             plan,

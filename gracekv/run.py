@@ -102,7 +102,8 @@ def full_run(
         needed = int(entries.sum()) * prefill.entry_bytes
         region = Region(region.start, region.start) if needed <= plan.bytes else region
     with clock("precision"):
-        stored = precision(cache, (layer.positions for layer in cache.layers), region)
+        widths = [precision.widths(layer.positions, region) for layer in cache.layers]
+        stored = precision(cache, widths)
     accounting = accounted(prefill, plan, stored, entries, costs)
     timings = Timings(**prefill.seconds_for(Needs()), **clock.seconds)
     return Run(plan, stored, accounting, timings)

@@ -20,9 +20,9 @@ class StageClock:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        """Time the block as `seconds[stage]`."""
+        """Time the block as `seconds[stage]`, or add to what the stage took before."""
         self._wait()
         start = time.perf_counter()
         yield
         self._wait()
-        self.seconds[stage] = time.perf_counter() - start
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -176,6 +176,14 @@ class RaggedCache(CompressedCache):
     """
 
     layers: tuple[RaggedLayer, ...]
+
+    def with_keys_of(self, other: RaggedCache) -> RaggedCache:
+        """This cache with the keys of `other`, which holds the same entries."""
+        layers = tuple(
+            replace(own, keys=layer.keys)
+            for own, layer in zip(self.layers, other.layers, strict=True)
+        )
+        return replace(self, layers=layers)
 
 
 class Packer(Strategy, abc.ABC):

@@ -1,15 +1,17 @@
-"""The interface of precisions, which change how entries are stored, never which are kept."""
+"""The interface of precisions, which say how many bits the numbers of kept entries take."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.base import RaggedCache
+from gracekv.cache.coded import Coding
 from gracekv.cache.entries import CompressedCache
+from gracekv.precision.storing import keys_as_read, quantised
 from gracekv.prefill import PromptSpans, Region
 from gracekv.registry import Registry, Strategy
 
@@ -21,6 +23,11 @@ class Precision(Strategy, abc.ABC):
     recent window, question) stay bit for bit unless a strategy's fields say otherwise.
     Deterministic.
     """
+
+    @property
+    def codings(self) -> tuple[Coding, ...]:
+        """How entries of fewer bits are stored, one coding a width; none: they never are."""
+        return ()
 
     def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes | None:
         """What entries cost, if budgets count bytes; None: they count entries.
@@ -35,18 +42,35 @@ class Precision(Strategy, abc.ABC):
         return None
 
     @abc.abstractmethod
-    def __call__(
-        self, cache: RaggedCache, starts: Iterable[Tensor], region: Region
-    ) -> CompressedCache:
-        """Store the entries of `region`.
+    def widths(self, start: Tensor, region: Region) -> Tensor:
+        """uint8 [E]: bits of a number of each entry; `EXACT` is the model's dtype.
+
+        Args:
+            start: int64 [E], the first position that each entry stands for.
+            region: the compressible positions; an empty one leaves everything as it is.
+        """
+
+    def keys_as_read(self, cache: RaggedCache, widths: Sequence[Tensor]) -> RaggedCache:
+        """`cache` with float32 keys [E, d] as decoding will read them: what values are fitted to.
+
+        Args:
+            cache: the packed cache of one sequence.
+            widths: for each layer, of `widths`.
+
+        Raises `NonFiniteError` if keys cannot be quantised.
+        """
+        return keys_as_read(cache, widths, self.codings) if self.codings else cache
+
+    def __call__(self, cache: RaggedCache, widths: Sequence[Tensor]) -> CompressedCache:
+        """Store every entry at its width.
 
         Args:
             cache: the packed and fitted cache of one sequence.
-            starts: for each layer int64 [E], the first position that each entry stands for.
-            region: the compressible positions; an empty one leaves everything as it is.
+            widths: for each layer, of `widths`.
 
         Raises `NonFiniteError` if numbers cannot be quantised.
         """
+        return quantised(cache, widths, self.codings) if self.codings else cache
 
 
 PRECISIONS: Registry[Precision] = Registry(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedCache
 from gracekv.precision.base import PRECISIONS, Precision
+from gracekv.precision.storing import EXACT
 from gracekv.prefill import Region
 
 
@@ -24,5 +24,5 @@ class FullPrecision(Precision):
     Cost: none.
     """
 
-    def __call__(self, cache: RaggedCache, starts: Iterable[Tensor], region: Region) -> RaggedCache:
-        return cache
+    def widths(self, start: Tensor, region: Region) -> Tensor:
+        return torch.full_like(start, EXACT, dtype=torch.uint8)

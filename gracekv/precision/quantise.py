@@ -51,6 +51,16 @@ def quantise(numbers: Tensor, lengths: Tensor, coding: Coding, by: Grouping) -> 
     return Codes(_packed(flat, coding.bits), scale, zero)
 
 
+def as_read(numbers: Tensor, lengths: Tensor, coding: Coding, by: Grouping) -> Tensor:
+    """float32 [E, d]: what the codes of `numbers` [E, d] are read as; see `quantise`."""
+    codes = quantise(numbers, lengths, coding, by)
+    if by == "token":
+        return codes.numbers(0, len(numbers), coding.bits, None)
+    row, step = ragged.rows_and_steps(lengths)
+    block = ragged.offsets(coding.blocks(lengths))[row] + step // coding.group
+    return codes.numbers(0, len(numbers), coding.bits, block)
+
+
 def _scale_and_zero(
     low: Tensor, high: Tensor, levels: int, kind: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, final
 
+import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.allocate.entry_bytes import EntryBytes
-from gracekv.cache.base import RaggedCache, RaggedLayer
-from gracekv.cache.coded import CodedEntries, Coding
-from gracekv.cache.quantised import QuantisedCache, QuantisedLayer
+from gracekv.cache.coded import Coding
 from gracekv.hyperparameter import bounded
 from gracekv.precision.base import PRECISIONS, Precision
-from gracekv.precision.quantise import METADATA_BYTES, quantise
+from gracekv.precision.quantise import METADATA_BYTES
+from gracekv.precision.storing import EXACT
 from gracekv.prefill import PromptSpans, Region
 
 
@@ -53,13 +51,12 @@ class UniformPrecision(Precision):
     sinks: int = bounded(4, at_least=0)
 
     @property
-    def coding(self) -> Coding:
-        """How the codes are to be read."""
-        return Coding(self.bits, self.group, self.keys, self.values)
+    def codings(self) -> tuple[Coding]:
+        return (Coding(self.bits, self.group, self.keys, self.values),)
 
     def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes:
         """Bytes of codes, scales and zero points; raises `ShapeError` if the group does not fit."""
-        self.coding.check(dim)
+        self.codings[0].check(dim)
         by = (self.keys, self.values)
         pair = 2 * METADATA_BYTES
         return EntryBytes(
@@ -72,43 +69,6 @@ class UniformPrecision(Precision):
             sinks=max(0, min(self.sinks, spans.context_end) - spans.context_start),
         )
 
-    def __call__(
-        self, cache: RaggedCache, starts: Iterable[Tensor], region: Region
-    ) -> QuantisedCache:
-        first = max(region.start, self.sinks)
-        layers = tuple(
-            self._layer(layer, (start >= first) & (start < region.end))
-            for layer, start in zip(cache.layers, starts, strict=True)
-        )
-        return QuantisedCache(layers, cache.length, cache.padding)
-
-    def _layer(self, layer: RaggedLayer, chosen: Tensor) -> QuantisedLayer:
-        """`layer` with the entries `chosen` (bool [E]) quantised."""
-        exact, coded = (_subset(layer, mask) for mask in (~chosen, chosen))
-        keys, values = (
-            quantise(numbers, coded.lengths, self.coding, by)
-            for numbers, by in ((coded.keys, self.keys), (coded.values, self.values))
-        )
-        entries = CodedEntries(
-            keys,
-            values,
-            coded.positions,
-            coded.log_multiplicity,
-            coded.offsets,
-            self.coding,
-            coded.sequences,
-        )
-        return QuantisedLayer(exact, entries)
-
-
-def _subset(layer: RaggedLayer, mask: Tensor) -> RaggedLayer:
-    """The entries of `layer` where `mask` (bool [E]) holds."""
-    inside = ragged.offsets(mask.cpu().long())
-    return RaggedLayer(
-        layer.keys[mask],
-        layer.values[mask],
-        layer.positions[mask],
-        layer.log_multiplicity[mask],
-        inside[layer.offsets],
-        layer.sequences,
-    )
+    def widths(self, start: Tensor, region: Region) -> Tensor:
+        chosen = (start >= max(region.start, self.sinks)) & (start < region.end)
+        return torch.where(chosen, self.bits, EXACT).to(torch.uint8)

@@ -33,7 +33,7 @@ def quantised(rng, lengths, dim, dtype, sequences, **fields):
     )
     cache = RaggedCache((layer,), 200, (0,) * sequences)
     strategy = UniformPrecision(**{"sinks": 2, **fields})
-    return strategy(cache, [layer.positions], Region(0, 60)).layers[0]
+    return strategy(cache, [strategy.widths(layer.positions, Region(0, 60))]).layers[0]
 
 
 @settings(max_examples=30)

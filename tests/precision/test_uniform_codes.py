@@ -106,7 +106,7 @@ def layer_of(rng, lengths, dim=8, dtype=torch.float32, sequences=1):
 def quantised(layer, region=(3, 40), **fields):
     cache = RaggedCache((layer,), 60, (0,) * layer.sequences)
     strategy = UniformPrecision(**{"group": 8, **fields})
-    return strategy(cache, [layer.positions], Region(*region)).layers[0]
+    return strategy(cache, [strategy.widths(layer.positions, Region(*region))]).layers[0]
 
 
 @settings(max_examples=15)
@@ -156,7 +156,7 @@ def test_full_precision_is_the_cache_itself():
     layer = layer_of(torch.Generator().manual_seed(2), [9])
     cache = RaggedCache((layer,), 60)
     full = PRECISIONS.build("full")
-    assert full(cache, [layer.positions], Region(0, 9)) is cache
+    assert full(cache, [full.widths(layer.positions, Region(0, 9))]) is cache
     assert Pipeline.named("gracekv").precision == Pipeline.named("gracekv-plus").precision == full
 
 

@@ -1,0 +1,90 @@
+"""Values and masses are fitted to the keys that decoding reads, rounded as they are."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate import Budget
+from gracekv.fit import ReferenceQueries, ValuesAndMass
+from gracekv.fit import reference as fitting
+from gracekv.pipeline import Pipeline
+from gracekv.precision import FullPrecision, UniformPrecision
+from gracekv.precision import reference as rounding
+from gracekv.testing import synthetic_prefill
+from gracekv.value import Replay
+
+QUERIES = ReferenceQueries(Replay(max_queries=12), tail=3)
+FIT = ValuesAndMass(QUERIES)
+# Of a fit in float32, as in tests/fit.
+MARGIN = 2e-3
+
+
+def runs(precision, dtype=torch.float32, **sizes):
+    """The prefill, and what is packed, and what is fitted and stored, of the same selection."""
+    sizes = {"layers": 2, "context": 60, "question": 3, "tail": 2, "dim": 8} | sizes
+    prefill = synthetic_prefill(dtype=dtype, **sizes)
+    pipeline = dataclasses.replace(Pipeline.named("gracekv-plus"), fit=FIT)
+    plain = dataclasses.replace(pipeline, fit=Pipeline.named("gracekv").fit)
+    coded = dataclasses.replace(pipeline, precision=precision)
+    budget = Budget.entries_per_head(25)
+    return prefill, plain.run(prefill, budget), coded.run(prefill, budget)
+
+
+@settings(max_examples=8)
+@given(
+    seed=st.integers(0, 2**16),
+    group=st.integers(1, 3),
+    bits=st.sampled_from([4, 8]),
+    size=st.sampled_from([4, 16]),
+    keys=st.sampled_from(["channel", "token"]),
+)
+def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, size, keys):
+    precision = UniformPrecision(bits=bits, group=size, keys=keys, sinks=3)
+    prefill, packed, stored = runs(precision, seed=seed, group=group)
+    region = prefill.spans.region(packed.plan.recent)
+    chosen = QUERIES(prefill, region)
+    for number, layer in enumerate(packed.cache.layers):
+        inside = (layer.positions >= max(3, region.start)) & (layer.positions < region.end)
+        counts = torch.bincount(
+            torch.arange(layer.heads).repeat_interleave(layer.lengths)[inside],
+            minlength=layer.heads,
+        )
+        read = layer.keys.double()
+        (coding,) = precision.codings
+        read[inside] = rounding.rounded(layer.keys[inside], counts, coding, keys)[0]
+        as_read = dataclasses.replace(layer, keys=read)
+        for head in range(prefill.kv_heads):
+            values, log_m = fitting.fitted_head(
+                prefill, number, head, as_read, region, chosen, FIT.trust, FIT.trust_read,
+                FIT.mass_trust,
+            )  # fmt: skip
+            own = slice(int(layer.offsets[head]), int(layer.offsets[head + 1]))
+            got = stored.cache.layers[number].head(head)
+            torch.testing.assert_close(got[0].double(), read[own], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got[3].double(), log_m, rtol=MARGIN, atol=MARGIN)
+            at = inside[own]
+            _, steps = rounding.rounded(
+                values[at].float(), torch.tensor([int(at.sum())]), coding, "token"
+            )
+            assert bool(((got[1] - values)[at].abs() <= steps / 2 + 3 * MARGIN).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_at_full_precision_keys_are_read_as_they_are(dtype):
+    _, packed, fitted = runs(FullPrecision(), dtype, seed=1)
+    widths = [torch.full((layer.entries,), 16) for layer in packed.cache.layers]
+    assert FullPrecision().keys_as_read(packed.cache, widths) is packed.cache
+    for before, after in zip(packed.cache.layers, fitted.cache.layers, strict=True):
+        assert torch.equal(before.keys, after.keys)
+        assert before.keys.dtype == after.keys.dtype == after.values.dtype == dtype
+
+
+def test_coarse_keys_change_what_is_fitted():
+    masses = []
+    for precision in (FullPrecision(), UniformPrecision(bits=4, group=16, sinks=0)):
+        _, _, stored = runs(precision, seed=2)
+        masses.append(torch.cat([layer.index()[2] for layer in stored.cache.layers]))
+    assert float((masses[0] - masses[1]).abs().max()) > 10 * MARGIN
