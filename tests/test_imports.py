@@ -21,7 +21,8 @@ COMMON = {
 }
 KNOWS = {
     "kernels": set(),
-    "prefill": {"gracekv.kernels"},
+    "distributed": set(),
+    "prefill": {"gracekv.distributed", "gracekv.kernels"},
     "segment": {"gracekv.prefill"},
     "value": {"gracekv.kernels", "gracekv.prefill"},
     "tree": {"gracekv.kernels", "gracekv.prefill", "gracekv.segment", "gracekv.value"},

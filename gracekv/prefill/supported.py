@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from gracekv.distributed.sharding import is_sharded
 from gracekv.errors import UnsupportedModelError
 
 TESTED_MODEL_TYPES = frozenset({"gemma", "llama", "mistral", "phi3", "qwen2", "qwen3"})
@@ -21,9 +22,10 @@ BASE_ATTENTION = ("sdpa", "eager")
 def check_model(model: Any) -> None:
     """Raise `UnsupportedModelError` if compressing this model's cache would break an assumption.
 
-    Looks for layers of several kinds, capped attention logits, missing or unknown RoPE, an
-    untested family and training mode, in this order: the first three break an assumption, the
-    fourth is untested. `check_prompt_length` checks what depends on the prompt's length.
+    Looks for weights sharded over processes, layers of several kinds, capped attention logits,
+    missing or unknown RoPE, an untested family and training mode, in this order: the first four
+    break an assumption, the fifth is untested. `check_prompt_length` checks what depends on the
+    prompt's length.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
@@ -31,6 +33,13 @@ def check_model(model: Any) -> None:
             f"gracekv takes a transformers causal language model; got {type(model).__name__}."
         )
     family, name = getattr(config, "model_type", "unknown"), type(model).__name__
+    if is_sharded(model):
+        raise UnsupportedModelError(
+            f"The weights of this {name} are sharded over processes (tp_plan, tensor parallelism or "
+            f"FSDP), so this process sees a part of its attention heads only, and a budget over all "
+            f"heads would be cut wrongly. Load it without tp_plan and distributed_config; "
+            f"device_map='auto' spreads whole layers over several GPUs."
+        )
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and rope and all(isinstance(x, dict) for x in rope.values()):
         raise UnsupportedModelError(

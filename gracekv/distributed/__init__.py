@@ -1,0 +1,1 @@
+"""Models whose attention heads are spread over processes (tensor parallelism)."""

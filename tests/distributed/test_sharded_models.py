@@ -1,0 +1,55 @@
+"""A model whose weights are spread over processes is told from one that is whole."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import gracekv
+from gracekv.distributed.sharding import is_sharded
+from gracekv.errors import UnsupportedModelError
+from gracekv.testing.models import tiny_llama
+
+PROMPT = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def by_plan(model):
+    model._tp_size = 2  # as transformers marks it
+
+
+def by_dtensor(model):
+    mesh = dist.init_device_mesh("cpu", (1,))
+    projection = model.get_decoder().layers[0].self_attn.k_proj
+    weight = distribute_tensor(projection.weight.detach(), mesh, [Shard(0)])
+    projection.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+
+def by_hand(model):
+    projection = model.get_decoder().layers[1].self_attn.v_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach()[:16])
+
+
+def test_a_whole_model_is_not_sharded():
+    assert not is_sharded(tiny_llama())
+
+
+@pytest.mark.parametrize("shard", [by_plan, by_dtensor, by_hand])
+def test_a_sharded_model_is_refused_by_name(shard, one_process):
+    model = tiny_llama()
+    shard(model)
+    for call in (
+        lambda: gracekv.compress(model, PROMPT, ratio=2),
+        lambda: gracekv.capture(model, PROMPT),
+        lambda: gracekv.hf.attach(model),
+    ):
+        with pytest.raises(UnsupportedModelError, match="sharded over processes.*device_map"):
+            call()
+    assert model.config._attn_implementation == "sdpa"
