@@ -35,9 +35,9 @@ def check_model(model: Any) -> None:
     family, name = getattr(config, "model_type", "unknown"), type(model).__name__
     if is_sharded(model):
         raise UnsupportedModelError(
-            f"The weights of this {name} are sharded over processes (tp_plan, tensor parallelism or "
-            f"FSDP), so this process sees a part of its attention heads only, and a budget over all "
-            f"heads would be cut wrongly. Load it without tp_plan and distributed_config; "
+            f"The weights of this {name} are sharded over processes (tp_plan, tensor parallelism "
+            f"or FSDP), so this process sees a part of its attention heads only, and a budget over "
+            f"all heads would be cut wrongly. Load it without tp_plan and distributed_config; "
             f"device_map='auto' spreads whole layers over several GPUs."
         )
     rope = getattr(config, "rope_parameters", None)

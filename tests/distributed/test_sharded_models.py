@@ -50,6 +50,6 @@ def test_a_sharded_model_is_refused_by_name(shard, one_process):
         lambda: gracekv.capture(model, PROMPT),
         lambda: gracekv.hf.attach(model),
     ):
-        with pytest.raises(UnsupportedModelError, match="sharded over processes.*device_map"):
+        with pytest.raises(UnsupportedModelError, match=r"sharded over processes.*device_map"):
             call()
     assert model.config._attn_implementation == "sdpa"
