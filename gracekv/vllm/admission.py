@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from gracekv.errors import StoreError
+from gracekv.vllm.configuration import CONNECTOR
 from gracekv.vllm.requests import PARAMETER
 from gracekv.vllm.serving import open_store
 from gracekv.vllm.store import ContextStore
@@ -37,11 +38,17 @@ def install(processor: type[Any]) -> None:
 def check(processor: Any, params: Any) -> None:
     """Raise vLLM's error for bad requests (HTTP 400) if the request's context cannot be used."""
     name = context_of(params)
-    transfer = processor.vllm_config.kv_transfer_config
-    if name is None or transfer is None or transfer.kv_connector != "GraceConnector":
+    if name is None:
         return
     from vllm.exceptions import VLLMValidationError
 
+    transfer = processor.vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR:
+        raise VLLMValidationError(
+            f"The request names the context {name!r}, and this engine has no store of contexts. "
+            f"Start it with gracekv.vllm.kv_transfer_config(store).",
+            parameter="kv_transfer_params",
+        )
     store = _stores.get(processor)
     if store is None:
         store = _stores[processor] = open_store(processor.vllm_config)

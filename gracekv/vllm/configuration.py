@@ -10,6 +10,9 @@ from typing import Any
 
 from gracekv.errors import ConfigError
 
+CONNECTOR = "GraceConnector"
+"""The connector's class, by which vLLM knows it."""
+
 _STORE, _LIMIT = "store", "limit_bytes"
 
 
@@ -24,7 +27,7 @@ def kv_transfer_config(
     """
     options = {_STORE: str(store)} | ({} if limit_bytes is None else {_LIMIT: limit_bytes})
     return {
-        "kv_connector": "GraceConnector",
+        "kv_connector": CONNECTOR,
         "kv_connector_module_path": "gracekv.vllm.connector",
         "kv_role": "kv_consumer",
         "kv_connector_extra_config": options,

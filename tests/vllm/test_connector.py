@@ -1,4 +1,4 @@
-"""The worker's side of the connector, without an engine."""
+"""Connector and admission, without an engine."""
 
 from types import SimpleNamespace
 
@@ -25,3 +25,19 @@ def test_a_context_that_cannot_be_loaded_fails_the_blocks_of_its_requests():
     assert list(step.current()._named) == [9]
     connector.clear_connector_metadata()
     assert step.current() is None
+
+
+def test_an_engine_without_a_store_refuses_requests_about_contexts():
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from gracekv.vllm import admission
+
+    for connector in (None, SimpleNamespace(kv_connector="ExampleConnector")):
+        config = SimpleNamespace(kv_transfer_config=connector)
+        processor = SimpleNamespace(vllm_config=config)
+        extra = {"kv_transfer_params": {"gracekv": "book"}}
+        with pytest.raises(VLLMValidationError, match="no store of contexts"):
+            admission.check(processor, SamplingParams(extra_args=extra))
+        for other in (None, {}, {"kv_transfer_params": {"remote": 1}}):
+            admission.check(processor, SamplingParams(extra_args=other))

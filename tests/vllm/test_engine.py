@@ -234,6 +234,20 @@ def test_unusable_contexts_are_refused_by_name(served, engine, ask, broken):
     check_answer(served, "global", QUESTIONS[0], output.outputs[0])
 
 
+def test_what_gets_past_the_front_fails_alone(served, engine, broken, monkeypatch):
+    """A file may break between admission and loading: only that request ends, with an error."""
+    from gracekv.vllm import admission, request
+
+    monkeypatch.setattr(admission, "check", lambda *_: None)
+    asked = request(served.store, "global", QUESTIONS[0], served.tokenizer)
+    prompts = [{"prompt_token_ids": [1, 2, 3]}] * len(broken) + [asked.prompt]
+    params = [parameters(name) for name in broken] + [asked.sampling_params(TOKENS, logprobs=0)]
+    *failed, good = engine.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in failed] == ["error"] * len(broken)
+    check_answer(served, "global", QUESTIONS[0], good.outputs[0])
+    assert metric(engine, "kv_cache_usage_perc") == 0
+
+
 def test_prefixes_are_shared_inside_a_context_only(served, engine, ask):
     """A second request finds the question's pages of the same context, never of another."""
     from gracekv.vllm import request

@@ -1,0 +1,116 @@
+"""The OpenAI-compatible server end to end: its own process, a real client, streaming."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.model]
+
+QUESTION = "Who is the story about?"
+TOKENS = 24
+NAME = "smollm2"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A store of one context, and the server over it."""
+    import httpx
+
+    import gracekv
+    from gracekv.hf.smollm2 import load_smollm2
+    from gracekv.vllm import kv_transfer_config
+
+    model, tokenizer = load_smollm2()
+    from importlib.resources import files
+
+    text = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
+    book = gracekv.compress(
+        model, gracekv.Prompt.from_chat(tokenizer, context=text[:2400]), ratio=3
+    )
+    folder = tmp_path_factory.mktemp("server")
+    book.export(folder / "store" / "book")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [
+        # What `vllm serve` starts, which the rebuild for CPUs does not under its own name.
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", tokenizer.name_or_path,
+        "--served-model-name", NAME, "--dtype", "float32", "--enforce-eager",
+        "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port),
+        "--kv-transfer-config", json.dumps(kv_transfer_config(folder / "store")),
+    ]  # fmt: skip
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        for _ in range(600):
+            assert process.poll() is None, (folder / "log").read_text()[-3000:]
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(1)
+        yield SimpleNamespace(url=url, store=folder / "store", book=book, tokenizer=tokenizer)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture
+def client(server):
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+
+def ask(client, server, **options):
+    from gracekv.vllm import request
+
+    asked = request(server.store, "book", QUESTION, server.tokenizer)
+    body = asked.body(NAME, TOKENS, **options)
+    return client.completions.create(extra_body={"kv_transfer_params": body.pop(
+        "kv_transfer_params")}, **body)  # fmt: skip
+
+
+def test_a_client_streams_the_answer(client, server):
+    pieces = [chunk.choices[0].text for chunk in ask(client, server, stream=True)]
+    assert len(pieces) > 5
+    own = server.book.ask(QUESTION, TOKENS)
+    # Both are greedy; a near-tie may part them, but not in the first words.
+    assert "".join(pieces)[:40] == own[:40]
+    assert ask(client, server).choices[0].text == "".join(pieces)
+
+
+def test_a_client_without_python_fills_in_the_header_s_text(client, server):
+    import httpx
+
+    header = json.loads((server.store / "book" / "header.json").read_text())
+    body = {
+        "model": NAME,
+        "prompt": header["question_text"].replace("{question}", QUESTION),
+        "add_special_tokens": False,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "kv_transfer_params": {"gracekv": "book"},
+    }
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    assert answer["choices"][0]["text"] == ask(client, server).choices[0].text
+
+
+def test_an_unusable_context_is_a_client_s_error(client, server):
+    from openai import BadRequestError
+
+    for name, said in {"missing": "There is no context 'missing'", "../x": "name has"}.items():
+        with pytest.raises(BadRequestError, match=said) as caught:
+            client.completions.create(
+                model=NAME, prompt=[1, 2], extra_body={"kv_transfer_params": {"gracekv": name}}
+            )
+        assert str(server.store) not in str(caught.value)
+    plain = client.completions.create(model=NAME, prompt="Alice was", max_tokens=4, temperature=0)
+    assert plain.choices[0].text
