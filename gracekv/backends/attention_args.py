@@ -26,6 +26,8 @@ class AttentionArgs(ctypes.Structure):
             continuation; output, maximum and sum of each.
         output: float32 [B, G, n, d].
         counters: int64 [1 + Z] zeros: splits taken, and splits finished of each row.
+        sink_logits: float32 [H]; 0 for none.
+        softcap: of the logits; 0 for none.
         longest: entries of a split of a tail; no packed split has more.
         most_queries: at least the queries of any row.
 
@@ -46,7 +48,8 @@ class AttentionArgs(ctypes.Structure):
             "packed_slots", "longest", "most_queries", "tail", "tail_splits", "tail_batch",
             "tail_head", "key_codes", "key_scale", "key_zero", "value_codes", "value_scale",
             "value_zero", "coded_bias", "offsets", "blocks", "coded_entries", "coded_blocks",
-            "bits", "group_size", "columns", "keys_by_channel", "values_by_channel",
+            "bits", "group_size", "columns", "keys_by_channel", "values_by_channel", "sink_logits",
         )),
         ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
     ]  # fmt: skip

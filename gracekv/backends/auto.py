@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from gracekv.backends.base import BACKENDS, AttentionBackend, Backend
+from gracekv.backends.base import BACKENDS, AttentionBackend, Backend, given
 from gracekv.cache.coded import Coding
 
 # Fastest first; one that cannot run there is passed over.
@@ -32,11 +32,15 @@ class Auto(Backend):
         dtype: torch.dtype | None = None,
         dim: int | None = None,
         coding: Coding | None = None,
+        *,
+        softcap: bool = False,
+        sink_logits: bool = False,
     ) -> AttentionBackend:
         """The first preferred backend that reads such a cache; "sdpa" reads all of them."""
+        options = given(softcap=softcap, sink_logits=sink_logits)
         for name in _PREFERRED.get(device.type, _ELSEWHERE):
-            backend = BACKENDS.build(name).resolve(device, dtype, dim, coding)
-            if backend.obstacle(device, dtype, dim, coding) is None:
+            backend = BACKENDS.build(name).resolve(device, dtype, dim, coding, **options)
+            if backend.obstacle(device, dtype, dim, coding, **options) is None:
                 break
         return backend
 

@@ -27,16 +27,21 @@ class Partial:
     lse: Tensor
 
 
-def combine(first: Partial, second: Partial) -> Tensor:
+def combine(first: Partial, second: Partial, sink_logits: Tensor | None = None) -> Tensor:
     """[B, H, Tq, d]: attention over the union of two disjoint parts.
 
     o = (e^{lse1} o1 + e^{lse2} o2) / (e^{lse1} + e^{lse2}), with the larger lse subtracted; a row
-    that sees nothing in either part gives 0. Source: flash decoding (Dao et al., 2023).
+    that sees nothing in either part gives 0. With `sink_logits` s [H], e^s is added to the
+    denominator. Source: flash decoding (Dao et al., 2023).
     """
     top = torch.maximum(first.lse, second.lse)
+    if sink_logits is not None:
+        sink = sink_logits.float()[:, None]
+        top = torch.maximum(top, sink)
     top = torch.where(top == -torch.inf, 0.0, top)
     a, b = (first.lse - top).exp(), (second.lse - top).exp()
-    total = (a + b).clamp(min=torch.finfo(torch.float32).tiny)
+    total = a + b if sink_logits is None else a + b + (sink - top).exp()
+    total = total.clamp(min=torch.finfo(torch.float32).tiny)
     mixed = (
         first.output.float() * (a / total)[..., None]
         + second.output.float() * (b / total)[..., None]
@@ -47,6 +52,11 @@ def combine(first: Partial, second: Partial) -> Tensor:
 def united(first: Partial, second: Partial) -> Partial:
     """Attention over the union of two disjoint parts, itself a part."""
     return Partial(combine(first, second), torch.logaddexp(first.lse, second.lse))
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None or False: a backend that does not know one is not given it."""
+    return {name: x for name, x in options.items() if x is not None and x is not False}
 
 
 def sequence_of_row(
@@ -77,11 +87,15 @@ class Backend(Strategy, abc.ABC):
         dtype: torch.dtype | None = None,
         dim: int | None = None,
         coding: Coding | None = None,
+        *,
+        softcap: bool = False,
+        sink_logits: bool = False,
     ) -> AttentionBackend:
         """The backend that reads caches on `device`, of `dtype` and head dimension `dim`.
 
         None for `dtype` or `dim` stands for any. `coding` is that of quantised entries, None where
-        there are none. A cache resolves its backend once, when it is made.
+        there are none; `softcap` and `sink_logits`, whether the model's attention has them. A cache
+        resolves its backend once, when it is made.
         """
 
 
@@ -95,9 +109,15 @@ class AttentionBackend(Backend):
 
     Attributes:
         reads_codes: whether it reads quantised entries.
+        takes_softcap: whether it caps logits.
+        takes_sink_logits: whether it adds a logit of each query head to the softmax's denominator.
+
+    What a backend does not take it is never given, so it need not have the arguments.
     """
 
     reads_codes: ClassVar[bool] = False
+    takes_softcap: ClassVar[bool] = False
+    takes_sink_logits: ClassVar[bool] = False
 
     def resolve(
         self,
@@ -105,6 +125,9 @@ class AttentionBackend(Backend):
         dtype: torch.dtype | None = None,
         dim: int | None = None,
         coding: Coding | None = None,
+        *,
+        softcap: bool = False,
+        sink_logits: bool = False,
     ) -> AttentionBackend:
         return self
 
@@ -114,17 +137,23 @@ class AttentionBackend(Backend):
         dtype: torch.dtype | None = None,
         dim: int | None = None,
         coding: Coding | None = None,
+        *,
+        softcap: bool = False,
+        sink_logits: bool = False,
     ) -> str | None:
         """Why caches on `device`, of `dtype` and dimension `dim`, cannot be read; None if they can.
 
-        `coding` is that of quantised entries. The line also says what to do about it.
+        `coding` is that of quantised entries; `softcap` and `sink_logits` say whether the model's
+        attention has them. The line also says what to do about it.
         """
-        if coding is None or self.reads_codes:
-            return None
-        return (
-            "It does not read quantised entries. Use backend 'auto', 'sdpa' or 'eager', or "
-            "precision 'full'."
-        )
+        others = "Use backend 'auto', 'sdpa' or 'eager'"
+        if coding is not None and not self.reads_codes:
+            return f"It does not read quantised entries. {others}, or precision 'full'."
+        if softcap and not self.takes_softcap:
+            return f"It does not cap logits, as this model's attention does. {others}."
+        if sink_logits and not self.takes_sink_logits:
+            return f"It takes no sink logits, which this model's attention has. {others}."
+        return None
 
     @abc.abstractmethod
     def prepare(self, layer: Any) -> Any:
@@ -145,16 +174,29 @@ class AttentionBackend(Backend):
 
     @abc.abstractmethod
     def packed(
-        self, query: Tensor, prepared: Any, scale: float, rows: Tensor | None = None
+        self,
+        query: Tensor,
+        prepared: Any,
+        scale: float,
+        rows: Tensor | None = None,
+        *,
+        softcap: float | None = None,
     ) -> Partial:
         """Attention of query [B, H, Tq, d] to all packed entries of each row's sequence.
 
-        Log multiplicities are added to the logits.
+        Log multiplicities are added to the logits, after `softcap` (see `__call__`).
         """
 
     @abc.abstractmethod
     def tail(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        *,
+        softcap: float | None = None,
     ) -> Partial:
         """Attention to the tail.
 
@@ -165,6 +207,7 @@ class AttentionBackend(Backend):
             mask: bool or additive float [B, 1, Tq, S], or None: query i sees the tail's first
                 S - Tq + i + 1 tokens.
             scale: factor of q . k.
+            softcap: see `__call__`; the mask is added after it.
         """
 
     def __call__(
@@ -176,11 +219,29 @@ class AttentionBackend(Backend):
         mask: Tensor | None,
         scale: float,
         rows: Tensor | None = None,
+        *,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """[B, H, Tq, d]: attention to packed part and tail together."""
-        return combine(
-            self.packed(query, prepared, scale, rows), self.tail(query, keys, values, mask, scale)
-        )
+        """[B, H, Tq, d]: attention to packed part and tail together.
+
+        Args:
+            query: [B, H, Tq, d].
+            prepared: from `prepare`.
+            keys: [B, G, S, d] of the tail.
+            values: [B, G, S, d].
+            mask: see `tail`.
+            scale: factor of q . k.
+            rows: int64 [B], or None.
+            softcap: c; logits x become c tanh(x / c) (Gemma 2). An entry stands for m tokens of
+                the same capped logit, so log m is added afterwards.
+            sink_logits: [H], of a token without a value that each query head sees besides all
+                others (GPT-OSS): part of the softmax's denominator alone.
+        """
+        cap = given(softcap=softcap)
+        packed = self.packed(query, prepared, scale, rows, **cap)
+        tail = self.tail(query, keys, values, mask, scale, **cap)
+        return combine(packed, tail, sink_logits)
 
     def decode(
         self,
@@ -191,6 +252,9 @@ class AttentionBackend(Backend):
         length: Tensor,
         scale: float,
         rows: Tensor | None = None,
+        *,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """[B, H, Tq, d]: like calling, over tail buffers whose used length lies on the device.
 
@@ -204,11 +268,14 @@ class AttentionBackend(Backend):
             length: int32 or int64 [B], tokens in each row's tail, the queries' own included.
             scale: factor of q . k.
             rows: int64 [B], or None.
+            softcap: see `__call__`.
+            sink_logits: [H], see `__call__`.
         """
         query_places = torch.arange(-query.shape[2], 0, device=length.device) + length[:, None]
         places = torch.arange(keys.shape[2], device=length.device)
         seen = places <= query_places[..., None]
-        return self(query, prepared, keys, values, seen[:, None], scale, rows)
+        options = given(softcap=softcap, sink_logits=sink_logits)
+        return self(query, prepared, keys, values, seen[:, None], scale, rows, **options)
 
 
 BACKENDS: Registry[Backend] = Registry("backend", "how decoding reads the ragged cache")

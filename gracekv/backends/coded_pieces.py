@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +9,8 @@ from torch import Tensor
 
 from gracekv.backends.base import Partial, sequence_of_row, united
 from gracekv.backends.kv_windows import WindowedLayer
+from gracekv.backends.sdpa_kernels import Kernel
 from gracekv.cache.coded import CodedEntries
-
-# rows [B, G, R, d], keys, values [B, G, S, d], bias, scale -> output and lse [B, G, R].
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 # Entries of one head that are dequantised at once. Ours.
 _PIECE = 4096

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, AttentionBackend, Partial, sequence_of_row
 from gracekv.cache.entries import LayerEntries
+from gracekv.kernels.logits import capped
 
 
 @final
@@ -25,6 +26,8 @@ class Eager(AttentionBackend):
     """
 
     reads_codes: ClassVar[bool] = True
+    takes_softcap: ClassVar[bool] = True
+    takes_sink_logits: ClassVar[bool] = True
 
     def prepare(self, layer: LayerEntries) -> LayerEntries:
         return layer
@@ -33,7 +36,13 @@ class Eager(AttentionBackend):
         return 0
 
     def packed(
-        self, query: Tensor, prepared: LayerEntries, scale: float, rows: Tensor | None = None
+        self,
+        query: Tensor,
+        prepared: LayerEntries,
+        scale: float,
+        rows: Tensor | None = None,
+        *,
+        softcap: float | None = None,
     ) -> Partial:
         batch, heads, tokens, _ = query.shape
         group = heads // prepared.heads
@@ -44,20 +53,28 @@ class Eager(AttentionBackend):
             mine = of_row == sequence
             for head in range(heads):
                 keys, values, _, log_multiplicity = prepared.head(head // group, sequence)
-                logits = scale * query[mine, head].float() @ keys.float().T + log_multiplicity
-                mixed, total = _attend(logits, values.float())
+                logits = capped(scale * query[mine, head].float() @ keys.float().T, softcap)
+                mixed, total = _attend(logits + log_multiplicity, values.float())
                 output[mine, head], lse[mine, head] = mixed.to(query.dtype), total
         return Partial(output, lse)
 
     def tail(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        *,
+        softcap: float | None = None,
     ) -> Partial:
         group = query.shape[1] // keys.shape[1]
         bias = additive_mask(mask, query.shape[2], keys.shape[2], query.device)
         parts = []
         for head in range(query.shape[1]):
             k, v = keys[:, head // group].float(), values[:, head // group].float()
-            parts.append(_attend(scale * query[:, head].float() @ k.mT + bias[:, 0], v))
+            logits = capped(scale * query[:, head].float() @ k.mT, softcap)
+            parts.append(_attend(logits + bias[:, 0], v))
         return _stack(parts, query)
 
 

@@ -57,6 +57,8 @@ class Numba(AttentionBackend):
     """
 
     reads_codes: ClassVar[bool] = True
+    takes_softcap: ClassVar[bool] = True
+    takes_sink_logits: ClassVar[bool] = True
 
     def obstacle(
         self,
@@ -64,6 +66,9 @@ class Numba(AttentionBackend):
         dtype: torch.dtype | None = None,
         dim: int | None = None,
         coding: Coding | None = None,
+        *,
+        softcap: bool = False,
+        sink_logits: bool = False,
     ) -> str | None:
         """Why the kernel cannot run there and what to do about it; None if it can."""
         if device.type != "cpu":
@@ -94,14 +99,27 @@ class Numba(AttentionBackend):
             _kernel(layer)
 
     def packed(
-        self, query: Tensor, prepared: NumbaLayer, scale: float, rows: Tensor | None = None
+        self,
+        query: Tensor,
+        prepared: NumbaLayer,
+        scale: float,
+        rows: Tensor | None = None,
+        *,
+        softcap: float | None = None,
     ) -> Partial:
-        return Sdpa().packed(query, prepared.windows, scale, rows)
+        return Sdpa().packed(query, prepared.windows, scale, rows, softcap=softcap)
 
     def tail(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        *,
+        softcap: float | None = None,
     ) -> Partial:
-        return Sdpa().tail(query, keys, values, mask, scale)
+        return Sdpa().tail(query, keys, values, mask, scale, softcap=softcap)
 
     def __call__(
         self,
@@ -112,16 +130,26 @@ class Numba(AttentionBackend):
         mask: Tensor | None,
         scale: float,
         rows: Tensor | None = None,
+        *,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         splits = None
-        if _suits(query, prepared.splits.layer, keys, values):
+        if _suits(query, prepared.splits.layer, keys, values, sink_logits):
             splits = prepared.splits.splits(query.shape[0], query.shape[1], rows)
         if splits is None:
-            return Sdpa()(query, prepared.windows, keys, values, mask, scale, rows)
-        return _attend(splits, prepared.splits.layer, query, keys, values, mask, scale)
+            return Sdpa()(
+                query, prepared.windows, keys, values, mask, scale, rows,
+                softcap=softcap, sink_logits=sink_logits,
+            )  # fmt: skip
+        return _attend(
+            splits, prepared.splits.layer, query, keys, values, mask, scale, softcap, sink_logits
+        )
 
 
-def _suits(query: Tensor, layer: Layer, keys: Tensor, values: Tensor) -> bool:
+def _suits(
+    query: Tensor, layer: Layer, keys: Tensor, values: Tensor, sink_logits: Tensor | None
+) -> bool:
     """Whether the kernel can take the step: one token of plain tensors without gradients.
 
     The kernel reads addresses, so inputs that do not fit go to torch, which raises its own errors.
@@ -139,9 +167,10 @@ def _suits(query: Tensor, layer: Layer, keys: Tensor, values: Tensor) -> bool:
         and keys.shape == values.shape == (batch, layer.heads, length, layer.dim)
         and heads % layer.heads == 0
         and dim == layer.dim
+        and (sink_logits is None or (sink_logits.is_cpu and sink_logits.shape == (heads,)))
         and not (
             torch.is_grad_enabled()
-            and (query.requires_grad or keys.requires_grad or values.requires_grad)
+            and any(x is not None and x.requires_grad for x in (query, keys, values, sink_logits))
         )
         and not torch.compiler.is_compiling()
     )
@@ -155,6 +184,8 @@ def _attend(
     values: Tensor,
     mask: Tensor | None,
     scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     batch, heads, _, dim = query.shape
     length = keys.shape[2]
@@ -175,7 +206,10 @@ def _attend(
     args.partial, args.counters = partial.data_ptr(), ctypes.addressof(counters)
     args.tail, args.tail_splits = length, tail_splits
     args.tail_batch, args.tail_head = (stride // dim for stride in keys.stride()[:2])
-    args.scale = scale
+    args.scale, args.softcap = scale, softcap or 0.0
+    if sink_logits is not None:
+        sink_logits = sink_logits.detach().float().contiguous()
+        args.sink_logits = sink_logits.data_ptr()
     omp_threads.run(_kernel(layer), ctypes.addressof(args))
     return output if output.dtype == query.dtype else output.to(query.dtype)
 

@@ -7,9 +7,6 @@ of the next split while values are mixed. The thread that finishes the last spli
 its partial results, in the order of the splits. A partial result depends on its split alone, so
 results are equal to the bit on any number of threads.
 
-The products are written out because torch has no kernel for ragged heads: `Sdpa`, which reads the
-same entries through torch's fused attention, takes twice as long (benchmarks/results/decode.md).
-
 Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
 """
 
@@ -23,77 +20,20 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.backends import attention_args, numba_codes
+from gracekv.backends import attention_args, numba_codes, numba_products
 from gracekv.backends.attention_args import AttentionArgs
 from gracekv.backends.numba_codes import rows_or_codes, stored_rows
+from gracekv.backends.numba_products import mixtures, products
+from gracekv.kernels import cap_logits as capping
 from gracekv.kernels import exponential, half_precision, intrinsics
+from gracekv.kernels.cap_logits import cap_logits
 from gracekv.kernels.exponential import LEAST, exponential_parts
-from gracekv.kernels.intrinsics import fetch_and_add, pointer, prefetch
+from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.source_digest import digest
 
 _ARGS = np.dtype(AttentionArgs)
+_NO_SINK = np.float32(-math.inf)
 _LOWEST = np.finfo(np.float32).min
-# Keys to prefetch in a split: the first one of a thread has no predecessor that does so.
-_PREFETCH_KEYS = 12
-
-
-@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
-def products(
-    queries: Any, count: int, keys: Any, first: int, entries: int, ahead: Any, at: int, out: Any
-) -> None:
-    """out[j, e] = q_j . k_e, four keys a round; prefetches rows of `ahead` from `at`."""
-    dim = keys.shape[1]
-    e = 0
-    while e + 4 <= entries:
-        prefetch(ahead, at + e, 4)
-        prefetch(keys, first + e + _PREFETCH_KEYS, 4)
-        r = first + e
-        for j in range(count):
-            t0, t1, t2, t3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for i in range(dim):
-                x = queries[j, i]
-                t0 += x * keys[r, i]
-                t1 += x * keys[r + 1, i]
-                t2 += x * keys[r + 2, i]
-                t3 += x * keys[r + 3, i]
-            out[j, e], out[j, e + 1], out[j, e + 2], out[j, e + 3] = t0, t1, t2, t3
-        e += 4
-    prefetch(ahead, at + e, entries - e)
-    while e < entries:
-        for j in range(count):
-            t0 = np.float32(0)
-            for i in range(dim):
-                t0 += queries[j, i] * keys[first + e, i]
-            out[j, e] = t0
-        e += 1
-
-
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
-def mixtures(
-    weights: Any, count: int, values: Any, first: int, entries: int, ahead: Any, at: int, out: Any
-) -> None:
-    """out[j, :d] = sum_e w_je v_e, four values a round; prefetches rows of `ahead` from `at`."""
-    dim = values.shape[1]
-    out[:count, :dim] = np.float32(0)
-    e = 0
-    while e + 4 <= entries:
-        prefetch(ahead, at + e, 4)
-        r = first + e
-        for j in range(count):
-            w0, w1, w2, w3 = weights[j, e], weights[j, e + 1], weights[j, e + 2], weights[j, e + 3]
-            for i in range(dim):
-                out[j, i] += (
-                    w0 * values[r, i]
-                    + w1 * values[r + 1, i]
-                    + w2 * values[r + 2, i]
-                    + w3 * values[r + 3, i]
-                )
-        e += 4
-    while e < entries:
-        for j in range(count):
-            for i in range(dim):
-                out[j, i] += weights[j, e] * values[first + e, i]
-        e += 1
 
 
 @njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
@@ -112,8 +52,13 @@ def exponentials(x: Any, count: int, top: Any, bits: Any, power: Any) -> Any:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def merge(partial: Any, slots: Any, count: int, output: Any, at: int) -> None:
-    """output[at] from a query's `count` partial results; 0 if they hold no visible entry."""
+def merge(
+    partial: Any, slots: Any, count: int, output: Any, at: int, sink: float = -math.inf
+) -> None:
+    """output[at] from a query's `count` partial results; 0 if they hold no visible entry.
+
+    `sink` is a logit to add to the denominator, -inf for none.
+    """
     dim = output.shape[1]
     output[at] = np.float32(0)
     top = partial[slots[0], dim]
@@ -122,6 +67,9 @@ def merge(partial: Any, slots: Any, count: int, output: Any, at: int) -> None:
     if top == -math.inf:
         return
     total = np.float32(0)
+    if sink > -math.inf:
+        top = max(top, sink)
+        total = np.float32(math.exp(sink - top))
     for p in range(count):
         factor = np.float32(math.exp(partial[slots[p], dim] - top))
         total += factor * partial[slots[p], dim + 1]
@@ -156,13 +104,15 @@ def _run_splits(
     output = carray(pointer(args.output), (all_queries, dim), np.float32)
     all_slots = args.packed_slots + all_queries * tail_splits
     partial = carray(pointer(args.partial), (all_slots, dim + 2), np.float32)
+    sink_logits = carray(pointer(args.sink_logits), (heads * group,), np.float32)
     counters, scale = pointer(args.counters), np.float32(args.scale)
+    softcap = np.float32(args.softcap)
 
     scratch = np.empty((args.longest, dim), np.float32)
     queries = np.empty((args.most_queries, dim), np.float32)
     weights = np.empty((args.most_queries, args.longest), np.float32)
     bits = np.empty(args.longest, np.int32)
-    power = bits.view(np.float32)
+    power, mantissa = bits.view(np.float32), np.empty(args.longest, np.float32)
     slots = np.empty(args.packed_splits + tail_splits, np.int64)
     key_codes, value_codes = rows_or_codes(keys, coded_keys), rows_or_codes(values, coded_values)
 
@@ -204,6 +154,8 @@ def _run_splits(
         else:
             products(queries, count, k, at, entries, v_rows, first, weights)
         for j in range(count):
+            if softcap > 0:
+                cap_logits(weights[j], entries, softcap, mantissa, bits, power)
             if place < 0 or args.mask != 0:
                 for e in range(entries):
                     weights[j, e] += added[added_from + e]
@@ -235,10 +187,19 @@ def _run_splits(
                     of = (c * heads + head) * tail_splits + p
                     slots[packed + p] = args.packed_slots + of * group + j
                 of = (continuations[c] * heads + head) * group + j
-                merge(partial, slots, packed + tail_splits, output, of)
+                sink = sink_logits[head * group + j] if args.sink_logits != 0 else _NO_SINK
+                merge(partial, slots, packed + tail_splits, output, of, sink)
 
 
-SOURCES = (attention_args, exponential, half_precision, intrinsics, numba_codes)
+SOURCES = (
+    attention_args,
+    capping,
+    exponential,
+    half_precision,
+    intrinsics,
+    numba_codes,
+    numba_products,
+)
 """Modules beside this one that its compiled functions come from."""
 
 # The numba type of rows of a dtype (see `half_precision`).

@@ -18,11 +18,14 @@ def attention(
     mask: Tensor | None,
     scale: float,
     rows: Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, H, Tq, d] and the lse of packed part and tail [2, B, H, Tq], float64 on the CPU.
 
-    The arguments are those of `AttentionBackend`, on any device. A query that sees nothing has
-    output 0 and lse -inf. Source: Eq. (T4).
+    The arguments are those of `AttentionBackend`, on any device; `sink_logits` change the output
+    alone. A query that sees nothing has output 0 and lse -inf. Source: Eq. (T4).
     """
     batch, heads, tokens, _ = query.shape
     length, group = keys.shape[2], heads // layer.heads
@@ -37,8 +40,8 @@ def attention(
                 x.double().cpu() for x in layer.head(g, sequence)
             )
             for t in range(tokens):
-                packed = packed_keys @ query[b, h, t] * scale + log_multiplicity
-                tail = tail_keys[b, g] @ query[b, h, t] * scale
+                packed = _capped(packed_keys @ query[b, h, t] * scale, softcap) + log_multiplicity
+                tail = _capped(tail_keys[b, g] @ query[b, h, t] * scale, softcap)
                 if mask is None:
                     tail[length - tokens + t + 1 :] = -math.inf
                 else:
@@ -47,7 +50,14 @@ def attention(
                     tail = tail.masked_fill(~own, -math.inf) if hidden else tail + own.double()
                 lse[0, b, h, t], lse[1, b, h, t] = packed.logsumexp(0), tail.logsumexp(0)
                 logits = torch.cat([packed, tail])
+                everything = torch.cat([packed_values, tail_values[b, g]])
+                if sink_logits is not None:
+                    logits = torch.cat([logits, sink_logits[h : h + 1].double().cpu()])
+                    everything = torch.cat([everything, torch.zeros_like(everything[:1])])
                 if bool((logits > -math.inf).any()):
-                    everything = torch.cat([packed_values, tail_values[b, g]])
                     output[b, h, t] = logits.softmax(0) @ everything
     return output, lse
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, AttentionBackend, Partial, sequence_of_row, united
-from gracekv.backends.coded_pieces import Kernel, QuantisedWindows, attend_to_pieces
+from gracekv.backends.coded_pieces import QuantisedWindows, attend_to_pieces
 from gracekv.backends.eager import additive_mask
 from gracekv.backends.kv_windows import KVWindows, WindowedLayer
+from gracekv.backends.sdpa_kernels import Kernel, fused, plain
 from gracekv.cache.base import RaggedLayer
 from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import BackendUnavailableError
@@ -38,7 +40,8 @@ class Sdpa(AttentionBackend):
 
     Attributes:
         kernel: "fused" is torch's CPU flash attention, which also returns the log-sum-exp; "plain"
-            is two matrix products in float32, on any device; "auto" takes "fused" on the CPU.
+            is two matrix products in float32, on any device; "auto" takes "fused" on the CPU. The
+            fused one does not cap logits: with a softcap, "plain" is used.
 
     Keys and values are never copied or padded; quantised entries are dequantised in pieces, head by
     head. A few queries per head read them through `WindowedLayer`, whose index and bias are built
@@ -46,6 +49,8 @@ class Sdpa(AttentionBackend):
     """
 
     reads_codes: ClassVar[bool] = True
+    takes_softcap: ClassVar[bool] = True
+    takes_sink_logits: ClassVar[bool] = True
     kernel: Literal["auto", "fused", "plain"] = "auto"
 
     def prepare(self, layer: RaggedLayer | QuantisedLayer) -> WindowedLayer | QuantisedWindows:
@@ -71,18 +76,24 @@ class Sdpa(AttentionBackend):
         mask: Tensor | None,
         scale: float,
         rows: Tensor | None = None,
+        *,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         windows = None
         if query.shape[2] == 1 and keys.shape[2] > 0 and isinstance(prepared, WindowedLayer):
             windows = prepared.windows(query.shape[:3], rows)
         if windows is None:
-            return super().__call__(query, prepared, keys, values, mask, scale, rows)
+            return super().__call__(
+                query, prepared, keys, values, mask, scale, rows,
+                softcap=softcap, sink_logits=sink_logits,
+            )  # fmt: skip
         # `packed`, `tail` and `combine` in half as many calls: at a few hundred entries a head, the
         # calls dominate the cost of a step.
         batch, groups, length, dim = keys.shape
         folded = query.reshape(batch, groups, -1, dim)
         bias = None if mask is None else additive_mask(mask, 1, length, query.device)
-        attend = self._kernel(query.device)
+        attend = self._kernel(query.device, softcap)
         tail_output, tail_lse = attend(folded, keys, values, bias, scale)
         if bias is not None:
             tail_lse = tail_lse.masked_fill((bias == -math.inf).all(dim=-1), -math.inf)
@@ -92,7 +103,12 @@ class Sdpa(AttentionBackend):
         tail_output = tail_output.transpose(1, 2).reshape(-1, dim)
         output = torch.cat([output, windows.blank_output, tail_output])
         parts = torch.take(lse, windows.slots) if windows.mixing is None else lse + windows.mixing
+        if sink_logits is not None:
+            sink = sink_logits.float().repeat(batch)[:, None]
+            parts = torch.cat([parts, sink], dim=-1)
         weights = torch.softmax(parts, dim=-1)
+        if sink_logits is not None:
+            weights = weights[:, :-1]
         if bias is not None and not windows.complete:
             # Queries of an empty head that see nothing of the tail either.
             weights = weights.nan_to_num(nan=0.0)
@@ -106,15 +122,18 @@ class Sdpa(AttentionBackend):
         prepared: WindowedLayer | QuantisedWindows,
         scale: float,
         rows: Tensor | None = None,
+        *,
+        softcap: float | None = None,
     ) -> Partial:
         if isinstance(prepared, QuantisedWindows):
-            exact = self.packed(query, prepared.windows, scale, rows)
-            attend = self._kernel(query.device)
+            exact = self.packed(query, prepared.windows, scale, rows, softcap=softcap)
+            attend = self._kernel(query.device, softcap)
             return united(exact, attend_to_pieces(attend, query, prepared.coded, scale, rows))
         windows = prepared.windows(query.shape[:3], rows)
         if windows is None:
-            return self._head_by_head(query, prepared.layer, scale, rows)
-        output, lse = _window_parts(self._kernel(query.device), query, windows, scale)
+            return self._head_by_head(query, prepared.layer, scale, rows, softcap)
+        attend = self._kernel(query.device, softcap)
+        output, lse = _window_parts(attend, query, windows, scale)
         slots = windows.slots[:, 1:]
         parts = torch.take(torch.cat([lse, windows.blank_lse]), slots)
         total = torch.logsumexp(parts, dim=-1, keepdim=True)
@@ -123,12 +142,18 @@ class Sdpa(AttentionBackend):
         return Partial(output.view(query.shape), total.view(query.shape[:3]))
 
     def _head_by_head(
-        self, query: Tensor, layer: RaggedLayer, scale: float, rows: Tensor | None
+        self,
+        query: Tensor,
+        layer: RaggedLayer,
+        scale: float,
+        rows: Tensor | None,
+        softcap: float | None,
     ) -> Partial:
         """For many queries a head, where each call of the loop takes long."""
         batch, heads, tokens, dim = query.shape
         group = heads // layer.heads
         of_row = sequence_of_row(rows, batch, layer.sequences, query.device)
+        attend = self._kernel(query.device, softcap)
         threads = torch.get_num_threads() if self._fused(query.device) else 1
         output = query.new_zeros(query.shape)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
@@ -140,7 +165,8 @@ class Sdpa(AttentionBackend):
             for head in range(layer.heads if folded else 0):
                 keys, values, _, log_multiplicity = layer.head(head, sequence)
                 at = slice(head * group, (head + 1) * group)
-                part, total = self._attend(
+                part, total = _attend(
+                    attend,
                     query[mine, at].reshape(1, split, folded // split, dim),
                     keys.expand(1, split, -1, -1),
                     values.expand(1, split, -1, -1),
@@ -153,15 +179,23 @@ class Sdpa(AttentionBackend):
         return Partial(output, lse)
 
     def tail(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        *,
+        softcap: float | None = None,
     ) -> Partial:
         group, tokens = query.shape[1] // keys.shape[1], query.shape[2]
         block = max(1, _TAIL_LOGITS // (group * max(1, keys.shape[2])))
+        attend = self._kernel(query.device, softcap)
         if tokens == 1 and mask is None:
-            return self._tail_block(query, keys, values, None, scale)
+            return _tail_block(attend, query, keys, values, None, scale)
         if tokens <= block:
             bias = additive_mask(mask, tokens, keys.shape[2], query.device)
-            return self._tail_block(query, keys, values, bias, scale)
+            return _tail_block(attend, query, keys, values, bias, scale)
         parts = []
         for start in range(0, tokens, block):
             stop = min(start + block, tokens)
@@ -169,45 +203,17 @@ class Sdpa(AttentionBackend):
             seen = keys.shape[2] - tokens + stop if mask is None else keys.shape[2]
             part = None if mask is None else mask[:, :, start:stop]
             bias = additive_mask(part, stop - start, seen, query.device)
-            parts.append(
-                self._tail_block(
-                    query[:, :, start:stop], keys[:, :, :seen], values[:, :, :seen], bias, scale
-                )
-            )
+            now, k, v = query[:, :, start:stop], keys[:, :, :seen], values[:, :, :seen]
+            parts.append(_tail_block(attend, now, k, v, bias, scale))
         return Partial(
             torch.cat([part.output for part in parts], dim=2),
             torch.cat([part.lse for part in parts], dim=2),
         )
 
-    def _tail_block(
-        self, query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
-    ) -> Partial:
-        batch, heads, tokens, dim = query.shape
-        groups = keys.shape[1]
-        folded = query.reshape(batch, groups, -1, dim)
-        blind = None
-        if bias is not None:
-            blind = (bias == -math.inf).all(dim=-1)  # [B, 1, Tq]: padding sees nothing
-            bias = bias.expand(-1, heads // groups, -1, -1).flatten(1, 2)[:, None]
-        output, lse = self._attend(folded, keys, values, bias, scale)
-        lse = lse.reshape(batch, heads, tokens)
-        if blind is not None:
-            lse = lse.masked_fill(blind, -math.inf)
-        return Partial(output.reshape(query.shape), lse)
-
-    def _attend(
-        self, rows: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Output [B, G, R, d] and lse [B, G, R]; rows that see nothing give 0 and any lse."""
-        if keys.shape[2] == 0:
-            # The fused kernel divides by the number of keys.
-            return torch.zeros_like(rows), rows.new_full(
-                rows.shape[:3], -math.inf, dtype=torch.float32
-            )
-        return self._kernel(rows.device)(rows, keys, values, bias, scale)
-
-    def _kernel(self, device: torch.device) -> Kernel:
-        return _fused if self._fused(device) else _plain
+    def _kernel(self, device: torch.device, softcap: float | None) -> Kernel:
+        if self._fused(device) and softcap is None:
+            return fused
+        return partial(plain, softcap=softcap)
 
     def _fused(self, device: torch.device) -> bool:
         if self.kernel == "fused" and device.type != "cpu":
@@ -218,30 +224,37 @@ class Sdpa(AttentionBackend):
         return self.kernel != "plain" and device.type == "cpu"
 
 
-def _fused(
-    rows: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _tail_block(
+    attend: Kernel,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    scale: float,
+) -> Partial:
+    batch, heads, tokens, dim = query.shape
+    groups = keys.shape[1]
+    folded = query.reshape(batch, groups, -1, dim)
+    blind = None
     if bias is not None:
-        bias = bias.expand(-1, -1, rows.shape[2], -1)
-    output, lse = torch._scaled_dot_product_flash_attention_for_cpu(
-        rows, keys, values, attn_mask=bias, scale=scale
-    )
-    return output, lse
+        blind = (bias == -math.inf).all(dim=-1)  # [B, 1, Tq]: padding sees nothing
+        bias = bias.expand(-1, heads // groups, -1, -1).flatten(1, 2)[:, None]
+    output, lse = _attend(attend, folded, keys, values, bias, scale)
+    lse = lse.reshape(batch, heads, tokens)
+    if blind is not None:
+        lse = lse.masked_fill(blind, -math.inf)
+    return Partial(output.reshape(query.shape), lse)
 
 
-def _plain(
-    rows: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
+def _attend(
+    attend: Kernel, rows: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    # Half-precision products would round the logits to the model's dtype before the softmax.
-    logits = rows.float() @ keys.float().mT * scale
-    if bias is not None:
-        logits = logits + bias
-    top = logits.amax(dim=-1, keepdim=True)
-    top = torch.where(top == -math.inf, 0.0, top)
-    weights = (logits - top).exp()
-    total = weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    output = (weights / total) @ values.float()
-    return output.to(rows.dtype), (top + total.log())[..., 0]
+    """Output [B, G, R, d] and lse [B, G, R]; rows that see nothing give 0 and any lse."""
+    if keys.shape[2] == 0:
+        # The fused kernel divides by the number of keys.
+        lse = rows.new_full(rows.shape[:3], -math.inf, dtype=torch.float32)
+        return torch.zeros_like(rows), lse
+    return attend(rows, keys, values, bias, scale)
 
 
 def _window_parts(

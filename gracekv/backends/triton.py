@@ -3,46 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from gracekv.backends.base import BACKENDS, AttentionBackend, Partial
-from gracekv.backends.triton_splits import SplitTables, split_tables
+from gracekv.backends.triton_layer import TritonLayer, check_packed, check_tail
+from gracekv.backends.triton_splits import split_tables
 from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.base import RaggedLayer
 from gracekv.cache.coded import Coding
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.hyperparameter import bounded
 from gracekv.kernels import device as gpu
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TritonLayer:
-    """One layer with its tables of splits.
-
-    Attributes:
-        keys: [E, d], rows contiguous.
-        values: [E, d].
-        bias: float32 [E], log multiplicity.
-        heads: G.
-        sequences: S.
-        tables: the splits.
-        capability: of the GPU.
-        programs: how many kernel programs to aim at.
-        copied: bytes of keys and values that had to be copied to make their rows contiguous.
-    """
-
-    keys: Tensor
-    values: Tensor
-    bias: Tensor
-    heads: int
-    sequences: int
-    tables: SplitTables
-    capability: tuple[int, int]
-    programs: int
-    copied: int
 
 
 @final
@@ -66,6 +40,8 @@ class Triton(AttentionBackend):
     float16 and bfloat16 with heads of dimension 256 or less. Nothing is copied or padded.
     """
 
+    takes_softcap: ClassVar[bool] = True
+    takes_sink_logits: ClassVar[bool] = True
     splits_per_processor: int = bounded(2, at_least=1)
     processors: int | None = bounded(None, at_least=1, hint="None takes the GPU's own number.")
 
@@ -75,9 +51,14 @@ class Triton(AttentionBackend):
         dtype: torch.dtype | None = None,
         dim: int | None = None,
         coding: Coding | None = None,
+        *,
+        softcap: bool = False,
+        sink_logits: bool = False,
     ) -> str | None:
         """Why this backend cannot read such a cache, and what to do about it; None if it can."""
-        reason = super().obstacle(device, dtype, dim, coding) or gpu.obstacle(device, _OTHERWISE)
+        reason = super().obstacle(
+            device, dtype, dim, coding, softcap=softcap, sink_logits=sink_logits
+        ) or gpu.obstacle(device, _OTHERWISE)
         if reason is None and dtype is not None and dim is not None:
             try:
                 tiles(dim, dtype, (8, 0))
@@ -119,15 +100,28 @@ class Triton(AttentionBackend):
         return prepared.tables.bytes + prepared.copied
 
     def packed(
-        self, query: Tensor, prepared: TritonLayer, scale: float, rows: Tensor | None = None
+        self,
+        query: Tensor,
+        prepared: TritonLayer,
+        scale: float,
+        rows: Tensor | None = None,
+        *,
+        softcap: float | None = None,
     ) -> Partial:
-        return Partial(*self._run(query, prepared, None, None, None, None, scale, rows))
+        return Partial(*self._run(query, prepared, None, None, None, None, scale, rows, softcap))
 
     def tail(
-        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        *,
+        softcap: float | None = None,
     ) -> Partial:
         _require(query.device)
-        return Partial(*self._run(query, None, keys, values, None, mask, scale, None))
+        return Partial(*self._run(query, None, keys, values, None, mask, scale, None, softcap))
 
     def __call__(
         self,
@@ -138,9 +132,13 @@ class Triton(AttentionBackend):
         mask: Tensor | None,
         scale: float,
         rows: Tensor | None = None,
+        *,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """[B, H, Tq, d]: both parts in one launch, and a second one that merges all splits."""
-        return self._run(query, prepared, keys, values, None, mask, scale, rows)[0]
+        extras = (softcap, sink_logits)
+        return self._run(query, prepared, keys, values, None, mask, scale, rows, *extras)[0]
 
     def decode(
         self,
@@ -151,6 +149,9 @@ class Triton(AttentionBackend):
         length: Tensor,
         scale: float,
         rows: Tensor | None = None,
+        *,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """[B, H, Tq, d]: like calling, over tail buffers whose used length lies on the device.
 
@@ -165,6 +166,8 @@ class Triton(AttentionBackend):
             length: int32 or int64 [B], tokens in each row's tail, the queries' own included.
             scale: factor of q . k.
             rows: int64 [B], or None.
+            softcap: see `AttentionBackend.__call__`.
+            sink_logits: [H], likewise.
 
         Raises `ShapeError` if `length` does not fit the batch.
         """
@@ -174,8 +177,8 @@ class Triton(AttentionBackend):
                 f"{list(length.shape)} on {length.device} for a batch of {query.shape[0]} on "
                 f"{query.device}."
             )
-        length = length.contiguous()
-        return self._run(query, prepared, keys, values, length, None, scale, rows)[0]
+        length, extras = length.contiguous(), (softcap, sink_logits)
+        return self._run(query, prepared, keys, values, length, None, scale, rows, *extras)[0]
 
     def _run(
         self,
@@ -187,6 +190,8 @@ class Triton(AttentionBackend):
         mask: Tensor | None,
         scale: float,
         rows: Tensor | None,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         # Imported here, so that gracekv can be imported without triton.
         from gracekv.backends.triton_attention import ragged_attention
@@ -196,7 +201,7 @@ class Triton(AttentionBackend):
         if prepared is None:
             programs = self._programs(query.device)
         else:
-            _check_packed(query, prepared, rows)
+            check_packed(query, prepared, rows)
             count = query.shape[1] // prepared.heads * query.shape[2]
             tile = tiles(query.shape[3], query.dtype, prepared.capability, count)
             readers = query.shape[0] * -(-count // tile.queries) // prepared.sequences
@@ -212,9 +217,9 @@ class Triton(AttentionBackend):
                 None if rows is None else rows.contiguous(),
             )
         if keys is not None and values is not None:
-            _check_tail(query, keys, values, mask)
+            check_tail(query, keys, values, mask)
         result: tuple[Tensor, Tensor] = ragged_attention(
-            query, *packed, keys, values, length, mask, scale, slots, programs
+            query, *packed, keys, values, length, mask, scale, slots, programs, softcap, sink_logits
         )
         return result
 
@@ -232,51 +237,6 @@ def _require(device: torch.device) -> None:
     reason = gpu.obstacle(device, _OTHERWISE)
     if reason is not None:
         raise BackendUnavailableError(f"Backend 'triton' cannot run. {reason}")
-
-
-def _check_packed(query: Tensor, prepared: TritonLayer, rows: Tensor | None) -> None:
-    """Raise `ShapeError` unless query and rows fit; the kernel itself does not check addresses."""
-    batch, heads, _, dim = query.shape
-    if dim != prepared.keys.shape[1] or query.dtype != prepared.keys.dtype:
-        raise ShapeError(
-            f"The packed keys are {prepared.keys.dtype} of dimension {prepared.keys.shape[1]}; got "
-            f"queries in {query.dtype} of dimension {dim}."
-        )
-    if heads % prepared.heads:
-        raise ShapeError(
-            f"Query heads come in equal groups for {prepared.heads} KV heads; got {heads}."
-        )
-    fits = batch % prepared.sequences == 0 if rows is None else rows.shape == (batch,)
-    if not fits:
-        raise ShapeError(
-            f"A cache of {prepared.sequences} sequences takes a multiple of as many rows, or "
-            f"`rows` of shape [B]; got a batch of {batch} and rows "
-            f"{None if rows is None else list(rows.shape)}."
-        )
-
-
-def _check_tail(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-    batch, heads, tokens, dim = query.shape
-    if (
-        (keys.shape[0], keys.shape[3]) != (batch, dim)
-        or keys.shape != values.shape
-        or heads % keys.shape[1]
-        or keys.dtype != query.dtype
-        or values.dtype != query.dtype
-    ):
-        raise ShapeError(
-            f"For queries {list(query.shape)} in {query.dtype} the tail is keys and values "
-            f"[{batch}, G, S, {dim}] of the same dtype, G a divisor of {heads}; got "
-            f"{list(keys.shape)} in {keys.dtype} and {list(values.shape)} in {values.dtype}."
-        )
-    if mask is not None and (
-        mask.ndim != 4
-        or mask.shape[0] not in (1, batch)
-        or mask.shape[1:] != (1, tokens, keys.shape[2])
-    ):
-        raise ShapeError(
-            f"The tail's mask is [{batch}, 1, {tokens}, {keys.shape[2]}]; got {list(mask.shape)}."
-        )
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ def ragged_attention(
     scale: float,
     slots: int,
     programs: int,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention to a packed layer, a dense tail, or both.
 
@@ -55,9 +57,12 @@ def ragged_attention(
         scale: factor of q . k.
         slots: see `SplitTable`; 0 without a packed part.
         programs: how many kernel programs to aim at.
+        softcap: of the logits, or None.
+        sink_logits: [H], or None.
 
     Returns:
-        Output [B, H, Tq, d], laid out as [B, Tq, H, d], and log-sum-exp float32 [B, H, Tq].
+        Output [B, H, Tq, d], laid out as [B, Tq, H, d], and log-sum-exp float32 [B, H, Tq], sink
+        logits included.
     """
     batch, query_heads, tokens, dim = query.shape
     if row_first is not None:
@@ -111,6 +116,7 @@ def ragged_attention(
                 part_output,
                 part_lse,
                 scale,
+                1.0 if softcap is None else softcap,
                 heads,
                 group,
                 tokens,
@@ -128,6 +134,7 @@ def ragged_attention(
                 HAS_TAIL=splits > 0,
                 HAS_LENGTH=tail_length is not None,
                 KIND=_kind(mask),
+                CAPPED=softcap is not None,
                 UPCAST=upcast,
                 PRECISION=tile.precision,
                 num_warps=tile.warps,
@@ -139,6 +146,7 @@ def ragged_attention(
             part_lse,
             row_first,
             rows,
+            None if sink_logits is None else sink_logits.float().contiguous(),
             output,
             lse,
             heads,
@@ -152,6 +160,7 @@ def ragged_attention(
             BLOCK_S=max(8, _MERGE_TILE // block_d),
             HAS_PACKED=slots > 0,
             HAS_ROWS=rows is not None,
+            HAS_SINKS=sink_logits is not None,
             enable_fp_fusion=True,
         )
     return output.to(query.dtype).transpose(1, 2), lse

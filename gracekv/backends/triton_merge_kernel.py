@@ -53,6 +53,7 @@ def merge_splits(
     part_lse,
     row_first,  # see SplitTable
     rows,
+    sink_logits,  # [H] float32, or unused
     output,  # [B, Tq, H, D], contiguous
     output_lse,  # [B, H, Tq]
     heads,
@@ -66,6 +67,7 @@ def merge_splits(
     BLOCK_S: tl.constexpr,
     HAS_PACKED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Program (query row m of a KV head, KV head, batch row): its output over all its splits."""
     m = tl.program_id(0)
@@ -77,9 +79,16 @@ def merge_splits(
     mine = batch * width * count + m
     parts = part_output + mine * D
     lses = part_lse + mine
+    query_head = head * group + m // tokens
     # Arrays of one element: plain numbers cannot be carried through the loop.
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
+    one = tl.arange(0, 1)
+    if HAS_SINKS:
+        # A part without a value, whose sum of exponentials is 1 relative to its own logit.
+        top = tl.load(sink_logits + query_head + one)
+        total = tl.full([1], 1.0, tl.float32)
+    else:
+        top = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
     acc = tl.zeros([BLOCK_D], tl.float32)
     if HAS_PACKED:
         if HAS_ROWS:
@@ -97,10 +106,8 @@ def merge_splits(
     top, total, acc = _add(top, total, acc, parts, lses, first, last, count, D, BLOCK_D, BLOCK_S)
     safe = tl.where(total > 0, total, 1.0)
     lse = tl.where(total > 0, top + tl.log(safe), float("-inf"))
-    query_head = head * group + m // tokens
     token = m % tokens
     all_heads = heads * group
     at = output + ((batch * tokens + token) * all_heads + query_head) * D + dim
     tl.store(at, (acc / safe).to(output.dtype.element_ty), mask=dim < D)
-    one = tl.arange(0, 1)
     tl.store(output_lse + (batch * all_heads + query_head) * tokens + token + one, lse)

@@ -20,6 +20,21 @@ ADDITIVE = tl.constexpr(3)  # the mask is added
 
 
 @triton.jit
+def _tanh(x):
+    """tanh of float32 numbers, to their last bits; a NaN stays one."""
+    size = tl.minimum(tl.abs(x), 20.0)
+    far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
+    square = x * x
+    # Cephes' polynomial: near 0 the quotient would cancel.
+    p = -5.70498872745e-3 * square + 2.06390887954e-2
+    p = p * square - 5.37397155531e-2
+    p = p * square + 1.33314422036e-1
+    p = p * square - 3.33332819422e-1
+    near = p * square * x + x
+    return tl.where(tl.abs(x) >= 0.625, tl.where(x < 0, -far, far), near)
+
+
+@triton.jit
 def _attend(
     q,  # [BLOCK_M, BLOCK_D]
     token,  # [BLOCK_M] t of each query row
@@ -34,11 +49,13 @@ def _attend(
     count,  # of the entries
     shift,  # length - Tq
     scale,
+    softcap,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     KIND: tl.constexpr,
+    CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -61,6 +78,8 @@ def _attend(
             k = k.to(tl.float32)
             v = v.to(tl.float32)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if CAPPED:
+            logits = softcap * _tanh(logits / softcap)
         if KIND == PACKED:
             logits += tl.load(extra + n, mask=inside, other=0.0)[None, :]
             seen = inside[None, :]
@@ -117,6 +136,7 @@ def attend_splits(
     part_output,  # [B, slots + G * tail_splits, n * Tq, D] float32
     part_lse,  # [B, slots + G * tail_splits, n * Tq]
     scale,
+    softcap,  # used if CAPPED
     heads,  # G
     group,  # n
     tokens,  # Tq
@@ -134,6 +154,7 @@ def attend_splits(
     HAS_TAIL: tl.constexpr,
     HAS_LENGTH: tl.constexpr,
     KIND: tl.constexpr,
+    CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -190,11 +211,13 @@ def attend_splits(
                     length,
                     0,
                     scale,
+                    softcap,
                     D,
                     BLOCK_D,
                     BLOCK_M,
                     BLOCK_N,
                     PACKED,
+                    CAPPED,
                     UPCAST,
                     PRECISION,
                 )
@@ -233,11 +256,13 @@ def attend_splits(
                 here,
                 length - tokens,
                 scale,
+                softcap,
                 D,
                 BLOCK_D,
                 BLOCK_M,
                 BLOCK_N,
                 KIND,
+                CAPPED,
                 UPCAST,
                 PRECISION,
             )

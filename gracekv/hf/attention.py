@@ -13,7 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from gracekv.errors import CacheError
+from gracekv.backends import AttentionBackend
+from gracekv.backends.base import given
+from gracekv.errors import BackendUnavailableError, CacheError
 from gracekv.hf.input_checks import before_forward, check_positions
 from gracekv.hf.layer import PackedStates
 from gracekv.hf.static_layer import tail_is_full
@@ -91,7 +93,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """[B, Tq, H, d] attention over a compressed cache, or stock sdpa for plain tensors.
 
-    Raises `CacheError` if cache and inputs do not fit together.
+    Raises `CacheError` if cache and inputs do not fit together, `BackendUnavailableError` if the
+    backend does not take the model's softcap or sink logits.
     """
     if not isinstance(key, PackedStates):
         output: tuple[Tensor, None] = sdpa_attention_forward(
@@ -117,14 +120,14 @@ def attention(
             f"covers {attention_mask.shape[-1]}. Pass a 2D mask over all tokens, or none."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = given(softcap=kwargs.get("softcap"), sink_logits=kwargs.get("s_aux"))
+    if options:
+        _check_backend(packed.backend, query.device, options)
+    asked = (query, packed.prepared, key.keys, key.values)
     if attention_mask is None and layer.length is not None:
-        mixed = packed.backend.decode(
-            query, packed.prepared, key.keys, key.values, layer.length, scale, layer.rows
-        )
+        mixed = packed.backend.decode(*asked, layer.length, scale, layer.rows, **options)
     else:
-        mixed = packed.backend(
-            query, packed.prepared, key.keys, key.values, attention_mask, scale, layer.rows
-        )
+        mixed = packed.backend(*asked, attention_mask, scale, layer.rows, **options)
     return mixed.transpose(1, 2).contiguous(), None
 
 
@@ -159,6 +162,14 @@ def tail_mask(
         **kwargs,
     )
     return mask
+
+
+def _check_backend(backend: AttentionBackend, device: torch.device, options: Any) -> None:
+    obstacle = AttentionBackend.obstacle(
+        backend, device, softcap="softcap" in options, sink_logits="sink_logits" in options
+    )
+    if obstacle is not None:
+        raise BackendUnavailableError(f"Backend {backend.name!r} cannot run. {obstacle}")
 
 
 def _check_window(window: int | None, seen: int) -> None:

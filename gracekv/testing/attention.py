@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import AttentionBackend
+from gracekv.backends.base import AttentionBackend, given
 from gracekv.backends.reference import attention
 from gracekv.cache.base import RaggedLayer
 from gracekv.testing.tolerance import TOLERANCES, relative_error
@@ -26,6 +26,8 @@ class AttentionProblem:
         mask: bool or float [B, 1, Tq, S], or None.
         rows: int64 [B], or None.
         scale: factor of q . k.
+        softcap: of the logits, or None.
+        sink_logits: [H], or None.
     """
 
     layer: RaggedLayer
@@ -35,6 +37,8 @@ class AttentionProblem:
     mask: Tensor | None
     rows: Tensor | None
     scale: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
 
 
 def attention_problem(
@@ -50,6 +54,8 @@ def attention_problem(
     dtype: torch.dtype = torch.float32,
     sequences: int = 1,
     shuffled: bool = False,
+    softcap: float | None = None,
+    sinks: bool = False,
     device: str = "cpu",
 ) -> AttentionProblem:
     """A random problem; storage beside the entries that may be read is NaN.
@@ -66,6 +72,8 @@ def attention_problem(
         dtype: of queries, keys and values.
         sequences: S of the layer.
         shuffled: whether `rows` is drawn; otherwise it is None.
+        softcap: of the logits.
+        sinks: whether query heads have sink logits.
         device: where everything but the offsets lies.
     """
     rng = torch.Generator().manual_seed(seed)
@@ -102,6 +110,8 @@ def attention_problem(
         mask=None if seen is None else seen.to(device),
         rows=None if rows is None else rows.to(device),
         scale=dim**-0.5,
+        softcap=softcap,
+        sink_logits=torch.randn(heads * group, generator=rng).to(device, dtype) if sinks else None,
     )
 
 
@@ -115,15 +125,18 @@ def check_attention(
     p = problem
     output_bound = TOLERANCES[p.query.dtype].output if bound is None else bound
     prepared = backend.prepare(p.layer)
-    want, lse = attention(p.query, p.layer, p.keys, p.values, p.mask, p.scale, p.rows)
-    output = backend(p.query, prepared, p.keys, p.values, p.mask, p.scale, p.rows)
+    cap = given(softcap=p.softcap)
+    options = given(softcap=p.softcap, sink_logits=p.sink_logits)
+    asked = (p.keys, p.values, p.mask, p.scale, p.rows)
+    want, lse = attention(p.query, p.layer, *asked, **options)
+    output = backend(p.query, prepared, *asked, **options)
     assert output.dtype == p.query.dtype
     assert output.shape == p.query.shape
     assert relative_error(output.cpu(), want) <= output_bound
     assert bool((output.cpu()[(lse == -math.inf).all(0)] == 0).all())
     parts = (
-        backend.packed(p.query, prepared, p.scale, p.rows),
-        backend.tail(p.query, p.keys, p.values, p.mask, p.scale),
+        backend.packed(p.query, prepared, p.scale, p.rows, **cap),
+        backend.tail(p.query, p.keys, p.values, p.mask, p.scale, **cap),
     )
     for part, expected in zip(parts, lse, strict=True):
         assert part.lse.dtype == torch.float32

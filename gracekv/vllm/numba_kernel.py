@@ -21,7 +21,8 @@ import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.backends import numba_kernel
-from gracekv.backends.numba_kernel import exponentials, merge, mixtures, products
+from gracekv.backends.numba_kernel import exponentials, merge
+from gracekv.backends.numba_products import mixtures, products
 from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.source_digest import digest

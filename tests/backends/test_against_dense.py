@@ -47,9 +47,11 @@ def spare(x):
     dim=st.sampled_from([8, 20, 64]),
     dtype=st.sampled_from(list(TOLERANCES)),
     bias=st.booleans(),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.booleans(),
 )
 def test_packed_and_tail_together_equal_dense_attention(
-    backend, seed, lengths, group, batch, tokens, before, masked, dim, dtype, bias
+    backend, seed, lengths, group, batch, tokens, before, masked, dim, dtype, bias, softcap, sinks
 ):
     rng = torch.Generator().manual_seed(seed)
     layer = ragged(rng, lengths, dim, dtype, bias)
@@ -66,16 +68,21 @@ def test_packed_and_tail_together_equal_dense_attention(
         mask = torch.randn(batch, 1, tokens, length, generator=rng)
     scale = dim**-0.5
     prepared = backend.prepare(layer)
+    logits = torch.randn(heads, generator=rng).to(dtype) if sinks else None
+    options = {"softcap": softcap, "sink_logits": logits}
 
-    output = backend(query, prepared, keys, values, mask, scale)
-    want, lse = attention(query, layer, keys, values, mask, scale)
+    output = backend(query, prepared, keys, values, mask, scale, **options)
+    want, lse = attention(query, layer, keys, values, mask, scale, **options)
 
     bound = TOLERANCES[dtype]
     assert output.dtype == dtype
     assert output.shape == query.shape
     # Three roundings to the dtype: each part's output and their mixture.
     assert relative_error(output, want) <= 2 * bound.output
-    parts = backend.packed(query, prepared, scale), backend.tail(query, keys, values, mask, scale)
+    parts = (
+        backend.packed(query, prepared, scale, softcap=softcap),
+        backend.tail(query, keys, values, mask, scale, softcap=softcap),
+    )
     for part, expected in zip(parts, lse, strict=True):
         assert part.lse.dtype == torch.float32
         torch.testing.assert_close(part.lse.double(), expected, rtol=0, atol=bound.lse)

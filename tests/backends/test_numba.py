@@ -30,9 +30,23 @@ pytestmark = pytest.mark.usefixtures("short_splits", "no_detour")
     dim=st.sampled_from([5, 64, 80, 96, 128, 256]),
     dtype=st.sampled_from(list(TOLERANCES)),
     most=st.sampled_from([1, 7, 256]),
+    softcap=st.sampled_from([None, 0.1, 1.5, 50.0]),
+    sinks=st.booleans(),
 )
 def test_equals_attention_in_float64(
-    seed, lengths, group, sequences, batch, tail, masked, unequal, dim, dtype, most
+    seed,
+    lengths,
+    group,
+    sequences,
+    batch,
+    tail,
+    masked,
+    unequal,
+    dim,
+    dtype,
+    most,
+    softcap,
+    sinks,
 ):
     split_kv._ENTRIES = most
     rng = torch.Generator().manual_seed(seed)
@@ -49,13 +63,15 @@ def test_equals_attention_in_float64(
         mask = torch.rand(1 if masked == "one for all" else batch, 1, 1, tail, generator=rng) < 0.3
         mask[0] = False
     asked = (keys, values, mask, dim**-0.5, rows)
+    logits = torch.randn(query.shape[1], generator=rng).to(dtype) if sinks else None
+    options = {"softcap": softcap, "sink_logits": logits}
     backend = Numba()
 
-    output = backend(query, backend.prepare(layer), *asked)
+    output = backend(query, backend.prepare(layer), *asked, **options)
 
     assert output.dtype == dtype
     assert output.shape == query.shape
-    want = attention(query, layer, *asked)[0]
+    want = attention(query, layer, *asked, **options)[0]
     assert relative_error(output, want) <= TOLERANCES[dtype].output
     assert bool((output[want == 0] == 0).all())
 
@@ -149,8 +165,9 @@ def test_callers_in_several_threads_do_not_meet():
     assert not wrong
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("where", ["query", "packed key", "packed value", "tail key", "tail value"])
-def test_a_nan_is_not_hidden(where):
+def test_a_nan_is_not_hidden(where, softcap):
     rng = torch.Generator().manual_seed(6)
     layer = ragged(rng, [40, 40])
     query, keys, values = step(rng, layer, 2, 1, 12)
@@ -163,7 +180,7 @@ def test_a_nan_is_not_hidden(where):
     }
     of[where][:] = math.nan
 
-    output = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125)
+    output = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125, softcap=softcap)
 
     assert bool(output[0, :2].isfinite().all())
     assert bool(output[0, 2].isnan().all())

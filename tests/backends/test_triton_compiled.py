@@ -43,7 +43,7 @@ def compiled(kernel, pointers, floats, constants, arch, **options):
     )
 
 
-def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL):
+def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL, *, capped=False):
     tile = tiles(dim, dtype, divmod(arch, 10), queries)
     element = TYPES[dtype]
     mask = {0: element, 1: element, 2: "*i1", 3: "*fp32"}[kind.value]
@@ -60,13 +60,14 @@ def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL):
         "HAS_TAIL": True,
         "HAS_LENGTH": True,
         "KIND": kind.value,
+        "CAPPED": capped,
         "UPCAST": False,
         "PRECISION": tile.precision,
     }
     return compiled(
         triton_split_kernel.attend_splits,
         pointers | {"mask": mask},
-        {"scale"},
+        {"scale", "softcap"},
         constants,
         arch,
         num_warps=tile.warps,
@@ -104,6 +105,14 @@ def test_split_with_a_mask_fits(tmp_path, kind, arch):
     assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
 
 
+@pytest.mark.parametrize(("dim", "arch"), [(128, 80), (256, 90), (64, 120)])
+def test_split_of_capped_logits_fits(tmp_path, dim, arch):
+    binary = split(dim, BF16, 1, arch, capped=True)
+    used = resources(binary, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
+    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
+
+
 @pytest.mark.parametrize("arch", SHARED_KIB)
 def test_two_decoding_programs_share_a_processor(arch):
     # Halves of what all blocks of a processor have together, less what each reserves.
@@ -112,7 +121,7 @@ def test_two_decoding_programs_share_a_processor(arch):
 
 @pytest.mark.parametrize(("dim", "arch"), [(64, 80), (128, 90), (256, 120)])
 def test_merge_fits(tmp_path, dim, arch):
-    pointers = dict.fromkeys(("part_output", "part_lse", "output_lse"), "*fp32")
+    pointers = dict.fromkeys(("part_output", "part_lse", "output_lse", "sink_logits"), "*fp32")
     pointers |= {"output": "*bf16", "row_first": "*i64", "rows": "*i64"}
     constants = {
         "D": dim,
@@ -120,6 +129,7 @@ def test_merge_fits(tmp_path, dim, arch):
         "BLOCK_S": 2048 // dim,
         "HAS_PACKED": True,
         "HAS_ROWS": True,
+        "HAS_SINKS": True,
     }
     used = resources(
         compiled(triton_merge_kernel.merge_splits, pointers, set(), constants, arch), tmp_path

@@ -51,6 +51,18 @@ def test_equals_dense_attention(dim, dtype, group, tokens, mask):
     )
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("softcap", [None, 1.5, 50.0])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_capped_logits_and_sink_logits(dtype, softcap, sinks):
+    check(
+        attention_problem(
+            6, [3000, 60, 0, 700], dim=128, group=4, batch=2, tokens=2, tail=300, dtype=dtype,
+            softcap=softcap, sinks=sinks, device="cuda",
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_batches_of_sequences(shuffled):
     check(

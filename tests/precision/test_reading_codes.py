@@ -53,10 +53,12 @@ def quantised(rng, lengths, dim, dtype, sequences, **fields):
     keys=st.sampled_from(["channel", "token"]),
     values=st.sampled_from(["channel", "token"]),
     most=st.sampled_from([5, 16, 256]),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.booleans(),
 )
 def test_equal_attention_in_float64(
     seed, lengths, sequences, repeats, group, tokens, masked, shuffled, dim, dtype, bits, size,
-    keys, values, most,
+    keys, values, most, softcap, sinks,
 ):  # fmt: skip
     rng = torch.Generator().manual_seed(seed)
     layer = quantised(
@@ -73,18 +75,20 @@ def test_equal_attention_in_float64(
     if masked:
         mask = torch.rand(batch, 1, tokens, tokens + 3, generator=rng) < 0.5
     asked = (tail_keys, tail_values, mask, dim**-0.5, rows)
-    want, lse = attention(query, layer, *asked)
+    logits = torch.randn(kv_heads * group, generator=rng) if sinks else None
+    options = {"softcap": softcap, "sink_logits": logits}
+    want, lse = attention(query, layer, *asked, **options)
     bound = TOLERANCES[dtype]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split_kv, "_ENTRIES", most)
         patch.setattr(coded_pieces, "_PIECE", most)
         for backend in (Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()):
             prepared = backend.prepare(layer)
-            output = backend(query, prepared, *asked)
+            output = backend(query, prepared, *asked, **options)
             assert output.dtype == dtype
             # Three roundings to the dtype: each part's output and their mixture.
             assert relative_error(output, want) <= 2 * bound.output, backend
-            part = backend.packed(query, prepared, dim**-0.5, rows)
+            part = backend.packed(query, prepared, dim**-0.5, rows, softcap=softcap)
             torch.testing.assert_close(part.lse.double(), lse[0], rtol=0, atol=bound.lse)
             assert bool((part.output[lse[0] == -math.inf] == 0).all())
 

@@ -33,10 +33,13 @@ def ask(backend, problem):
     mask=st.sampled_from(["none", "bool", "float"]),
     dim=st.sampled_from([8, 20, 64]),
     dtype=st.sampled_from(list(TOLERANCES)),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.booleans(),
 )
 def test_equals_dense_attention(
-    seed, lengths, sequences, group, copies, shuffled, tokens, before, mask, dim, dtype
-):
+    seed, lengths, sequences, group, copies, shuffled, tokens, before, mask, dim, dtype, softcap,
+    sinks,
+):  # fmt: skip
     check_attention(
         BACKEND,
         attention_problem(
@@ -51,6 +54,8 @@ def test_equals_dense_attention(
             dtype=dtype,
             sequences=sequences,
             shuffled=shuffled,
+            softcap=softcap,
+            sinks=sinks,
         ),
     )
 
