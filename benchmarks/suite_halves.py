@@ -52,7 +52,7 @@ HALVES = {
         "gracekv-agnostic",
         (
             "gracekv-agnostic", "kvzip-two-pass", "expected-attention", "compactor", "keydiff",
-            "knorm", "lagkv", "tova", "h2o",
+            "knorm", "lagkv", "tova", "critical-snapkv", "critical-expected-attention", "h2o",
             "snapkv", "streaming-llm", "gracekv-plus",
         ),
         "16x",

@@ -129,6 +129,7 @@ def _needs(cls: type[Any]) -> str:
         f"hidden states at depths {depths}": bool(depths),
         "surprisal": needs.surprisal,
         "head outputs at the question": needs.head_outputs,
+        "norms of projected values": needs.written_norms,
         "a second pass over the context": needs.reconstruction,
         "curvature (hidden states)": getattr(strategy, "uses_curvature", False),
     }

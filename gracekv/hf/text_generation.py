@@ -194,6 +194,7 @@ def without_question(prefill: Prefill) -> Prefill:
         surprisal=None if prefill.surprisal is None else prefill.surprisal[:end],
         head_outputs=None,
         projected_norms=None,
+        written_norms=None if prefill.written_norms is None else prefill.written_norms[..., :end],
         column_sums=None,
         query_moments=None,
         block_replays={},

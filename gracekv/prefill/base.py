@@ -12,14 +12,14 @@ from torch import Tensor
 
 from gracekv.errors import MissingCaptureError, NonFiniteError, ShapeError
 from gracekv.prefill.block_replay import BlockReplaySpec
+from gracekv.prefill.finite import is_finite
 from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.query_moments import QueryMoments
 from gracekv.prefill.spans import PromptSpans, Region
 from gracekv.rope import Rope
 
-# Tokens whose keys and values are summed at once by the check for NaN, and positions whose queries
-# are computed again at once.
-_CHECKED, _PART = 1024, 1024
+# Positions whose queries are computed again at once.
+_PART = 1024
 
 
 class QuerySource(Protocol):
@@ -48,6 +48,8 @@ class Prefill:
             `spans.question_probes()`; None if not captured.
         projected_norms: [L, G, P_q] float32, ||sum_{h in H(g)} W_O^{l,h} o_u^{l,h}||_2.
         projection_norms: [L, H] float32, ||W_O^{l,h}||_F.
+        written_norms: [L, G, T] float32, mean over a group of ||W_O^{l,h} v_t||_1; None if not
+            captured.
         reconstruction: [L, G, N_ctx] float32, the most attention that each context token got in the
             second pass; None if there was none.
         draft: [L, G, S, N_ctx] float32, attention that the answer's S first tokens, drafted
@@ -85,6 +87,7 @@ class Prefill:
     head_outputs: Tensor | None = None
     projected_norms: Tensor | None = None
     projection_norms: Tensor | None = None
+    written_norms: Tensor | None = None
     reconstruction: Tensor | None = None
     draft: Tensor | None = None
     column_sums: Tensor | None = None
@@ -121,7 +124,7 @@ class Prefill:
                     f"G = {heads}; layer {layer} has {list(q.shape)}."
                 )
             for name, tensor in (("keys", k), ("values", v), ("queries", q)):
-                if not _is_finite(tensor):
+                if not is_finite(tensor):
                     raise NonFiniteError(
                         f"The {name} of layer {layer} hold NaN or infinity. Check the model's "
                         f"weights and dtype (float16 overflows in some models: try bfloat16)."
@@ -169,7 +172,7 @@ class Prefill:
         """
         captured = {
             "surprisal": needs.surprisal,
-            "projections": needs.head_outputs,
+            "projections": needs.head_outputs or needs.written_norms,
             "reconstruction": needs.reconstruction,
             "draft": needs.draft > 0,
             "query_sums": needs.sums_queries,
@@ -291,10 +294,3 @@ class Prefill:
                 f"gracekv.capture(model, prompt, needs=pipeline.needs())."
             )
         return [self.hidden[layer] for layer in layers]
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    # A NaN or an infinity survives a sum; float64, since long float16 sums overflow. In parts,
-    # since torch copies what it sums in another dtype.
-    sums = [part.sum(dtype=torch.float64) for part in tensor.split(_CHECKED, dim=1)]
-    return not sums or bool(torch.isfinite(torch.stack(sums)).all())

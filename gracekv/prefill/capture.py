@@ -27,7 +27,8 @@ EVERYTHING = Needs(
 )
 """What `capture` keeps unless told less: all that the strategies with default fields read of one
 pass, but for sums over all queries, which are made from queries when they are read. What runs the
-model again (`reconstruction`, `draft`) is made only when asked for."""
+model again (`reconstruction`, `draft`), or multiplies all values (`written_norms`), is made only
+when asked for."""
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.partial_attention import PartialAttention, rotations
 from gracekv.prefill.past import Past, reflected
-from gracekv.prefill.projection import projected_norms, projection_norms
+from gracekv.prefill.projection import projected_norms, projection_norms, written_norms
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.query_pass import QueryPass
 from gracekv.prefill.reconstruction import reconstruction
@@ -106,6 +106,16 @@ def _captured(
             weights = _stack(
                 [projection_norms(m, x) for m, x in zip(modules, by_layer, strict=True)]
             )
+    written = None
+    if needs.written_norms:
+        with _clock(seconds, "projections", device):
+            heads = record.queries[0].shape[0]
+            written = _stack(
+                [
+                    written_norms(layer.self_attn.o_proj, x, heads)
+                    for layer, x in zip(layers, values, strict=True)
+                ]
+            )
     sums = [record.column_sums[layer] for layer in sorted(record.column_sums)]
     return Prefill(
         spans=prompt.spans,
@@ -120,6 +130,7 @@ def _captured(
         head_outputs=outputs,
         projected_norms=projected,
         projection_norms=weights,
+        written_norms=written,
         reconstruction=repeated,
         draft=drafted,
         column_sums=_stack(sums) if sums else None,

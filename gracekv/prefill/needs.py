@@ -43,6 +43,7 @@ class Needs:
         surprisal: -log p(x_i | x_<i) of every position.
         head_outputs: attention outputs per query head at the question probes, and their
             projected norms.
+        written_norms: l1 norms of every position's projected values.
         block_replays: sums of attention over the context's queries, moved to their block's end,
             added up during the pass.
         reconstruction: the most attention that each context token gets while the model repeats the
@@ -62,6 +63,7 @@ class Needs:
     hidden_depths: frozenset[float] = frozenset()
     surprisal: bool = False
     head_outputs: bool = False
+    written_norms: bool = False
     block_replays: frozenset[BlockReplaySpec] = frozenset()
     reconstruction: bool = False
     draft: int = 0

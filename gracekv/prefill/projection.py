@@ -64,6 +64,35 @@ def projection_norms(projection: Any, outputs: Tensor) -> Tensor:
     return norms
 
 
+def written_norms(projection: Any, values: Tensor, heads: int) -> Tensor:
+    """[G, T] float32: mean over a KV head's query heads h of ||W_O^h v_t||_1.
+
+    Args:
+        projection: as for `projected_norms`.
+        values: [G, T, d], of one KV head each; coordinates beyond the projection's are zeros.
+        heads: H.
+
+    Source: Feng et al. (2025), CriticalKV, arXiv:2502.03805.
+    """
+    weight = plain_weight(projection)
+    if weight is None:
+        size = getattr(projection, "in_features", heads * values.shape[-1])
+        unit = torch.eye(size, dtype=values.dtype, device=values.device)
+        weight = torch.cat([_without_bias(projection, rows) for rows in unit.split(_ROWS)]).T
+    by_head = rearrange(
+        weight.float(), "o (g n d) -> g n d o", g=len(values), n=heads // len(values)
+    )
+    rows = values[..., : by_head.shape[2]].float()
+    norms = torch.zeros(values.shape[:2], device=values.device)
+    for group, own in enumerate(by_head):
+        for head in own:
+            for part, place in zip(
+                rows[group].split(_ROWS), norms[group].split(_ROWS), strict=True
+            ):
+                place += (part @ head).abs().sum(dim=-1) / len(own)
+    return norms
+
+
 def _without_bias(projection: Any, inputs: Tensor) -> Tensor:
     projected: Tensor = projection(inputs)
     if getattr(projection, "bias", None) is not None:

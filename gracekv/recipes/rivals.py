@@ -101,4 +101,20 @@ RIVALS: Mapping[str, Recipe] = {
         "Oren et al. 2024, arXiv:2401.06104; once after prefill, shared recent window",
         {**_RIVAL, "value": "last_query"},
     ),
+    "critical-snapkv": Recipe(
+        "SnapKV's first half, then its scores times what values write to the residual stream",
+        "Feng et al. 2025, arXiv:2502.03805; equal shares, shared recent window",
+        {**_RIVAL, "value": "critical"},
+    ),
+    "critical-expected-attention": Recipe(
+        "The same over expected attention without its value norms",
+        "Feng et al. 2025, arXiv:2502.03805; as in kvpress, the question is not read",
+        {
+            **_RIVAL,
+            "value": {
+                "name": "critical",
+                "scorer": {"name": "expected_attention", "value_norm": False},
+            },
+        },
+    ),
 }

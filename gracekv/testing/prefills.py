@@ -75,6 +75,7 @@ def synthetic_prefill(
         head_outputs=to(normal(layers, heads, probes, dim).to(dtype)),
         projected_norms=to(normal(layers, kv_heads, probes).abs().float() + 0.1),
         projection_norms=to(normal(layers, heads).abs().float() + 0.1),
+        written_norms=to(normal(layers, kv_heads, length).abs().float() + 0.1),
         reconstruction=to(normal(layers, kv_heads, context).abs().float().tanh()),
         draft=to(normal(layers, kv_heads, 5, context).float().softmax(dim=-1)),
         token_ids=torch.arange(length),

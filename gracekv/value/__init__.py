@@ -5,6 +5,7 @@ from gracekv.value.block_replay import BlockReplay
 from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.column_sums import ColumnSums
 from gracekv.value.compactor import Compactor
+from gracekv.value.critical import Critical
 from gracekv.value.draft_attention import DraftAttention
 from gracekv.value.expected_attention import ExpectedAttention
 from gracekv.value.key_difference import KeyDifference
@@ -31,6 +32,7 @@ __all__ = [
     "ChunkOrder",
     "ColumnSums",
     "Compactor",
+    "Critical",
     "DraftAttention",
     "ExpectedAttention",
     "KVzipTwoPass",

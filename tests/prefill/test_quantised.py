@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 import gracekv
 from gracekv.prefill.capture import capture
-from gracekv.prefill.projection import projected_norms, projection_norms
+from gracekv.prefill.projection import projected_norms, projection_norms, written_norms
 from gracekv.testing.models import tiny_model
 from gracekv.testing.tolerance import relative_error
 from support.margins import assert_same_tokens, logits_over
@@ -119,6 +119,14 @@ def test_norms_are_those_of_the_weight_in_effect(kind, bias):
     torch.testing.assert_close(
         projected_norms(odd, outputs, 2), projected_norms(linear, outputs, 2)
     )
+    # Two KV heads, each read by three query heads.
+    values = torch.randn(2, 5, 4)
+    written = written_norms(odd, values, 6)
+    for group in range(2):
+        parts = odd.plain()[:, 12 * group : 12 * group + 12].split(4, dim=1)
+        want = sum((values[group] @ part.T).abs().sum(-1) for part in parts) / 3
+        torch.testing.assert_close(written[group], want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(written_norms(linear, values, 6), written, rtol=1e-4, atol=1e-4)
 
 
 def test_unit_vectors_in_blocks_give_the_same_norms(monkeypatch):

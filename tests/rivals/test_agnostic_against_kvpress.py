@@ -1,11 +1,15 @@
 """Rivals that score by keys, values and all queries against kvpress's press modules."""
 
+import dataclasses
+from dataclasses import dataclass
+from typing import final
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from gracekv.value import Compactor, LagRelative
+from gracekv.value import Compactor, Critical, LagRelative, Scorer, TokenScores
 from support.kvpress_cases import RATIOS, ours, true_scores
 from support.margins import assert_same_choice, indicator
 
@@ -67,3 +71,49 @@ def test_compactor(case, kvpress_module, monkeypatch, blending):
     # Its 8 sinks tie with the best other token, and are kept like ours at any of the ratios.
     value = Compactor(blending=blending, chunk_size=chunk)
     assert_keeps_the_same(case, "compactor", press, shift=True, value=value)
+
+
+@final
+@dataclass(frozen=True)
+class Drawn(Scorer):
+    """Scores that depend on the seed alone, so that no two tokens tie."""
+
+    seed: int = 0
+
+    def __call__(self, prefill, region):
+        return TokenScores.from_scores(self.of(prefill)[..., region.start : region.end])
+
+    def of(self, prefill):
+        shape = (prefill.layers, prefill.kv_heads, prefill.spans.length)
+        return torch.rand(shape, generator=torch.Generator().manual_seed(self.seed))
+
+
+@pytest.mark.parametrize("first_stage", [0.0, 0.5, 0.9])
+@torch.no_grad()
+def test_criticalkv(case, kvpress_module, first_stage):
+    """The norms equal theirs; over the same scores and norms, so does what is kept."""
+    module = kvpress_module("presses.criticalkv_press")
+    drawn = Drawn()
+    scores = drawn.of(case.prefill)
+
+    class Inner(module.ScorerPress):
+        def score(self, attention, *rest):
+            return scores[attention.layer_idx][None]
+
+    norms = torch.stack(
+        [
+            module.CriticalKVPress.vwl1norm(values[None], block.self_attn)[0]
+            for block, values in zip(case.model.model.layers, case.prefill.values, strict=True)
+        ]
+    )
+    torch.testing.assert_close(case.prefill.written_norms, norms, rtol=1e-4, atol=1e-5)
+    case = dataclasses.replace(case, prefill=dataclasses.replace(case.prefill, written_norms=norms))
+    press = module.CriticalKVPress(Inner(), first_stage_ratio=first_stage)
+    for ratio in RATIOS:
+        entries = case.entries(ratio)
+        press.compression_ratio = 1 - (entries + 1e-6) / case.length
+        want = true_scores(case, press).topk(entries, dim=-1).indices.flatten(0, 1).sort(-1).values
+        value = Critical(drawn, first_stage=first_stage)
+        kept, _ = ours(case, "critical-snapkv", entries, window=0, value=value)
+        # Exactly: both multiply the same numbers, and none are alike.
+        assert kept == [set(head) for head in want.tolist()]

@@ -80,7 +80,8 @@ def test_each_head_keeps_its_best_tokens(name, prefill, ratio):
 
 EQUAL = (
     "streaming-llm", "h2o", "h2o-half", "snapkv", "chunkkv", "cam", "expected-attention",
-    "scissorhands", "knorm", "keydiff", "lagkv", "compactor", "tova",
+    "scissorhands", "knorm", "keydiff", "lagkv", "compactor", "tova", "critical-snapkv",
+    "critical-expected-attention",
 )  # fmt: skip
 
 
@@ -131,6 +132,7 @@ def test_the_order_of_the_layers_does_not_matter(name, seed):
         hidden={3 - layer: states for layer, states in prefill.hidden.items()},
         projection_norms=prefill.projection_norms.flip(0),
         projected_norms=prefill.projected_norms.flip(0),
+        written_norms=prefill.written_norms.flip(0),
         reconstruction=prefill.reconstruction.flip(0),
     )
     # Depths that are their own mirror image, and shares without a remainder.

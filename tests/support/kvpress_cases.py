@@ -55,7 +55,9 @@ def case_of(model, ids):
         )
     try:
         prompt = Prompt.from_ids(ids, context=(0, len(ids)))
-        prefill = capture(model, prompt, Needs(later_queries=True, column_sums=True))
+        prefill = capture(
+            model, prompt, Needs(later_queries=True, column_sums=True, written_norms=True)
+        )
     finally:
         for hook in hooks:
             hook.remove()

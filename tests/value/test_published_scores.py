@@ -1,7 +1,8 @@
-"""Scores of keys, lags, leverage and the last query: each against plain float64."""
+"""Scores of keys, lags, leverage, the last query and two stages: each against plain float64."""
 
 import dataclasses
 import math
+import random
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
-from gracekv.value import SCORERS, Compactor, LagRelative
+from gracekv.value import SCORERS, Compactor, Critical, KeyNorm, LagRelative
+from gracekv.value.critical import merged_order
 from gracekv.value.reference import attention_probability
 
 BLIND = ("key_norm", "key_difference", "lag_relative", "compactor")
@@ -184,6 +186,41 @@ def test_compactor_computes_queries_again_in_chunks(without_context_queries):
         Compactor()(without_context_queries(drawn(5)), Region(4, 40))
 
 
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    length=st.integers(1, 24),
+    share=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
+)
+def test_one_order_holds_the_two_stage_choice_of_every_budget(seed, length, share):
+    draw = random.Random(seed)
+    first, second = (draw.sample(range(length), length) for _ in range(2))
+    merged = merged_order(first, second, share)
+    for budget in range(1, length + 1):
+        count = max(1, math.floor(share * budget)) if share > 0 else 0
+        rest = [token for token in second if token not in first[:count]]
+        assert set(merged[:budget]) == set(first[:count] + rest[: budget - count])
+
+
+def test_critical_by_hand():
+    prefill = drawn(6)
+    region = prefill.spans.region(2)
+    scores = Critical(KeyNorm(), first_stage=0.5, epsilon=0.1)(prefill, region).scores
+    base = KeyNorm()(prefill, region).scores[1, 0].double()
+    norms = prefill.written_norms[1, 0, region.start : region.end].double()
+    by_score = base.argsort(descending=True).tolist()
+    by_both = ((base + 0.1) * norms).argsort(descending=True).tolist()
+    kept = set(by_score[:5])
+    kept |= set([token for token in by_both if token not in kept][:6])
+    assert set(scores[1, 0].topk(11).indices.tolist()) == kept
+
+
+def test_critical_needs_the_norms_and_says_so():
+    assert Critical().needs() == Needs(last_queries=32, written_norms=True)
+    prefill = dataclasses.replace(drawn(7), written_norms=None)
+    with pytest.raises(MissingCaptureError, match="projected values"):
+        Critical()(prefill, prefill.spans.region(4))
+
+
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -192,6 +229,8 @@ def test_compactor_computes_queries_again_in_chunks(without_context_queries):
         ("compactor", {"blending": -0.1}),
         ("compactor", {"chunk_size": 0}),
         ("compactor", {"ridge": 0.0}),
+        ("critical", {"first_stage": 1.5}),
+        ("critical", {"epsilon": -1.0}),
     ],
 )
 def test_bad_fields(name, fields):
