@@ -13,8 +13,11 @@ from gracekv.registry import Strategy
 
 EVERY = [(stage, name) for stage, registry in REGISTRIES.items() for name in registry]
 
-# Not imported to look for strategies; the last ones need vLLM.
-ELSEWHERE = ("gracekv.testing", "gracekv.demo", "gracekv.vllm.backend", "gracekv.vllm.connector")
+# Not imported to look for strategies; the last ones need vLLM or lm-eval.
+ELSEWHERE = (
+    "gracekv.testing", "gracekv.demo", "gracekv.vllm.backend", "gracekv.vllm.connector",
+    "gracekv.lm_eval.model",
+)  # fmt: skip
 
 
 def modules():

@@ -31,6 +31,9 @@ def check(words, place, history):
         _make(words[1:], place)
     elif words[:2] == ["pip", "install"]:
         _pip(words[2:], place)
+    elif words[:2] == ["python", "-m"]:
+        found = ROOT.joinpath(*words[2].split("."), "__main__.py")
+        assert found.is_file(), f"{place}: there is no {found}"
     elif tool == "python":
         _python(words[1:], place)
     else:

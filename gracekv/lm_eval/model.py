@@ -1,0 +1,187 @@
+"""`GraceLM`: lm-eval's `hf` model, which answers from compressed caches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils_hf import stop_sequences_criteria
+from torch import Tensor
+from tqdm import tqdm
+
+from gracekv.allocate import Budget
+from gracekv.config import load_pipeline
+from gracekv.errors import ConfigError, PromptError, TaskError
+from gracekv.hf.base_result import BaseResult
+from gracekv.hf.budgets import Number, chosen_budget
+from gracekv.hf.compress import compress
+from gracekv.pipeline import Pipeline
+from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.spans import PromptSpans
+from gracekv.prefill.supported import check_model
+
+# A request of lm-eval: its texts (None for a part of one), context ids and continuation ids.
+_Request = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+class GraceLM(HFLM):  # type: ignore[misc]
+    """lm-eval's `hf` model whose answers are read from physically compressed caches.
+
+    A prompt of T tokens is `prefix_tokens`, the context, and `question_tokens`. The context alone
+    is compressed, and the budget is the context's. Continuations of one context are scored over
+    one compressed cache. All that `hf` does to prompts, stop strings and answers stays as it is.
+
+    Args:
+        pretrained: a name or folder of a model, or a loaded model.
+        pipeline: a recipe's name or a pipeline file; default: "gracekv-plus" if the question is
+            seen, else "gracekv-agnostic".
+        ratio: how many times fewer entries the context keeps; exactly one budget is given, this
+            or one of the next three.
+        entries_per_head: entries per KV head and layer on average.
+        kv_bytes: bytes of the context's keys and values, or text such as "64MiB".
+        compression_ratio: the fraction of entries that is removed.
+        backend: the attention implementation of decoding; default: the pipeline's.
+        question_tokens: how many of a prompt's last tokens are the question, which stays whole.
+        question_seen: whether the recipe may read the question before it compresses the context.
+        prefix_tokens: how many of a prompt's first tokens stay whole: attention sinks.
+        options: those of lm-eval's `hf` model that load model and tokenizer.
+
+    Raises:
+        BudgetError: not exactly one budget is given.
+        ConfigError: another argument cannot be used.
+        UnsupportedModelError: the model is of no family that gracekv knows.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        *,
+        pipeline: str | None = None,
+        ratio: Number | None = None,
+        entries_per_head: int | None = None,
+        kv_bytes: int | str | None = None,
+        compression_ratio: Number | None = None,
+        backend: str | None = None,
+        question_tokens: int = 64,
+        question_seen: bool = False,
+        prefix_tokens: int = 4,
+        **options: Any,
+    ) -> None:
+        self._budget: Budget = chosen_budget(
+            ratio=ratio,
+            entries_per_head=entries_per_head,
+            kv_bytes=kv_bytes,
+            compression_ratio=compression_ratio,
+        )
+        _check_count("question_tokens", question_tokens, at_least=1)
+        _check_count("prefix_tokens", prefix_tokens, at_least=0)
+        if not isinstance(question_seen, bool):
+            raise ConfigError(f"question_seen is True or False; got {question_seen!r}.")
+        self._prefix, self._question, self._seen = prefix_tokens, question_tokens, question_seen
+        default = Pipeline.default(question=question_seen)
+        self._pipeline = default if pipeline is None else load_pipeline(pipeline)
+        self._attention = backend
+        super().__init__(pretrained, backend="causal", **options)
+        check_model(self.model)
+
+    def _prompt(self, ids: Tensor) -> Prompt:
+        """The prompt of ids [T]; raises `PromptError` if there is nothing to compress."""
+        length = len(ids)
+        end = length - self._question
+        if end <= self._prefix:
+            raise PromptError(
+                f"A prompt of {length} tokens has nothing to compress: its first {self._prefix} "
+                f"(prefix_tokens) and its last {self._question} (question_tokens) stay whole. Set "
+                f"them lower, or leave tasks with short prompts to --model hf."
+            )
+        spans = PromptSpans(self._prefix, end, length if self._seen else end, length)
+        return Prompt(ids.cpu(), spans, tokenizer=self.tokenizer)
+
+    def _compress(self, rows: Sequence[Tensor]) -> BaseResult:
+        prompts = [self._prompt(row) for row in rows]
+        return compress(
+            self.model,
+            prompts,
+            budget=self._budget,
+            pipeline=self._pipeline,
+            backend=self._attention,
+        )
+
+    def _model_generate(
+        self,
+        context: Tensor,
+        max_length: int,
+        stop: list[str],
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Ids [B, T + new] of prompts [B, T], which are padded on the left, and their answers."""
+        mask = torch.ones_like(context) if attention_mask is None else attention_mask
+        result = self._compress([row[seen.bool()] for row, seen in zip(context, mask, strict=True)])
+        if not options.get("do_sample"):
+            # Greedy is the default, and a temperature would raise warnings.
+            options = {k: x for k, x in options.items() if k not in ("do_sample", "temperature")}
+        rows, length = context.shape
+        criteria = stop_sequences_criteria(self.tokenizer, stop, length, rows)
+        new = result.generate_ids(max_length - length, stopping_criteria=criteria, **options)
+        return torch.cat([context, new.to(context.device)], dim=1)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[_Request],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """Of each continuation: its log-probability (nats), and whether greedy decoding says it.
+
+        One compression for all requests with the same context, one forward pass for each.
+        """
+        alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for place, (_, context, _) in enumerate(requests):
+            alike[tuple(context)].append(place)
+        answers = [(0.0, False)] * len(requests)
+        title, silent = "Running loglikelihood requests", disable_tqdm or self.rank != 0
+        with tqdm(total=len(requests), disable=silent, desc=title) as progress:
+            for shared, places in alike.items():
+                longest = max(len(requests[place][2]) for place in places)
+                # As `hf` does: what is too long loses its beginning.
+                kept = shared[-max(1, self.max_length + 1 - longest) :]
+                result = self._compress([torch.tensor(kept)])
+                for place in places:
+                    texts, _, continuation = requests[place]
+                    answers[place] = self._score(result, continuation)
+                    if texts is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, answers[place])
+                    progress.update()
+        return answers
+
+    @torch.no_grad()
+    def _score(self, result: BaseResult, continuation: list[int]) -> tuple[float, bool]:
+        cache = result.new_cache()
+        following = torch.tensor(continuation)
+        fed = torch.cat([result.prompts[0].ids[cache.packed_length :], following[:-1]])
+        output = self.model(
+            input_ids=fed[None].to(self.device),
+            past_key_values=cache,
+            logits_to_keep=len(following),
+        )
+        logs = output.logits[0].float().log_softmax(dim=-1).cpu()
+        chosen = logs.gather(-1, following[:, None])
+        return float(chosen.sum()), bool((logs.argmax(dim=-1) == following).all())
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Raises `TaskError`: such tasks have no context before the text that they score."""
+        raise TaskError(
+            "Tasks of type loglikelihood_rolling, the perplexity of whole texts, have no context "
+            "that could be compressed before it is used. Run them with --model hf."
+        )
+
+
+def _check_count(name: str, value: object, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ConfigError(
+            f"{name} counts tokens, a whole number of at least {at_least}; got {value!r}."
+        )
