@@ -45,6 +45,10 @@ class UnsupportedModelError(GracekvError):
     """The model's architecture breaks an assumption (no RoPE, sliding windows, untested family)."""
 
 
+class UntestedModelWarning(UserWarning):
+    """The model's family is not tested; it passed a check on a short random prompt."""
+
+
 class MissingCaptureError(GracekvError):
     """A strategy asks for something that the prefill capture did not keep."""
 

@@ -27,6 +27,8 @@ class Rope:
     Attributes:
         cos: [T, d_rot] float32, the two halves of d_rot alike (Hugging Face layout).
         sin: [T, d_rot] float32.
+        interleaved: which features rotate together: 2i and 2i + 1 (GLM-4), or i and i + d_rot/2
+            (the others).
 
     Only the first d_rot of a head's d features rotate (partial rotary if d_rot < d). The table and
     the tensors that it rotates may be on different devices.
@@ -37,6 +39,7 @@ class Rope:
 
     cos: Tensor
     sin: Tensor
+    interleaved: bool = False
 
     def __post_init__(self) -> None:
         if self.cos.ndim != 2 or self.cos.shape != self.sin.shape or self.cos.shape[1] % 2:
@@ -55,19 +58,27 @@ class Rope:
         angle = torch.cat([angle, angle], dim=-1)
         return cls(angle.cos().float(), angle.sin().float())
 
+    @classmethod
+    def none(cls, length: int, device: torch.device | None = None) -> Rope:
+        """No rotation, for the positions 0..length-1 of a layer without RoPE."""
+        sin = torch.zeros(length, 2, device=device)
+        return cls(torch.ones_like(sin), sin)
+
     def rotate(self, x: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
         """R(t) x for x [..., n, d] and positions [n] (or broadcastable to x's [..., n]).
 
         The result is written to `out` [..., n, d] if given; it must not overlap x.
         """
         cos, sin = self._at(positions, x)
-        return _apply(x, cos, sin, torch.empty_like(x) if out is None else out)
+        out = torch.empty_like(x) if out is None else out
+        return _apply(x, cos, sin, out, self.interleaved)
 
     def unrotate(self, x: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
         """R(t)^-1 x, the key before rotation, for x [..., n, d]; arguments as in `rotate`."""
         cos, sin = self._at(positions, x)
         norm = cos * cos + sin * sin
-        return _apply(x, cos / norm, -sin / norm, torch.empty_like(x) if out is None else out)
+        out = torch.empty_like(x) if out is None else out
+        return _apply(x, cos / norm, -sin / norm, out, self.interleaved)
 
     def moved(self, positions: Tensor, to: int) -> Rope:
         """R(to) R(t)^-1 for each position t of int64 [n], as a table with one row each."""
@@ -75,8 +86,27 @@ class Rope:
         norm = cos.square() + sin.square()
         last_cos, last_sin = self.cos[to], self.sin[to]
         return Rope(
-            (last_cos * cos + last_sin * sin) / norm, (last_sin * cos - last_cos * sin) / norm
+            (last_cos * cos + last_sin * sin) / norm,
+            (last_sin * cos - last_cos * sin) / norm,
+            self.interleaved,
         )
+
+    def double(self) -> Rope:
+        """The table in float64, for references."""
+        return Rope(self.cos.double(), self.sin.double(), self.interleaved)
+
+    def in_halves(self, dim: int) -> tuple[Rope, Tensor | None]:
+        """The same rotations with features i and i + d_rot/2 as pairs, for kernels that read those.
+
+        Also int64 [dim], the features in that order, or None if they are in it: rotating x and
+        taking them is taking them and rotating by the table that is returned.
+        """
+        if not self.interleaved:
+            return self, None
+        rotary = self.cos.shape[1]
+        order = torch.arange(dim, device=self.cos.device)
+        order[:rotary] = order[:rotary].view(-1, 2).T.flatten()
+        return Rope(self.cos, self.sin), order
 
     def _at(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the table, on x's device and in its dtype."""
@@ -86,13 +116,17 @@ class Rope:
         return cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
 
 
-def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool) -> Tensor:
     """x cos + rotate_half(x) sin, half by half, without a temporary of x's size."""
     rotary = cos.shape[-1]
     low, high = slice(0, rotary // 2), slice(rotary // 2, rotary)
-    torch.mul(x[..., low], cos[..., low], out=out[..., low])
-    out[..., low].addcmul_(x[..., high], sin[..., low], value=-1.0)
-    torch.mul(x[..., high], cos[..., high], out=out[..., high])
-    out[..., high].addcmul_(x[..., low], sin[..., high])
+    # Both halves of the table are alike.
+    cos, sin = cos[..., low], sin[..., low]
+    if interleaved:
+        low, high = slice(0, rotary, 2), slice(1, rotary, 2)
+    torch.mul(x[..., low], cos, out=out[..., low])
+    out[..., low].addcmul_(x[..., high], sin, value=-1.0)
+    torch.mul(x[..., high], cos, out=out[..., high])
+    out[..., high].addcmul_(x[..., low], sin)
     out[..., rotary:] = x[..., rotary:]
     return out

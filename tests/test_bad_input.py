@@ -118,10 +118,10 @@ TABLE = {
         UnsupportedModelError,
         "sliding window of 8",
     ),
-    "untested family": (
-        lambda: compress(other_model(transformers.Olmo2Config), ratio=2),
+    "attention modules of other names": (
+        lambda: compress(other_model(transformers.GPTNeoXConfig), ratio=2),
         UnsupportedModelError,
-        "not tested",
+        "without the modules self_attn",
     ),
     "training mode": (
         lambda: compress(tiny_llama().train(), ratio=2),

@@ -67,9 +67,8 @@ class PrototypePacker(Packer):
             position, head = start[node] + step, head[node]
             row = head * length + position
             weights = scores[layer].to(keys.device)[head, position - layout.origin].float()
-            made = merge(
-                keys[row].float(), values[row].float(), weights, start, end, prefill.rope, rule
-            )
+            rope = prefill.rope_of(layer)
+            made = merge(keys[row].float(), values[row].float(), weights, start, end, rope, rule)
             packed_keys[merged] = made.keys.to(keys.dtype)
             packed_values[merged] = made.values.to(keys.dtype)
             positions[merged] = made.positions.to(torch.int32)

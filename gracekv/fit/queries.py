@@ -35,8 +35,9 @@ class QuerySet:
         Raises `MissingCaptureError` if one was not captured.
         """
         queries = prefill.queries_at(layer, self.positions).float() * prefill.scale
-        plain = prefill.rope.unrotate(queries, self.positions)
-        asked = prefill.rope.rotate(plain, self.asked_at)
+        rope = prefill.rope_of(layer)
+        plain = rope.unrotate(queries, self.positions)
+        asked = rope.rotate(plain, self.asked_at)
         return rearrange(asked, "(g n) q d -> g (n q) d", g=prefill.kv_heads)
 
 

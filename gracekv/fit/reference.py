@@ -38,9 +38,9 @@ def fitted_head(
             zip(queries.positions.tolist(), queries.asked_at.tolist(), strict=True)
         ):
             query = prefill.queries_at(layer, [at])[head * prefill.group + number].double()
-            query = prefill.rope.rotate(
-                prefill.rope.unrotate(query, torch.tensor([at])), torch.tensor([asked])
-            )[0]
+            rope = prefill.rope_of(layer)
+            plain_query = rope.unrotate(query, torch.tensor([at]))
+            query = rope.rotate(plain_query, torch.tensor([asked]))[0]
             full = torch.exp(prefill.scale * keys[: asked + 1] @ query)
             kept = torch.exp(prefill.scale * own_keys @ query + log_m) * (positions <= asked)
             again = full[-1] if asked == prefill.spans.length - 1 else torch.zeros(()).double()

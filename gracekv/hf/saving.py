@@ -118,7 +118,10 @@ def save_result(
         "modules": modules,
         "prompts": [saved.header() for saved in prompts],
     }
-    ids = {f"prompts.{number}.ids": saved.prompt.ids for number, saved in enumerate(prompts)}
+    # Views of one tensor could not be saved side by side.
+    ids = {
+        f"prompts.{number}.ids": saved.prompt.ids.clone() for number, saved in enumerate(prompts)
+    }
     write_cache(Path(path), packed, header, ids)
 
 

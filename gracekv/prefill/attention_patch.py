@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.prefill.supported import BASE_ATTENTION
+
+BASE_ATTENTION = ("sdpa", "eager")
+"""Attention implementations of transformers that a patched one can replace."""
 
 _numbers = itertools.count()
 

@@ -18,8 +18,7 @@ from gracekv.prefill.query_moments import QueryMoments
 from gracekv.prefill.spans import PromptSpans, Region
 from gracekv.rope import Rope
 
-# Positions whose queries are computed again at once.
-_PART = 1024
+_PART = 1024  # Positions whose queries are computed again at once.
 
 
 class QuerySource(Protocol):
@@ -40,7 +39,8 @@ class Prefill:
         queries: L tensors [H, n, d], post-RoPE, of the positions `query_positions`.
         query_positions: int64 [n] ascending, on the CPU; the same for all layers.
             A view by `with_queries` for some layers has n = 0 in the others.
-        rope: the rotations that made `keys`, for positions 0..T-1.
+        rope: the rotations that made `keys`, for positions 0..T-1; of a layer: `rope_of`.
+        unrotated: layers without RoPE.
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).
         hidden: layer -> block-input residual stream [T, D] (empty if not captured).
         surprisal: [T] float32, position 0 holds 0; None if not captured.
@@ -82,6 +82,7 @@ class Prefill:
     query_positions: Tensor
     rope: Rope
     scale: float
+    unrotated: frozenset[int] = frozenset()
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
     surprisal: Tensor | None = None
     head_outputs: Tensor | None = None
@@ -114,11 +115,8 @@ class Prefill:
                     f"sequence; layer {layer} has {list(k.shape)} and {list(v.shape)}. Compress "
                     f"the sequences of a batch one by one, without padding."
                 )
-            if (
-                q.ndim != 3
-                or q.shape[0] % heads
-                or tuple(q.shape[1:]) != (len(self.query_positions), dim)
-            ):
+            asked = (len(self.query_positions), dim)
+            if q.ndim != 3 or q.shape[0] % heads or tuple(q.shape[1:]) != asked:
                 raise ShapeError(
                     f"Queries must be [H, {len(self.query_positions)}, {dim}] with H a multiple of "
                     f"G = {heads}; layer {layer} has {list(q.shape)}."
@@ -159,6 +157,11 @@ class Prefill:
     def head_dim(self) -> int:
         """d."""
         return self.keys[0].shape[-1]
+
+    def rope_of(self, layer: int) -> Rope:
+        """The rotations that made the keys of `layer`."""
+        table = self.rope.cos
+        return Rope.none(len(table), table.device) if layer in self.unrotated else self.rope
 
     @property
     def entry_bytes(self) -> int:

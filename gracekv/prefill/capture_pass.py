@@ -24,6 +24,7 @@ from gracekv.prefill.capture_memory import (
 )
 from gracekv.prefill.draft import draft
 from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.model_layers import model_layers
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.partial_attention import PartialAttention, rotations
 from gracekv.prefill.past import Past, reflected
@@ -81,7 +82,7 @@ def _captured(
     progress: Callable[[int, int], None] | None,
 ) -> Prefill:
     layers, device = list(model.get_decoder().layers), input_device(model)
-    record = Recorder(prompt.spans, needs, held, len(layers))
+    record = Recorder(prompt.spans, needs, held, model_layers(model))
     seconds: dict[str, float] = {}
     last, surprisal = _run(model, prompt, past, needs, record, size, seconds, progress)
     keys, values = ([x[i] for i in range(len(layers))] for x in (record.keys, record.values))
@@ -125,6 +126,7 @@ def _captured(
         query_positions=held,
         rope=record.rope(),
         scale=record.scale,
+        unrotated=record.unrotated(),
         hidden={x: reflected(rows, prompt.spans.past) for x, rows in record.hidden.items()},
         surprisal=surprisal,
         head_outputs=outputs,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
+from gracekv.prefill.model_layers import model_layers, rotating, table_of_rope
 from gracekv.prefill.partial_attention import PartialAttention, chunk_length, rotations
 from gracekv.prefill.past import widened
 
@@ -59,8 +60,8 @@ class QueryPass:
         device = input_device(self._model)
 
         def table(own: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-            rope = prefill.rope
-            return rope.cos[None].to(x.device, x.dtype), rope.sin[None].to(x.device, x.dtype)
+            cos, sin = table_of_rope(prefill.rope, rotating(model_layers(self._model)))
+            return cos[None].to(x.device, x.dtype), sin[None].to(x.device, x.dtype)
 
         size = chunk_length(prefill.spans.length)
         for first in range(0, len(positions), size):

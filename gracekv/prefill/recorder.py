@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from gracekv.errors import UnsupportedModelError
 from gracekv.linalg import full_float32
 from gracekv.prefill.block_replay import BlockReplaySpec, BlockReplaySums
 from gracekv.prefill.column_sums import add_column_sums
+from gracekv.prefill.model_layers import ModelLayer, rope_of_table, rotating
 from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.partial_attention import PartialAttention
 from gracekv.prefill.past import Past, widened
@@ -29,7 +30,7 @@ class Recorder:
         spans: of the prompt.
         needs: what to keep.
         query_positions: int64 [n] ascending: whose queries are held.
-        layers: L.
+        layers: L of the model.
 
     Attributes:
         keys: layer -> [G, T, d].
@@ -44,14 +45,18 @@ class Recorder:
     """
 
     def __init__(
-        self, spans: PromptSpans, needs: Needs, query_positions: Tensor, layers: int
+        self,
+        spans: PromptSpans,
+        needs: Needs,
+        query_positions: Tensor,
+        layers: Sequence[ModelLayer],
     ) -> None:
         self._spans, self._needs, self._layers = spans, needs, layers
         self._positions = query_positions
         self._probes = torch.tensor(spans.question_probes())
-        self._moments = [QuerySums() for _ in range(layers)]
+        self._moments = [QuerySums() for _ in layers]
         self._replays = {
-            replay: [BlockReplaySums(replay, spans) for _ in range(layers)]
+            replay: [BlockReplaySums(replay, spans) for _ in layers]
             for replay in needs.block_replays
         }
         self._rotations: list[tuple[Tensor, Tensor]] = []
@@ -122,7 +127,7 @@ class Recorder:
             self.final = output.last_hidden_state[0]
 
         with ExitStack() as undo:
-            for layer in depth_layers(sorted(needs.hidden_depths), self._layers):
+            for layer in depth_layers(sorted(needs.hidden_depths), len(self._layers)):
 
                 def block_input(module: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
                     stream = (args[0] if args else kwargs["hidden_states"])[0]
@@ -143,8 +148,15 @@ class Recorder:
         """The table of the positions so far, as the model passed it to its first attention."""
         if self._rope is None or len(self._rope.cos) < sum(len(x) for x, _ in self._rotations):
             cos, sin = (torch.cat(parts) for parts in zip(*self._rotations, strict=True))
-            self._rope = Rope(cos, sin)
+            self._rope = rope_of_table(cos, sin, rotating(self._layers))
         return self._rope
+
+    def _rope_of(self, layer: int, cos: Tensor, sin: Tensor) -> Rope:
+        return rope_of_table(cos, sin, self._layers[layer].rotation)
+
+    def unrotated(self) -> frozenset[int]:
+        """Layers without RoPE."""
+        return frozenset(i for i, layer in enumerate(self._layers) if layer.rotation == "none")
 
     def query_moments(self) -> QueryMoments | None:
         """What was added up, or None if it was not asked for."""
@@ -209,12 +221,14 @@ class Recorder:
                     offset = self._chunk.start
                     self._moments[layer].add(
                         queries[:, first - offset : last - offset],
-                        Rope(*self._rotations[-1]),
+                        self._rope_of(layer, *self._rotations[-1]),
                         first - offset,
                     )
             for layers in self._replays.values():
-                keys = self.keys[layer]
-                layers[layer].add(queries, self._chunk.start, keys, self.rope(), self.scale)
+                keys, rope = self.keys[layer], self.rope()
+                if layer in self.unrotated():
+                    rope = Rope.none(len(rope.cos), rope.cos.device)
+                layers[layer].add(queries, self._chunk.start, keys, rope, self.scale)
         self.seconds += _now(queries.device) - started
 
 

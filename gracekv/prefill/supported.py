@@ -7,25 +7,40 @@ from typing import Any
 
 from gracekv.distributed.sharding import is_sharded
 from gracekv.errors import UnsupportedModelError
+from gracekv.prefill.model_layers import layer_kinds
+from gracekv.prefill.self_check import self_check
 
-TESTED_MODEL_TYPES = frozenset({"gemma", "llama", "mistral", "phi3", "qwen2", "qwen3"})
+TESTED_MODEL_TYPES = frozenset(
+    {
+        "gemma",
+        "glm4",
+        "granite",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "starcoder2",
+    }
+)
 """`config.model_type`s whose capture and decoding are tested against the stock forward pass."""
 
 TESTED_ROPE_TYPES = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "yarn"})
 """Rotations that rotate_half of one table of cosines and sines describes. "dynamic" and "longrope"
 also depend on the sequence's length: see `gracekv.prefill.length_limits`."""
 
-BASE_ATTENTION = ("sdpa", "eager")
-"""Attention implementations of transformers that a patched one can replace."""
-
 
 def check_model(model: Any) -> None:
     """Raise `UnsupportedModelError` if compressing this model's cache would break an assumption.
 
-    Looks for weights sharded over processes, layers of several kinds, capped attention logits,
-    missing or unknown RoPE, an untested family and training mode, in this order: the first four
-    break an assumption, the fifth is untested. `check_prompt_length` checks what depends on the
-    prompt's length.
+    Looks for weights sharded over processes, encoders, layers of other kinds, capped attention
+    logits, missing or unknown RoPE and training mode. A family that is not tested is tried on a
+    short random prompt: see `self_check`. `check_prompt_length` checks what depends on the length.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
@@ -40,6 +55,14 @@ def check_model(model: Any) -> None:
             f"all heads would be cut wrongly. Load it without tp_plan and distributed_config; "
             f"device_map='auto' spreads whole layers over several GPUs."
         )
+    if getattr(config, "is_encoder_decoder", False) or getattr(
+        config, "add_cross_attention", False
+    ):
+        raise UnsupportedModelError(
+            f"{name} ({family}) attends to an encoder's output as well, whose keys and values no "
+            f"prompt makes. gracekv takes decoder-only models; tested families: "
+            f"{_listed(TESTED_MODEL_TYPES)}."
+        )
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, dict) and rope and all(isinstance(x, dict) for x in rope.values()):
         raise UnsupportedModelError(
@@ -47,15 +70,12 @@ def check_model(model: Any) -> None:
             f"of them see a sliding window only, so their caches are bounded already. Use a model "
             f"with full attention in every layer; tested families: {_listed(TESTED_MODEL_TYPES)}."
         )
-    unknown = set(getattr(config, "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
-    if unknown:
-        raise UnsupportedModelError(
-            f"{name} ({family}) has layers of kind {_listed(unknown)}, which keep no key and value "
-            f"of every token. Use a model with full attention in every layer."
-        )
+    for number, kind in enumerate(layer_kinds(config)):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"Layer {number} of {name} ({family}) is of kind {kind}, which keeps no key and "
+                f"value of every token. Use a model with full attention in every layer."
+            )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise UnsupportedModelError(
             f"{name} ({family}) caps its attention logits at {config.attn_logit_softcapping}, "
@@ -67,21 +87,23 @@ def check_model(model: Any) -> None:
             f"{name} ({family}) has no rotary position embedding (RoPE), which merging keys "
             f"relies on. Tested families: {_listed(TESTED_MODEL_TYPES)}."
         )
+    if not hasattr(model.get_decoder(), "layers"):
+        raise UnsupportedModelError(
+            f"{name} ({family}) does not have its decoder's layers in a list named layers. Tested "
+            f"families: {_listed(TESTED_MODEL_TYPES)}."
+        )
     if rope["rope_type"] not in TESTED_ROPE_TYPES or "mrope_section" in rope:
         raise UnsupportedModelError(
             f"The RoPE variant {rope['rope_type']!r} of {name} is not supported; supported: "
             f"{_listed(TESTED_ROPE_TYPES)}."
-        )
-    if family not in TESTED_MODEL_TYPES:
-        raise UnsupportedModelError(
-            f"The model family {family!r} is not tested with gracekv; tested: "
-            f"{_listed(TESTED_MODEL_TYPES)}."
         )
     if model.training:
         raise UnsupportedModelError(
             "The model is in training mode, where dropout makes its cache random. Call "
             "model.eval() first."
         )
+    if family not in TESTED_MODEL_TYPES:
+        self_check(model)
 
 
 def _listed(names: Iterable[str]) -> str:

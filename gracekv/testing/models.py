@@ -15,6 +15,14 @@ _CONFIGS = {
     "gemma": "GemmaConfig",
     "gemma2": "Gemma2Config",
     "gemma3_text": "Gemma3TextConfig",
+    "glm4": "Glm4Config",
+    "granite": "GraniteConfig",
+    "ministral": "MinistralConfig",
+    "mixtral": "MixtralConfig",
+    "olmo2": "Olmo2Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "smollm3": "SmolLM3Config",
+    "starcoder2": "Starcoder2Config",
 }
 FAMILIES = tuple(_CONFIGS)
 """`config.model_type`s that `tiny_model` can make."""
@@ -49,7 +57,7 @@ def tiny_model(
         vocabulary: number of token ids; none of them ends a sequence.
         rope: "default", "linear", "dynamic", "llama3" (scaled frequencies), "yarn" (scaled, with
             an attention factor) or "longrope" (two sets of frequencies, with an attention factor).
-        partial: the share of a head's features that rotate ("phi3" only).
+        partial: the share of a head's features that rotate ("phi3" and "glm4" only).
         positions: `max_position_embeddings`.
         original: tokens that the model was trained on before its RoPE was stretched ("llama3",
             "yarn", "longrope"; 32 for "llama3").
@@ -74,7 +82,19 @@ def tiny_model(
     elif family == "gemma3_text":
         local = {"rope_type": "default", "rope_theta": 1e3}
         parameters = {"sliding_attention": local, "full_attention": parameters}
-    if family in ("mistral", "phi3") or window is not None:
+    elif family == "glm4":
+        parameters["partial_rotary_factor"] = partial
+    elif family == "granite":
+        extra = {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+    elif family in ("mixtral", "qwen3_moe"):
+        experts = "num_local_experts" if family == "mixtral" else "num_experts"
+        extra = {experts: 4, "num_experts_per_tok": 2, "moe_intermediate_size": heads * dim}
+    elif family == "smollm3":
+        # Every other layer has no RoPE.
+        extra = {"no_rope_layers": [1 - i % 2 for i in range(layers)], "use_sliding_window": False}
+    elif family == "ministral":
+        extra = {"layer_types": ["full_attention"] * layers}
+    if family in ("mistral", "phi3", "mixtral", "starcoder2") or window is not None:
         # Mistral has a window of 4096 unless told that it has none.
         extra["sliding_window"] = window
     config = getattr(transformers, _CONFIGS[family])(
@@ -106,8 +126,17 @@ def tiny_model(
             for name, weight in model.named_parameters():
                 if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")):
                     weight.normal_(std=2.0 * weight.shape[1] ** -0.5)
-                elif name.endswith(("proj.weight", "lm_head.weight")):
-                    weight.normal_(std=weight.shape[1] ** -0.5)
+                elif name.endswith(
+                    (
+                        "proj.weight",
+                        "lm_head.weight",
+                        "fc.weight",
+                        "experts.gate_up_proj",
+                        "experts.down_proj",
+                        "gate.weight",
+                    )
+                ):
+                    weight.normal_(std=weight.shape[-1] ** -0.5)
                 elif name.endswith("embed_tokens.weight"):
                     weight.normal_(std=embedding)
                 elif name.endswith("bias"):

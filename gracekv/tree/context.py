@@ -42,6 +42,8 @@ class TreeContext:
     def layer_groups(self, limit: int) -> list[list[int]]:
         """Layers of one device whose gathered tokens take about `limit` bytes, a list a group.
 
+        Those with RoPE and those without are in groups of their own.
+
         A group takes every k-th layer of its device, so that all groups resemble one another.
         """
         prefill = self.prefill
@@ -49,11 +51,11 @@ class TreeContext:
         layer_bytes = (
             prefill.kv_heads * self.partition.region.length * (2 * prefill.head_dim + 72) * 4
         )
-        by_device: dict[torch.device, list[int]] = defaultdict(list)
+        alike: dict[tuple[torch.device, bool], list[int]] = defaultdict(list)
         for layer, keys in enumerate(prefill.keys):
-            by_device[keys.device].append(layer)
+            alike[keys.device, layer in prefill.unrotated].append(layer)
         groups = []
-        for layers in by_device.values():
+        for layers in alike.values():
             count = math.ceil(len(layers) / max(1, limit // layer_bytes))
             groups += [layers[k::count] for k in range(count)]
         return groups

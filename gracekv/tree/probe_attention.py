@@ -23,7 +23,8 @@ class ProbeAttention:
 
     Attributes:
         positions: int64 [P] ascending probe positions.
-        queries: [U, P, d] float32, times the attention scale.
+        queries: [U, P, d] float32, times the attention scale; like `unrotated_keys` in the order of
+            features that `Rope.in_halves` gives.
         max_logit: [U, P], over the visible tokens.
         inverse_sum: 1 / Z_C [U, P], Z_C the sum of `exponentials`.
         exponentials: p [U*N, P], e^(logit - max_logit); 0 where the probe cannot see.
@@ -76,7 +77,12 @@ class ProbeAttention:
         max_logit = logits.amax(dim=1)
         exponentials = logits.sub_(max_logit[:, None]).exp_()
         inverse_sum = 1.0 / exponentials.sum(dim=1)
-        unrotated = prefill.rope.unrotate(keys, positions, out=buffer.take(heads, tokens, dim))
+        rope = prefill.rope_of(layers[0])
+        unrotated = rope.unrotate(keys, positions, out=buffer.take(heads, tokens, dim))
+        _, order = rope.in_halves(dim)
+        if order is not None:
+            order = order.to(device)
+            queries, unrotated = queries[..., order], unrotated[..., order]
         # Rotated keys are not read again, so values take their memory.
         values = keys
         _copy([prefill.values[layer] for layer in layers], region, values)

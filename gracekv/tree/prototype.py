@@ -103,7 +103,7 @@ class Prototype(Distortion):
             weights=DistortionWeights(self.lambda_z, self.lambda_m, self.epsilon),
             attention=ProbeAttention.of(context, layers, self.probes(context), workspace),
             batch=batch,
-            rope=context.prefill.rope,
+            rope=context.prefill.rope_of(layers[0]).in_halves(context.prefill.head_dim)[0],
             rule=context.rule,
         )
         engine = select_engine(self.engine, inputs.attention.values)

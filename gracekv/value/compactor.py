@@ -100,7 +100,7 @@ def leverages(prefill: Prefill, layer: int, seen: Region, ridge: float) -> Tenso
         ridge: added to the Gram matrix's diagonal.
     """
     keys = prefill.keys[layer][:, seen.start : seen.end].float()
-    plain = prefill.rope.unrotate(keys, torch.arange(seen.start, seen.end)).double()
+    plain = prefill.rope_of(layer).unrotate(keys, torch.arange(seen.start, seen.end)).double()
     plain = plain - plain.mean(dim=1, keepdim=True)
     gram = plain.transpose(1, 2) @ plain
     gram.diagonal(dim1=-2, dim2=-1).add_(ridge)

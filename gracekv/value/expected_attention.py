@@ -71,10 +71,11 @@ class ExpectedAttention(Scorer):
         device, end = prefill.keys[0].device, prefill.spans.context_end
         # A context that consists of sinks alone still has statistics.
         first = min(self.sinks, end - 1)
-        rotation = mean_rotation(prefill.rope, prefill.head_dim, end, self.future_positions)
         moments = query_moments(prefill, Region(first, end))
         scores = []
         for layer in range(prefill.layers):
+            rope = prefill.rope_of(layer)
+            rotation = mean_rotation(rope, prefill.head_dim, end, self.future_positions)
             seen = self._layer(prefill, layer, moments, rotation)
             whole = seen.new_full((prefill.kv_heads, end), float(seen.max()) + 1)
             whole[:, first:] = seen
@@ -126,7 +127,7 @@ def query_moments(prefill: Prefill, seen: Region) -> QueryMoments:
         first, last = max(part.start, seen.start), min(part.end, seen.end)
         if first < last:
             for layer, total in enumerate(sums):
-                total.add(view.queries_at(layer, range(first, last)), prefill.rope, first)
+                total.add(view.queries_at(layer, range(first, last)), prefill.rope_of(layer), first)
     means, covariances = zip(*(total.moments() for total in sums), strict=True)
     return QueryMoments(seen.start, seen.end, means, covariances)
 
@@ -148,6 +149,10 @@ def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:
     turned = torch.cat([torch.cat([c, s], dim=1), torch.cat([-s, c], dim=1)])
     rest = torch.eye(dim - 2 * half, dtype=turned.dtype, device=turned.device)
     whole: Tensor = torch.block_diag(turned, rest)
+    _, order = rope.in_halves(dim)
+    if order is not None:
+        back = order.argsort()
+        whole = whole[back][:, back]
     return whole.float()
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Prefill, Region, depth_layers
-from gracekv.rope import Rope
 from gracekv.value.base import TokenScores
 from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.expected_attention import ExpectedAttention
@@ -176,14 +175,14 @@ def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Regi
     end, heads, dim = prefill.spans.context_end, prefill.query_heads, prefill.head_dim
     first, group = min(scorer.sinks, end - 1), prefill.group
     eye = torch.eye(dim, dtype=torch.float64)
-    table = Rope(prefill.rope.cos.double(), prefill.rope.sin.double())
-    turns = [
-        table.rotate(eye, torch.full((dim,), end + ahead))
-        for ahead in range(scorer.future_positions)
-    ]
-    turn = sum(turns[1:], turns[0]) / len(turns)
     tokens = torch.zeros(prefill.layers, prefill.kv_heads, end, dtype=torch.float64)
     for layer in range(prefill.layers):
+        table = prefill.rope_of(layer).double()
+        turns = [
+            table.rotate(eye, torch.full((dim,), end + ahead))
+            for ahead in range(scorer.future_positions)
+        ]
+        turn = sum(turns[1:], turns[0]) / len(turns)
         shares = torch.zeros(heads, end, dtype=torch.float64)
         for head in range(heads):
             queries = prefill.queries_at(layer, range(first, end))[head].double()
@@ -250,10 +249,10 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
 
 def block_replay(prefill: Prefill, block: int, power: float, region: Region) -> Tensor:
     """[L, G, N] float64: power means of attention of queries moved to their block's end."""
-    rope = Rope(prefill.rope.cos.double(), prefill.rope.sin.double())
     spans = prefill.spans
     total = torch.zeros(prefill.layers, prefill.kv_heads, spans.length, dtype=torch.float64)
     for layer in range(prefill.layers):
+        rope = prefill.rope_of(layer).double()
         for head in range(prefill.query_heads):
             keys = prefill.keys[layer][head // prefill.group].double()
             for u in range(spans.context_start, spans.context_end):
@@ -275,10 +274,10 @@ def replay(
     prefill: Prefill, at: Tensor, weights: Tensor, region: Region, power: float = 2.0
 ) -> Tensor:
     """[L, G, N] float64: power means over u of p_{u,t}, queries `at` moved to the last position."""
-    rope = Rope(prefill.rope.cos.double(), prefill.rope.sin.double())
     last = prefill.spans.length - 1
     total = torch.zeros(prefill.layers, prefill.kv_heads, region.length, dtype=torch.float64)
     for layer in range(prefill.layers):
+        rope = prefill.rope_of(layer).double()
         for head in range(prefill.query_heads):
             keys = prefill.keys[layer][head // prefill.group].double()
             for u, weight in zip(at.tolist(), weights.tolist(), strict=True):

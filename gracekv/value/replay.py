@@ -131,7 +131,11 @@ def replayed_powers(
     Raises `MissingCaptureError` if a query was not captured.
     """
     queries = prefill.queries_at(layer, at).float() * prefill.scale
-    moved = prefill.rope.moved(at, prefill.spans.length - 1).rotate(queries, torch.arange(len(at)))
+    moved = (
+        prefill.rope_of(layer)
+        .moved(at, prefill.spans.length - 1)
+        .rotate(queries, torch.arange(len(at)))
+    )
     seen = torch.full_like(at, prefill.spans.length)
     columns = softmax_columns(moved, prefill.keys[layer], seen, weights, power=power)
     inside = columns[:, region.start : region.end]

@@ -227,7 +227,6 @@ def flex():
     [
         (gpt2, "no rotary position embedding"),
         (lambda: small(transformers.MistralConfig, sliding_window=8), "sliding window of 8"),
-        (lambda: small(transformers.Olmo2Config), "family 'olmo2' is not tested"),
         (proportional, "RoPE variant 'proportional'"),
         (lambda: tiny_llama().train(), r"model\.eval\(\)"),
         (flex, r"set_attn_implementation\('sdpa'\)"),

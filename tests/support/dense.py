@@ -29,6 +29,8 @@ def dense_logits(
     from transformers import DynamicCache
 
     precise = copy.deepcopy(model).double()
+    # The fast product over experts takes no float64.
+    precise.config._experts_implementation = "eager"
     for module in precise.modules():
         if type(module).__name__.endswith("RMSNorm"):
             # The stock ones compute in float32.

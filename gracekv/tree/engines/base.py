@@ -41,7 +41,7 @@ class EngineInputs:
         weights: of the distortion.
         attention: of the probes to these heads.
         batch: the trees of these heads.
-        rope: the rotations of all positions.
+        rope: the rotations of all positions, in halves.
         rule: how tokens merge.
     """
 

@@ -45,9 +45,8 @@ def prototype_of(
     origin, count = context.partition.region.start, end - start
     # Python's round goes half to even, as `representative_positions` does.
     position = round(sum(range(start, end)) / count)
-    unrotated = [
-        prefill.rope.unrotate(keys[t : t + 1], torch.tensor([t]))[0] for t in range(start, end)
-    ]
+    rope = prefill.rope_of(layer)
+    unrotated = [rope.unrotate(keys[t : t + 1], torch.tensor([t]))[0] for t in range(start, end)]
     mean_key = sum(unrotated[1:], unrotated[0]) / count
     scores = [float(context.scores[layer, head, t - origin]) for t in range(start, end)]
     weights = [score + rule.uniform_base * sum(scores) / count for score in scores]
@@ -60,7 +59,7 @@ def prototype_of(
     coherence = float(mean_key.norm()) / (norm_mean + rule.epsilon)
     multiplicity = min(max(count * coherence**2, 1.0), float(count)) if rule.multiplicity else 1.0
     return ReferencePrototype(
-        key=prefill.rope.rotate(mean_key[None], torch.tensor([position]))[0],
+        key=rope.rotate(mean_key[None], torch.tensor([position]))[0],
         value=value / (sum(weights) + rule.epsilon),
         position=position,
         multiplicity=multiplicity,

@@ -1,0 +1,208 @@
+"""A model of an unlisted family, tried on a short random prompt.
+
+Compression takes attention for what most models compute: softmax(s q.k + mask) v over the keys that
+the cache holds, which RoPE rotates in one of a few ways, or not at all. Both are computed here from
+what a model's attention modules hand to transformers' attention function, and compared with what
+the model itself gives. Source: ours.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import UnsupportedModelError, UntestedModelWarning
+from gracekv.prefill.attention_patch import input_device, patched_attention
+from gracekv.prefill.model_layers import ROTATIONS, Rotation, remember_rotations, rope_of_table
+
+_TOKENS = 24
+# The largest difference, relative to what the model gives: rounding, by the bytes of a number.
+_TOLERANCE = {8: 1e-6, 4: 1e-3, 2: 0.1}
+
+_passed: WeakSet[Any] = WeakSet()
+
+
+class _Enough(Exception):
+    """Ends an attention module's forward once its key is known."""
+
+
+@torch.no_grad()
+def self_check(model: Any) -> None:
+    """Try `model`, once: its attention, its rotations, and a step over cached keys and values.
+
+    Warns (`UntestedModelWarning`) if all are as expected. Raises `UnsupportedModelError` with the
+    first layer that differs, or what else does.
+    """
+    if model in _passed:
+        return
+    name, family = type(model).__name__, model.config.model_type
+    for number, layer in enumerate(model.get_decoder().layers):
+        if not hasattr(getattr(layer, "self_attn", None), "o_proj"):
+            raise UnsupportedModelError(
+                f"Layer {number} of {name} ({family}) is a {type(layer).__name__} without the "
+                f"modules self_attn and self_attn.o_proj, which gracekv reads."
+            )
+    ids = torch.arange(1, _TOKENS + 1) * 7919 % model.get_input_embeddings().num_embeddings
+    ids = ids[None].to(input_device(model))
+    seen = _Seen()
+    hooks = ExitStack()
+    with hooks, patched_attention(model, seen.wrap):
+        for number, layer in enumerate(model.get_decoder().layers):
+            hook = layer.self_attn.register_forward_pre_hook(seen.before(number), with_kwargs=True)
+            hooks.callback(hook.remove)
+        stock = model(input_ids=ids, use_cache=False).logits[0, -1]
+    missing = sorted(set(range(len(model.get_decoder().layers))) - seen.keys.keys())
+    if missing:
+        raise UnsupportedModelError(
+            f"Layer {missing[0]} of {name} ({family}) does not call transformers' attention "
+            f"function, so gracekv cannot read its keys and queries."
+        )
+    for number, difference in sorted(seen.differences.items()):
+        if difference > _tolerance(model):
+            raise UnsupportedModelError(
+                f"The attention of layer {number} of {name} ({family}) differs by "
+                f"{difference:.1g} from softmax attention over its keys; gracekv computes nothing "
+                f"else for a family that it does not know."
+            )
+    found = _rotations(model, seen)
+    again = _last_step(model, ids, seen)
+    difference = _difference(again, stock)
+    if difference > _tolerance(model):
+        raise UnsupportedModelError(
+            f"A step of {name} ({family}) over cached keys and values differs by {difference:.1g} "
+            f"from the whole prompt at once, so it keeps more than them between steps."
+        )
+    remember_rotations(model, found)
+    _passed.add(model)
+    warnings.warn(
+        f"The model family {family!r} is not tested with gracekv. A short random prompt gave what "
+        f"the model itself gives, so it is used; compare some answers at ratio=1.",
+        UntestedModelWarning,
+        stacklevel=5,
+    )
+
+
+class _Seen:
+    """What the attention modules were given and computed."""
+
+    def __init__(self) -> None:
+        self.keys: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.differences: dict[int, float] = {}
+        self.inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+
+    def before(self, number: int) -> Callable[..., None]:
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.inputs[number] = args, kwargs
+
+        return hook
+
+    def wrap(self, own: Any) -> Any:
+        def attention(
+            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+        ) -> Any:
+            layer = module.layer_idx
+            self.keys[layer], self.values[layer] = key, value
+            output = own(module, query, key, value, mask, **kwargs)
+            plain = _softmax_attention(query, key, value, kwargs["scaling"])
+            self.differences[layer] = _difference(plain, output[0])
+            return output
+
+        return attention
+
+
+def _rotations(model: Any, seen: _Seen) -> dict[int, Rotation]:
+    """How each layer rotates: which rotation makes its keys of those without one."""
+    plain: dict[int, Tensor] = {}
+
+    def catching(own: Any) -> Any:
+        def attention(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+            plain[module.layer_idx] = key
+            raise _Enough
+
+        return attention
+
+    found: dict[int, Rotation] = {}
+    with patched_attention(model, catching):
+        for number, (args, kwargs) in seen.inputs.items():
+            pair = kwargs.get("position_embeddings")
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise UnsupportedModelError(
+                    f"Layer {number} of {type(model).__name__} ({model.config.model_type}) is not "
+                    f"given cos and sin as `position_embeddings`, so its rotation is unknown."
+                )
+            cos, sin = pair
+            still = kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
+            with suppress(_Enough):
+                model.get_decoder().layers[number].self_attn(*args, **still)
+            found[number] = _rotation(model, number, plain[number], seen.keys[number], cos, sin)
+    return found
+
+
+def _rotation(
+    model: Any, number: int, plain: Tensor, rotated: Tensor, cos: Tensor, sin: Tensor
+) -> Rotation:
+    places, differences = torch.arange(cos.shape[1]), dict[Rotation, float]()
+    for rotation in ROTATIONS:
+        rope = rope_of_table(cos[0].float(), sin[0].float(), rotation)
+        if rope.cos.shape[1] <= plain.shape[-1]:
+            made = rope.rotate(plain[0].float(), places)
+            differences[rotation] = _difference(made, rotated[0])
+    best = min(differences, key=lambda rotation: differences[rotation])
+    if differences[best] <= _tolerance(model):
+        return best
+    raise UnsupportedModelError(
+        f"Layer {number} of {type(model).__name__} ({model.config.model_type}) rotates its keys in "
+        f"a way that gracekv does not know; it knows {', '.join(ROTATIONS)}."
+    )
+
+
+def _last_step(model: Any, ids: Tensor, seen: _Seen) -> Tensor:
+    """Logits [vocabulary] of the last token over the keys and values of those before it."""
+    keys, values = dict(seen.keys), dict(seen.values)
+
+    def stepping(own: Any) -> Any:
+        def attention(
+            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+        ) -> Any:
+            layer = module.layer_idx
+            key, value = (
+                torch.cat([known[layer][:, :, :-1], new], dim=2)
+                for known, new in ((keys, key), (values, value))
+            )
+            output = _softmax_attention(query, key, value, kwargs["scaling"])
+            return output.to(query.dtype), None
+
+        return attention
+
+    with patched_attention(model, stepping):
+        place = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
+        output = model(input_ids=ids[:, -1:], position_ids=place, use_cache=False)
+    logits: Tensor = output.logits[0, -1]
+    return logits
+
+
+def _softmax_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """float32 [B, Q, H, d]; the queries are the last of the keys' tokens."""
+    group, count, length = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
+    key, value = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
+    logits = scale * query.float() @ key.mT
+    hidden = torch.ones(count, length, dtype=torch.bool, device=key.device)
+    logits.masked_fill_(hidden.triu(length - count + 1), -torch.inf)
+    return (logits.softmax(-1) @ value).transpose(1, 2)
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    """|found - wanted| / |wanted|."""
+    wanted = wanted.float()
+    return float((found.float() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def _tolerance(model: Any) -> float:
+    return _TOLERANCE[model.dtype.itemsize]

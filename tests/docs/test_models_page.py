@@ -1,0 +1,11 @@
+"""The table of supported models is that of the tests."""
+
+from page_blocks import ROOT
+
+from support.families import table
+
+
+def test_the_table_is_made_of_the_tests_list():
+    page = (ROOT / "docs" / "models.md").read_text()
+    written = page.split("<!-- families -->")[1].split("<!-- end -->")[0].strip()
+    assert written == table(), f"docs/models.md should hold:\n{table()}"

@@ -1,0 +1,151 @@
+"""Every listed family: all that `compress` promises, against the stock model."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import gracekv  # noqa: E402
+from gracekv.hf import GraceCache, attach, detach  # noqa: E402
+from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.prefill.supported import TESTED_MODEL_TYPES  # noqa: E402
+from support.dense import dense_logits  # noqa: E402
+from support.families import FAMILIES  # noqa: E402
+from support.margins import assert_same_steps, assert_same_tokens, logits_over  # noqa: E402
+
+LENGTH = 90
+IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 80), question_end=86)
+SHORTER = gracekv.Prompt.from_ids(IDS[7:67], (3, 50), question_end=56)
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def generated(model, cache=None, tokens=8):
+    """New ids [n] and the logits [n, vocabulary] they were chosen by; stock without a cache."""
+    (detach if cache is None else attach)(model)
+    output = model.generate(
+        IDS[None],
+        attention_mask=torch.ones_like(IDS)[None],
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[0, LENGTH:], torch.cat(output.logits)
+
+
+def test_the_list_is_that_of_the_check():
+    assert set(FAMILIES) == TESTED_MODEL_TYPES
+
+
+@every_family
+def test_the_capture_is_the_stock_forward_pass(family):
+    model = FAMILIES[family].model()
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        plain = copy.deepcopy(model)(IDS[None], past_key_values=cache)
+
+    prefill = capture(model, PROMPT)
+    parts = capture(model, PROMPT, chunk=40)
+
+    for layer in range(prefill.layers):
+        # Exactly: both call the same functions on the same shapes.
+        assert torch.equal(prefill.keys[layer], cache.layers[layer].keys[0])
+        assert torch.equal(prefill.values[layer], cache.layers[layer].values[0])
+        torch.testing.assert_close(parts.keys[layer], prefill.keys[layer], rtol=0, atol=1e-3)
+    torch.testing.assert_close(prefill.logits, plain.logits[0, -1], rtol=0, atol=1e-4)
+    torch.testing.assert_close(parts.logits, prefill.logits, rtol=0, atol=1e-3)
+    # The probes' attention, from what was captured, is what the model computed.
+    probes = PROMPT.spans.question_probes()
+    unseen = torch.arange(LENGTH)[None] > torch.tensor(probes)[:, None]
+    for layer in range(prefill.layers):
+        query = prefill.queries_at(layer, probes).double()
+        keys, values = (
+            x[layer].double().repeat_interleave(prefill.group, dim=0)
+            for x in (prefill.keys, prefill.values)
+        )
+        logits = query @ keys.mT * prefill.scale
+        output = logits.masked_fill(unseen, -torch.inf).softmax(-1) @ values
+        got = prefill.head_outputs[layer].double()
+        torch.testing.assert_close(got, output, rtol=1e-5, atol=1e-4)
+
+
+@every_family
+def test_keys_without_their_rotation_are_those_of_the_model(family):
+    """A model without rotations has the keys that `unrotate` gives; so merging is right."""
+    model = FAMILIES[family].model(layers=1 if family != "smollm3" else 2)
+    prefill = capture(model, PROMPT)
+    rotary = model.get_decoder().rotary_emb
+    own = rotary.forward
+    rotary.forward = lambda *args, **kwargs: tuple(
+        torch.full_like(x, float(i == 0)) for i, x in enumerate(own(*args, **kwargs))
+    )
+    plain = capture(model, PROMPT)
+    # Later layers read other states once the first has no rotation.
+    layers = range(prefill.layers) if family != "smollm3" else (0,)
+    for layer in layers:
+        unrotated = prefill.rope_of(layer).unrotate(prefill.keys[layer], torch.arange(LENGTH))
+        torch.testing.assert_close(unrotated, plain.keys[layer], rtol=0, atol=1e-4)
+        assert (unrotated - prefill.keys[layer]).abs().max() > 0.1
+
+
+@every_family
+def test_ratio_one_generates_what_the_stock_model_does(family):
+    expected, expected_logits = generated(FAMILIES[family].model())
+    result = gracekv.compress(FAMILIES[family].model(), PROMPT, ratio=1)
+    ids, logits = generated(result.model, result.new_cache())
+    assert_same_steps(ids, logits, expected, expected_logits, margin=3e-4)
+
+
+def heavier(cache):
+    """The same entries with multiplicities that matter: tiny models attend to few tokens."""
+    rng = torch.Generator().manual_seed(1)
+    layers = [
+        dataclasses.replace(layer, log_multiplicity=torch.rand(layer.entries, generator=rng) * 5)
+        for layer in cache.layers
+    ]
+    return dataclasses.replace(cache, layers=tuple(layers))
+
+
+@every_family
+def test_a_quarter_of_the_entries_decodes_like_dense_masked_attention(family):
+    model = FAMILIES[family].model()
+    prefill = capture(model, PROMPT)
+    for pipeline in ("gracekv", "gracekv-plus"):
+        result = gracekv.compress(model, PROMPT, prefill=prefill, ratio=4, pipeline=pipeline)
+        kept = result.accounting
+        assert kept.spent <= kept.budget < 0.26 * kept.entries.numel() * 76
+        assert result.packed.kv_bytes < 0.45 * kept.full_bytes
+    packed = heavier(result.packed)
+
+    ids, logits = generated(model, GraceCache(packed))
+
+    tokens = torch.cat([IDS[-1:], ids[:-1]])
+    want = dense_logits(model, packed, tokens)
+    torch.testing.assert_close(logits.double(), want, rtol=0, atol=3e-4)
+
+
+@every_family
+def test_batches_beams_and_files_give_what_one_prompt_gives(family, tmp_path):
+    model = FAMILIES[family].model()
+    alone = [gracekv.compress(model, prompt, ratio=3) for prompt in (PROMPT, SHORTER)]
+    batch = gracekv.compress(model, [PROMPT, SHORTER], ratio=3)
+    rows = batch.generate_ids(6)
+    for result, row in zip(alone, rows, strict=True):
+        own = result.generate_ids(6)[0]
+        assert_same_tokens(row, own, logits_over(result))
+
+    file = tmp_path / "cache.safetensors"
+    batch.save(file)
+    loaded = gracekv.load(file, model)
+    assert torch.equal(loaded.generate_ids(6), rows)
+
+    beams = alone[0].generate_ids(6, num_beams=2, num_return_sequences=2)
+    assert beams.shape == (2, 6)
+    assert torch.equal(batch.generate_ids(6, num_beams=2)[0], beams[0])

@@ -1,0 +1,59 @@
+"""The model families that are tested against the stock model, for tests and the docs' table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gracekv.testing.models import tiny_model
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table.
+
+    Attributes:
+        title: what people call it.
+        facts: what is particular about its attention.
+        options: of `tiny_model`; "family" is its `config.model_type`.
+    """
+
+    title: str
+    facts: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def model(self, **options: Any) -> Any:
+        """A tiny model with random weights."""
+        return tiny_model(**{"layers": 2, "seed": 3, **self.options, **options})
+
+
+def table() -> str:
+    """The rows of docs/models.md."""
+    rows = [f"| {x.title} | `{name}` | {x.facts} |" for name, x in FAMILIES.items()]
+    return "\n".join(["| models | `model_type` | their attention |", "|---|---|---|", *rows])
+
+
+FAMILIES = {
+    family.options["family"]: family
+    for family in (
+        Family("Llama 2 and 3, SmolLM2", "plain", {"family": "llama"}),
+        Family("Mistral", "plain", {"family": "mistral"}),
+        Family("Ministral", "plain", {"family": "ministral"}),
+        Family("Mixtral", "experts", {"family": "mixtral"}),
+        Family("Qwen2, Qwen2.5", "biases", {"family": "qwen2"}),
+        Family("Qwen3", "norms of queries and keys", {"family": "qwen3"}),
+        Family("Qwen3-MoE", "experts; norms of queries and keys", {"family": "qwen3_moe"}),
+        Family("Phi-3, Phi-4", "partial rotation, LongRoPE", {"family": "phi3", "partial": 0.75}),
+        Family("Gemma", "large heads", {"family": "gemma"}),
+        Family("OLMo 2", "norms over all heads", {"family": "olmo2"}),
+        Family("Granite", "a scale of its own", {"family": "granite"}),
+        Family("SmolLM3", "layers without RoPE", {"family": "smollm3"}),
+        Family(
+            "GLM-4",
+            "partial rotation of neighbouring features; biases",
+            {"family": "glm4", "partial": 0.5, "bias": True},
+        ),
+        Family("StarCoder2", "biases", {"family": "starcoder2", "bias": True}),
+    )
+}
