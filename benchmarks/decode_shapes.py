@@ -77,7 +77,7 @@ def quantised(layer: RaggedLayer, bits: int | None) -> LayerEntries:
         return layer
     cache = RaggedCache((layer,), 1, (0,) * layer.sequences)
     precision = UniformPrecision(bits=bits, sinks=0)
-    return precision(cache, [layer.positions], Region(0, 1)).layers[0]
+    return precision(cache, [precision.widths(layer.positions, Region(0, 1))]).layers[0]
 
 
 @dataclass

@@ -14,6 +14,7 @@ from gracekv.backends.triton_splits import split_tables
 from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.base import RaggedLayer
 from gracekv.cache.coded import Coding
+from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.hyperparameter import bounded
 from gracekv.kernels import device as gpu
@@ -40,6 +41,7 @@ class Triton(AttentionBackend):
     float16 and bfloat16 with heads of dimension 256 or less. Nothing is copied or padded.
     """
 
+    reads_codes: ClassVar[bool] = True
     takes_softcap: ClassVar[bool] = True
     takes_sink_logits: ClassVar[bool] = True
     splits_per_processor: int = bounded(2, at_least=1)
@@ -66,33 +68,38 @@ class Triton(AttentionBackend):
                 reason = str(error)
         return reason
 
-    def prepare(self, layer: RaggedLayer) -> TritonLayer:
-        device, dim = layer.keys.device, layer.keys.shape[-1]
+    def prepare(self, layer: RaggedLayer | QuantisedLayer) -> TritonLayer:
+        exact, coded = (
+            (layer.exact, (layer.coded,)) if isinstance(layer, QuantisedLayer) else (layer, ())
+        )
+        device = exact.keys.device
         _require(device)
         capability = gpu.capability(device)
-        block = tiles(dim, layer.keys.dtype, capability).keys
-        keys, values = (_rows_contiguous(x) for x in (layer.keys, layer.values))
+        block = tiles(exact.dim, exact.keys.dtype, capability).keys
+        keys, values = (_rows_contiguous(x) for x in (exact.keys, exact.values))
         copied = sum(
             new.numel() * new.element_size()
-            for new, old in ((keys, layer.keys), (values, layer.values))
+            for new, old in ((keys, exact.keys), (values, exact.values))
             if new is not old
         )
         return TritonLayer(
             keys=keys,
             values=values,
-            bias=layer.log_multiplicity.float().contiguous(),
+            bias=exact.log_multiplicity.float().contiguous(),
             heads=layer.heads,
             sequences=layer.sequences,
             tables=split_tables(
-                layer.offsets,
+                exact.offsets,
                 layer.sequences,
                 block,
                 device,
+                coded=coded,
                 processors=self._processors(device),
                 per_processor=self.splits_per_processor,
             ),
             capability=capability,
             programs=self._programs(device),
+            coded=coded,
             copied=copied,
         )
 
@@ -197,7 +204,9 @@ class Triton(AttentionBackend):
         from gracekv.backends.triton_attention import ragged_attention
 
         packed: tuple[Tensor | None, ...] = (None,) * 7
-        slots, programs = 0, 0
+        slots, splits, programs = 0, 0, 0
+        codes: list[Tensor] = []
+        codings: list[int] = []
         if prepared is None:
             programs = self._programs(query.device)
         else:
@@ -206,7 +215,11 @@ class Triton(AttentionBackend):
             tile = tiles(query.shape[3], query.dtype, prepared.capability, count)
             readers = query.shape[0] * -(-count // tile.queries) // prepared.sequences
             table = prepared.tables.for_readers(readers)
-            slots, programs = table.slots, prepared.programs
+            slots, splits, programs = table.slots, table.most, prepared.programs
+            for entries, mine in zip(prepared.coded, table.coded, strict=True):
+                tensors, numbers = mine.arguments(entries)
+                codes += tensors
+                codings += numbers
             packed = (
                 prepared.keys,
                 prepared.values,
@@ -219,7 +232,20 @@ class Triton(AttentionBackend):
         if keys is not None and values is not None:
             check_tail(query, keys, values, mask)
         result: tuple[Tensor, Tensor] = ragged_attention(
-            query, *packed, keys, values, length, mask, scale, slots, programs, softcap, sink_logits
+            query,
+            *packed,
+            keys,
+            values,
+            length,
+            mask,
+            scale,
+            slots,
+            splits,
+            programs,
+            codes,
+            codings,
+            softcap,
+            sink_logits,
         )
         return result
 

@@ -6,9 +6,12 @@ node; a CUDA graph records two launches whose grids follow from shapes alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from gracekv.backends.triton_codes_kernel import attend_coded_splits
 from gracekv.backends.triton_merge_kernel import merge_splits
 from gracekv.backends.triton_split_kernel import ADDITIVE, BOOLEAN, CAUSAL, attend_splits
 from gracekv.backends.triton_splits import tail_splits
@@ -35,7 +38,10 @@ def ragged_attention(
     mask: Tensor | None,
     scale: float,
     slots: int,
+    packed_splits: int,
     programs: int,
+    codes: list[Tensor],
+    codings: list[int],
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +62,12 @@ def ragged_attention(
         mask: bool or additive float [B or 1, 1, Tq, C]; None is causal, aligned at the length.
         scale: factor of q . k.
         slots: see `SplitTable`; 0 without a packed part.
+        packed_splits: `SplitTable.most`.
         programs: how many kernel programs to aim at.
+        codes: of each coded part, codes, scales and zero points of keys, then of values, as in
+            `Codes`, float32 [E] bias, and items and item_first of its `CodedSplits`.
+        codings: of each coded part, bits and group, 1 for keys and for values by channel, else 0,
+            and `CodedSplits.most`.
         softcap: of the logits, or None.
         sink_logits: [H], or None.
 
@@ -94,8 +105,8 @@ def ragged_attention(
         return output.to(query.dtype).transpose(1, 2), lse
 
     with torch.cuda.device_of(query):
-        if width:
-            attend_splits[(readers, width)](
+        if packed_splits + heads * splits:
+            attend_splits[(readers, packed_splits + heads * splits)](
                 query,
                 *_strides(query, 0, 1, 2),
                 keys,
@@ -124,12 +135,13 @@ def ragged_attention(
                 chunk,
                 splits,
                 slots,
+                packed_splits,
                 batch // sequences,
                 D=dim,
                 BLOCK_D=block_d,
                 BLOCK_M=tile.queries,
                 BLOCK_N=tile.keys,
-                HAS_PACKED=slots > 0,
+                HAS_PACKED=packed_splits > 0,
                 HAS_ROWS=rows is not None,
                 HAS_TAIL=splits > 0,
                 HAS_LENGTH=tail_length is not None,
@@ -141,6 +153,41 @@ def ragged_attention(
                 num_stages=tile.stages,
                 enable_fp_fusion=True,
             )
+        for part, coding in _coded_parts(codes, codings):
+            *stored, items, item_first = part
+            bits, size, keys_by_channel, values_by_channel, most = coding
+            if most:
+                attend_coded_splits[(readers, most)](
+                    query,
+                    *_strides(query, 0, 1, 2),
+                    *stored,
+                    items,
+                    item_first,
+                    rows,
+                    part_output,
+                    part_lse,
+                    scale,
+                    1.0 if softcap is None else softcap,
+                    group,
+                    tokens,
+                    width,
+                    batch // sequences,
+                    D=dim,
+                    BLOCK_D=block_d,
+                    BLOCK_M=tile.queries,
+                    BLOCK_N=tile.keys,
+                    BITS=bits,
+                    SIZE=size,
+                    KEYS_BY_CHANNEL=keys_by_channel == 1,
+                    VALUES_BY_CHANNEL=values_by_channel == 1,
+                    HAS_ROWS=rows is not None,
+                    CAPPED=softcap is not None,
+                    UPCAST=upcast,
+                    PRECISION=tile.precision,
+                    num_warps=tile.warps,
+                    num_stages=tile.stages,
+                    enable_fp_fusion=True,
+                )
         merge_splits[(count, heads, batch)](
             part_output,
             part_lse,
@@ -171,6 +218,18 @@ def _(query: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     batch, heads, tokens, dim = query.shape
     output = query.new_empty((batch, tokens, heads, dim))
     return output.transpose(1, 2), query.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+
+def _coded_parts(
+    codes: list[Tensor], codings: list[int]
+) -> Iterator[tuple[list[Tensor], list[int]]]:
+    """The tensors and the numbers of each coded part."""
+    tensors, numbers = 9, 5
+    for part in range(len(codings) // numbers):
+        yield (
+            codes[part * tensors : (part + 1) * tensors],
+            codings[part * numbers : (part + 1) * numbers],
+        )
 
 
 def _kind(mask: Tensor | None) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gracekv.backends.triton_splits import SplitTables
+from gracekv.cache.coded import CodedEntries
 from gracekv.errors import ShapeError
 
 
@@ -26,6 +27,7 @@ class TritonLayer:
         tables: the splits.
         capability: of the GPU.
         programs: how many kernel programs to aim at.
+        coded: quantised entries, the splits of each in `tables` too.
         copied: bytes of keys and values that had to be copied to make their rows contiguous.
     """
 
@@ -37,6 +39,7 @@ class TritonLayer:
     tables: SplitTables
     capability: tuple[int, int]
     programs: int
+    coded: tuple[CodedEntries, ...]
     copied: int
 
 

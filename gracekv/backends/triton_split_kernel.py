@@ -12,26 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gracekv.backends.triton_softmax import add_entries, capped, normalised
+
 # Whether query t sees entry e, and what is added to the logit.
 PACKED = tl.constexpr(0)  # always; the log multiplicity is added
 CAUSAL = tl.constexpr(1)  # e < length - Tq + t + 1
 BOOLEAN = tl.constexpr(2)  # the mask is not 0
 ADDITIVE = tl.constexpr(3)  # the mask is added
-
-
-@triton.jit
-def _tanh(x):
-    """tanh of float32 numbers, to their last bits; a NaN stays one."""
-    size = tl.minimum(tl.abs(x), 20.0)
-    far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
-    square = x * x
-    # Cephes' polynomial: near 0 the quotient would cancel.
-    p = -5.70498872745e-3 * square + 2.06390887954e-2
-    p = p * square - 5.37397155531e-2
-    p = p * square + 1.33314422036e-1
-    p = p * square - 3.33332819422e-1
-    near = p * square * x + x
-    return tl.where(tl.abs(x) >= 0.625, tl.where(x < 0, -far, far), near)
 
 
 @triton.jit
@@ -79,7 +66,7 @@ def _attend(
             v = v.to(tl.float32)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if CAPPED:
-            logits = softcap * _tanh(logits / softcap)
+            logits = capped(logits, softcap)
         if KIND == PACKED:
             logits += tl.load(extra + n, mask=inside, other=0.0)[None, :]
             seen = inside[None, :]
@@ -93,20 +80,15 @@ def _attend(
                 logits += tl.load(at, mask=inside[None, :], other=0.0).to(tl.float32)
                 seen = inside[None, :]
         logits = tl.where(seen, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        # A row that has seen nothing yet has -inf - -inf, which is NaN.
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp(logits - base[:, None])
-        decay = tl.exp(top - base)
-        total = total * decay + tl.sum(weights, 1)
-        acc = acc * decay[:, None]
-        acc += tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        top = new_top
-    safe = tl.where(total > 0, total, 1.0)
-    return acc / safe[:, None], tl.where(total > 0, top + tl.log(safe), float("-inf"))
+        top, total, acc = add_entries(logits, v, top, total, acc, PRECISION)
+    return normalised(top, total, acc)
 
 
-@triton.jit(do_not_specialize=["tail_size", "tail_chunk", "tail_splits", "slots", "per_sequence"])
+@triton.jit(
+    do_not_specialize=[
+        "tail_size", "tail_chunk", "tail_splits", "slots", "packed_splits", "per_sequence"
+    ]
+)  # fmt: skip
 def attend_splits(
     query,  # [B, H, Tq, D]
     query_batch_stride,
@@ -144,6 +126,7 @@ def attend_splits(
     tail_chunk,
     tail_splits,
     slots,
+    packed_splits,  # the most items of a sequence
     per_sequence,  # batch rows of a sequence, if `rows` is unused
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -183,7 +166,7 @@ def attend_splits(
     out = part_output + (batch * width * count + m)[:, None] * D + dim[None, :]
     lse_out = part_lse + batch * width * count + m
     if HAS_PACKED:
-        if split < slots:
+        if split < packed_splits:
             if HAS_ROWS:
                 sequence = tl.load(rows + batch)
             else:
@@ -224,9 +207,9 @@ def attend_splits(
                 tl.store(out + slot * count * D, output, mask=used)
                 tl.store(lse_out + slot * count, lse, mask=real)
     if HAS_TAIL:
-        if split >= slots:
-            head = ((split - slots) // tail_splits).to(tl.int64)
-            first = ((split - slots) % tail_splits) * tail_chunk
+        if split >= packed_splits:
+            head = ((split - packed_splits) // tail_splits).to(tl.int64)
+            first = ((split - packed_splits) % tail_splits) * tail_chunk
             if HAS_LENGTH:
                 length = tl.load(tail_length + batch).to(tl.int32)
             else:
@@ -266,7 +249,7 @@ def attend_splits(
                 UPCAST,
                 PRECISION,
             )
-            slot = split.to(tl.int64)
+            slot = (slots + split - packed_splits).to(tl.int64)
             if here > 0:
                 tl.store(out + slot * count * D, output, mask=used)
             tl.store(lse_out + slot * count, lse, mask=real)

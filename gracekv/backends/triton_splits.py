@@ -7,12 +7,14 @@ from its length, and long splits start first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gracekv import ragged
+from gracekv.cache.coded import CodedEntries
 
 # With more query tiles on each packed row, larger splits fill the GPU too and write fewer partial
 # results: a table for at least so many readers of a row, and one of a split per head beyond (ours).
@@ -24,11 +26,41 @@ _FILLED = 0.9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CodedSplits:
+    """The splits of a coded part.
+
+    Attributes:
+        items: int64 [W, 5], as those of `SplitTable`, and the number that the first entry would
+            have if all blocks of all rows were full.
+        item_first: int64 [S+1]; sequence s has items [item_first[s], item_first[s+1]).
+        most: the most items of any sequence.
+    """
+
+    items: Tensor
+    item_first: Tensor
+    most: int
+
+    def to(self, device: torch.device) -> CodedSplits:
+        """The same splits on `device`."""
+        return CodedSplits(self.items.to(device), self.item_first.to(device), self.most)
+
+    def arguments(self, entries: CodedEntries) -> tuple[list[Tensor], list[int]]:
+        """`codes` and `codings` of `ragged_attention` for the part: nine tensors, five numbers."""
+        coding, keys, values = entries.coding, entries.keys, entries.values
+        stored = [keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero]
+        by_channel = [int(by == "channel") for by in (coding.keys, coding.values)]
+        return (
+            [*stored, entries.log_multiplicity, self.items, self.item_first],
+            [coding.bits, coding.group, *by_channel, self.most],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SplitTable:
     """The packed entries of one layer in splits.
 
-    A sequence's splits are numbered head by head; a split's number in its sequence is the slot of
-    its partial result.
+    A sequence's splits are numbered head by head, those of coded parts after a head's others; a
+    split's number in its sequence is the slot of its partial result.
 
     Attributes:
         items: int64 [W, 4], sequence by sequence, longest first inside one: KV head, first entry,
@@ -36,18 +68,23 @@ class SplitTable:
         item_first: int64 [S+1]; sequence s has items [item_first[s], item_first[s+1]).
         row_first: int64 [S, G+1]; head g of sequence s has slots
             [row_first[s, g], row_first[s, g+1]).
-        slots: the most splits of any sequence.
+        slots: the most splits of any sequence, coded ones included.
+        most: the most items of any sequence.
+        coded: the splits of each coded part.
     """
 
     items: Tensor
     item_first: Tensor
     row_first: Tensor
     slots: int
+    most: int
+    coded: tuple[CodedSplits, ...] = ()
 
     @property
     def bytes(self) -> int:
-        """Bytes of the three tensors."""
-        tables = (self.items, self.item_first, self.row_first)
+        """Bytes of all tensors."""
+        tables = [self.items, self.item_first, self.row_first]
+        tables += [x for part in self.coded for x in (part.items, part.item_first)]
         return sum(table.numel() * table.element_size() for table in tables)
 
     def to(self, device: torch.device) -> SplitTable:
@@ -57,6 +94,8 @@ class SplitTable:
             self.item_first.to(device),
             self.row_first.to(device),
             self.slots,
+            self.most,
+            tuple(part.to(device) for part in self.coded),
         )
 
 
@@ -90,6 +129,7 @@ def split_tables(
     *,
     processors: int,
     per_processor: int,
+    coded: Sequence[CodedEntries] = (),
 ) -> SplitTables:
     """The tables of a packed layer.
 
@@ -100,10 +140,13 @@ def split_tables(
         device: where the tables are to lie.
         processors: of the GPU.
         per_processor: splits to aim at for each of them.
+        coded: the coded parts.
     """
-    total = int(offsets[-1])
+    total = int(offsets[-1]) + sum(part.entries for part in coded)
     sizes = [split_size(total * least, block, processors, per_processor) for least in _READERS]
-    tables = [split_table(offsets, sequences, size, block) for size in [*sizes, max(total, 1)]]
+    tables = [
+        split_table(offsets, sequences, size, block, coded) for size in [*sizes, max(total, 1)]
+    ]
     return SplitTables(tuple(table.to(device) for table in tables))
 
 
@@ -121,7 +164,13 @@ def split_size(entries: int, block: int, processors: int, per_processor: int) ->
     return size
 
 
-def split_table(offsets: Tensor, sequences: int, size: int, block: int) -> SplitTable:
+def split_table(
+    offsets: Tensor,
+    sequences: int,
+    size: int,
+    block: int,
+    coded: Sequence[CodedEntries] = (),
+) -> SplitTable:
     """Each row in equal splits of at most about `size` entries, whole blocks each.
 
     Args:
@@ -129,32 +178,54 @@ def split_table(offsets: Tensor, sequences: int, size: int, block: int) -> Split
         sequences: S.
         size: entries of a split.
         block: entries of a kernel step.
+        coded: the coded parts.
     """
-    lengths = offsets.diff()
-    count = _ceil(lengths, lengths.new_tensor(size))
-    even = _round_up(_ceil(lengths, count.clamp(min=1)), block).clamp(min=block)
-    count = _ceil(lengths, even)
-
-    row, step = ragged.rows_and_steps(count)
-    first = ragged.offsets(count)
-    begin = step * even[row]
-    length = torch.minimum(even[row], lengths[row] - begin)
-
-    heads = len(lengths) // sequences
-    item_first = first[::heads]
-    sequence = row // heads
-    slot = torch.arange(len(row)) - item_first[sequence]
-    items = torch.stack([row % heads, offsets[row] + begin, length, slot], dim=1)
-    # Stable sorts, the minor key first: sequence by sequence, longest first, then by slot.
-    order = torch.argsort(length, descending=True, stable=True)
-    order = order[torch.argsort(sequence[order], stable=True)]
-    inside = [first[s * heads : (s + 1) * heads + 1] - item_first[s] for s in range(sequences)]
-    return SplitTable(
-        items=items[order],
-        item_first=item_first.contiguous(),
-        row_first=torch.stack(inside),
-        slots=int(item_first.diff().max()),
+    stored = [offsets, *(part.offsets for part in coded)]
+    sizes = [_even_sizes(part.diff(), size, block) for part in stored]
+    counts = torch.stack(
+        [_ceil(part.diff(), even) for part, even in zip(stored, sizes, strict=True)], dim=1
     )
+    parts, heads = len(stored), len(counts) // sequences
+    # Slots of all sequences, row by row and part by part.
+    slots = ragged.offsets(counts.flatten())
+    starts = slots[:: heads * parts]
+
+    made = []
+    for part, (begins, even) in enumerate(zip(stored, sizes, strict=True)):
+        row, step = ragged.rows_and_steps(counts[:, part])
+        begin = step * even[row]
+        length = torch.minimum(even[row], begins.diff()[row] - begin)
+        sequence = row // heads
+        slot = slots[row * parts + part] + step - starts[sequence]
+        columns = [row % heads, begins[row] + begin, length, slot]
+        if part:
+            entries = coded[part - 1]
+            columns.append(entries.block_offsets[row] * entries.coding.group + begin)
+        # Stable sorts, the minor key first: sequence by sequence, longest first, then by slot.
+        order = torch.argsort(length, descending=True, stable=True)
+        order = order[torch.argsort(sequence[order], stable=True)]
+        first = ragged.offsets(torch.bincount(sequence, minlength=sequences))
+        items = torch.stack(columns, dim=1)[order]
+        made.append(CodedSplits(items, first, int(first.diff().max())))
+    inside = [
+        slots[s * heads * parts : (s + 1) * heads * parts + 1 : parts] - starts[s]
+        for s in range(sequences)
+    ]
+    exact, *others = made
+    return SplitTable(
+        items=exact.items,
+        item_first=exact.item_first,
+        row_first=torch.stack(inside),
+        slots=int(starts.diff().max()),
+        most=exact.most,
+        coded=tuple(others),
+    )
+
+
+def _even_sizes(lengths: Tensor, size: int, block: int) -> Tensor:
+    """int64 [Z], entries of each row's splits."""
+    count = _ceil(lengths, lengths.new_tensor(size))
+    return _round_up(_ceil(lengths, count.clamp(min=1)), block).clamp(min=block)
 
 
 def tail_splits(size: int, readers: int, programs: int, block: int) -> tuple[int, int]:

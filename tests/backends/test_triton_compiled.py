@@ -17,7 +17,11 @@ if interpreted():
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from gracekv.backends import triton_merge_kernel, triton_split_kernel  # noqa: E402
+from gracekv.backends import (  # noqa: E402
+    triton_codes_kernel,
+    triton_merge_kernel,
+    triton_split_kernel,
+)
 from support.cubin import resources  # noqa: E402
 
 # Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
@@ -73,6 +77,52 @@ def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL, *, capped=
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def codes(dim, dtype, arch, bits, size):
+    tile = tiles(dim, dtype, divmod(arch, 10), 1)
+    half = "*fp16" if dtype == torch.float32 else TYPES[dtype]
+    pointers = dict.fromkeys(("key_scale", "key_zero", "value_scale", "value_zero"), half)
+    pointers |= dict.fromkeys(("key_codes", "value_codes"), "*u8")
+    pointers |= dict.fromkeys(("items", "item_first", "rows"), "*i64")
+    pointers |= dict.fromkeys(("bias", "part_output", "part_lse"), "*fp32")
+    constants = {
+        "D": dim,
+        "BLOCK_D": padded_dim(dim),
+        "BLOCK_M": tile.queries,
+        "BLOCK_N": tile.keys,
+        "BITS": bits,
+        "SIZE": size,
+        "KEYS_BY_CHANNEL": True,
+        "VALUES_BY_CHANNEL": False,
+        "HAS_ROWS": True,
+        "CAPPED": True,
+        "UPCAST": False,
+        "PRECISION": tile.precision,
+    }
+    return compiled(
+        triton_codes_kernel.attend_coded_splits,
+        pointers | {"query": TYPES[dtype]},
+        {"scale", "softcap"},
+        constants,
+        arch,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+CODED = [
+    (64, BF16, 80, 8), (128, BF16, 80, 4), (128, BF16, 90, 8), (256, BF16, 90, 4),
+    (128, F16, 120, 4), (64, F32, 120, 8), (128, F32, 90, 4), (80, BF16, 89, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dim", "dtype", "arch", "bits"), CODED)
+def test_split_of_codes_fits(tmp_path, dim, dtype, arch, bits):
+    binary = codes(dim, dtype, arch, bits, 16 if dim == 80 else 32)
+    used = resources(binary, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
+    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
 
 
 DECODING = [

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from gracekv.backends import Auto, Sdpa, Triton
+from gracekv.backends.reference import attention
 from gracekv.testing.attention import attention_problem, check_attention
 from gracekv.testing.tolerance import TOLERANCES, relative_error
+from support.quantised_layers import quantised
 
 GPU = torch.device("cuda")
 BACKEND = Triton()
@@ -61,6 +63,20 @@ def test_capped_logits_and_sink_logits(dtype, softcap, sinks):
             softcap=softcap, sinks=sinks, device="cuda",
         )
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_codes_equal_dense_attention(dtype, bits, dim):
+    rng = torch.Generator().manual_seed(dim)
+    layer = quantised(rng, [900, 9, 0, 600], dim, dtype, 2, device="cuda", stop=800, bits=bits)
+    query = torch.randn(2, 8, 1, dim, generator=rng).to("cuda", dtype)
+    tail = [torch.randn(2, 2, 5, dim, generator=rng).to("cuda", dtype) for _ in "kv"]
+    asked = (*tail, None, dim**-0.5)
+    output = BACKEND(query, BACKEND.prepare(layer), *asked)
+    want, _ = attention(query, layer, *asked)
+    assert relative_error(output.cpu(), want) <= BOUNDS[dtype]
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

@@ -7,33 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.backends import Auto, Eager, Numba, Sdpa, Triton, coded_pieces, split_kv
+from gracekv.backends import Auto, Eager, Numba, Sdpa, coded_pieces, split_kv
 from gracekv.backends.reference import attention
-from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.errors import BackendUnavailableError
 from gracekv.hf.layer import PackedLayer
-from gracekv.precision import UniformPrecision
-from gracekv.prefill import Region
-from gracekv.ragged import offsets
 from gracekv.testing.tolerance import TOLERANCES, relative_error
+from support.quantised_layers import quantised
 
 CPU = torch.device("cpu")
-
-
-def quantised(rng, lengths, dim, dtype, sequences, **fields):
-    counts = torch.tensor(lengths)
-    total = int(counts.sum())
-    layer = RaggedLayer(
-        keys=torch.randn(total, dim, generator=rng).to(dtype),
-        values=torch.randn(total, dim, generator=rng).to(dtype),
-        positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]),
-        log_multiplicity=torch.rand(total, generator=rng) * 2,
-        offsets=offsets(counts),
-        sequences=sequences,
-    )
-    cache = RaggedCache((layer,), 200, (0,) * sequences)
-    strategy = UniformPrecision(**{"sinks": 2, **fields})
-    return strategy(cache, [strategy.widths(layer.positions, Region(0, 60))]).layers[0]
 
 
 @settings(max_examples=30)
@@ -130,8 +111,9 @@ def test_auto_takes_a_backend_that_reads_codes():
     assert PackedLayer.of(layer, Auto(), 9).backend == Numba()
 
 
-def test_a_backend_that_cannot_read_codes_says_so():
+def test_a_backend_that_cannot_read_codes_says_so(monkeypatch):
+    monkeypatch.setattr(Eager, "reads_codes", False)
     layer = quantised(torch.Generator().manual_seed(4), [9], 16, torch.float32, 1)
-    assert "Use backend 'auto'" in Triton().obstacle(CPU, torch.float32, 16, layer.coding)
-    with pytest.raises(BackendUnavailableError, match=r"'triton' cannot run\. It does not read"):
-        PackedLayer.of(layer, Triton(), 9)
+    assert "Use backend 'auto'" in Eager().obstacle(CPU, torch.float32, 16, layer.coding)
+    with pytest.raises(BackendUnavailableError, match=r"'eager' cannot run\. It does not read"):
+        PackedLayer.of(layer, Eager(), 9)

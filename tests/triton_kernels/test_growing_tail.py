@@ -119,13 +119,13 @@ def test_operator_keeps_torch_contract(parts):
     tail = (problem.keys, problem.values, torch.tensor([4, 2]), None)
     if parts == "packed":
         tail = (None,) * 4
-    slots = table.slots
+    slots, most = table.slots, table.most
     if parts == "tail":
-        packed, slots = (None,) * 7, 0
+        packed, slots, most = (None,) * 7, 0, 0
 
     torch.library.opcheck(
         torch.ops.gracekv.ragged_attention.default,
-        (problem.query, *packed, *tail, 0.125, slots, 8),
+        (problem.query, *packed, *tail, 0.125, slots, most, 8, [], []),
     )
 
 

@@ -1,0 +1,181 @@
+"""The kernel that attends to splits of quantised entries, which it dequantises in registers.
+
+From memory it reads codes, scales and zero points. Its partial results lie beside those of
+`triton_split_kernel`, for `triton_merge_kernel`. Keys and values are rounded to the dtype of the
+queries before the matrix products, as numbers that are not quantised are.
+"""
+
+# Conditions on constants stand alone: a branch that is not taken must not be compiled.
+# ruff: noqa: SIM108
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gracekv.backends.triton_softmax import add_entries, capped, normalised
+
+
+@triton.jit
+def _numbers(
+    codes,  # of the split's first entry
+    scale,  # of its first block, or of the entry itself
+    zero,
+    n,  # [BLOCK_N] entries of the split
+    inside,
+    within,  # place of the first entry in its block
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+):
+    """float32 [BLOCK_N, BLOCK_D]: zero + scale * code; see `Codes`."""
+    dim = tl.arange(0, BLOCK_D)
+    used = inside[:, None]
+    if BLOCK_D != D:
+        used = used & (dim < D)[None, :]
+    if BITS == 8:
+        code = tl.load(codes + n[:, None] * D + dim[None, :], mask=used, other=0).to(tl.int32)
+    else:
+        at = n[:, None] * (D // 2) + (dim % (D // 2))[None, :]
+        byte = tl.load(codes + at, mask=used, other=0).to(tl.int32)
+        code = (byte >> tl.where(dim < D // 2, 0, 4)[None, :]) & 15
+    if BY_CHANNEL:
+        at = ((within + n) // SIZE)[:, None] * D + dim[None, :]
+    elif SIZE < D:
+        at = n[:, None] * (D // SIZE) + (dim // SIZE)[None, :]
+    else:
+        at = n[:, None] + (dim * 0)[None, :]
+    s = tl.load(scale + at, mask=used, other=0.0).to(tl.float32)
+    z = tl.load(zero + at, mask=used, other=0.0).to(tl.float32)
+    return z + s * code.to(tl.float32)
+
+
+@triton.jit
+def _scales(entry, place, D: tl.constexpr, SIZE: tl.constexpr, BY_CHANNEL: tl.constexpr):
+    """Where the scales of the split that starts with `entry` begin."""
+    if BY_CHANNEL:
+        at = place // SIZE * D
+    elif SIZE < D:
+        at = entry * (D // SIZE)
+    else:
+        at = entry
+    return at
+
+
+@triton.jit(do_not_specialize=["width", "per_sequence"])
+def attend_coded_splits(
+    query,  # [B, H, Tq, D]
+    query_batch_stride,
+    query_head_stride,
+    query_token_stride,
+    key_codes,  # [E, D * BITS / 8]
+    key_scale,  # [N, D] by channel, [E, D / SIZE] by token
+    key_zero,
+    value_codes,
+    value_scale,
+    value_zero,
+    bias,  # [E]
+    items,  # see CodedSplits
+    item_first,
+    rows,  # [B], or unused
+    part_output,  # [B, width, n * Tq, D] float32
+    part_lse,  # [B, width, n * Tq]
+    scale,
+    softcap,  # used if CAPPED
+    group,  # n
+    tokens,  # Tq
+    width,
+    per_sequence,  # batch rows of a sequence, if `rows` is unused
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    KEYS_BY_CHANNEL: tl.constexpr,
+    VALUES_BY_CHANNEL: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (batch row and query tile, split): output and log-sum-exp into the split's slot."""
+    count = group * tokens
+    tiles = tl.cdiv(count, BLOCK_M)
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    if HAS_ROWS:
+        sequence = tl.load(rows + batch)
+    else:
+        sequence = batch // per_sequence
+    item = tl.load(item_first + sequence) + tl.program_id(1)
+    if item < tl.load(item_first + sequence + 1):
+        head = tl.load(items + item * 5)
+        entry = tl.load(items + item * 5 + 1)
+        length = tl.load(items + item * 5 + 2).to(tl.int32)
+        slot = tl.load(items + item * 5 + 3)
+        place = tl.load(items + item * 5 + 4)
+        m = (tl.program_id(0) % tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+        dim = tl.arange(0, BLOCK_D)
+        step = tl.arange(0, BLOCK_N)
+        real = m < count
+        used = real[:, None]
+        if BLOCK_D != D:
+            used = used & (dim < D)[None, :]
+        at = (
+            query
+            + batch * query_batch_stride
+            + (head * group + m // tokens)[:, None] * query_head_stride
+            + (m % tokens)[:, None] * query_token_stride
+            + dim[None, :]
+        )
+        q = tl.load(at, mask=used, other=0.0)
+        if UPCAST:
+            q = q.to(tl.float32)
+        within = (place % SIZE).to(tl.int32)
+        row_bytes: tl.constexpr = D * BITS // 8
+        k_scales = _scales(entry, place, D, SIZE, KEYS_BY_CHANNEL)
+        v_scales = _scales(entry, place, D, SIZE, VALUES_BY_CHANNEL)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in range(0, length, BLOCK_N):
+            n = start + step
+            inside = n < length
+            k = _numbers(
+                key_codes + entry * row_bytes,
+                key_scale + k_scales,
+                key_zero + k_scales,
+                n,
+                inside,
+                within,
+                D,
+                BLOCK_D,
+                BITS,
+                SIZE,
+                KEYS_BY_CHANNEL,
+            ).to(q.dtype)
+            v = _numbers(
+                value_codes + entry * row_bytes,
+                value_scale + v_scales,
+                value_zero + v_scales,
+                n,
+                inside,
+                within,
+                D,
+                BLOCK_D,
+                BITS,
+                SIZE,
+                VALUES_BY_CHANNEL,
+            ).to(q.dtype)
+            logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            if CAPPED:
+                logits = capped(logits, softcap)
+            logits += tl.load(bias + entry + n, mask=inside, other=0.0)[None, :]
+            logits = tl.where(inside[None, :], logits, float("-inf"))
+            top, total, acc = add_entries(logits, v, top, total, acc, PRECISION)
+        output, lse = normalised(top, total, acc)
+        out = part_output + ((batch * width + slot) * count + m)[:, None] * D + dim[None, :]
+        tl.store(out, output, mask=used)
+        tl.store(part_lse + (batch * width + slot) * count + m, lse, mask=real)

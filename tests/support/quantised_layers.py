@@ -1,0 +1,41 @@
+"""Random quantised layers for tests of backends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.quantised import QuantisedLayer
+from gracekv.precision import UniformPrecision
+from gracekv.prefill import Region
+from gracekv.ragged import offsets
+
+
+def quantised(
+    rng: torch.Generator,
+    lengths: list[int],
+    dim: int,
+    dtype: torch.dtype,
+    sequences: int,
+    device: str = "cpu",
+    stop: int = 60,
+    **fields: Any,
+) -> QuantisedLayer:
+    """Rows of `lengths` entries; the first two and those from `stop` on stay as they are."""
+    counts = torch.tensor(lengths)
+    total = int(counts.sum())
+    layer = RaggedLayer(
+        keys=torch.randn(total, dim, generator=rng).to(device, dtype),
+        values=torch.randn(total, dim, generator=rng).to(device, dtype),
+        positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(device),
+        log_multiplicity=(torch.rand(total, generator=rng) * 2).to(device),
+        offsets=offsets(counts),
+        sequences=sequences,
+    )
+    cache = RaggedCache((layer,), 1000, (0,) * sequences)
+    strategy = UniformPrecision(**{"sinks": 2, **fields})
+    found = strategy(cache, [strategy.widths(layer.positions, Region(0, stop))]).layers[0]
+    assert isinstance(found, QuantisedLayer)
+    return found

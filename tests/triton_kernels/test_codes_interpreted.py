@@ -1,0 +1,101 @@
+"""The kernel that reads codes, interpreted, against attention in float64 over what codes say."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.backends import Eager, Triton
+from gracekv.backends.reference import attention
+from gracekv.testing.tolerance import TOLERANCES, relative_error
+from support.quantised_layers import quantised
+
+BACKEND = Triton(processors=3)
+
+
+def check(layer, query, keys, values, mask, rows, options):
+    asked = (keys, values, mask, 0.2, rows)
+    cap = {"softcap": options["softcap"]}
+    want, lse = attention(query, layer, *asked, **options)
+    prepared = BACKEND.prepare(layer)
+    bound = TOLERANCES[query.dtype]
+    output = BACKEND(query, prepared, *asked, **options)
+    assert output.dtype == query.dtype
+    assert relative_error(output, want) <= bound.output
+    part = BACKEND.packed(query, prepared, 0.2, rows, **cap)
+    torch.testing.assert_close(part.lse.double(), lse[0], rtol=0, atol=bound.lse)
+    assert bool((part.output[lse[0] == -math.inf] == 0).all())
+
+
+@settings(max_examples=20)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(0, 100), min_size=2, max_size=2),
+    sequences=st.integers(1, 2),
+    copies=st.integers(1, 2),
+    group=st.sampled_from([1, 5]),
+    tokens=st.integers(1, 3),
+    masked=st.booleans(),
+    shuffled=st.booleans(),
+    dim=st.sampled_from([16, 20, 64]),
+    dtype=st.sampled_from(list(TOLERANCES)),
+    bits=st.sampled_from([4, 8]),
+    size=st.sampled_from([1, 4, 32]),
+    keys=st.sampled_from(["channel", "token"]),
+    values=st.sampled_from(["channel", "token"]),
+    softcap=st.sampled_from([None, 1.5]),
+    sinks=st.booleans(),
+)
+def test_equals_attention_in_float64(
+    seed, lengths, sequences, copies, group, tokens, masked, shuffled, dim, dtype, bits, size,
+    keys, values, softcap, sinks,
+):  # fmt: skip
+    rng = torch.Generator().manual_seed(seed)
+    # Of token groups, as many channels as fit.
+    size = 4 if dim == 20 and size == 32 else size
+    layer = quantised(
+        rng, lengths * sequences, dim, dtype, sequences,
+        bits=bits, group=size, keys=keys, values=values,
+    )  # fmt: skip
+    batch, heads = sequences * copies, len(lengths)
+    query = torch.randn(batch, heads * group, tokens, dim, generator=rng).to(dtype)
+    tail = [torch.randn(batch, heads, tokens + 3, dim, generator=rng).to(dtype) for _ in "kv"]
+    mask = torch.rand(batch, 1, tokens, tokens + 3, generator=rng) < 0.5 if masked else None
+    rows = torch.randint(0, sequences, (batch,), generator=rng) if shuffled else None
+    logits = torch.randn(heads * group, generator=rng) if sinks else None
+    options = {"softcap": softcap, "sink_logits": logits}
+    check(layer, query, *tail, mask, rows, options)
+
+
+@pytest.mark.parametrize("size", [32, 48, 200])
+def test_splits_that_begin_inside_a_block(size):
+    rng = torch.Generator().manual_seed(1)
+    layer = quantised(rng, [400, 9, 0, 130], 16, torch.float32, 2, group=size, stop=390)
+    query = torch.randn(2, 4, 1, 16, generator=rng)
+    tail = [torch.randn(2, 2, 5, 16, generator=rng) for _ in "kv"]
+    check(layer, query, *tail, None, None, {"softcap": None, "sink_logits": None})
+
+
+def test_a_part_without_entries():
+    rng = torch.Generator().manual_seed(2)
+    query = torch.randn(1, 2, 1, 16, generator=rng)
+    tail = [torch.randn(1, 2, 5, 16, generator=rng) for _ in "kv"]
+    for lengths, sinks in (([0, 0], 0), ([2, 1], 2), ([50, 50], 0)):
+        layer = quantised(rng, lengths, 16, torch.float32, 1, sinks=sinks)
+        got = BACKEND(query, BACKEND.prepare(layer), *tail, None, 0.2)
+        want = Eager()(query, Eager().prepare(layer), *tail, None, 0.2)
+        torch.testing.assert_close(got, want)
+
+
+def test_repeats_to_the_bit_and_counts_its_tables():
+    rng = torch.Generator().manual_seed(3)
+    layer = quantised(rng, [300, 5], 16, torch.float32, 1)
+    query = torch.randn(1, 4, 1, 16, generator=rng)
+    prepared = BACKEND.prepare(layer)
+    first = BACKEND.packed(query, prepared, 0.2).output
+    assert torch.equal(BACKEND.packed(query, prepared, 0.2).output, first)
+    assert BACKEND.held_bytes(prepared) == prepared.tables.bytes
+    coded = sum(x.numel() * 8 for t in prepared.tables.tables for x in (t.coded[0].items,))
+    assert prepared.tables.bytes > coded > 0
