@@ -1,3 +1,5 @@
+"""Commands that need no saved cache, their output and their errors; `compress` itself is a stub."""
+
 import io
 import json
 import re
@@ -11,26 +13,8 @@ import torch
 import gracekv
 from gracekv import commands, recipes
 from gracekv.cache import Accounting, Timings
-from gracekv.cli import main
 from gracekv.errors import BudgetError
-from gracekv.hf.conversation import Conversation
-from gracekv.hf.smollm2 import MODEL_NAME
 from gracekv.pipeline import REGISTRIES, Pipeline
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line in this process: (exit status, stdout, stderr)."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*argv):
-        monkeypatch.setattr(sys, "argv", ["gracekv", *map(str, argv)])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        shown = capsys.readouterr()
-        return caught.value.code or 0, shown.out, shown.err
-
-    return run
 
 
 class FakeResult:
@@ -69,13 +53,6 @@ def calls(monkeypatch):
     monkeypatch.setattr(gracekv, "compress", compress, raising=False)
     monkeypatch.setattr(commands, "_load_model", lambda name, dtype: (f"{name}:{dtype}", None))
     return seen
-
-
-@pytest.fixture
-def story(tmp_path):
-    path = tmp_path / "story.txt"
-    path.write_text("Once “upon” a time.", encoding="utf-8")
-    return path
 
 
 def test_version_and_help(run):
@@ -204,140 +181,6 @@ def test_an_interrupt_leaves_no_trace(run, calls, story, tmp_path, monkeypatch):
     assert out == ""
     assert "Traceback" not in err
     assert not (tmp_path / "book").exists()
-
-
-@pytest.fixture
-def loads(monkeypatch):
-    """Every name leads to a tiny model; returns the names and dtypes that were asked for."""
-    from gracekv.hf import loading
-    from gracekv.testing.models import tiny_llama
-    from gracekv.testing.tokenizers import tiny_tokenizer
-
-    model, tokenizer = tiny_llama(vocabulary=2000, positions=4096), tiny_tokenizer()
-    seen = []
-
-    def load_model(name, dtype):
-        seen.append((name, dtype))
-        return model, tokenizer
-
-    monkeypatch.setattr(loading, "load_model", load_model)
-    return SimpleNamespace(seen=seen, model=model, tokenizer=tokenizer)
-
-
-@pytest.fixture
-def book(loads, tmp_path):
-    """A saved context without a question, and its path."""
-    prompt = gracekv.Prompt.from_chat(loads.tokenizer, context="Alice fell. " * 40)
-    result = gracekv.compress(loads.model, prompt, ratio=2)
-    result.save(tmp_path / "book")
-    return result, tmp_path / "book"
-
-
-def test_a_saved_cache_is_generated_from(run, loads, tmp_path):
-    """With a real model, tiny: what `generate` prints is what the result says."""
-    prompts = [
-        gracekv.Prompt.from_chat(loads.tokenizer, context="Alice fell. " * n, question="Who?")
-        for n in (20, 30)
-    ]
-    path = tmp_path / "cache"
-    one = gracekv.compress(loads.model, prompts[0], ratio=2)
-    one.save(path)
-    assert run("generate", path, "--model", "m", "--max-new-tokens", 5) == (
-        0,
-        one.generate(5) + "\n",
-        "",
-    )
-    assert loads.seen == [("m", "float32")]
-    both = gracekv.compress(loads.model, prompts, ratio=2)
-    both.save(path)
-    _, out, _ = run("generate", path, "--model", "m", "--max-new-tokens", 5)
-    assert out == "\n\n".join(both.generate(5)) + "\n"
-    status, _, err = run("ask", path, "Who?", "--model", "m")
-    assert status == 2
-    assert "PromptError: A batch holds several contexts" in err
-
-
-def test_a_saved_context_is_asked(run, loads, book):
-    result, path = book
-    status, out, _ = run("ask", path, "Who fell?", "--model", "m", "--max-new-tokens", 5)
-    assert (status, out) == (0, result.ask("Who fell?", 5) + "\n")
-    _, out, _ = run("ask", path, "Who fell?", "Why?", "--model", "m", "--max-new-tokens", 5)
-    first, second = result.ask(["Who fell?", "Why?"], 5)
-    assert out == f"> Who fell?\n{first}\n\n> Why?\n{second}\n\n"
-    status, _, err = run("ask", path, " ", "--model", "m")
-    assert status == 2
-    assert "A question is a text that is not empty" in err
-
-
-def test_the_file_names_its_model(run, loads, book):
-    result, path = book
-    status, _, err = run("ask", path, "Who fell?")
-    assert status == 2
-    assert "does not name its model. Give it with --model" in err
-    for name, wanted in (("somebody/a-model", "somebody/a-model"), (MODEL_NAME, "smollm2")):
-        loads.model.config.name_or_path = name
-        result.save(path)
-        assert run("ask", path, "Who fell?", "--max-new-tokens", 2)[0] == 0
-        assert loads.seen[-1] == (wanted, "float32")
-
-
-def test_a_conversation_keeps_its_history(run, loads, book, monkeypatch):
-    result, path = book
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Who fell?\n\nWhy?\n"))
-    status, out, _ = run("chat", path, "--model", "m", "--max-new-tokens", 5)
-    with result.chat() as chat:
-        answers = [chat.ask("Who fell?", 5), chat.ask("Why?", 5)]
-    assert (status, out) == (0, "".join(f"{answer}\n\n" for answer in answers) + "\n")
-
-
-def test_an_interrupt_stops_the_answer_and_then_the_conversation(run, loads, book, monkeypatch):
-    result, path = book
-    said = iter(["Who fell?", "Why?", KeyboardInterrupt()])
-
-    def spoken(prompt):
-        line = next(said)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-    monkeypatch.setattr("builtins.input", spoken)
-    ask = Conversation.ask
-
-    def interrupted(self, question, *args, **options):
-        stream = ask(self, question, *args, **options)
-        if question == "Who fell?":
-            yield next(stream)
-            stream.close()
-            raise KeyboardInterrupt
-        yield from stream
-
-    monkeypatch.setattr(Conversation, "ask", interrupted)
-    status, out, err = run("chat", path, "--model", "m", "--max-new-tokens", 5)
-    assert status == 0
-    assert "question and its answer are forgotten" in err
-    assert result.ask("Why?", 5) in out
-
-
-def test_a_saved_context_is_exported(run, loads, book, tmp_path):
-    from gracekv.vllm import ContextStore
-
-    result, path = book
-    store = tmp_path / "store"
-    line = f"{store / 'alice'}\n"
-    options = ("--store", store, "--engine", "vllm", "--model", "m")
-    assert run("export", path, *options, "--name", "alice") == (0, line, "")
-    assert ContextStore(store).header("alice").length == result.packed.length
-    assert run("export", path, *options)[1] == f"{store / 'book'}\n"
-    status, _, err = run("export", path, "--store", store, "--engine", "tgi", "--model", "m")
-    assert (status, "engine is one of vllm; got 'tgi'" in err) == (2, True)
-
-
-def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(run, story, loads):
-    for argv in (("generate", story), ("ask", story, "Who?"), ("chat", story)):
-        status, _, err = run(*argv)
-        assert status == 2
-        assert "SavedCacheError: Cannot read the saved cache" in err
-    assert not loads.seen
 
 
 BAD = [

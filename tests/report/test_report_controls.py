@@ -1,0 +1,199 @@
+"""The page's controls in a real browser: sliders, modes, maps, hovering, keys and search."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from gracekv.report import token_statuses
+from support.report_pages import classes, expected, shade, shown_unit, slide
+
+
+def test_sliders_shade_the_text_by_their_head(page, data):
+    heads = data.columns[0].entries.heads
+    for layer, head in ((0, 0), (2, 1), (1, 0)):
+        slide(page, "layer", layer)
+        slide(page, "head", head)
+        for pane, column in enumerate(data.columns):
+            assert classes(page, pane) == expected(column, layer * heads + head, data.spans)
+    assert page.locator("#layerShown").inner_text() == "1"
+    page.uncheck("#slots")
+    assert not any("slot" in name for name in classes(page, 0).values())
+
+
+def test_averages_shade_by_entries_a_token(page, data):
+    for mode, units in (("layer", slice(2, 4)), ("all", slice(0, 6))):
+        slide(page, "layer", 1) if mode == "layer" else None
+        page.locator(f"[name=mode][value={mode}]").check(force=True)
+        for pane, column in enumerate(data.columns):
+            lengths = column.entries.entry_lengths()[units].double()
+            share = torch.where(lengths > 0, 1 / lengths.clamp(min=1), 0.0).mean(0)
+            shown = classes(page, pane)
+            first = column.entries.region[0]
+            for at, value in enumerate(share.tolist()):
+                step = int(re.search(r" a(\d)", shown[str(first + at)])[1])
+                assert abs(step - 8 * value**0.5) <= 0.5 + 1e-4
+
+
+def test_resolution_counts_what_is_shown(page, data):
+    for mode, units in (("all", slice(0, 6)), ("head", slice(3, 4))):
+        page.locator(f"[name=mode][value={mode}]").check(force=True)
+        if mode == "head":
+            slide(page, "layer", 1)
+            slide(page, "head", 1)
+        rows = page.locator("#resolution [data-bin]")
+        for pane, column in enumerate(data.columns):
+            lengths = column.entries.entry_lengths()[units].flatten().tolist()
+            sums = {}
+            for length in lengths:
+                sums[shade(length)] = sums.get(shade(length), 0) + 1
+            for at in range(rows.count()):
+                row = rows.nth(at)
+                shown = row.locator("td").nth(pane).get_attribute("data-tokens")
+                assert int(shown) == sums.get(int(row.get_attribute("data-bin")), 0)
+            total = sum(int(x) for x in rows.locator(f"td:nth-child({pane + 2})").evaluate_all(
+                "cells => cells.map(cell => cell.dataset.tokens)"
+            ))  # fmt: skip
+            assert total == len(lengths)
+
+
+def test_maps_choose_a_head_by_click_and_by_keys(page):
+    page.locator("#maps [data-layer='2'][data-head='0']").first.click()
+    assert page.locator("#layerShown").inner_text() == "2"
+    assert page.locator("#headShown").inner_text() == "0"
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowLeft")
+    assert page.locator("#layerShown").inner_text() == "1"
+    assert page.locator("#headShown").inner_text() == "1"
+    chosen = page.locator("#maps [role=grid]").first.locator("[aria-selected=true]")
+    assert chosen.count() == 1
+    assert chosen.get_attribute("aria-label").startswith("layer 1, head 1:")
+
+
+def test_hover_tells_interval_multiplicity_and_relevance(page, pair, data):
+    slide(page, "layer", 1)
+    slide(page, "head", 0)
+    statuses = {
+        token: token_statuses(pair["Grace"], token).rows[2] for token in range(data.spans.length)
+    }
+    merged = next(t for t, status in statuses.items() if status.state == "merged" and "\n" not in
+                  data.tokens[t] and data.tokens[t])  # fmt: skip
+    status = statuses[merged]
+    page.locator(f".pane:nth-child(1) [data-t='{merged}']").hover()
+    tip = page.locator("#tip").inner_text()
+    size = status.end - status.start
+    assert f"merged with {size - 1} neighbour" in tip
+    assert f"[{status.start}, {status.end})" in tip
+    weight = float(re.search(rf"{size} tokens, weighs as ([\d.]+)", tip)[1])
+    assert weight == pytest.approx(status.multiplicity, abs=0.5 * size / 255 + 0.006)
+    worth = pair["Grace"]._run.relevance.scores[1, 0].double()
+    shown = float(re.search(r"relevance\s+([\d.e+-]+) × the mean", tip)[1])
+    assert shown == pytest.approx(status.relevance / float(worth.mean()), rel=0.06)
+    first = data.spans.context_start
+    share = float(worth[status.start - first : status.end - first].sum() / worth.sum()) * 100
+    shown = float(re.search(r"entry's relevance\s+([\d.]+)%", tip)[1])
+    assert shown == pytest.approx(share, rel=0.06, abs=0.006)
+    gone = next(t for t in statuses if token_statuses(pair["Snap"], t).rows[2].state == "dropped"
+                and data.tokens[t].strip())  # fmt: skip
+    page.locator(f".pane:nth-child(2) [data-t='{gone}']").hover()
+    assert "dropped" in page.locator("#tip").inner_text()
+
+
+def test_a_chosen_token_shows_its_entry_in_every_head(page, pair, data):
+    token = data.spans.context_start + 31
+    page.locator(f".pane:nth-child(1) [data-t='{token}']").click()
+    for at, result in enumerate(pair.values()):
+        statuses = token_statuses(result, token)
+        panel = page.locator("#inspector section").nth(at)
+        counts = [f"{state} in {statuses.count(state)}" for state in ("exact", "merged", "dropped")]
+        assert f"All layers and heads: {', '.join(counts)}." in panel.inner_text()
+        assert panel.locator(".statuses i").count() == len(statuses)
+        panel.locator("summary").click()
+        rows = panel.locator("tbody tr")
+        rows.nth(len(statuses) - 1).wait_for()
+        for row, status in zip(rows.all_inner_texts(), statuses, strict=True):
+            layer, head, state, entry, tokens, _, depth, _ = row.split("\t")
+            assert (int(layer), int(head), state) == (status.layer, status.head, status.state)
+            gone = status.state == "dropped"
+            assert entry == ("–" if gone else f"[{status.start}, {status.end})")
+            assert tokens == ("–" if gone else str(status.end - status.start))
+            assert depth == ("–" if status.depth < 0 else str(status.depth))
+    said = page.locator("#announce").text_content()
+    assert f"token {token}. Grace: " in said
+    assert f"in layer {page.locator('#layerShown').inner_text()}, head " in said
+    page.locator("#inspector [data-unit='5']").first.click()
+    assert page.locator("#layerShown").inner_text() == "2"
+    assert page.locator("#headShown").inner_text() == "1"
+
+
+def test_keys_move_in_the_text(page, data):
+    page.locator("#words").focus()
+    page.keyboard.press("ArrowRight")
+    here = int(page.locator(".cursor").first.get_attribute("data-t"))
+    for key, moved in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1)):
+        page.keyboard.press(key)
+        assert page.locator(".cursor").first.get_attribute("data-t") == str(here + moved)
+    page.keyboard.press("ArrowDown")
+    below = int(page.locator(".cursor").first.get_attribute("data-t"))
+    assert below > here + 1
+    page.keyboard.press("ArrowUp")
+    assert int(page.locator(".cursor").first.get_attribute("data-t")) <= here + 2
+    slide(page, "layer", 0)
+    slide(page, "head", 0)
+    page.locator("#words").focus()
+    page.keyboard.press("Shift+ArrowUp")
+    page.keyboard.press("Shift+ArrowRight")
+    assert page.locator("#layerShown").inner_text() == "1"
+    assert page.locator("#headShown").inner_text() == "1"
+    page.keyboard.press("Escape")
+    assert page.locator(".cursor").count() == 0
+
+
+def test_everything_is_reached_by_the_tab_key(page):
+    reached = []
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        reached.append(page.evaluate(
+            "(document.activeElement.id || document.activeElement.className)"
+            " + (document.activeElement.value ?? '')"
+        ))  # fmt: skip
+    names = " ".join(reached)
+    for control in ("skip", "head", "layer", "left", "right", "slots", "query", "cell", "words"):
+        assert control in names, control
+
+
+def test_search_finds_words_and_numbers(page, data):
+    page.fill("#query", "#33")
+    page.press("#query", "Enter")
+    assert page.locator(".cursor").first.get_attribute("data-t") == "33"
+    page.fill("#query", "WORD4")
+    page.press("#query", "Enter")
+    # Numbers from 40 on come first behind the cursor.
+    assert page.locator(".cursor").first.get_attribute("data-t") == "40"
+    assert re.fullmatch(r"\d+ of 11, token #40", page.locator("#found").inner_text())
+    page.fill("#query", "word44 word45 word46")
+    page.press("#query", "Enter")
+    marked = page.locator(".pane:nth-child(1) .match")
+    assert [m.get_attribute("data-t") for m in marked.all()] == ["44", "45", "46"]
+    page.fill("#query", "nowhere")
+    page.press("#query", "Enter")
+    assert page.locator("#found").inner_text() == "not in the prompt"
+    page.fill("#query", "#99999")
+    page.press("#query", "Enter")
+    assert f"#{data.spans.length - 1}" in page.locator("#found").inner_text()
+
+
+def test_one_result_alone_and_the_other_side(opened, page, data):
+    place = page.locator("#words").bounding_box()["y"]
+    page.select_option("#right", label="nothing")
+    assert page.locator(".row").first.locator(".pane").count() == 1
+    assert abs(page.locator("#words").bounding_box()["y"] - place) < 200
+    page.select_option("#left", label="Snap")
+    assert page.locator("#names").inner_text() == "Snap"
+    assert classes(page, 0) == expected(data.columns[1], shown_unit(page, data), data.spans)
+    alone = opened(dataclasses.replace(data, columns=data.columns[:1]))
+    assert alone.locator("#leftChoice").is_hidden()
+    assert alone.locator(".row").first.locator(".pane").count() == 1
+    assert alone.problems == []
+    alone.close()

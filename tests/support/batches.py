@@ -1,0 +1,33 @@
+"""Prompts of a batch, which share nothing, and a tokenizer for their answers."""
+
+from __future__ import annotations
+
+import torch
+
+import gracekv
+
+# Lengths, and where each context lies: they share nothing.
+SPANS = [(90, 4, 80), (61, 10, 50), (150, 0, 139)]
+
+
+class Numbers:
+    """A tokenizer whose words are the ids."""
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(map(str, ids.tolist()))
+
+    def get_vocab(self):
+        return {str(i): i for i in range(97)}
+
+
+def prompts_of(seed=0, spans=SPANS, tokenizer=None):
+    rng = torch.Generator().manual_seed(seed)
+    return [
+        gracekv.Prompt.from_ids(
+            torch.randint(0, 97, (length,), generator=rng),
+            (start, end),
+            question_end=length - 3,
+            tokenizer=tokenizer,
+        )
+        for length, start, end in spans
+    ]

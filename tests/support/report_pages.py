@@ -1,0 +1,109 @@
+"""Pages of two results in a real browser, and what their words' classes must be."""
+
+from __future__ import annotations
+
+import pytest
+
+from gracekv.report import ReportData
+from gracekv.report.page import render
+
+# Longest merged entry of each shade of the page.
+BINS = (2, 4, 8, 16, 32, 64)
+
+
+ATTACK = "<script>window.hacked = 1</script>"
+
+
+@pytest.fixture(scope="session")
+def pair(make, words):
+    special = {20: f" {ATTACK}", 25: " caf\u00e9", 26: "", 27: " 🙂"}
+    return {
+        "Grace": make("gracekv", 3, tokenizer=words(special), fields={"certify": True}, layers=3),
+        "Snap": make("snapkv", 3, tokenizer=words(special), layers=3),
+    }
+
+
+@pytest.fixture(scope="session")
+def data(pair):
+    return ReportData.of(pair, {"Grace": f"an answer {ATTACK}"})
+
+
+@pytest.fixture(scope="session")
+def opened(browser, data, tmp_path_factory):
+    """open(data, **context): a new page that is loaded; page.problems is what went wrong in it."""
+    folder, contexts = tmp_path_factory.mktemp("pages"), {}
+
+    def open_page(shown=data, **options):
+        path = folder / f"{id(shown)}.html"
+        if not path.exists():
+            path.write_text(render(shown), encoding="utf-8")
+        options = {"viewport": {"width": 1300, "height": 900}, **options}
+        if str(options) not in contexts:
+            contexts[str(options)] = browser.new_context(**options)
+            contexts[str(options)].set_default_timeout(10_000)
+        page = contexts[str(options)].new_page()
+        page.problems, page.asked = [], []
+        page.on("pageerror", lambda error: page.problems.append(str(error)))
+        page.on("console", lambda message: page.problems.append(message.text))
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready]")
+        # The text is drawn when it comes near the window.
+        page.locator("#textTitle").evaluate("title => title.scrollIntoView()")
+        page.wait_for_selector(".pane")
+        return page
+
+    yield open_page
+    for context in contexts.values():
+        context.close()
+
+
+@pytest.fixture
+def page(opened):
+    page = opened()
+    yield page
+    assert page.problems == []
+    page.close()
+
+
+def classes(page, pane):
+    """{token: class names} of a pane, once all of a short prompt is drawn."""
+    from playwright.sync_api import expect
+
+    expect(page.locator(".row:empty")).to_have_count(0)
+    return page.eval_on_selector_all(
+        f".pane:nth-child({pane + 1}) .t",
+        "words => Object.fromEntries(words.map(w => [w.dataset.t, w.className]))",
+    )
+
+
+def shade(length):
+    return length if length < 2 else 2 + sum(length > most for most in BINS)
+
+
+def expected(column, unit, spans):
+    """Class names of all tokens in one head, as the entries say."""
+    entries = column.entries
+    first, last = entries.region
+    lengths_of = entries.entry_lengths()[unit].tolist()
+    starts = set(entries.start[entries.offsets[unit] : entries.offsets[unit + 1]].tolist())
+    slots = set() if column.slots is None else set(column.slots.tolist())
+    names = {}
+    for token in range(spans.length):
+        if not first <= token < last:
+            names[str(token)] = "t kept"
+            continue
+        length = lengths_of[token - first]
+        begin = " begin" if length > 1 and token in starts else ""
+        border = " slot" if token in slots else ""
+        names[str(token)] = f"t n{shade(length)}{begin}{border}"
+    return names
+
+
+def slide(page, name, value):
+    page.locator(f"#{name}").fill(str(value))
+
+
+def shown_unit(page, data):
+    layer, head = (int(page.locator(f"#{x}Shown").inner_text()) for x in ("layer", "head"))
+    return layer * data.columns[0].entries.heads + head
