@@ -1,22 +1,17 @@
-"""A context that is compressed once and asked later: one question, many, and conversations."""
-
-import threading
-from importlib.resources import files
+"""A context that is compressed once and asked later: one question, or many."""
 
 import pytest
 import torch
-
-from support.margins import assert_same_tokens
 
 pytest.importorskip("transformers")
 
 import gracekv
 from gracekv import recipes
-from gracekv.errors import CacheError, ConfigError, PromptError
+from gracekv.errors import ConfigError, PromptError
 from gracekv.testing.models import tiny_llama
 from gracekv.testing.tokenizers import tiny_tokenizer
+from support.asked_context import TEXT, same_greedy, steps
 
-TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")[:900]
 QUESTIONS = ["Who fell?", "Where is Alice sitting, and what does she see first of all?", "Why?"]
 
 
@@ -50,22 +45,6 @@ def asked(tokenizer, question):
     return gracekv.Prompt.from_chat(
         tokenizer, context=TEXT, instruction="Read.", question=question
     ).ids
-
-
-def steps(model, ids, cache, count):
-    """Greedy ids after `ids` [T], one forward pass a token, and the logits that chose them."""
-    fed, chosen, logits = ids[cache.get_seq_length() :], [], []
-    with torch.no_grad():
-        for _ in range(count):
-            logits.append(model(fed[None], past_key_values=cache).logits[0, -1])
-            chosen.append(int(logits[-1].argmax()))
-            fed = torch.tensor(chosen[-1:])
-    return torch.tensor(chosen), torch.stack(logits)
-
-
-def same_greedy(got, want, logits):
-    """Equal, or the first other token is as likely within the margin."""
-    assert_same_tokens(got, want, lambda tokens: logits[len(tokens)])
 
 
 def test_a_prompt_without_a_question_takes_the_recipe_made_for_it(model, book, prompt, tokenizer):
@@ -138,82 +117,6 @@ def test_an_error_inside_a_stream_is_raised(book):
         list(book.ask("Who?", stream=True, streamer=object()))
 
 
-def test_a_conversation_appends_its_turns(model, tokenizer, book):
-    with book.chat() as chat:
-        first = chat.ask("Who fell?", max_new_tokens=6)
-        ids, cache = chat._ids, chat._cache.get_seq_length()
-        assert cache == len(ids) - 1
-        second = chat.ask("Why?", max_new_tokens=6)
-        assert [turn["content"] for turn in chat.messages] == ["Who fell?", first, "Why?", second]
-        assert [turn["role"] for turn in chat.messages] == ["user", "assistant"] * 2
-        turn = tokenizer("<|end|><|user|>Why?<|end|><|assistant|>", add_special_tokens=False)
-        by_hand = torch.cat([ids, torch.tensor(turn["input_ids"])])
-        want, logits = steps(model, by_hand, book.new_cache(), 6)
-        same_greedy(chat._ids[len(by_hand) :], want, logits)
-        assert repr(chat).startswith("Conversation(2 turns, ")
-
-
-def test_turns_are_compressed_behind_the_context(model, tokenizer, book):
-    with book.chat() as chat, book.chat() as plain:
-        for one in (chat, plain):
-            one.ask("Who fell?", max_new_tokens=9, eos_token_id=1999)
-        turns = len(chat._ids) - book.packed.length
-        chat.compress(ratio=1)
-        assert chat._cache.packed_length == book.packed.length + turns
-        for question in ("Why?", "And then?"):
-            for one in (chat, plain):
-                one.ask(question, max_new_tokens=6, eos_token_id=1999)
-            by_hand = chat._ids[: len(chat._ids) - 6]
-            want, logits = steps(model, by_hand, book.new_cache(), 6)
-            same_greedy(chat._ids[-6:], want, logits)
-        assert [turn["role"] for turn in chat.messages] == ["user", "assistant"] * 3
-        before = chat._cache.packed_length
-        chat.compress(ratio=2)
-        units, added = book.accounting.entries.numel(), chat._cache.packed_length - before
-        assert chat._result.accounting.budget == (
-            book.accounting.budget + units * turns + units * added // 2
-        )
-        chat.ask("Why?", max_new_tokens=3)
-        assert len(chat.messages) == 8
-    assert book.packed.length == book.prompt.spans.context_end
-
-
-def test_a_streamed_turn_counts_when_it_is_read_to_its_end(book):
-    with book.chat() as chat:
-        spoken = "".join(chat.ask("Who fell?", max_new_tokens=8, stream=True))
-        assert chat.messages[1]["content"] == spoken
-        length = chat._cache.get_seq_length()
-        stream = chat.ask("Why?", max_new_tokens=64, stream=True)
-        next(stream)
-        for call in (lambda: chat.ask("And then?"), lambda: chat.compress(ratio=2)):
-            with pytest.raises(CacheError, match="open stream"):
-                call()
-        stream.close()
-        assert len(chat.messages) == 2
-        assert chat._cache.get_seq_length() == length
-        alone = chat.ask("Why?", max_new_tokens=6)
-    with book.chat() as other:
-        assert other.ask("Who fell?", max_new_tokens=8) == spoken
-        assert other.ask("Why?", max_new_tokens=6) == alone
-
-
-def test_a_turn_that_fails_is_undone(model, book):
-    layer = model.model.layers[1]
-    with book.chat() as chat:
-        chat.ask("Who fell?", max_new_tokens=4)
-        before = [x.logical_length for x in chat._cache.layers]
-
-        def fail(*_):
-            raise RuntimeError("in the middle")
-
-        hook = layer.register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="in the middle"):
-            chat.ask("Why?")
-        hook.remove()
-        assert [x.logical_length for x in chat._cache.layers] == before
-        assert chat.ask("Why?", max_new_tokens=4) == chat.messages[-1]["content"]
-
-
 def test_saved_books_can_be_asked(model, tokenizer, book, tmp_path):
     book.save(tmp_path / "book.gracekv")
     again = gracekv.load(tmp_path / "book.gracekv", model, tokenizer=tokenizer)
@@ -264,61 +167,3 @@ def test_a_base_model_is_asked_in_plain_text(model, tokenizer):
 def test_bad_questions_are_refused(book, options, error, message):
     with pytest.raises(error, match=message):
         book.ask(**options)
-
-
-def test_bad_conversations_are_refused(model, tokenizer, prompt, book):
-    chat = book.chat()
-    with pytest.raises(ConfigError, match="num_beams=4"):
-        chat.ask("Who?", num_beams=4)
-    with pytest.raises(PromptError, match="Ask something first"):
-        chat.compress(ratio=2)
-    chat.close()
-    with pytest.raises(CacheError, match=r"closed.*result\.chat\(\)"):
-        chat.compress(ratio=2)
-    for stream in (False, True):
-        with pytest.raises(CacheError, match=r"closed.*result\.chat\(\)"):
-            chat.ask("Who?", stream=stream)
-    batch = gracekv.compress(model, [prompt, prompt], ratio=4)
-    for call in (batch.ask, batch.chat):
-        with pytest.raises(PromptError, match="several contexts"):
-            call("Who?")
-    own = gracekv.Prompt.from_chat(tokenizer, context=TEXT, question="Who?")
-    result = gracekv.compress(model, own, ratio=4)
-    for call in (result.chat, lambda: result.ask("Who?")):
-        with pytest.raises(PromptError, match="a question of its own"):
-            call()
-
-
-def test_two_threads_do_not_share_a_conversation(model, book):
-    entered, leave, errors = threading.Event(), threading.Event(), []
-    chat = book.chat()
-
-    def wait(*_):
-        entered.set()
-        leave.wait(30)
-
-    hook = model.register_forward_pre_hook(wait)
-    thread = threading.Thread(target=lambda: chat.ask("Who fell?", max_new_tokens=1))
-    thread.start()
-    entered.wait(30)
-    try:
-        chat.ask("Why?")
-    except CacheError as error:
-        errors.append(str(error))
-    finally:
-        leave.set()
-        hook.remove()
-        thread.join()
-    assert "in another thread" in errors[0]
-    assert len(chat.messages) == 2
-
-
-def test_a_template_that_hides_answers_is_refused(model, tokenizer, book):
-    template, tokenizer.chat_template = tokenizer.chat_template, "{{ messages[-1]['content'] }}"
-    try:
-        chat = book.chat()
-        chat.ask("Who fell?", max_new_tokens=2)
-        with pytest.raises(PromptError, match="chat template does not show"):
-            chat.ask("Why?")
-    finally:
-        tokenizer.chat_template = template

@@ -1,0 +1,191 @@
+"""Decoding by replay of a recorded step: the same answers, and the model is given back."""
+
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv.hf import graph_replay
+from gracekv.testing.models import tiny_llama, tiny_model
+from support.static_tails import assert_same_answer, prompts
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=2)
+
+
+@pytest.fixture(scope="module")
+def batch(model):
+    return gracekv.compress(model, prompts(80, 55, 61), ratio=4)
+
+
+@pytest.fixture
+def replay(monkeypatch):
+    """Generate by replay wherever it could, as on a GPU; the forwards that were made."""
+    made = []
+
+    class Recorded(graph_replay.ReplayedForward):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(graph_replay, "ReplayedForward", Recorded)
+    monkeypatch.setattr(graph_replay, "_FIRST_CAPACITY", 8)
+    monkeypatch.setattr(graph_replay, "suits", lambda *args: True)
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_replayed_generation_grows_and_gives_the_same_answer(replay, family):
+    model = tiny_model(family)
+    result = gracekv.compress(model, prompts(80)[0], ratio=4)
+    answer = result.generate_ids(30, eos_token_id=None)
+    assert len(replay) == 1
+    assert replay[0].cache.layers[0].capacity == 30
+    assert "forward" not in model.__dict__
+    assert_same_answer(model, result, answer)
+
+
+def test_replayed_generation_of_a_batch_with_sampling_and_penalties(replay, model, batch):
+    options = {
+        "do_sample": True, "top_k": 5, "repetition_penalty": 1.3, "eos_token_id": 3,
+        "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    answers = []
+    for suits in (True, False):
+        graph_replay.suits = lambda *args, suits=suits: suits
+        torch.manual_seed(0)
+        answers.append(batch.generate_ids(20, **options))
+    assert len(replay) == 1
+    assert torch.equal(*answers)
+
+
+def test_a_second_thread_takes_the_growing_tail(replay, model):
+    result = gracekv.compress(model, prompts(80)[0], ratio=4)
+    want = result.generate_ids(20, eos_token_id=None)
+    answers = []
+
+    def work():
+        answers.append(result.generate_ids(20, eos_token_id=None))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "forward" not in model.__dict__
+    for answer in answers:
+        assert_same_answer(model, result, answer)
+    assert len(answers) == 3
+    assert want.shape == answers[0].shape
+
+
+def test_the_model_is_given_back_after_an_error(replay, model):
+    result = gracekv.compress(model, prompts(80)[0], ratio=4)
+    with pytest.raises(ValueError, match="temperature"):
+        result.generate_ids(20, do_sample=True, temperature=-1.0)
+    assert "forward" not in model.__dict__
+
+
+class FakeCuda:
+    """torch.cuda's streams and graphs on a CPU: a recording runs nothing, a replay one step."""
+
+    def __init__(self, forward):
+        self.forward, self.steps = forward, 0
+
+    def graph(self, graph, capture_error_mode):
+        fake = self
+
+        class Recording:
+            def __enter__(self):
+                self.lengths = [layer.length.clone() for layer in fake.forward.cache.layers]
+
+            def __exit__(self, *_):
+                for layer, length in zip(fake.forward.cache.layers, self.lengths, strict=True):
+                    layer.length.copy_(length)
+
+        return Recording()
+
+    def replay(self):
+        self.steps += 1
+        static = self.forward._output.logits
+        static.copy_(self.forward._step().logits)
+
+    def install(self, monkeypatch):
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=self.replay))
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+
+def test_a_recorded_step_is_replayed_with_the_tail_where_it_was(replay, model, monkeypatch, batch):
+    want = batch.generate_ids(30, eos_token_id=None)
+    fakes = []
+
+    class Recording(graph_replay.ReplayedForward):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.records = True
+            fakes.append(FakeCuda(self))
+            fakes[-1].install(monkeypatch)
+
+    monkeypatch.setattr(graph_replay, "ReplayedForward", Recording)
+    answer = batch.generate_ids(30, eos_token_id=None)
+
+    assert torch.equal(answer, want)
+    assert fakes[0].steps == 30
+    assert fakes[0].forward.recordings == 3  # 8, 16 and 30 places
+    assert [layer.tail_length for layer in fakes[0].forward.cache.layers] == [30, 30]
+
+
+def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch, batch):
+    want = batch.generate_ids(20, eos_token_id=None)
+
+    class Failing(graph_replay.ReplayedForward):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.records = True
+            fake = FakeCuda(self)
+            fake.install(monkeypatch)
+            monkeypatch.setattr(torch.cuda, "graph", self.refuse)
+
+        def refuse(self, *args, **kwargs):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graph_replay, "ReplayedForward", Failing)
+    with pytest.warns(UserWarning, match="could not be recorded as a CUDA graph"):
+        answer = batch.generate_ids(20, eos_token_id=None)
+    assert torch.equal(answer, want)
+
+
+def test_what_is_replayed(model):
+    layer = SimpleNamespace(
+        packed=SimpleNamespace(
+            ragged=SimpleNamespace(device=torch.device("cuda")),
+            backend=SimpleNamespace(name="triton"),
+        )
+    )
+    cache = SimpleNamespace(layers=[layer])
+    assert graph_replay.suits(model, cache, 64, {"do_sample": True, "top_k": 5})
+    assert not graph_replay.suits(model, cache, 8, {})
+    for options in (
+        {"num_beams": 2}, {"num_return_sequences": 3}, {"prompt_lookup_num_tokens": 2},
+        {"assistant_model": model}, {"use_cache": False}, {"output_hidden_states": True},
+        {"generation_config": model.generation_config},
+    ):  # fmt: skip
+        assert not graph_replay.suits(model, cache, 64, options), options
+    layer.packed.backend.name = "sdpa"
+    assert not graph_replay.suits(model, cache, 64, {})
+
+
+def test_plain_generation_on_a_cpu_does_not_replay(model):
+    result = gracekv.compress(model, prompts(80)[0], ratio=4)
+    assert not graph_replay.suits(model, result.new_cache(), 100, {})

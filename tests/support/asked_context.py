@@ -1,0 +1,27 @@
+"""A context to ask about, and greedy answers to it by hand."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import torch
+
+from support.margins import assert_same_tokens
+
+TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")[:900]
+
+
+def steps(model, ids, cache, count):
+    """Greedy ids after `ids` [T], one forward pass a token, and the logits that chose them."""
+    fed, chosen, logits = ids[cache.get_seq_length() :], [], []
+    with torch.no_grad():
+        for _ in range(count):
+            logits.append(model(fed[None], past_key_values=cache).logits[0, -1])
+            chosen.append(int(logits[-1].argmax()))
+            fed = torch.tensor(chosen[-1:])
+    return torch.tensor(chosen), torch.stack(logits)
+
+
+def same_greedy(got, want, logits):
+    """Equal, or the first other token is as likely within the margin."""
+    assert_same_tokens(got, want, lambda tokens: logits[len(tokens)])

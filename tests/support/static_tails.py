@@ -1,0 +1,46 @@
+"""Prompts of given lengths, and decoding over a growing or a static tail, step by step."""
+
+from __future__ import annotations
+
+import torch
+
+import gracekv
+
+
+def prompts(*lengths):
+    rng = torch.Generator().manual_seed(0)
+    return [
+        gracekv.Prompt.from_ids(
+            torch.randint(0, 97, (length,), generator=rng),
+            (2, length - 9),
+            question_end=length - 3,
+        )
+        for length in lengths
+    ]
+
+
+def steps(model, cache, ids):
+    """Logits of the ids [B, n], fed one by one; a cache may be replaced between steps."""
+    logits = []
+    with torch.no_grad():
+        for column in ids.T:
+            cache = yield_room(cache)
+            logits.append(model(column[:, None], past_key_values=cache).logits[:, -1])
+    return torch.stack(logits)
+
+
+def yield_room(cache):
+    """A tail twice as long where the static one is full."""
+    layer = cache.layers[0]
+    if layer.length is not None and layer.tail_length == layer.capacity:
+        return cache.with_static_tail(2 * layer.capacity)
+    return cache
+
+
+def assert_same_answer(model, result, answer):
+    """The answer's tokens are the growing tail's own choices, up to logits that tie."""
+    cache, ids = result.new_cache(), result.inputs["input_ids"]
+    fed = torch.cat([ids[:, -1:], answer[:, :-1]], dim=1)
+    logits = steps(model, cache, fed)
+    chosen = logits.gather(2, answer.T[..., None])[..., 0]
+    assert bool((chosen >= logits.amax(-1) - 1e-3).all())
