@@ -94,12 +94,15 @@ def export(
         str | None, typer.Option(help="The context's name there; default: the file's.")
     ] = None,
     engine: Annotated[str, typer.Option(help="What will serve it: vllm.")] = "vllm",
+    shares: Annotated[
+        str, typer.Option(help="ragged, or equal to go into the engine's own pages.")
+    ] = "ragged",
     model: Model = None,
     dtype: Dtype = None,
     imports: Imports = None,
 ) -> None:
     """Put a saved cache where an inference engine finds it by name."""
-    made = _load(cache, model, dtype).export(store / (name or cache.stem), engine=engine)
+    made = _load(cache, model, dtype).export(store / (name or cache.stem), engine, shares)
     for folder in made if isinstance(made, list) else [made]:
         typer.echo(f"{folder}")
 

@@ -155,7 +155,9 @@ class BaseResult(ABC):
             is_batch=self.is_batch,
         )
 
-    def export(self, path: str | os.PathLike[str], engine: str = "vllm") -> Path | list[Path]:
+    def export(
+        self, path: str | os.PathLike[str], engine: str = "vllm", shares: str = "ragged"
+    ) -> Path | list[Path]:
         """Write the compressed prompt as a folder for another engine; see docs/vllm.md.
 
             result.export("store/book", engine="vllm")
@@ -166,19 +168,22 @@ class BaseResult(ABC):
         Args:
             path: the store's folder and the context's name in it.
             engine: "vllm", which finds the context by name through `gracekv.vllm`.
+            shares: "ragged" keeps as many entries in each head as the recipe chose, beside the
+                engine's pages; "equal" puts them into its pages, which any attention of the engine
+                reads, and needs a recipe such as `gracekv-agnostic-equal`.
 
         Returns:
             The folder; a list of them for a batch.
 
         Raises:
-            StoreError: the name has other signs than letters, digits, ".", "_" and "-"; or the
-                engine is unknown.
+            StoreError: the name has other signs than letters, digits, ".", "_" and "-"; the engine
+                is unknown; or shares are to be equal and are not.
             UnsupportedModelError: the engine would not see the entries as this model does: RoPE
                 that depends on the sequence's length, or layers with a sliding window.
         """
         from gracekv.vllm.export import export_result
 
-        folders = export_result(self, path, engine)
+        folders = export_result(self, path, engine, shares)
         return folders if self.is_batch else folders[0]
 
     def generate_ids(self, max_new_tokens: int = 64, **kwargs: Any) -> Tensor:

@@ -59,6 +59,8 @@ _AGNOSTIC: Mapping[str, Any] = {
         "trust_read": 0.1,
     },
 }  # fmt: skip
+# Multiplicities restore mass only where an engine reads them; pages of equal shares do not.
+_EQUAL_FIT: Mapping[str, Any] = {**_AGNOSTIC["fit"], "name": "values"}
 
 
 def _by(scorer: object) -> dict[str, Any]:
@@ -77,6 +79,16 @@ OWN: Mapping[str, Recipe] = {
         "One top-k over all heads by what a second reading would look at; values fitted",
         "ours: replayed context queries, all alike, times value norms; the question is not read",
         _AGNOSTIC,
+    ),
+    "gracekv-plus-equal": Recipe(
+        "gracekv-plus with as many entries in every head, for engines that cannot do without",
+        "ours: equal shares, no multiplicities; see docs/vllm.md",
+        {**_PLUS, "quota": "per_head", "fit": "values"},
+    ),
+    "gracekv-agnostic-equal": Recipe(
+        "gracekv-agnostic with as many entries in every head, for engines that cannot do without",
+        "ours: equal shares, no multiplicities; see docs/vllm.md",
+        {**_AGNOSTIC, "quota": "per_head", "fit": _EQUAL_FIT},
     ),
     "gracekv-plus-8bit": Recipe(
         "gracekv-plus whose entries take 8 bits a number, so that more of them fit",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from gracekv.errors import StoreError
 from gracekv.vllm.configuration import CONNECTOR
+from gracekv.vllm.equal_shares import check_prompt
+from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.requests import PARAMETER
 from gracekv.vllm.serving import open_store
 from gracekv.vllm.store import ContextStore
@@ -29,17 +33,24 @@ def install(processor: type[Any]) -> None:
     def process_inputs(
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        check(self, params)
-        return stock(self, request_id, prompt, params, *args, **kwargs)
+        header = check(self, params)
+        made = stock(self, request_id, prompt, params, *args, **kwargs)
+        if header is not None and header.kind == "equal":
+            with _as_bad_request():
+                check_prompt(header, context_of(params), made.prompt_token_ids or (), params)
+        return made
 
     processor.process_inputs = process_inputs
 
 
-def check(processor: Any, params: Any) -> None:
-    """Raise vLLM's error for bad requests (HTTP 400) if the request's context cannot be used."""
+def check(processor: Any, params: Any) -> ContextHeader | None:
+    """The header of the request's context, if it asks for one.
+
+    Raises vLLM's error for bad requests (HTTP 400) if the context cannot be used.
+    """
     name = context_of(params)
     if name is None:
-        return
+        return None
     from vllm.exceptions import VLLMValidationError
 
     transfer = processor.vllm_config.kv_transfer_config
@@ -52,8 +63,16 @@ def check(processor: Any, params: Any) -> None:
     store = _stores.get(processor)
     if store is None:
         store = _stores[processor] = open_store(processor.vllm_config)
+    with _as_bad_request():
+        return store.verify(name)
+
+
+@contextlib.contextmanager
+def _as_bad_request() -> Iterator[None]:
+    from vllm.exceptions import VLLMValidationError
+
     try:
-        store.verify(name)
+        yield
     except StoreError as error:
         raise VLLMValidationError(str(error), parameter="kv_transfer_params") from error
 

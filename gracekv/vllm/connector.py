@@ -14,12 +14,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.models.utils import extract_layer_index
 
 from gracekv.errors import StoreError
 from gracekv.vllm import step
 from gracekv.vllm.attention import warm_up
+from gracekv.vllm.equal_shares import attention_layers, check_prompt, write_entries
+from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.requests import PARAMETER
-from gracekv.vllm.serving import check_serving, open_store
+from gracekv.vllm.serving import check_serving, open_store, serves_ragged
 from gracekv.vllm.store import StoredContext
 
 # vLLM shows the messages of its own loggers.
@@ -27,24 +30,44 @@ _log = logging.getLogger("vllm.gracekv")
 
 
 @dataclass
+class PageLoad:
+    """Entries of a context with equal shares that go into a request's pages.
+
+    Attributes:
+        name: of the context.
+        digest: of the context.
+        first: of the entries, counted in each head; those before are in the pages already.
+        blocks: the pages of all its entries.
+    """
+
+    name: str
+    digest: str
+    first: int
+    blocks: list[int]
+
+
+@dataclass
 class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler tells the workers before a step.
 
     Attributes:
-        named: (name, digest) of contexts, by the first block of a request's pages.
+        named: (name, digest) of ragged contexts, by the first block of a request's pages.
+        loads: what goes into pages before the step.
         refused: ids of requests whose context cannot be used.
     """
 
     named: dict[int, tuple[str, str]] = field(default_factory=dict)
+    loads: list[PageLoad] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
 
 
 class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Contexts of requests, by name; no token is loaded into vLLM's pages.
+    """Contexts of requests, by name; only those with equal shares go into vLLM's pages.
 
     In the scheduler it reads `kv_transfer_params={"gracekv": name}` of a request, and salts the
     hashes of its pages with the context, so that vLLM's prefix caching never mixes contexts. In
-    each worker it loads contexts, shared by all requests, before the step that needs them.
+    each worker it loads contexts, shared by all requests, before the step that needs them. Equal
+    shares are announced as tokens that are computed elsewhere.
 
     A request whose context cannot be used ends with an error; all others go on.
     """
@@ -54,14 +77,16 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         check_serving(vllm_config, kv_cache_config)
         rank = get_tensor_model_parallel_rank() if role == KVConnectorRole.WORKER else None
         self._store = open_store(vllm_config, rank=rank)
-        if rank is not None:
+        self._page = vllm_config.cache_config.block_size
+        if rank is not None and serves_ragged():
             # Compiling takes seconds once on a machine; no request should wait for it.
             warm_up(vllm_config.model_config.dtype)
-        # In the scheduler: (name, digest) by request id, and requests to refuse.
-        self._contexts: dict[str, tuple[str, str]] = {}
+        # In the scheduler, by request id: contexts, first entries to load, requests to refuse.
+        self._contexts: dict[str, tuple[str, ContextHeader]] = {}
+        self._to_load: dict[str, int] = {}
         self._refused: set[str] = set()
         self._to_refuse: set[str] = set()
-        # In a worker: first blocks of requests whose context could not be loaded.
+        # In a worker: blocks of requests whose context could not be loaded.
         self._failed_blocks: set[int] = set()
 
     # In the scheduler.
@@ -74,12 +99,17 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         try:
             # Whole, since a worker that finds damage can only end the request a token later.
             header = self._store.verify(name)
+            if header.kind == "equal":
+                prompt = request.prompt_token_ids or ()
+                check_prompt(header, str(name), prompt, request.sampling_params)
         except StoreError as error:
             _log.error("Request %s is refused. %s", request.request_id, error)
             self._refused.add(request.request_id)
+            # Else the scheduler would ignore the tokens by which the request is failed.
+            request.skip_reading_prefix_cache = False
             salt = request.request_id
         else:
-            self._contexts[request.request_id] = str(name), header.digest
+            self._contexts[request.request_id] = str(name), header
             salt = header.digest
         request.cache_salt = f"{PARAMETER}:{salt}:{request.cache_salt or ''}"
         request.block_hashes = []
@@ -89,25 +119,41 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         # Only a request that waits for tokens from elsewhere can be failed by a connector.
-        refused = request.request_id in self._refused
-        return (1, True) if refused else (0, False)
+        if request.request_id in self._refused:
+            return 1, True
+        return max(0, self._share(request.request_id) - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if request.request_id in self._refused:
             self._to_refuse.add(request.request_id)
+        elif num_external_tokens:
+            share = self._share(request.request_id)
+            self._to_load[request.request_id] = share - num_external_tokens
+
+    def _share(self, request_id: str) -> int:
+        found = self._contexts.get(request_id)
+        return found[1].share if found else 0
 
     def build_connector_meta(self, scheduler_output: Any) -> StepContexts:
-        blocks = scheduler_output.kv_connector_block_state
-        named = {}
+        state = scheduler_output.kv_connector_block_state
+        step_contexts = StepContexts(refused=self._to_refuse)
         for request in scheduler_output.num_scheduled_tokens.keys() & self._contexts.keys():
-            named[blocks.get_block_ids(request)[0][0]] = self._contexts[request]
-        refused, self._to_refuse = self._to_refuse, set()
-        return StepContexts(named, refused)
+            name, header = self._contexts[request]
+            blocks = state.get_block_ids(request)[0]
+            if header.kind == "ragged":
+                step_contexts.named[blocks[0]] = name, header.digest
+            elif request in self._to_load:
+                held = blocks[: -(-header.share // self._page)]
+                load = PageLoad(name, header.digest, self._to_load[request], held)
+                step_contexts.loads.append(load)
+        self._to_refuse, self._to_load = set(), {}
+        return step_contexts
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._contexts.pop(request.request_id, None)
+        self._to_load.pop(request.request_id, None)
         self._refused.discard(request.request_id)
         self._to_refuse.discard(request.request_id)
         return False, None
@@ -119,12 +165,33 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         loaded: dict[int, StoredContext] = {}
         digests = {digest for _, digest in connector_metadata.named.values()}
         for block, (name, digest) in connector_metadata.named.items():
-            try:
-                loaded[block] = self._store.load(name, digest, keep=digests)
-            except (StoreError, MemoryError) as error:
-                _log.error("Context %r cannot be loaded; its requests fail. %s", name, error)
-                self._failed_blocks.add(block)
+            context = self._load(name, digest, digests, [block])
+            if context is not None:
+                loaded[block] = context
         step.begin(loaded)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        loads = self._get_connector_metadata().loads
+        if not loads:
+            return
+        layers = attention_layers(forward_context.no_compile_layers, extract_layer_index)
+        digests = {load.digest for load in loads}
+        for load in loads:
+            blocks = load.blocks[load.first // self._page :]
+            context = self._load(load.name, load.digest, digests, blocks)
+            if context is not None:
+                write_entries(context, load.first, load.blocks, self._page, layers)
+
+    def _load(
+        self, name: str, digest: str, keep: set[str], blocks: list[int]
+    ) -> StoredContext | None:
+        """The context; None if it cannot be loaded, and then requests with `blocks` fail."""
+        try:
+            return self._store.load(name, digest, keep=keep)
+        except (StoreError, MemoryError) as error:
+            _log.error("Context %r cannot be loaded; its requests fail. %s", name, error)
+            self._failed_blocks.update(blocks)
+            return None
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
@@ -143,10 +210,7 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def shutdown(self) -> None:
         step.end()
 
-    # Nothing is moved between pages and elsewhere.
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing: contexts were loaded before."""
+    # Nothing is saved, and nothing is loaded while the model runs.
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing."""

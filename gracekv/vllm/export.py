@@ -21,9 +21,9 @@ from gracekv.prefill.chat_text import render
 from gracekv.prefill.length_limits import sliding_window, switch_point, trained_length
 from gracekv.prefill.prompt import Prompt
 from gracekv.rope import Rope
-from gracekv.vllm.header import QUESTION, ContextHeader
+from gracekv.vllm.header import KINDS, QUESTION, ContextHeader
 from gracekv.vllm.model_facts import model_facts
-from gracekv.vllm.store import ENTRIES, HEADER, check_name
+from gracekv.vllm.store import ENTRIES, HEADER, check_name, equal_share
 
 if TYPE_CHECKING:
     from gracekv.hf.base_result import BaseResult
@@ -31,25 +31,48 @@ if TYPE_CHECKING:
 ENGINES = ("vllm",)
 
 
-def export_result(result: BaseResult, path: str | os.PathLike[str], engine: str) -> list[Path]:
+def export_result(
+    result: BaseResult, path: str | os.PathLike[str], engine: str, shares: str
+) -> list[Path]:
     """Write the compressed prompts for another engine; arguments and result: `BaseResult.export`.
 
-    Raises `StoreError` for an unknown engine or a name that is no folder name,
-    `UnsupportedModelError` as `check_served` does.
+    Raises `StoreError` for an unknown engine, a name that is no folder name, or shares that are not
+    equal; `UnsupportedModelError` as `check_served` does.
     """
-    if engine not in ENGINES:
-        raise StoreError(f"engine is one of {', '.join(ENGINES)}; got {engine!r}.")
+    for name, value, allowed in (("engine", engine, ENGINES), ("shares", shares, KINDS)):
+        if value not in allowed:
+            raise StoreError(f"{name} is one of {', '.join(allowed)}; got {value!r}.")
     check_served(result.model)
     path = Path(path)
     check_name(path.name)
     count = len(result.prompts)
     names = [f"{path.name}-{number}" for number in range(1, count + 1)] if result.is_batch else None
     folders = [path.parent / name for name in names or [path.name]]
-    for number, (prompt, folder) in enumerate(zip(result.prompts, folders, strict=True)):
-        # vLLM computes with numbers in the model's dtype.
-        cache = dequantised(result.packed.sequence(number))
-        _write(result.model, prompt, cache, recipes.label(result.pipeline), folder)
+    # vLLM computes with numbers in the model's dtype.
+    caches = [dequantised(result.packed.sequence(number)) for number in range(count)]
+    if shares == "equal":
+        for cache, prompt in zip(caches, result.prompts, strict=True):
+            _check_equal(cache, prompt)
+    for cache, prompt, folder in zip(caches, result.prompts, folders, strict=True):
+        _write(result.model, prompt, cache, recipes.label(result.pipeline), shares, folder)
     return folders
+
+
+def _check_equal(cache: RaggedCache, prompt: Prompt) -> None:
+    if equal_share(cache) is not None:
+        return
+    lengths = cache.entries()
+    low, high = int(lengths.min()), int(lengths.max())
+    reason = (
+        "its entries stand for several tokens each (multiplicities)"
+        if low == high
+        else f"its heads hold {low} to {high} entries"
+    )
+    recipe = "gracekv-plus-equal" if prompt.has_question else "gracekv-agnostic-equal"
+    raise StoreError(
+        f"vLLM's pages take as many original entries in every head, and of this result {reason}. "
+        f"Compress with pipeline={recipe!r}, or export with shares='ragged'."
+    )
 
 
 def check_served(model: Any) -> None:
@@ -71,14 +94,17 @@ def check_served(model: Any) -> None:
         )
 
 
-def _write(model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, folder: Path) -> None:
+def _write(
+    model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, kind: str, folder: Path
+) -> None:
     """The folder, complete or not at all; one that is there already is replaced."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    rotated = from_zero(model, cache)
+    # In pages the question comes after as many tokens as a head holds entries.
+    rotated = moved(model, cache, (equal_share(cache) or 0) if kind == "equal" else 0)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
         fresh = Path(scratch) / "fresh"
         write_cache(fresh / ENTRIES, rotated, {"engine": "vllm"}, {})
-        header = _header(model, prompt, cache, recipe, read_digest(fresh / ENTRIES))
+        header = _header(model, prompt, cache, recipe, kind, read_digest(fresh / ENTRIES))
         (fresh / HEADER).write_text(header.to_json(), encoding="utf-8")
         # A folder cannot be replaced while it holds files: move the old one out first.
         if folder.exists():
@@ -88,20 +114,18 @@ def _write(model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, folder: 
 
 
 def _header(
-    model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, digest: str
+    model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, kind: str, digest: str
 ) -> ContextHeader:
     from gracekv import __version__
 
     spans, tokenizer = prompt.spans, prompt.tokenizer
     end = spans.length if prompt.has_question else spans.context_end
     marks = identity(model, tokenizer)
-    lengths = cache.entries()
-    original = all(not bool(layer.log_multiplicity.any()) for layer in cache.layers)
-    equal = original and bool((lengths == lengths[0, 0]).all())
+    as_text = not prompt.has_question and kind == "ragged"
     return ContextHeader(
-        kind="equal" if equal else "ragged",
+        kind=kind,
         length=cache.length,
-        entries=int(lengths.sum()),
+        entries=int(cache.entries().sum()),
         bytes=cache.kv_bytes,
         digest=digest,
         dtype=marks["dtype"],
@@ -110,7 +134,7 @@ def _header(
         recipe=recipe,
         has_question=prompt.has_question,
         prompt_ids=tuple(prompt.ids[cache.length : end].tolist()),
-        question_text=None if prompt.has_question else _question_text(prompt),
+        question_text=_question_text(prompt) if as_text else None,
         separator=prompt.separator,
         template=prompt.template,
         positions=trained_length(model),
@@ -129,15 +153,15 @@ def _question_text(prompt: Prompt) -> str | None:
         return None
 
 
-def from_zero(model: Any, cache: RaggedCache) -> RaggedCache:
-    r"""The entries with their positions moved by -T, so that the next token has position 0.
+def moved(model: Any, cache: RaggedCache, position: int) -> RaggedCache:
+    r"""The entries with their positions moved so that the next token has `position`, T before.
 
-    R(p) k becomes R(p - T) k = R(-T) R(p) k, in float32: attention only sees differences of
-    positions. `positions` stay those of the prompt.
+    R(p) k becomes R(p - T + position) k = R(position - T) R(p) k, in float32: attention only sees
+    differences of positions. `positions` stay those of the prompt.
 
     Source: Eq. (T1).
     """
-    turn = _rotation(model, cache.length)
+    turn = _rotation(model, cache.length - position)
     return RaggedCache(
         tuple(
             RaggedLayer(

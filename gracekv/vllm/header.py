@@ -10,8 +10,11 @@ from typing import Any
 
 from gracekv.errors import StoreError
 
-FORMAT = 1
+FORMAT = 2
 """Raise it when contexts of an older version could be misread."""
+
+KINDS = ("ragged", "equal")
+"""Entries beside vLLM's pages as the recipe chose them, or as many in every head inside pages."""
 
 QUESTION = "{question}"
 """Stands for the question in `ContextHeader.question_text`."""
@@ -22,8 +25,8 @@ class ContextHeader:
     """A context without its entries.
 
     Attributes:
-        kind: "equal" if every head of every layer holds the same number of original entries, else
-            "ragged".
+        kind: "ragged" if entries lie beside vLLM's pages; "equal" if every head of every layer
+            holds the same number of original entries and they are loaded into pages.
         length: positions that the entries stand for; the first token after them has this position.
         entries: of all layers and heads together.
         bytes: of keys and values.
@@ -35,7 +38,7 @@ class ContextHeader:
         has_question: whether the prompt had its question already.
         prompt_ids: tokens of the prompt that follow the entries and have none yet.
         question_text: what follows the entries as text, with "{question}" in it; None if the
-            prompt had its question already, or no tokenizer.
+            prompt had its question already, or no tokenizer, or the kind is "equal".
         separator: between context and question.
         template: whether the chat format is used.
         positions: most positions of the model, or None if its config does not say.
@@ -58,6 +61,12 @@ class ContextHeader:
     template: bool
     positions: int | None
     gracekv_version: str
+
+    @property
+    def share(self) -> int:
+        """Entries of each head that are loaded into pages; 0 if they lie beside the pages."""
+        heads = int(self.model["layers"] * self.model["kv_heads"]) if self.kind == "equal" else 0
+        return self.entries // heads if heads else 0
 
     def to_json(self) -> str:
         """For `header.json`."""
@@ -91,9 +100,16 @@ class ContextHeader:
                 f"The header of context {name!r} is damaged: {error}. Export it again."
             ) from error
         whole = (header.length, header.entries, header.bytes)
-        if any(type(number) is not int or number < 0 for number in whole) or not all(
-            isinstance(part, kind)
-            for part, kind in ((header.model, dict), (header.tokenizer, dict), (header.digest, str))
-        ):
+        if (
+            any(type(number) is not int or number < 0 for number in whole)
+            or not all(
+                isinstance(part, kind)
+                for part, kind in (
+                    (header.model, dict), (header.tokenizer, dict), (header.digest, str)
+                )
+            )
+            or header.kind not in KINDS
+            or any(type(header.model.get(size)) is not int for size in ("layers", "kv_heads"))
+        ):  # fmt: skip
             raise StoreError(f"The header of context {name!r} is damaged. Export it again.")
         return header

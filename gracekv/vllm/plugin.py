@@ -11,14 +11,13 @@ TESTED = ("0.32.0",)
 def register() -> None:
     """Put attention over contexts in the place of vLLM's attention for CPUs.
 
-    Without a context it does what the stock one does. On other platforms nothing happens. Warns
-    about versions that are not tested, and leaves one alone that lacks what contexts need.
+    Without a context it does what the stock one does. On other platforms vLLM's attention stays,
+    which reads equal shares. Warns about versions that are not tested, and leaves one alone that
+    lacks what contexts need.
     """
     import vllm
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
     if vllm.__version__.partition("+")[0] not in TESTED:
         warnings.warn(
             f"gracekv serves contexts in vLLM {', '.join(TESTED)}; this is {vllm.__version__}, "
@@ -33,7 +32,8 @@ def register() -> None:
         from gracekv.vllm.serving import BACKEND
 
         admission.install(InputProcessor)
-        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+        if current_platform.is_cpu():
+            register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
     except (ImportError, AttributeError) as error:
         warnings.warn(
             f"gracekv cannot serve contexts in vLLM {vllm.__version__}: {error}.", stacklevel=2

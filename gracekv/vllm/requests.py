@@ -9,6 +9,7 @@ from typing import Any
 from gracekv.errors import PromptError, StoreError
 from gracekv.prefill.chat_text import first_turn
 from gracekv.prefill.fingerprint import tokenizer_marks
+from gracekv.vllm.equal_shares import PLACEHOLDER
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.store import ContextStore
 
@@ -22,8 +23,9 @@ class Request:
 
     Attributes:
         context: the context's name.
-        prompt_ids: the tokens that vLLM reads: question and chat format, not the context.
-        room: tokens that question and answer may have together before they pass the model's
+        prompt_ids: the tokens that vLLM reads: question and chat format, not the context. Before
+            them is a placeholder for each entry that is loaded into pages.
+        room: tokens that prompt and answer may have together before they pass the model's
             positions; None if its config does not say.
     """
 
@@ -76,7 +78,7 @@ class Request:
     def _check_room(self, max_tokens: int) -> None:
         if self.room is not None and len(self.prompt_ids) + max_tokens - 1 > self.room:
             raise PromptError(
-                f"A question of {len(self.prompt_ids)} tokens and {max_tokens} new ones pass the "
+                f"A prompt of {len(self.prompt_ids)} tokens and {max_tokens} new ones pass the "
                 f"{self.room} positions that the context {self.context!r} leaves. Ask a shorter "
                 f"question, or for fewer tokens."
             )
@@ -121,7 +123,8 @@ def request(
         check_question(question)
         _check_tokenizer(name, header, tokenizer)
         ids = (*ids, *first_turn(tokenizer, question, header.separator, header.template))
-    room = None if header.positions is None else header.positions - header.length
+    ids = (PLACEHOLDER,) * header.share + ids
+    room = None if header.positions is None else header.positions - header.length + header.share
     if room is not None and header.length > (header.positions or 0):
         room = None  # A context longer than what the model was made for had its warning.
     return Request(name, ids, room)

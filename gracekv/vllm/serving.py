@@ -13,15 +13,20 @@ from gracekv.vllm.store import ContextStore, heads_of_rank
 BACKEND = "gracekv.vllm.backend.GraceCPUAttentionBackend"
 
 
-def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise `ConfigError` for what contexts were never served with, naming it."""
+def serves_ragged() -> bool:
+    """Whether this process attends to ragged contexts: on CPUs, with the plugin loaded."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    path: str = AttentionBackendEnum.CPU_ATTN.get_path()
+    return bool(current_platform.is_cpu()) and path == BACKEND
+
+
+def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Raise `ConfigError` for what contexts were never served with, naming it."""
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
     obstacles = {
-        f"the platform {current_platform.device_name} (CPUs only)": not current_platform.is_cpu(),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
         f"a KV cache in {cache.cache_dtype}": cache.cache_dtype
@@ -33,11 +38,6 @@ def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(
             f"Compressed contexts cannot be served with {' and '.join(found)}. Serve without it, "
             f"or take the KV connector out."
-        )
-    if AttentionBackendEnum.CPU_ATTN.get_path() != BACKEND:
-        raise ConfigError(
-            "The plugin 'gracekv' is not loaded, so attention would not see contexts. If "
-            "VLLM_PLUGINS is set, it must name gracekv; else install gracekv in vLLM's environment."
         )
 
 
@@ -59,7 +59,9 @@ def open_store(vllm_config: Any, rank: int | None = None) -> ContextStore:
     size = vllm_config.parallel_config.tensor_parallel_size
     if rank is not None and size > 1:
         heads = heads_of_rank(facts["kv_heads"], size, rank)
-    return ContextStore(options.root, model=facts, limit=options.limit, heads=heads)
+    return ContextStore(
+        options.root, model=facts, limit=options.limit, heads=heads, ragged=serves_ragged()
+    )
 
 
 def checkpoint_folder(model: str, revision: str | None) -> Path | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_cache, read_digest
 from gracekv.errors import SavedCacheError, StoreError
@@ -76,6 +76,7 @@ class ContextStore:
         model: facts of the served model, which contexts must agree with; None: any will do.
         limit: most bytes of entries in memory; None: no limit.
         heads: KV heads that this process serves, (first, last + 1); None: all.
+        ragged: whether ragged contexts can be served, or those with equal shares only.
     """
 
     def __init__(
@@ -85,9 +86,11 @@ class ContextStore:
         model: Mapping[str, Any] | None = None,
         limit: int | None = None,
         heads: tuple[int, int] | None = None,
+        ragged: bool = True,
     ) -> None:
         self.root = Path(root)
         self._model, self._limit, self._heads = model, limit, heads
+        self._ragged = ragged
         self._headers: dict[str, tuple[object, ContextHeader]] = {}
         self._verified: dict[str, object] = {}
         self._loaded: OrderedDict[str, StoredContext] = OrderedDict()
@@ -108,7 +111,8 @@ class ContextStore:
     def header(self, name: object) -> ContextHeader:
         """The context's header.
 
-        Raises `StoreError` if the context is missing or damaged, or was made with another model.
+        Raises `StoreError` if the context is missing or damaged, was made with another model, or is
+        ragged where that cannot be served.
         """
         folder = self.folder(name)
         known = folder.name
@@ -132,6 +136,13 @@ class ContextStore:
             raise StoreError(
                 f"Context {known!r} was made with another model: {', '.join(other)} differ. Serve "
                 f"the same weights in {header.dtype}, or compress with the model that is served."
+            )
+        if header.kind == "ragged" and not self._ragged:
+            raise StoreError(
+                f"Context {known!r} is ragged, and this engine takes equal shares only. Ragged "
+                f"ones need vLLM on CPUs with the plugin 'gracekv' (VLLM_PLUGINS, if set, must "
+                f"name it): serve it there, or compress with the recipe gracekv-agnostic-equal "
+                f"and export with shares='equal'."
             )
         with self._lock:
             self._headers[known] = state, header
@@ -192,20 +203,26 @@ class ContextStore:
 
     def _read(self, name: str, header: ContextHeader) -> StoredContext:
         path = self.folder(name) / ENTRIES
-        count = header.model.get("layers")
-        if type(count) is not int:
-            raise StoreError(f"The header of context {name!r} is damaged. {AGAIN}")
         try:
-            cache, _, _ = read_cache(path, [torch.device("cpu")] * count)
+            cache, _, _ = read_cache(path, [torch.device("cpu")] * header.model["layers"])
         except SavedCacheError as error:
             raise StoreError(f"{ENTRIES} of context {name!r} is damaged. {AGAIN}") from error
+        entries = dequantised(cache)
         facts = (cache.length, cache.sequences, int(cache.entries().sum()), cache.kv_bytes)
-        if facts != (header.length, 1, header.entries, header.bytes):
+        if facts != (header.length, 1, header.entries, header.bytes) or (
+            header.kind == "equal" and equal_share(entries) != header.share
+        ):
             raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
-        layers = dequantised(cache).layers
         if self._heads is None:
-            return StoredContext(header, layers)
-        return StoredContext(header, tuple(_of_heads(x, *self._heads) for x in layers))
+            return StoredContext(header, entries.layers)
+        return StoredContext(header, tuple(_of_heads(x, *self._heads) for x in entries.layers))
+
+
+def equal_share(cache: RaggedCache) -> int | None:
+    """Entries of each head, if all hold as many and each stands for one token; else None."""
+    lengths = cache.entries()
+    original = all(not bool(layer.log_multiplicity.any()) for layer in cache.layers)
+    return int(lengths[0, 0]) if original and bool((lengths == lengths[0, 0]).all()) else None
 
 
 def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from gracekv.prefill.chat_text import first_turn
 from gracekv.testing.models import tiny_model
 from gracekv.testing.tokenizers import tiny_tokenizer
 from gracekv.vllm import ContextStore, request
-from gracekv.vllm.export import from_zero
+from gracekv.vllm.equal_shares import PLACEHOLDER
+from gracekv.vllm.export import moved
 from gracekv.vllm.model_facts import checkpoint_digest, differences, model_facts
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 6
@@ -37,26 +38,28 @@ def book(model, tokenizer):
 
 
 @pytest.mark.parametrize("rope", ["default", "linear", "llama3", "yarn"])
-def test_keys_of_a_context_are_moved_so_that_the_question_begins_at_zero(rope):
+@pytest.mark.parametrize("begin", [0, 20])
+def test_keys_of_a_context_are_moved_to_where_the_question_begins(rope, begin):
     model = tiny_model(rope=rope)
     rotary, rng = model.get_decoder().rotary_emb, torch.Generator().manual_seed(1)
     ids = torch.randint(0, 97, (60,), generator=rng)
     result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (0, 50)), ratio=1)
     length = result.packed.length
-    moved = from_zero(model, result.packed)
+    turned = moved(model, result.packed, begin)
 
     def rotated(x, position):
         cos, sin = rotary(x, torch.tensor([[position]]))
-        turned = torch.cat([-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]], dim=-1)
-        return x * cos[0] + turned * sin[0]
+        half = x.shape[-1] // 2
+        return x * cos[0] + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin[0]
 
     query = torch.randn(1, 16, generator=rng)
-    for before, after in zip(result.packed.layers, moved.layers, strict=True):
+    for before, after in zip(result.packed.layers, turned.layers, strict=True):
         for ahead in (0, 7):
             want = rotated(query, length + ahead) @ before.keys.T
-            got = rotated(query, ahead) @ after.keys.T
+            got = rotated(query, begin + ahead) @ after.keys.T
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-            assert not torch.allclose(rotated(query, ahead) @ before.keys.T, want, atol=1e-2)
+            unmoved = rotated(query, begin + ahead) @ before.keys.T
+            assert not torch.allclose(unmoved, want, atol=1e-2)
 
 
 def test_the_folder_holds_entries_and_header(book, model, tokenizer, tmp_path):
@@ -95,15 +98,43 @@ def test_a_failed_export_leaves_nothing(book, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_equal_heads_are_said_to_be_equal(model, tokenizer, tmp_path):
-    prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
-    same = gracekv.compress(model, prompt, entries_per_head=20, pipeline="streaming-llm")
-    same.export(tmp_path / "same")
-    merged = gracekv.compress(model, prompt, ratio=4, pipeline="gracekv")
-    assert any(bool(layer.log_multiplicity.any()) for layer in merged.packed.layers)
-    merged.export(tmp_path / "merged")
+@pytest.mark.parametrize(
+    ("recipe", "question"),
+    [("gracekv-agnostic-equal", ""), ("gracekv-plus-equal", "Who is tired?")],
+)
+def test_equal_shares_follow_placeholders(model, tokenizer, tmp_path, recipe, question):
+    prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT, question=question)
+    result = gracekv.compress(model, prompt, ratio=3, pipeline=recipe)
+    for shares in ("ragged", "equal"):
+        result.export(tmp_path / shares, shares=shares)
     store = ContextStore(tmp_path)
-    assert [store.header(name).kind for name in ("same", "merged")] == ["equal", "ragged"]
+    header, asked = store.header("equal"), None if question else "Why?"
+    assert (header.kind, header.question_text) == ("equal", None)
+    assert (result.packed.entries() == header.share).all()
+    assert 0 < header.share < result.packed.length
+    with_pages = request(store, "equal", asked, tokenizer)
+    beside = request(store, "ragged", asked, tokenizer)
+    assert store.header("ragged").share == 0
+    assert with_pages.prompt_ids == (PLACEHOLDER,) * header.share + beside.prompt_ids
+    assert with_pages.room == beside.room + header.share
+
+
+def test_what_pages_cannot_hold_is_refused_with_the_recipe_that_would_do(
+    book, model, tokenizer, tmp_path
+):
+    asked = gracekv.Prompt.from_chat(tokenizer, context=TEXT, question="Who is tired?")
+    merged = gracekv.compress(model, asked, ratio=4, pipeline="gracekv-no-global")
+    own = gracekv.compress(model, asked, ratio=4, pipeline="gracekv")
+    for result, said in (
+        (book, r"heads hold \d+ to \d+ entries.*'gracekv-agnostic-equal'"),
+        (own, r"heads hold \d+ to \d+ entries.*'gracekv-plus-equal'"),
+        (merged, r"several tokens each.*'gracekv-plus-equal'"),
+    ):
+        with pytest.raises(StoreError, match=said):
+            result.export(tmp_path / "book", shares="equal")
+    with pytest.raises(StoreError, match="shares is one of ragged, equal; got 'same'"):
+        book.export(tmp_path / "book", shares="same")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_batch_writes_a_folder_for_each_prompt(model, tokenizer, tmp_path):

@@ -85,11 +85,13 @@ def edit(folder, **changes):
         (lambda folder: (folder / "header.json").write_text("[]"), "another format"),
         (lambda folder: (folder / "header.json").unlink(), "There is no context"),
         (lambda folder: (folder / "entries.safetensors").unlink(), "is damaged"),
-        (lambda folder: edit(folder, format=2), "another format"),
+        (lambda folder: edit(folder, format=1), "another format"),
         (lambda folder: edit(folder, length="7"), "is damaged"),
         (lambda folder: edit(folder, more=1), "is damaged"),
         (lambda folder: edit(folder, length=7), "of other entries"),
         (lambda folder: edit(folder, model={"layers": None}), "is damaged"),
+        (lambda folder: edit(folder, kind="round"), "is damaged"),
+        (lambda folder: edit(folder, kind="equal"), "of other entries"),
     ],
 )
 def test_damage_is_found(root, damage, said):
@@ -99,6 +101,16 @@ def test_damage_is_found(root, damage, said):
             use(ContextStore(root), "c0")
         # Clients of a server see the message; where its files lie is not theirs.
         assert str(root.parent) not in str(caught.value)
+
+
+def test_an_engine_without_ragged_attention_takes_equal_shares_only(root, model):
+    prompt = gracekv.Prompt.from_ids(torch.arange(60), (0, 50))
+    equal = gracekv.compress(model, prompt, ratio=2, pipeline="gracekv-agnostic-equal")
+    equal.export(root / "equal", shares="equal")
+    store = ContextStore(root, ragged=False)
+    with pytest.raises(StoreError, match=r"'c0' is ragged.*gracekv-agnostic-equal"):
+        store.load("c0")
+    assert store.load("equal").header.share == int(equal.packed.entries()[0, 0])
 
 
 def test_contexts_of_other_models_are_refused(root):

@@ -19,7 +19,7 @@ RECIPES = {
     "global": {"pipeline": "gracekv-agnostic", "ratio": 3},
     "tight": {"pipeline": "gracekv-agnostic", "ratio": 8},
     "merged": {"pipeline": "gracekv", "ratio": 4},
-    "equal": {"pipeline": "streaming-llm", "entries_per_head": 96},
+    "equal": {"pipeline": "gracekv-agnostic-equal", "ratio": 3},
     "full": {"pipeline": "fullkv", "ratio": 1},
 }
 QUESTIONS = [
@@ -47,7 +47,7 @@ def served(tmp_path_factory):
         context = text[number * 1500 : number * 1500 + 2400]
         prompt = gracekv.Prompt.from_chat(tokenizer, context=context)
         results[name] = gracekv.compress(model, prompt, **options)
-        results[name].export(store / name)
+        results[name].export(store / name, shares="equal" if name == "equal" else "ragged")
     question = gracekv.Prompt.from_chat(tokenizer, context=text[:2000], question="Who is Alice?")
     results["asked"] = gracekv.compress(model, question, ratio=4)
     results["asked"].export(store / "asked")
@@ -212,6 +212,7 @@ def broken(served):
         "foreign": "another model: weights differ",
         "missing": "There is no context",
         "../global": "A context's name",
+        "equal": "in the place of the prompt's first",  # Of a prompt that leaves no place.
     }
     shutil.rmtree(store / "damaged")
     shutil.rmtree(store / "foreign")
