@@ -19,6 +19,7 @@ from gracekv.errors import PromptError, StoreError, UnsupportedModelError
 from gracekv.hf.saving import identity
 from gracekv.prefill.chat_text import render
 from gracekv.prefill.length_limits import sliding_window, switch_point, trained_length
+from gracekv.prefill.model_layers import model_layers, rope_of_table
 from gracekv.prefill.prompt import Prompt
 from gracekv.rope import Rope
 from gracekv.vllm.header import KINDS, QUESTION, ContextHeader
@@ -84,6 +85,12 @@ def check_served(model: Any) -> None:
             f"{name} rotates keys by how long the whole sequence is (RoPE {rope!r}), and vLLM sees "
             f"the question and its answer only. Serve a model whose rotation depends on positions "
             f"alone: default, linear, llama3 or yarn. Every recipe works with them."
+        )
+    cap = getattr(model.config, "attn_logit_softcapping", None)
+    if cap is not None:
+        raise UnsupportedModelError(
+            f"{name} caps its attention logits at {cap}, which attention beside vLLM's pages does "
+            f"not. Serve a model without a cap; every recipe works with it."
         )
     window = sliding_window(model)
     if window is not None:
@@ -161,7 +168,7 @@ def moved(model: Any, cache: RaggedCache, position: int) -> RaggedCache:
 
     Source: Eq. (T1).
     """
-    turn = _rotation(model, cache.length - position)
+    turns = _rotations(model, cache.length - position)
     return RaggedCache(
         tuple(
             RaggedLayer(
@@ -171,7 +178,7 @@ def moved(model: Any, cache: RaggedCache, position: int) -> RaggedCache:
                 layer.log_multiplicity,
                 layer.offsets,
             )
-            for layer in cache.layers
+            for layer, turn in zip(cache.layers, turns, strict=True)
         ),
         cache.length,
     )
@@ -182,12 +189,13 @@ def _turned(keys: Tensor, turn: Rope) -> Tensor:
     return turn.unrotate(keys.float(), start).to(keys.dtype)
 
 
-def _rotation(model: Any, position: int) -> Rope:
-    """R(position) alone, without the factor that yarn-like schemes multiply into it."""
+def _rotations(model: Any, position: int) -> list[Rope]:
+    """R(position) of each layer, without the factor that yarn-like schemes multiply into it."""
     device = next(model.get_decoder().rotary_emb.buffers()).device
     at = torch.tensor([[position]], device=device)
     with torch.inference_mode():
         cos, sin = model.get_decoder().rotary_emb(torch.zeros(1, device=device), at)
     cos, sin = cos[0].float().cpu(), sin[0].float().cpu()
     norm = (cos * cos + sin * sin).sqrt()
-    return Rope(cos / norm, sin / norm)
+    cos, sin = cos / norm, sin / norm
+    return [rope_of_table(cos, sin, layer.rotation) for layer in model_layers(model)]

@@ -11,6 +11,7 @@ pytest.importorskip("safetensors")
 import gracekv
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
 from gracekv.prefill.chat_text import first_turn
+from gracekv.prefill.model_layers import model_layers
 from gracekv.testing.models import tiny_model
 from gracekv.testing.tokenizers import tiny_tokenizer
 from gracekv.vllm import ContextStore, request
@@ -60,6 +61,25 @@ def test_keys_of_a_context_are_moved_to_where_the_question_begins(rope, begin):
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
             unmoved = rotated(query, begin + ahead) @ before.keys.T
             assert not torch.allclose(unmoved, want, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4", "smollm3"])
+def test_keys_are_moved_as_each_layer_rotates_them(family):
+    """Keys of a first layer depend on token and position only; some layers have no RoPE."""
+    model, ids = tiny_model(family), torch.arange(60)
+
+    def full(ids, end):
+        prompt = gracekv.Prompt.from_ids(ids, (0, end))
+        return gracekv.compress(model, prompt, ratio=1, pipeline="fullkv").packed
+
+    late, early = full(ids, 50), full(ids[10:], 40)
+    turned = moved(model, late, late.length - 10)
+    want = early.layers[0].keys.view(2, early.length, -1)
+    before, after = (x.layers[0].keys.view(2, late.length, -1)[:, 10:] for x in (late, turned))
+    torch.testing.assert_close(after, want, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(before, want, atol=1e-2)
+    for layer, old, new in zip(model_layers(model), late.layers, turned.layers, strict=True):
+        assert torch.equal(old.keys, new.keys) == (layer.rotation == "none")
 
 
 def test_the_folder_holds_entries_and_header(book, model, tokenizer, tmp_path):
@@ -198,6 +218,12 @@ def test_models_that_vllm_would_see_otherwise_are_refused(options, said, tmp_pat
     result = gracekv.compress(model, prompt, ratio=2)
     with pytest.raises(UnsupportedModelError, match=said):
         result.export(tmp_path / "book")
+
+
+def test_a_model_that_caps_its_logits_is_refused(book, tmp_path, monkeypatch):
+    monkeypatch.setattr(book.model.config, "attn_logit_softcapping", 30.0, raising=False)
+    with pytest.raises(UnsupportedModelError, match=r"caps its attention logits at 30\.0"):
+        book.export(tmp_path / "book")
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a b", "b" * 129])
