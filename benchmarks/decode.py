@@ -135,7 +135,7 @@ REAL = (
 )  # fmt: skip
 
 
-def header(options: argparse.Namespace, dtype: torch.dtype, copy: float) -> list[str]:
+def header(options: argparse.Namespace, copy: float) -> list[str]:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -146,7 +146,7 @@ def header(options: argparse.Namespace, dtype: torch.dtype, copy: float) -> list
         f"torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}",
         f"commit: {commit}",
-        f"dtype: {str(dtype).removeprefix('torch.')}",
+        f"dtype: {options.dtype}",
         f"config: {options.geometry}, {GEOMETRIES[options.geometry]}; "
         f"{Auto().describe(options.device)}",
         f"medians of {options.rounds} rounds after 2 of warming up; a round takes every row of a "
@@ -181,12 +181,13 @@ def arguments() -> argparse.Namespace:
     add("--lengths", type=numbers, help="contexts, such as 4096,8192")
     add("--ratios", type=numbers, default=[1, 4, 8, 16])
     add("--bits", type=numbers, default=[8, 4], help="widths of quantised entries")
-    add("--dtype", choices=["float32", "bfloat16"], help="float32 on the CPU, else bfloat16")
+    add("--dtype", help="float32 (CPU), bfloat16 (elsewhere), or both for attention alone")
     add("--batches", type=numbers, default=[1])
     add("--skews", type=numbers, default=[3], help="longest head of a layer over the others")
     add("--rounds", type=int, default=25)
     add("--parts", default="attention,model,real", help="which tables to make")
     add("--real", type=int, default=4096, help="context tokens of the real compression")
+    add("--title", default="Decoding", help="of the file")
     add("--note", action="append", default=[], help="a line for the file, about this run")
     add("--out", type=Path, default=Path(__file__).parent / "results" / "decode.md")
     options = parser.parse_args()
@@ -200,16 +201,19 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     torch.manual_seed(0)
-    fitting = "float32" if options.device == "cpu" else "bfloat16"
-    dtype = getattr(torch, options.dtype or fitting)
+    options.dtype = options.dtype or ("float32" if options.device == "cpu" else "bfloat16")
+    names = options.dtype.split(",")
+    dtype = getattr(torch, names[0])
     copy, parts = copy_speed(options.device), options.parts.split(",")
-    lines = header(options, dtype, copy) + options.note
+    lines = header(options, copy) + options.note
     console = Console(width=180)
-    text = ["# Decoding", "", *(f"- {line}" for line in lines), ""]
+    text = [f"# {options.title}", "", *(f"- {line}" for line in lines), ""]
     made: list[tuple[str, tuple[str, ...], list[list[str]]]] = []
     if "attention" in parts:
-        rows = list(attention_rows(options, dtype, copy))
-        made.append(("Attention of one token, alone", ATTENTION, rows))
+        for name in names:
+            title = "Attention of one token, alone" + (f", {name}" if len(names) > 1 else "")
+            rows = list(attention_rows(options, getattr(torch, name), copy))
+            made.append((title, ATTENTION, rows))
     if "model" in parts:
         rows = list(
             model_rows(

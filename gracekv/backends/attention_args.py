@@ -5,6 +5,30 @@ from __future__ import annotations
 import ctypes
 
 
+def _integers(*names: str) -> list[tuple[str, type]]:
+    return [(name, ctypes.c_int64) for name in names]
+
+
+class CodedArgs(ctypes.Structure):
+    """A coded part: E entries, N blocks, C scales an entry, Z rows.
+
+    Fields; addresses of contiguous arrays, and sizes:
+        key_codes, value_codes: uint8 [E, bytes].
+        key_scale, key_zero, value_scale, value_zero: [N, d] by channel, [E, C] by token.
+        bias: float32 [E].
+        offsets, blocks: int64 [Z + 1], the first entry and the first block of each row.
+        entries, block_count, columns: E, N, C.
+        bits, group_size: of `Coding`.
+        keys_by_channel, values_by_channel: 1 or 0.
+    """
+
+    _fields_ = _integers(
+        "key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero", "bias",
+        "offsets", "blocks", "entries", "block_count", "columns", "bits", "group_size",
+        "keys_by_channel", "values_by_channel",
+    )  # fmt: skip
+
+
 class AttentionArgs(ctypes.Structure):
     """Arguments of the kernel: addresses, all of contiguous arrays, and sizes.
 
@@ -12,8 +36,9 @@ class AttentionArgs(ctypes.Structure):
     splits of packed entries, C splits of each tail:
         keys, values: [E, d].
         bias: float32 [E].
-        splits: int64 [P, 5]: row, first and last + 1 entry, first slot, whether the entries are
-            quantised; rows in order.
+        parts: `CodedArgs` [part_count].
+        splits: int64 [P, 5]: row, first and last + 1 entry, first slot, and part: 0 for entries as
+            they are, else a coded part, counted from 1; rows in order.
         row_splits: int64 [Z + 1], the first split of each row.
         sequence_start: int64 [S + 1], the first continuation of each sequence.
         continuations: int64 [B], batch rows ordered by sequence.
@@ -30,26 +55,16 @@ class AttentionArgs(ctypes.Structure):
         softcap: of the logits; 0 for none.
         longest: entries of a split of a tail; no packed split has more.
         most_queries: at least the queries of any row.
-
-    Of E' quantised entries with N blocks and C scales an entry, 0 where there are none:
-        key_codes, value_codes: uint8 [E', bytes].
-        key_scale, key_zero, value_scale, value_zero: [N, d] by channel, [E', C] by token.
-        coded_bias: float32 [E'].
-        offsets, blocks: int64 [Z + 1], the first entry and the first block of each row.
-        bits, group_size, columns: of `Coding`; C.
-        keys_by_channel, values_by_channel: 1 or 0.
     """
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in (
-            "keys", "values", "bias", "splits", "row_splits", "sequence_start", "continuations",
-            "sequence_of", "query", "tail_keys", "tail_values", "mask", "partial", "output",
-            "counters", "entries", "dim", "heads", "group", "rows", "batch", "packed_splits",
-            "packed_slots", "longest", "most_queries", "tail", "tail_splits", "tail_batch",
-            "tail_head", "key_codes", "key_scale", "key_zero", "value_codes", "value_scale",
-            "value_zero", "coded_bias", "offsets", "blocks", "coded_entries", "coded_blocks",
-            "bits", "group_size", "columns", "keys_by_channel", "values_by_channel", "sink_logits",
-        )),
+        *_integers(
+            "keys", "values", "bias", "parts", "part_count", "splits", "row_splits",
+            "sequence_start", "continuations", "sequence_of", "query", "tail_keys", "tail_values",
+            "mask", "partial", "output", "counters", "sink_logits", "entries", "dim", "heads",
+            "group", "rows", "batch", "packed_splits", "packed_slots", "longest", "most_queries",
+            "tail", "tail_splits", "tail_batch", "tail_head",
+        ),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
     ]  # fmt: skip

@@ -228,4 +228,4 @@ def _same_row_layout(keys: Tensor, values: Tensor) -> bool:
 def _kernel(layer: Layer) -> Any:
     from gracekv.backends.numba_kernel import attend
 
-    return attend(layer.dtype, coded=layer.coding is not None)
+    return attend(layer.dtype)

@@ -1,9 +1,9 @@
 """Quantised rows as float32 numbers, for the kernel of the `numba` backend.
 
 The rows of a split are dequantised into a scratch array that stays in the processor's cache, as
-rows in half precision are: from memory only codes, scales and zero points are read. Loops are
-plain pairs over rows and channels: for such a pair the compiler checks once, and not for each row,
-that the arrays do not overlap, without which it would not use vector instructions.
+rows in half precision are: from memory only codes, scales and zero points are read. Heads and
+groups of whole vectors (`code_vectors`) are dequantised by vector instructions, others one number
+at a time.
 """
 
 from __future__ import annotations
@@ -11,72 +11,82 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types  # type: ignore[import-untyped,unused-ignore]
-from numba.extending import overload  # type: ignore[import-untyped,unused-ignore]
+from numba import carray, njit  # type: ignore[import-untyped,unused-ignore]
 
+from gracekv.kernels.code_vectors import (
+    high_by_channel,
+    high_by_token,
+    low_by_channel,
+    low_by_token,
+    whole_by_channel,
+    whole_by_token,
+    widen_one,
+    widen_vector,
+)
 from gracekv.kernels.half_precision import as_float32
+from gracekv.kernels.intrinsics import pointer
+from gracekv.kernels.row_vectors import WIDTH
 
 
+@njit(nogil=True)  # type: ignore[untyped-decorator]
 def stored_rows(
-    rows: Any, coded: Any, is_coded: bool, args: Any, row: int, first: int, count: int, wide: Any
+    rows: Any,
+    half: Any,
+    parts: Any,
+    part: int,
+    of_keys: bool,
+    row: int,
+    first: int,
+    count: int,
+    wide: Any,
+    s: Any,
+    z: Any,
 ) -> Any:
     """`count` rows of one head as float32: the array that holds them, and the first one's index.
 
     Args:
-        rows: [E, d] in the layer's dtype; see `as_float32`.
-        coded: None if nothing is quantised; else codes uint8 [E', bytes], scales and zero points
-            (see `as_float32`), whether they are grouped by channel, offsets and block offsets.
-        is_coded: whether the rows are quantised.
-        args: `AttentionArgs`.
-        row: of the quantised rows, the head's.
-        first: index of the first one.
+        rows: [E, d] in the layer's dtype, for part 0; see `as_float32`.
+        half: an array of the numbers that scales and zero points are.
+        parts: `CodedArgs`.
+        part: 0, or which coded part it is, counted from 1.
+        of_keys: whether keys are asked for, or values.
+        row: of the part, the head's.
+        first: index of the first one in the part.
         count: of rows.
         wide: float32 [count or more, d] for rows that are not float32.
+        s: float32 [1, count * d or more] for scales; overwritten, as is `z`.
+        z: for zero points.
     """
-    raise NotImplementedError("Only compiled code can call this; see `_typed`.")
-
-
-@overload(stored_rows)  # type: ignore[untyped-decorator]
-def _typed(
-    rows: Any, coded: Any, is_coded: Any, args: Any, row: Any, first: Any, count: Any, wide: Any
-) -> Any:
-    def plain(
-        rows: Any, coded: Any, is_coded: Any, args: Any, row: Any, first: Any, count: Any, wide: Any
-    ) -> Any:
+    if part == 0:
         return as_float32(rows, first, count, wide)
-
-    def either(
-        rows: Any, coded: Any, is_coded: Any, args: Any, row: Any, first: Any, count: Any, wide: Any
-    ) -> Any:
-        if not is_coded:
-            return as_float32(rows, first, count, wide)
-        codes, scale, zero, by_channel, offsets, blocks = coded
-        if by_channel != 0:
-            inside, block = first - offsets[row], blocks[row]
-            _by_channel(
-                codes, scale, zero, args.bits, args.group_size, inside, block, first, count, wide
-            )
-        else:
-            _by_token(codes, scale, zero, args.bits, first, count, wide)
-        return wide, 0
-
-    return plain if isinstance(coded, types.NoneType) else either
-
-
-def rows_or_codes(rows: Any, coded: Any) -> Any:
-    """What is read from memory for quantised rows: their codes, or `rows` where `coded` is None."""
-    raise NotImplementedError("Only compiled code can call this; see `_read`.")
+    p, dim = parts[part - 1], wide.shape[1]
+    if of_keys:
+        scale, zero, by_channel = p.key_scale, p.key_zero, p.keys_by_channel
+    else:
+        scale, zero, by_channel = p.value_scale, p.value_zero, p.values_by_channel
+    codes = codes_of(parts, part, of_keys, dim)
+    shape = (p.block_count, dim) if by_channel else (p.entries, p.columns)
+    scales, zeros = (
+        carray(pointer(scale), shape, half.dtype),
+        carray(pointer(zero), shape, half.dtype),
+    )
+    if by_channel:
+        inside = first - carray(pointer(p.offsets), row + 1, np.int64)[row]
+        block = carray(pointer(p.blocks), row + 1, np.int64)[row]
+        _by_channel(
+            codes, scales, zeros, p.bits, p.group_size, inside, block, first, count, wide, s, z
+        )
+    else:
+        _by_token(codes, scales, zeros, p.bits, first, count, wide, s, z)
+    return wide, 0
 
 
-@overload(rows_or_codes)  # type: ignore[untyped-decorator]
-def _read(rows: Any, coded: Any) -> Any:
-    def plain(rows: Any, coded: Any) -> Any:
-        return rows
-
-    def codes(rows: Any, coded: Any) -> Any:
-        return coded[0]
-
-    return plain if isinstance(coded, types.NoneType) else codes
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def codes_of(parts: Any, part: int, of_keys: bool, dim: int) -> Any:
+    """uint8 [E, bytes]: what is read from memory for rows of the coded part `part`."""
+    p = parts[part - 1]
+    address = p.key_codes if of_keys else p.value_codes
+    return carray(pointer(address), (p.entries, dim * p.bits // 8), np.uint8)
 
 
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
@@ -91,59 +101,87 @@ def _by_channel(
     first: int,
     count: int,
     wide: Any,
+    s: Any,
+    z: Any,
 ) -> None:
     """wide[e] <- zero + scale * code for rows in blocks of `size`.
 
     `inside` is the place of the first row in its head, `block` the head's first block.
     """
-    dim, half = wide.shape[1], wide.shape[1] // 2
-    wide_scale, wide_zero = np.empty((1, dim), np.float32), np.empty((1, dim), np.float32)
+    dim = wide.shape[1]
+    half, step = dim // 2, codes.shape[1]
     done = 0
     while done < count:
         own = (inside + done) // size
-        as_float32(scale, block + own, 1, wide_scale)
-        as_float32(zero, block + own, 1, wide_zero)
-        s, z = wide_scale[0], wide_zero[0]
-        rows = min(count, (own + 1) * size - inside) - done
-        source, target = codes[first + done : first + done + rows], wide[done : done + rows]
-        if bits == 8:
-            for e in range(rows):
-                for i in range(dim):
-                    target[e, i] = z[i] + s[i] * np.float32(np.int32(source[e, i]))
+        _widened(scale, (block + own) * dim, dim, s)
+        _widened(zero, (block + own) * dim, dim, z)
+        stop = min(count, (own + 1) * size - inside)
+        at, to, rows = (first + done) * step, done * dim, stop - done
+        if bits == 8 and dim % WIDTH == 0:
+            for c in range(0, dim, WIDTH):
+                whole_by_channel(codes, at + c, step, s, z, c, 0, wide, to + c, dim, rows)
+        elif bits == 4 and half % WIDTH == 0:
+            for c in range(0, half, WIDTH):
+                low_by_channel(codes, at + c, step, s, z, c, 0, wide, to + c, dim, rows)
+            for c in range(half, dim, WIDTH):
+                high_by_channel(codes, at + c - half, step, s, z, c, 0, wide, to + c, dim, rows)
         else:
-            for e in range(rows):
-                for i in range(half):
-                    target[e, i] = z[i] + s[i] * np.float32(np.int32(source[e, i] & 15))
-            for e in range(rows):
-                for i in range(half):
-                    code = np.float32(np.int32(source[e, i] >> 4))
-                    target[e, half + i] = z[half + i] + s[half + i] * code
-        done += rows
+            for e in range(done, stop):
+                for c in range(dim):
+                    wide[e, c] = z[0, c] + s[0, c] * _code(codes, first + e, c, bits, half)
+        done = stop
 
 
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def _by_token(
-    codes: Any, scale: Any, zero: Any, bits: int, first: int, count: int, wide: Any
+    codes: Any,
+    scale: Any,
+    zero: Any,
+    bits: int,
+    first: int,
+    count: int,
+    wide: Any,
+    s: Any,
+    z: Any,
 ) -> None:
     """wide[e] <- zero + scale * code for rows with scales of their own."""
-    dim, columns = wide.shape[1], scale.shape[1]
-    half, width = dim // 2, dim // columns
-    s, z = np.empty((count, columns), np.float32), np.empty((count, columns), np.float32)
-    as_float32(scale, first, count, s)
-    as_float32(zero, first, count, z)
-    source, target = codes[first : first + count], wide[:count]
-    if bits == 8:
-        for e in range(count):
-            for i in range(dim):
-                target[e, i] = np.float32(np.int32(source[e, i]))
+    dim, groups = wide.shape[1], scale.shape[1]
+    half, width, step = dim // 2, dim // groups, codes.shape[1]
+    _widened(scale, first * groups, count * groups, s)
+    _widened(zero, first * groups, count * groups, z)
+    at = first * step
+    if width % WIDTH == 0 and bits == 8:
+        for c in range(0, dim, WIDTH):
+            g = c // width
+            whole_by_token(codes, at + c, step, s, z, g, groups, wide, c, dim, count)
+    elif width % WIDTH == 0 and half % WIDTH == 0:
+        for c in range(0, half, WIDTH):
+            g = c // width
+            low_by_token(codes, at + c, step, s, z, g, groups, wide, c, dim, count)
+        for c in range(half, dim, WIDTH):
+            g = c // width
+            high_by_token(codes, at + c - half, step, s, z, g, groups, wide, c, dim, count)
     else:
         for e in range(count):
-            for i in range(half):
-                target[e, i] = np.float32(np.int32(source[e, i] & 15))
-        for e in range(count):
-            for i in range(half):
-                target[e, half + i] = np.float32(np.int32(source[e, i] >> 4))
-    groups, steps, zeros = target.reshape(-1, width), s.reshape(-1), z.reshape(-1)
-    for g in range(len(groups)):
-        for i in range(width):
-            groups[g, i] = zeros[g] + steps[g] * groups[g, i]
+            for c in range(dim):
+                g = e * groups + c // width
+                wide[e, c] = z[0, g] + s[0, g] * _code(codes, first + e, c, bits, half)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def _widened(numbers: Any, first: int, count: int, out: Any) -> None:
+    """out[0, i] <- number first + i of the 16-bit `numbers`, in the order in which they lie."""
+    done = count // WIDTH * WIDTH
+    for i in range(0, done, WIDTH):
+        widen_vector(numbers, first + i, out, i)
+    for i in range(done, count):
+        widen_one(numbers, first + i, out, i)
+
+
+@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+def _code(codes: Any, e: int, c: int, bits: int, half: int) -> Any:
+    """Code c of row e as float32."""
+    if bits == 8:
+        return np.float32(codes[e, c])
+    byte = codes[e, c % half]
+    return np.float32(byte >> 4 if c >= half else byte & 15)

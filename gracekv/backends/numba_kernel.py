@@ -20,81 +20,42 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.backends import attention_args, numba_codes, numba_products
-from gracekv.backends.attention_args import AttentionArgs
-from gracekv.backends.numba_codes import rows_or_codes, stored_rows
+from gracekv.backends import attention_args, numba_codes, numba_products, numba_softmax
+from gracekv.backends.attention_args import AttentionArgs, CodedArgs
+from gracekv.backends.numba_codes import codes_of, stored_rows
 from gracekv.backends.numba_products import mixtures, products
+from gracekv.backends.numba_softmax import LANES, exponentials, largest, merge
 from gracekv.kernels import cap_logits as capping
-from gracekv.kernels import exponential, half_precision, intrinsics
+from gracekv.kernels import code_vectors, exponential, half_precision, intrinsics, row_vectors
 from gracekv.kernels.cap_logits import cap_logits
-from gracekv.kernels.exponential import LEAST, exponential_parts
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.source_digest import digest
 
-_ARGS = np.dtype(AttentionArgs)
+_ARGS, _PART = np.dtype(AttentionArgs), np.dtype(CodedArgs)
+# Rows that are converted are converted so many numbers at a time: they stay in the nearest cache.
+_PIECE_NUMBERS = 4096
 _NO_SINK = np.float32(-math.inf)
 _LOWEST = np.finfo(np.float32).min
 
 
-@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
-def exponentials(x: Any, count: int, top: Any, bits: Any, power: Any) -> Any:
-    """Sum of x <- e^(x - top), in place, for x <= top; `power` is `bits` (int32) as float32."""
-    for e in range(count):
-        y = max(x[e] - top, LEAST)
-        mantissa, bits[e] = exponential_parts(y)
-        # An entry that a bias of -inf hides has weight 0.
-        x[e] = np.float32(0) if y == LEAST else mantissa
-    total = np.float32(0)
-    for e in range(count):
-        x[e] *= power[e]
-        total += x[e]
-    return total
-
-
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def merge(
-    partial: Any, slots: Any, count: int, output: Any, at: int, sink: float = -math.inf
-) -> None:
-    """output[at] from a query's `count` partial results; 0 if they hold no visible entry.
-
-    `sink` is a logit to add to the denominator, -inf for none.
-    """
-    dim = output.shape[1]
-    output[at] = np.float32(0)
-    top = partial[slots[0], dim]
-    for p in range(1, count):
-        top = max(top, partial[slots[p], dim])
-    if top == -math.inf:
-        return
-    total = np.float32(0)
-    if sink > -math.inf:
-        top = max(top, sink)
-        total = np.float32(math.exp(sink - top))
-    for p in range(count):
-        factor = np.float32(math.exp(partial[slots[p], dim] - top))
-        total += factor * partial[slots[p], dim + 1]
-        for i in range(dim):
-            output[at, i] += factor * partial[slots[p], i]
-    for i in range(dim):
-        output[at, i] /= total
+def aligned(rows: int, columns: int) -> Any:
+    """float32 [rows, columns], not initialised, from the start of a cache line."""
+    buffer = np.empty(rows * columns + LANES, np.float32)
+    first = -(buffer.ctypes.data // 4) % LANES
+    return buffer[first : first + rows * columns].reshape(rows, columns)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def _run_splits(
-    args: Any,
-    keys: Any,
-    values: Any,
-    tail_keys: Any,
-    tail_values: Any,
-    coded_keys: Any,
-    coded_values: Any,
+    args: Any, keys: Any, values: Any, tail_keys: Any, tail_values: Any, half: Any
 ) -> None:
-    """Take splits from the shared counter until none is left; for codes see `stored_rows`."""
+    """Take splits from the shared counter until none is left; for `half` see `stored_rows`."""
     dim, heads, group, tail_splits = args.dim, args.heads, args.group, args.tail_splits
     sequences, all_queries = args.rows // heads, args.batch * heads * group
     bias = carray(pointer(args.bias), (args.entries,), np.float32)
     mask = carray(pointer(args.mask), (args.batch * args.tail,), np.float32)
-    coded_bias = carray(pointer(args.coded_bias), (args.coded_entries,), np.float32)
+    parts = carray(pointer(args.parts), (args.part_count,), _PART)
     splits = carray(pointer(args.splits), (args.packed_splits, 5), np.int64)
     row_splits = carray(pointer(args.row_splits), (args.rows + 1,), np.int64)
     sequence_start = carray(pointer(args.sequence_start), (sequences + 1,), np.int64)
@@ -108,20 +69,22 @@ def _run_splits(
     counters, scale = pointer(args.counters), np.float32(args.scale)
     softcap = np.float32(args.softcap)
 
-    scratch = np.empty((args.longest, dim), np.float32)
-    queries = np.empty((args.most_queries, dim), np.float32)
-    weights = np.empty((args.most_queries, args.longest), np.float32)
+    piece = max(4, _PIECE_NUMBERS // dim // 4 * 4)
+    scratch, s, z = aligned(piece, dim), aligned(1, piece * dim), aligned(1, piece * dim)
+    queries = aligned(args.most_queries, dim)
+    mixed = aligned(args.most_queries, dim)
+    weights = aligned(args.most_queries, args.longest)
     bits = np.empty(args.longest, np.int32)
     power, mantissa = bits.view(np.float32), np.empty(args.longest, np.float32)
+    lanes = np.empty(LANES, np.float32)
     slots = np.empty(args.packed_splits + tail_splits, np.int64)
-    key_codes, value_codes = rows_or_codes(keys, coded_keys), rows_or_codes(values, coded_values)
 
     all_splits = args.packed_splits + args.batch * heads * tail_splits
     upcoming = fetch_and_add(counters, 0)
     while upcoming < all_splits:
         split, upcoming = upcoming, fetch_and_add(counters, 0)
         place = split - args.packed_splits
-        is_coded = place < 0 and splits[split, 4] != 0
+        stored = splits[split, 4] if place < 0 else 0
         if place < 0:
             row, first, stop, slot = (
                 splits[split, 0], splits[split, 1], splits[split, 2], splits[split, 3],
@@ -129,7 +92,10 @@ def _run_splits(
             sequence, head = row // heads, row % heads
             begin, end = sequence_start[sequence], sequence_start[sequence + 1]
             k_rows, v_rows, added_from = keys, values, first
-            added = coded_bias if is_coded else bias
+            added = bias
+            if stored != 0:
+                p = parts[stored - 1]
+                added = carray(pointer(p.bias), (p.entries,), np.float32)
         else:
             part, of = place % tail_splits, place // tail_splits
             begin, head = of // heads, of % heads
@@ -148,31 +114,38 @@ def _run_splits(
                     queries[count, i] = scale * query[of, i]
                 count += 1
 
-        k, at = stored_rows(k_rows, coded_keys, is_coded, args, row, first, entries, scratch)
-        if is_coded:
-            products(queries, count, k, at, entries, value_codes, first, weights)
-        else:
-            products(queries, count, k, at, entries, v_rows, first, weights)
+        for start in range(0, entries, piece):
+            n, begins = min(piece, entries - start), first + start
+            k, at = stored_rows(k_rows, half, parts, stored, True, row, begins, n, scratch, s, z)
+            if stored != 0:
+                codes = codes_of(parts, stored, False, dim)
+                products(queries, count, k, at, n, codes, begins, weights, start)
+            else:
+                products(queries, count, k, at, n, v_rows, begins, weights, start)
         for j in range(count):
             if softcap > 0:
                 cap_logits(weights[j], entries, softcap, mantissa, bits, power)
             if place < 0 or args.mask != 0:
                 for e in range(entries):
                     weights[j, e] += added[added_from + e]
-            top = weights[j, 0]
-            for e in range(1, entries):
-                top = max(top, weights[j, e])
+            top = largest(weights[j], entries, lanes)
             partial[slot + j, dim] = top
             # Where all entries are hidden any finite maximum will do: the weights are 0.
             total = exponentials(weights[j], entries, max(top, _LOWEST), bits, power)
             partial[slot + j, dim + 1] = total
-        v, at = stored_rows(v_rows, coded_values, is_coded, args, row, first, entries, scratch)
         # Tails are short and often still in the processor's cache; their keys are not prefetched.
         ahead = splits[upcoming, 1] if upcoming < args.packed_splits else first
-        if is_coded:
-            mixtures(weights, count, v, at, entries, key_codes, ahead, partial[slot:])
-        else:
-            mixtures(weights, count, v, at, entries, keys, ahead, partial[slot:])
+        for start in range(0, entries, piece):
+            n, begins = min(piece, entries - start), first + start
+            v, at = stored_rows(v_rows, half, parts, stored, False, row, begins, n, scratch, s, z)
+            if stored != 0:
+                codes = codes_of(parts, stored, True, dim)
+                mixtures(weights, count, v, at, n, codes, ahead + start, mixed, start)
+            else:
+                mixtures(weights, count, v, at, n, keys, ahead + start, mixed, start)
+        for j in range(count):
+            for i in range(dim):
+                partial[slot + j, i] = mixed[j, i]
 
         begin, end = sequence_start[sequence], sequence_start[sequence + 1]
         packed = row_splits[row + 1] - row_splits[row]
@@ -191,31 +164,33 @@ def _run_splits(
                 merge(partial, slots, packed + tail_splits, output, of, sink)
 
 
-SOURCES = (
+# Modules beside this one that its compiled functions come from.
+_SOURCES = (
     attention_args,
     capping,
+    code_vectors,
     exponential,
     half_precision,
     intrinsics,
     numba_codes,
     numba_products,
+    numba_softmax,
+    row_vectors,
 )
-"""Modules beside this one that its compiled functions come from."""
 
 # The numba type of rows of a dtype (see `half_precision`).
 _NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 
 
 @functools.cache
-def attend(dtype: torch.dtype, *, coded: bool = False) -> Any:
+def attend(dtype: torch.dtype) -> Any:
     """The kernel for a dtype of keys and values: a C callback on the address of `AttentionArgs`.
 
-    `coded`: some entries are quantised. The first call on a machine compiles for some seconds;
-    later ones load the result from disk.
+    The first call on a machine compiles for some seconds; later ones load the result from disk.
     """
-    number, sources = _NUMBERS[dtype], digest(*SOURCES)
+    number, sources = _NUMBERS[dtype], digest(*_SOURCES)
     # Scales and zero points of float32 layers are float16 numbers.
-    half = np.int16 if number is np.float32 else number
+    half_number = np.int16 if number is np.float32 else number
 
     def kernel(address: Any) -> None:
         _ = sources
@@ -225,34 +200,7 @@ def attend(dtype: torch.dtype, *, coded: bool = False) -> Any:
         values = carray(pointer(args.values), packed, number)
         tail_keys = carray(pointer(args.tail_keys), tails, number)
         tail_values = carray(pointer(args.tail_values), tails, number)
-        _run_splits(args, keys, values, tail_keys, tail_values, None, None)
+        half = carray(address, (0,), half_number)
+        _run_splits(args, keys, values, tail_keys, tail_values, half)
 
-    def coded_kernel(address: Any) -> None:
-        _ = sources
-        args = carray(address, (1,), _ARGS)[0]
-        packed, tails = (args.entries, args.dim), (args.batch * args.heads * args.tail, args.dim)
-        keys = carray(pointer(args.keys), packed, number)
-        values = carray(pointer(args.values), packed, number)
-        tail_keys = carray(pointer(args.tail_keys), tails, number)
-        tail_values = carray(pointer(args.tail_values), tails, number)
-        codes = (args.coded_entries, args.dim * args.bits // 8)
-        offsets = carray(pointer(args.offsets), (args.rows + 1,), np.int64)
-        blocks = carray(pointer(args.blocks), (args.rows + 1,), np.int64)
-        by_channel, by_token = (args.coded_blocks, args.dim), (args.coded_entries, args.columns)
-        groups = by_channel if args.keys_by_channel else by_token
-        coded_keys = (
-            carray(pointer(args.key_codes), codes, np.uint8),
-            carray(pointer(args.key_scale), groups, half),
-            carray(pointer(args.key_zero), groups, half),
-            args.keys_by_channel, offsets, blocks,
-        )  # fmt: skip
-        groups = by_channel if args.values_by_channel else by_token
-        coded_values = (
-            carray(pointer(args.value_codes), codes, np.uint8),
-            carray(pointer(args.value_scale), groups, half),
-            carray(pointer(args.value_zero), groups, half),
-            args.values_by_channel, offsets, blocks,
-        )  # fmt: skip
-        _run_splits(args, keys, values, tail_keys, tail_values, coded_keys, coded_values)
-
-    return cfunc(types.void(types.voidptr), cache=True)(coded_kernel if coded else kernel)
+    return cfunc(types.void(types.voidptr), cache=True)(kernel)

@@ -12,16 +12,27 @@ import numpy as np
 from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels.intrinsics import prefetch
+from gracekv.kernels.row_vectors import BLOCK, WIDTH, add_block, add_vector, dot_four
 
 # Keys to prefetch in a split: the first one of a thread has no predecessor that does so.
 _PREFETCH_KEYS = 12
+# Values of a round: sums stay in registers, and fetching from memory is spread.
+_ROUND = 16
 
 
 @njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
 def products(
-    queries: Any, count: int, keys: Any, first: int, entries: int, ahead: Any, at: int, out: Any
+    queries: Any,
+    count: int,
+    keys: Any,
+    first: int,
+    entries: int,
+    ahead: Any,
+    at: int,
+    out: Any,
+    to: int = 0,
 ) -> None:
-    """out[j, e] = q_j . k_e, four keys a round; prefetches rows of `ahead` from `at`."""
+    """out[j, to + e] = q_j . k_e, four keys a round; prefetches rows of `ahead` from `at`."""
     dim = keys.shape[1]
     e = 0
     while e + 4 <= entries:
@@ -29,6 +40,10 @@ def products(
         prefetch(keys, first + e + _PREFETCH_KEYS, 4)
         r = first + e
         for j in range(count):
+            if dim % WIDTH == 0:
+                p = j * out.shape[1] + to + e
+                dot_four(queries, j * queries.shape[1], keys, r * dim, dim, out, p)
+                continue
             t0, t1, t2, t3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             for i in range(dim):
                 x = queries[j, i]
@@ -36,7 +51,8 @@ def products(
                 t1 += x * keys[r + 1, i]
                 t2 += x * keys[r + 2, i]
                 t3 += x * keys[r + 3, i]
-            out[j, e], out[j, e + 1], out[j, e + 2], out[j, e + 3] = t0, t1, t2, t3
+            p = to + e
+            out[j, p], out[j, p + 1], out[j, p + 2], out[j, p + 3] = t0, t1, t2, t3
         e += 4
     prefetch(ahead, at + e, entries - e)
     while e < entries:
@@ -44,33 +60,41 @@ def products(
             t0 = np.float32(0)
             for i in range(dim):
                 t0 += queries[j, i] * keys[first + e, i]
-            out[j, e] = t0
+            out[j, to + e] = t0
         e += 1
 
 
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def mixtures(
-    weights: Any, count: int, values: Any, first: int, entries: int, ahead: Any, at: int, out: Any
+    weights: Any,
+    count: int,
+    values: Any,
+    first: int,
+    entries: int,
+    ahead: Any,
+    at: int,
+    out: Any,
+    start: int = 0,
 ) -> None:
-    """out[j, :d] = sum_e w_je v_e, four values a round; prefetches rows of `ahead` from `at`."""
+    """out[j, :d] = sum_e w_je v_e, a few values a round; prefetches rows of `ahead` from `at`.
+
+    The weights are those from `start` on; where that is not 0, the sum is added to `out`.
+    """
     dim = values.shape[1]
-    out[:count, :dim] = np.float32(0)
-    e = 0
-    while e + 4 <= entries:
-        prefetch(ahead, at + e, 4)
-        r = first + e
+    width, step = out.shape[1], weights.shape[1]
+    if start == 0:
+        out[:count, :dim] = np.float32(0)
+    for e in range(0, entries, _ROUND):
+        rows = min(_ROUND, entries - e)
+        prefetch(ahead, at + e, rows)
         for j in range(count):
-            w0, w1, w2, w3 = weights[j, e], weights[j, e + 1], weights[j, e + 2], weights[j, e + 3]
-            for i in range(dim):
-                out[j, i] += (
-                    w0 * values[r, i]
-                    + w1 * values[r + 1, i]
-                    + w2 * values[r + 2, i]
-                    + w3 * values[r + 3, i]
-                )
-        e += 4
-    while e < entries:
-        for j in range(count):
-            for i in range(dim):
-                out[j, i] += weights[j, e] * values[first + e, i]
-        e += 1
+            w, v = j * step + start + e, (first + e) * dim
+            if dim % WIDTH == 0:
+                for c in range(0, dim - BLOCK + 1, BLOCK):
+                    add_block(weights, w, values, v + c, dim, rows, out, j * width + c)
+                for c in range(dim // BLOCK * BLOCK, dim, WIDTH):
+                    add_vector(weights, w, values, v + c, dim, rows, out, j * width + c)
+            else:
+                for r in range(rows):
+                    for i in range(dim):
+                        out[j, i] += weights[j, start + e + r] * values[first + e + r, i]

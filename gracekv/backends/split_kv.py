@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv import ragged
-from gracekv.backends.attention_args import AttentionArgs
+from gracekv.backends.attention_args import AttentionArgs, CodedArgs
 from gracekv.backends.base import sequence_of_row
 from gracekv.backends.latest import Latest
 from gracekv.cache.base import RaggedLayer
@@ -29,7 +29,7 @@ class SplitKV:
 
     Attributes:
         splits: int64 [P, 5]: row, first and last + 1 entry, first slot of its partial results,
-            whether the entries are quantised.
+            part: 0 for entries as they are, else a coded part, counted from 1.
         row_splits: int64 [Z + 1], the first split of each row.
         sequence_start: int64 [S + 1], the first continuation of each sequence.
         continuations: int64 [B], batch rows ordered by sequence.
@@ -107,16 +107,15 @@ def _split(layer: Layer, batch: int, group: int, rows: Tensor | None) -> SplitKV
     if most_queries > _MOST_QUERIES or not all(x.is_contiguous() for x in layer.tensors().values()):
         return None
     exact, coded = (
-        (layer.exact, layer.coded) if isinstance(layer, QuantisedLayer) else (layer, None)
+        (layer.exact, (layer.coded,)) if isinstance(layer, QuantisedLayer) else (layer, ())
     )
     queries = (counts * group).repeat_interleave(layer.heads)  # of each row
-    stored = [exact.offsets] if coded is None else [exact.offsets, coded.offsets]
-    parts = [_part(offsets, queries) for offsets in stored]
+    parts = [_part(stored.offsets, queries) for stored in (exact, *coded)]
     row, first, last = (torch.cat(found) for found in zip(*parts, strict=True))
-    is_coded = ragged.rows(torch.tensor([len(found[0]) for found in parts]))
+    part = ragged.rows(torch.tensor([len(found[0]) for found in parts]))
     order = row.argsort(stable=True)
     row, slots = row[order], ragged.offsets(queries[row[order]])
-    splits = torch.stack([row, first[order], last[order], slots[:-1], is_coded[order]], dim=1)
+    splits = torch.stack([row, first[order], last[order], slots[:-1], part[order]], dim=1)
     row_counts = torch.bincount(row, minlength=len(queries))
     row_splits, sequence_start = ragged.offsets(row_counts), ragged.offsets(counts)
     continuations = of_row.argsort(stable=True)
@@ -142,11 +141,10 @@ def _split(layer: Layer, batch: int, group: int, rows: Tensor | None) -> SplitKV
         longest=_ENTRIES,
         most_queries=most_queries,
     )
-    held: tuple[Tensor, ...] = ()
-    if coded is not None:
-        blocks = coded.block_offsets
-        held = (blocks,)
-        _fill_in(args, coded, blocks)
+    blocks = [entries.block_offsets for entries in coded]
+    described = [_described(*each) for each in zip(coded, blocks, strict=True)]
+    table = torch.tensor(list(b"".join(described)), dtype=torch.uint8)
+    args.parts, args.part_count = table.data_ptr(), len(described)
     return SplitKV(
         splits=splits,
         row_splits=row_splits,
@@ -156,7 +154,7 @@ def _split(layer: Layer, batch: int, group: int, rows: Tensor | None) -> SplitKV
         slots=int(slots[-1]),
         longest=_ENTRIES,
         args=bytes(args),
-        held=held,
+        held=(table, *blocks),
     )
 
 
@@ -170,17 +168,23 @@ def _part(offsets: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return row, first, torch.minimum(first + _ENTRIES, offsets[row + 1])
 
 
-def _fill_in(args: AttentionArgs, coded: CodedEntries, blocks: Tensor) -> None:
-    """The fields of `args` about quantised entries; `blocks` are their block offsets."""
+def _described(coded: CodedEntries, blocks: Tensor) -> bytes:
+    """`CodedArgs` of a part with the block offsets `blocks`."""
     coding = coded.coding
+    args = CodedArgs(
+        bias=coded.log_multiplicity.data_ptr(),
+        offsets=coded.offsets.data_ptr(),
+        blocks=blocks.data_ptr(),
+        entries=coded.entries,
+        block_count=int(blocks[-1]),
+        columns=coded.dim // min(coding.group, coded.dim),
+        bits=coding.bits,
+        group_size=coding.group,
+        keys_by_channel=coding.keys == "channel",
+        values_by_channel=coding.values == "channel",
+    )
     for name in ("key", "value"):
         made: Codes = getattr(coded, f"{name}s")
         for part in ("codes", "scale", "zero"):
             setattr(args, f"{name}_{part}", getattr(made, part).data_ptr())
-    args.coded_bias = coded.log_multiplicity.data_ptr()
-    args.offsets, args.blocks = coded.offsets.data_ptr(), blocks.data_ptr()
-    args.coded_entries, args.coded_blocks = coded.entries, int(blocks[-1])
-    args.bits, args.group_size = coding.bits, coding.group
-    args.columns = coded.dim // min(coding.group, coded.dim)
-    args.keys_by_channel = coding.keys == "channel"
-    args.values_by_channel = coding.values == "channel"
+    return bytes(args)

@@ -20,14 +20,19 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.backends import numba_kernel
-from gracekv.backends.numba_kernel import exponentials, merge
+from gracekv.backends import numba_products, numba_softmax
 from gracekv.backends.numba_products import mixtures, products
+from gracekv.backends.numba_softmax import exponentials, merge
+from gracekv.kernels import exponential, half_precision, intrinsics, row_vectors
 from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.source_digest import digest
 
 _PIECE = 256  # entries at once; ours
+# Modules that the compiled functions come from.
+_SOURCES = (
+    exponential, half_precision, intrinsics, numba_products, numba_softmax, row_vectors,
+)  # fmt: skip
 
 
 class PagedArgs(ctypes.Structure):
@@ -210,7 +215,7 @@ def work_kernel(dtype: torch.dtype) -> Any:
     The first call on a machine compiles for some seconds; later ones load the result from disk.
     """
     number = _NUMBERS[dtype]
-    sources = digest(numba_kernel, *numba_kernel.SOURCES)
+    sources = digest(*_SOURCES)
 
     def kernel(address: Any) -> None:
         _ = sources
@@ -224,7 +229,7 @@ def work_kernel(dtype: torch.dtype) -> Any:
 @functools.cache
 def merge_kernel() -> Any:
     """The kernel that merges partial results: a C callback on the address of `PagedArgs`."""
-    sources = digest(numba_kernel, *numba_kernel.SOURCES)
+    sources = digest(*_SOURCES)
 
     def kernel(address: Any) -> None:
         _ = sources

@@ -83,7 +83,7 @@ def test_addresses_are_only_read_where_everything_fits(monkeypatch, change):
     layer = ragged(rng, [40, 11])
     asked = step(rng, layer, 2, 2, 12)
     query, keys, values = change(*asked)
-    monkeypatch.setattr(Sdpa, "__call__", lambda *args: "sdpa")
+    monkeypatch.setattr(Sdpa, "__call__", lambda *args, **options: "sdpa")
     prepared = Numba().prepare(layer)
 
     assert Numba()(query, prepared, keys, values, None, 0.125) == "sdpa"
