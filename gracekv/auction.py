@@ -15,6 +15,7 @@ from gracekv.allocate import (
     upper_bound,
 )
 from gracekv.allocate.top_tokens import token_gains, top_tokens
+from gracekv.distributed import HeadShard
 from gracekv.tree import Forest
 from gracekv.value import Relevance
 
@@ -48,6 +49,7 @@ class Auction:
         relevance: token scores and head sensitivity.
         forest: the trees; None: every token is a slot that stays or goes.
         candidates: [L, G, N] float64 as `Floor.candidates` returns them, or None.
+        shard: which heads these are; None: all.
     """
 
     floor: Floor
@@ -57,6 +59,7 @@ class Auction:
     relevance: Relevance
     forest: Forest | None
     candidates: Tensor | None
+    shard: HeadShard | None = None
 
     @property
     def elastic(self) -> bool:
@@ -64,10 +67,15 @@ class Auction:
         return bool(getattr(self.allocate, "elastic", False))
 
     def choose(self, plan: BudgetPlan, quota: Tensor | None) -> Choice:
-        """Spend `plan.base` entries, at most `quota` (int64 [L, G]) in each head."""
+        """Spend `plan.base` entries, at most `quota` (int64 [L, G]) in each head.
+
+        Both are of the heads of all processes.
+        """
+        if self.shard is not None and quota is not None:
+            quota = self.shard.own_heads(quota, 1)
         if self.forest is None:
             prices = (self.relevance.scores, self.relevance.sensitivity)
-            kept = top_tokens(*prices, plan.base, quota, elastic=self.elastic)
+            kept = top_tokens(*prices, plan.base, quota, elastic=self.elastic, shard=self.shard)
             selection = Selection.of_tokens(kept, self.origin)
             return Choice(selection, float(token_gains(*prices, selection).sum()))
         start = self.floor.realize(self.forest, self.candidates, plan, quota)

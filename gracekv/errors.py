@@ -49,6 +49,10 @@ class UntestedModelWarning(UserWarning):
     """The model's family is not tested; it passed a check on a short random prompt."""
 
 
+class RankError(GracekvError, RuntimeError):
+    """A process of a sharded model failed, ended, is late, or made another call than the others."""
+
+
 class MissingCaptureError(GracekvError):
     """A strategy asks for something that the prefill capture did not keep."""
 

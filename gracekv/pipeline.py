@@ -27,6 +27,8 @@ from gracekv.auction import Auction
 from gracekv.backends import BACKENDS, Auto, Backend
 from gracekv.cache import PACKERS, Packer, Timings
 from gracekv.cache.layout import layer_layouts
+from gracekv.distributed.head_shard import all_heads
+from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import ShapeError
 from gracekv.fit import FITTERS, Fitter, NoFit
 from gracekv.fit.change import value_change
@@ -177,7 +179,7 @@ class Pipeline(Configurable):
         """What `budget` comes to for this prefill; raises `BudgetError` if it is too small."""
         return budget.plan(
             layers=prefill.layers,
-            heads=prefill.kv_heads,
+            heads=all_heads(prefill.kv_heads, prefill.shard),
             context=prefill.spans.context_length,
             entry_bytes=prefill.entry_bytes,
             window=self.window,
@@ -197,6 +199,7 @@ class Pipeline(Configurable):
         Raises `BudgetError` if the budget is too small, `MissingCaptureError` if the prefill was
         captured for another pipeline, `ShapeError` if `partition` covers another region.
         """
+        check_works_sharded(self, prefill.shard)
         plan, costs = self.plan(prefill, budget), self._entry_bytes(prefill)
         if self.keep_all or plan.keeps_all:
             return full_run(prefill, plan, self.precision, costs, quantise=self.keep_all)
@@ -240,8 +243,9 @@ class Pipeline(Configurable):
                 forest = build_forest(context, self.distortion, self.refine, limit)
         with clock("allocate"):
             auction = Auction(
-                self.floor, self.allocate, self.certify, region.start, relevance, forest, candidates
-            )
+                self.floor, self.allocate, self.certify, region.start, relevance, forest,
+                candidates, prefill.shard,
+            )  # fmt: skip
             if costs is None or plan.bytes is None:
                 chosen = auction.choose(plan, quota)
             else:

@@ -69,10 +69,16 @@ class Configurable:
 
 
 class Strategy(Configurable):
-    """One way to do one stage; registered under `name` in its stage's `Registry`."""
+    """One way to do one stage; registered under `name` in its stage's `Registry`.
+
+    Attributes:
+        works_sharded: whether its result is the same where each process holds some of the KV heads
+            (`Prefill.shard`); others are refused on such models.
+    """
 
     name: ClassVar[str]
     registry: ClassVar[Registry[Any]]
+    works_sharded: ClassVar[bool] = False
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, **super().to_dict()}

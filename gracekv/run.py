@@ -18,6 +18,7 @@ from gracekv.cache import (
     Timings,
     WidthShare,
 )
+from gracekv.distributed.head_shard import all_heads
 from gracekv.precision import Precision
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.segment import Partition
@@ -99,7 +100,7 @@ def full_run(
     entries = torch.full((prefill.layers, prefill.kv_heads), context)
     region = prefill.spans.region(plan.recent)
     if not quantise and plan.bytes is not None:
-        needed = int(entries.sum()) * prefill.entry_bytes
+        needed = plan.layers * plan.heads * context * prefill.entry_bytes
         region = Region(region.start, region.start) if needed <= plan.bytes else region
     with clock("precision"):
         widths = [precision.widths(layer.positions, region) for layer in cache.layers]
@@ -119,22 +120,32 @@ def accounted(
 ) -> Accounting:
     """Entries and bytes of `cache`; `results` are the allocation's own fields of `Accounting`.
 
-    `entries` int64 [L, G] are those of the context.
+    `entries` int64 [L, G] are those of the context. Where heads are spread over processes, the
+    result counts those of all of them.
     """
-    spans, units = prefill.spans, prefill.layers * prefill.kv_heads
+    spans, units = prefill.spans, prefill.layers * all_heads(prefill.kv_heads, prefill.shard)
+    sizes = [cache.kv_bytes, cache.metadata_bytes]
+    widths = WidthShare.of(cache)
+    if prefill.shard is not None:
+        entries = prefill.shard.all_heads(entries, dim=1)
+        sizes = prefill.shard.sum(torch.tensor(sizes)).tolist()
+        widths = WidthShare.over_processes(widths, prefill.shard)
+        gains = torch.tensor([results.pop("utility", 0.0)], dtype=torch.float64)
+        results["utility"] = float(prefill.shard.sum(gains))
+        results["floor_spent"] = prefill.shard.total(results.get("floor_spent", 0))
     covered = spans.length - 1
     beside = spans.context_start + max(0, covered - spans.context_end)
-    spent = None if plan.bytes is None else cache.kv_bytes - units * beside * prefill.entry_bytes
+    spent = None if plan.bytes is None else sizes[0] - units * beside * prefill.entry_bytes
     return Accounting(
         budget=plan.total,
         spent=int(entries.sum()),
         recent=plan.recent,
         entries=entries,
-        bytes=cache.kv_bytes,
-        metadata_bytes=cache.metadata_bytes,
+        bytes=sizes[0],
+        metadata_bytes=sizes[1],
         # All tokens but the last, which decoding feeds again.
         full_bytes=units * covered * (prefill.entry_bytes if costs is None else costs.full),
-        widths=WidthShare.of(cache),
+        widths=widths,
         budget_bytes=plan.bytes,
         spent_bytes=spent,
         **{"floor_spent": 0, **results},

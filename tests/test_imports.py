@@ -24,12 +24,12 @@ KNOWS = {
     "distributed": set(),
     "prefill": {"gracekv.distributed", "gracekv.kernels"},
     "segment": {"gracekv.prefill"},
-    "value": {"gracekv.kernels", "gracekv.prefill"},
+    "value": {"gracekv.distributed", "gracekv.kernels", "gracekv.prefill"},
     "tree": {"gracekv.kernels", "gracekv.prefill", "gracekv.segment", "gracekv.value"},
-    "allocate": {"gracekv.tree.base"},
+    "allocate": {"gracekv.distributed", "gracekv.tree.base"},
     # The packer reads the nodes and merges their tokens by the trees' own rule.
     "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"}
-    | {"gracekv.files"},
+    | {"gracekv.distributed", "gracekv.files"},
     "fit": {"gracekv.cache.base", "gracekv.prefill", "gracekv.value"},
     "precision": {
         "gracekv.allocate.entry_bytes",

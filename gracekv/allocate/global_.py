@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ class Global(Quota):
 
     Cost: none.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def __call__(
         self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None

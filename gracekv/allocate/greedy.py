@@ -51,6 +51,7 @@ class Greedy(Allocator):
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
     """
 
+    works_sharded: ClassVar[bool] = True
     prunable: ClassVar[bool] = True
 
     elastic: bool = False

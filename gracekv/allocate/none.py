@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ class NoFloor(Floor):
 
     Cost: none.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def candidates(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class PerHead(Quota):
         remainder: give the remainder of the division to the first heads, an entry each, so that
             the shares add up to B_base (ours: the published rivals then spend the same budget).
     """
+
+    works_sharded: ClassVar[bool] = True
 
     remainder: bool = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class Pyramid(Quota):
     Attributes:
         beta: mean share over the last layer's (PyramidKV's 20).
     """
+
+    works_sharded: ClassVar[bool] = True
 
     beta: float = bounded(20.0, at_least=1, hint="1 gives equal shares; PyramidKV's is 20.")
 

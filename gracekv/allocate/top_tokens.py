@@ -11,14 +11,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gracekv.allocate.global_cut import first_fitting, weighted_cut
 from gracekv.allocate.operations import check_quota
 from gracekv.allocate.ranking import kth_largest, largest, where_true
 from gracekv.allocate.selection import Selection
+from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import NonFiniteError
 
 
 def top_tokens(
-    scores: Tensor, sensitivity: Tensor, budget: int, quota: Tensor | None, *, elastic: bool = False
+    scores: Tensor,
+    sensitivity: Tensor,
+    budget: int,
+    quota: Tensor | None,
+    *,
+    elastic: bool = False,
+    shard: HeadShard | None = None,
 ) -> Tensor:
     """bool [L, G, N]: the tokens that the greedy auction keeps.
 
@@ -28,9 +36,10 @@ def top_tokens(
     Args:
         scores: R^tok [L, G, N].
         sensitivity: omega [L, G].
-        budget: most entries in all.
+        budget: most entries in all heads, those of other processes included.
         quota: int64 [L, G] most entries of each head, or None.
         elastic: leave out tokens of gain <= 0.
+        shard: which heads these are; None: all.
 
     Raises:
         NonFiniteError: a gain is NaN or infinite.
@@ -51,10 +60,13 @@ def top_tokens(
             kept[layer] = torch.stack([largest(own, cap) for own, cap in pairs])
         if elastic:
             kept[layer] &= gain > 0
-    if int(torch.count_nonzero(kept)) <= budget:
+    wanted = int(torch.count_nonzero(kept))
+    if (wanted if shard is None else shard.total(wanted)) <= budget:
         return kept
     if budget == 0:
         return torch.zeros_like(kept)
+    if shard is not None:
+        return _cut_over_processes(scores, omega, rough, kept, budget, shard)
     # Gains are at least 0, so what is out already comes last.
     flat = rough.masked_fill_(~kept, -1.0).flatten()
     cut = kth_largest(flat, budget)
@@ -66,6 +78,31 @@ def top_tokens(
         tied = tied[exact.sort(descending=True, stable=True).indices[:left]]
     kept[tied] = True
     return kept.view_as(scores)
+
+
+def _cut_over_processes(
+    scores: Tensor, omega: Tensor, rough: Tensor, kept: Tensor, budget: int, shard: HeadShard
+) -> Tensor:
+    """bool [L, G, N]: of the tokens `kept`, the `budget` of largest gain in all processes."""
+    _, heads, tokens = scores.shape
+    at = where_true(kept.flatten())
+    # Bits of positive floats are in their order.
+    coarse = rough.flatten()[at].view(torch.int32).long()
+    cut = weighted_cut(coarse, torch.ones_like(at), budget, shard)
+    if cut is None:
+        raise AssertionError("More tokens are wanted than the budget has room for.")
+    chosen, tied = at[coarse > cut[0]], at[coarse == cut[0]]
+    row, token = tied // tokens, tied % tokens
+    exact = _gains(scores.flatten()[tied], omega.flatten()[row])
+    # The place among the tokens of all heads of all processes.
+    unit = row // heads * heads * shard.ranks + shard.rank * heads + row % heads
+    fits = first_fitting(
+        exact, unit * tokens + token, torch.ones_like(tied), budget - cut[1], shard
+    )
+    result = torch.zeros_like(kept).flatten()
+    result[chosen] = True
+    result[tied[fits]] = True
+    return result.view_as(kept)
 
 
 def token_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Tensor:

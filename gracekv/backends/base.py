@@ -80,6 +80,9 @@ def sequence_of_row(
 class Backend(Strategy, abc.ABC):
     """What reads a compressed cache while decoding: a backend, or a rule that chooses one."""
 
+    # Heads are read one by one.
+    works_sharded: ClassVar[bool] = True
+
     @abc.abstractmethod
     def resolve(
         self,

@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.entries import CompressedCache
+from gracekv.distributed.head_shard import HeadShard
+
+# Bits that a number may take.
+_WIDTHS = range(1, 65)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,15 @@ class WidthShare:
         return cls.summed(
             cls(bits, *share) for layer in cache.layers for bits, share in layer.widths().items()
         )
+
+    @classmethod
+    def over_processes(
+        cls, shares: Sequence[WidthShare], shard: HeadShard
+    ) -> tuple[WidthShare, ...]:
+        """The `shares` of all processes added up, the widest first."""
+        own = {share.bits: (share.entries, share.bytes) for share in shares}
+        every = shard.sum(torch.tensor([own.get(bits, (0, 0)) for bits in _WIDTHS]))
+        return cls.summed(map(cls, _WIDTHS, *every.T.tolist()))
 
     @classmethod
     def summed(cls, shares: Iterable[WidthShare]) -> tuple[WidthShare, ...]:

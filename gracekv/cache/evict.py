@@ -31,6 +31,7 @@ class EvictPacker(Packer):
     Cost: one gather of K and V.
     """
 
+    works_sharded: ClassVar[bool] = True
     represents: ClassVar[Literal["node", "token", "mixture"]] = "token"
 
     def __call__(

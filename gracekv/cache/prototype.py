@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class PrototypePacker(Packer):
     Cost: one gather of K and V and one mean a merged entry, its keys un-rotated: 1 to 2 % of a
     prefill.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def __call__(
         self,

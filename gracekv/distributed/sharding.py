@@ -1,11 +1,24 @@
-"""Whether a model's weights are sharded over processes."""
+"""Whether and how a model's weights are sharded over processes."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
+
+from gracekv.distributed.head_shard import HeadShard
+from gracekv.errors import ConfigError, UnsupportedModelError
+
+# Seconds. Processes of one model do the same work, so they are seldom far apart.
+_TIMEOUT = 300.0
+
+# Ways in which transformers leaves the norms of queries and keys whole.
+_WHOLE_STYLES = ("replicate", "replicated_with_grad_allreduce")
+
+_shards: WeakKeyDictionary[Any, HeadShard] = WeakKeyDictionary()
 
 
 def is_sharded(model: Any) -> bool:
@@ -14,16 +27,124 @@ def is_sharded(model: Any) -> bool:
     True for transformers' `tp_plan` (`DistributedConfig(tp_size=...)`), for FSDP, and for linear
     layers whose weight is smaller than what they say of themselves. A `device_map` does not shard.
     """
+    if not isinstance(model, torch.nn.Module):
+        return False
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return True
-    # There is no DTensor where its module was never imported.
-    tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is not None and any(isinstance(x, tensors.DTensor) for x in model.parameters()):
-        return True
-    return any(
+    return any(_is_distributed(x) for x in model.parameters()) or any(
         type(module) is torch.nn.Linear
         and type(module.weight) is torch.nn.Parameter
         and module.weight.is_floating_point()
         and module.weight.numel() not in (0, module.out_features * module.in_features)
         for module in model.modules()
     )
+
+
+def head_shard(model: Any) -> HeadShard | None:
+    """Which KV heads this process holds; None for a model that is not sharded.
+
+    The first call connects the processes, see `connect`. Raises `UnsupportedModelError` as
+    `check_sharding` does.
+    """
+    if not is_sharded(model):
+        return None
+    return _shards[model] if model in _shards else connect(model)
+
+
+def connect(model: Any, *, timeout: float = _TIMEOUT) -> HeadShard:
+    """Connect the processes of a sharded model; all of them call this, or `gracekv.compress`.
+
+    Args:
+        model: sharded by transformers' tensor parallelism.
+        timeout: seconds after which a process that does not answer is an error on the others.
+
+    Raises:
+        UnsupportedModelError: see `check_sharding`.
+        ConfigError: the time-out is not positive.
+        RankError: a process does not answer.
+    """
+    from gracekv.distributed.gloo_exchange import GlooExchange
+
+    if not timeout > 0:
+        raise ConfigError(f"timeout is a positive number of seconds; got {timeout!r}.")
+    check_sharding(model)
+    mesh = model.get_decoder().layers[0].self_attn.k_proj.weight.device_mesh
+    ranks = sorted(torch.distributed.get_process_group_ranks(mesh.get_group()))
+    _shards[model] = HeadShard(mesh.get_local_rank(), len(ranks), GlooExchange(ranks, timeout))
+    return _shards[model]
+
+
+def check_sharding(model: Any) -> None:
+    """Raise `UnsupportedModelError` unless `model` is whole, or sharded by attention heads.
+
+    Sharded by heads: in every layer the projections of queries, keys and values are split by rows
+    and the output projection by columns, into equal parts of whole KV heads, as transformers'
+    `tp_plan` does for most models.
+    """
+    if is_sharded(model):
+        problem = _problem(model)
+        if problem is not None:
+            raise UnsupportedModelError(
+                f"The weights of this {type(model).__name__} are sharded over processes, and "
+                f"{problem}. A budget over all heads needs a model that transformers' tensor "
+                f"parallelism shards by whole KV heads, and by nothing else. Load it so, or whole: "
+                f"device_map='auto' spreads whole layers over several GPUs."
+            )
+
+
+def check_whole(model: Any, call: str) -> None:
+    """Raise `UnsupportedModelError` if `model` is sharded; `call` is what needs all heads."""
+    if is_sharded(model):
+        raise UnsupportedModelError(
+            f"{call} needs all attention heads in one process, and those of this model are spread "
+            f"over several. Save the result, load it with the whole model in one process, and call "
+            f"{call} there."
+        )
+
+
+def own_columns(projection: Any) -> Tensor | None:
+    """[out, n]: this process's input columns of a row-parallel linear layer; None if it is whole.
+
+    Calling such a layer adds up what all processes make of their columns.
+    """
+    weight: Any = getattr(projection, "weight", None)
+    if not _is_distributed(weight):
+        return None
+    own: Tensor = weight.to_local().detach()
+    return own
+
+
+def _problem(model: Any) -> str | None:
+    """Why this sharding cannot be followed; None if it can."""
+    config, size = model.config, getattr(model, "_tp_size", None) or 1
+    plan = getattr(config, "distributed_config", None)
+    for name in ("fsdp_size", "dp_replicate_size", "pp_size", "ep_size"):
+        if (getattr(plan, name, None) or 1) > 1:
+            return f"{name} is {getattr(plan, name)}"
+    if size == 1:
+        return "not by transformers' tensor parallelism"
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if heads % size:
+        return f"{heads} KV heads cannot be divided by {size} processes"
+    for place, style in (getattr(model, "_tp_plan", None) or {}).items():
+        # Other styles gather what they computed, so every process attends with all heads.
+        if ".self_attn." in place and style not in ("colwise", "rowwise", *_WHOLE_STYLES):
+            return f"{place} is sharded as {style!r}"
+    for number, layer in enumerate(model.get_decoder().layers):
+        attention = getattr(layer, "self_attn", None)
+        for name, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
+            weight: Any = getattr(getattr(attention, name, None), "weight", None)
+            if (
+                not _is_distributed(weight)
+                or weight.device_mesh.ndim != 1
+                or weight.device_mesh.size() != size
+                or not weight.placements[0].is_shard(dim)
+            ):
+                return f"{name} of layer {number} is not split by heads"
+    return None
+
+
+def _is_distributed(weight: Any) -> bool:
+    """Whether it is a DTensor; there is none where its module was never imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(weight, module.DTensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from gracekv.cache.base import RaggedCache
 from gracekv.fit.base import FITTERS, Fitter
@@ -20,6 +20,8 @@ class NoFit(Fitter):
 
     Cost: none.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> RaggedCache:
         return cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ class Values(Fitter):
         trust: prior of all entries alike: larger values stay nearer to the originals.
         trust_read: prior of an entry for being read by the reference queries.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     queries: ReferenceQueries = field(default_factory=ReferenceQueries)
     trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")

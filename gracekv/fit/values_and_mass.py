@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -42,6 +42,8 @@ class ValuesAndMass(Fitter):
         mass_trust: prior of the multiplicities of all entries alike, a factor like `trust`.
         trust_read: prior of an entry for being read by the reference queries, in both.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     queries: ReferenceQueries = field(default_factory=ReferenceQueries)
     trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gracekv import recipes
 from gracekv.cache import Accounting, CompressedCache, Timings
+from gracekv.distributed.agreement import in_step
+from gracekv.distributed.sharding import check_whole
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.generation import continue_ids, padded_inputs
@@ -137,23 +139,25 @@ class BaseResult(ABC):
 
         The file holds the entries, token ids and spans, the pipeline, the accounting, and what
         identifies model and tokenizer; not the prompts' text, and not what the stages made on the
-        way. It is written completely or not at all.
+        way. It is written completely or not at all. Where the model's heads are spread over
+        processes, all of them call this, and process 0 writes the one file of all heads.
         """
         saved = [
             SavedPrompt(prompt, run.plan, run.accounting, run.timings)
             for prompt, run in zip(self.prompts, self._runs, strict=True)
         ]
         pipeline = self.pipeline.to_dict()
-        save_result(
-            path,
-            self.model,
-            self.tokenizer,
-            saved,
-            self.packed,
-            pipeline,
-            foreign_modules(self.pipeline),
-            is_batch=self.is_batch,
-        )
+        with in_step(self.model):
+            save_result(
+                path,
+                self.model,
+                self.tokenizer,
+                saved,
+                self.packed,
+                pipeline,
+                foreign_modules(self.pipeline),
+                is_batch=self.is_batch,
+            )
 
     def export(
         self, path: str | os.PathLike[str], engine: str = "vllm", shares: str = "ragged"
@@ -178,11 +182,13 @@ class BaseResult(ABC):
         Raises:
             StoreError: the name has other signs than letters, digits, ".", "_" and "-"; the engine
                 is unknown; or shares are to be equal and are not.
-            UnsupportedModelError: the engine would not see the entries as this model does: RoPE
+            UnsupportedModelError: the model's heads are spread over processes; or the engine would
+                not see the entries as this model does: RoPE
                 that depends on the sequence's length, or layers with a sliding window.
         """
         from gracekv.vllm.export import export_result
 
+        check_whole(self.model, "export")
         folders = export_result(self, path, engine, shares)
         return folders if self.is_batch else folders[0]
 

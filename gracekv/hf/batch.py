@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+from gracekv.distributed.sharding import check_whole
 from gracekv.errors import PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import decode_rows
@@ -42,6 +43,7 @@ class BatchResult(BaseResult):
         """
         from gracekv.report import write_all
 
+        check_whole(self.model, "report")
         return write_all(path, self, answers=answers)
 
     def generate(self, max_new_tokens: int = 64, **kwargs: Any) -> list[str]:

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from gracekv.backends import Auto, Backend
 from gracekv.cache import CompressedCache
+from gracekv.distributed import head_shard
 from gracekv.errors import CacheError
 from gracekv.hf.layer import GraceLayer, PackedLayer
 from gracekv.hf.static_layer import StaticGraceLayer
@@ -115,6 +116,8 @@ class GraceCache(Cache):  # type: ignore[misc]
         Otherwise the first step does.
         """
         heads = model.config.get_text_config().num_attention_heads
+        shard = head_shard(model)
+        heads //= 1 if shard is None else shard.ranks
         for layer in self.layers:
             layer.packed.backend.warm_up(layer.packed.prepared, heads)
 

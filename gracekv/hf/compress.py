@@ -11,6 +11,8 @@ import torch
 from gracekv import recipes
 from gracekv.allocate import Budget
 from gracekv.backends import BACKENDS, Backend
+from gracekv.distributed.agreement import in_step
+from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.batch import BatchResult
 from gracekv.hf.budgets import Number, check_budget, chosen_budget
@@ -96,6 +98,10 @@ def compress(
 
     Exactly one of the five budgets is given; each prompt of a list has it for itself.
 
+    Where the model's heads are spread over processes (tensor parallelism), every process calls
+    this with the same arguments and gets its heads of the one result; see "More than one GPU" in
+    the docs. `accounting` counts the heads of all.
+
     Args:
         model: a transformers causal language model of a tested family, in evaluation mode.
         prompt: a prompt, of which only the context is compressed; or a list of prompts of any
@@ -132,33 +138,52 @@ def compress(
         NonFiniteError: as `capture` does.
         MissingCaptureError: the prefill was captured for another pipeline.
         CacheError: the prefill is not this model's, or not this prompt's.
+        RankError: a process of a sharded model failed, ended, does not answer, or was called with
+            something else.
     """
-    chosen = chosen_budget(
-        budget=budget,
-        ratio=ratio,
-        entries_per_head=entries_per_head,
-        kv_bytes=kv_bytes,
-        compression_ratio=compression_ratio,
-    )
-    is_batch = isinstance(prompt, list | tuple)
-    prompts: Sequence[Any] = prompt if is_batch else [prompt]  # type: ignore[assignment]
-    pipe = chosen_pipeline(pipeline, backend, prompts)
-    prefills: Sequence[Any] = [None] * len(prompts) if prefill is None else [prefill]
-    if is_batch and prefill is not None:
-        prefills = prefill  # type: ignore[assignment]
-    _check_inputs(model, prompts, prefills, pipe, chosen)
-    options = {"chunk": chunk, "memory_limit": memory_limit, "progress": progress}
-    finish = (lambda run: run) if keep_run else released
-    runs = [
-        finish(_run(model, one, given, pipe, chosen, options))
-        for one, given in zip(prompts, prefills, strict=True)
-    ]
-    made = BatchResult if is_batch else CompressionResult
-    result = made.from_runs(model, prompts, runs, pipe, keep_run=keep_run)
-    if trim and model.device.type == "cpu":
-        del runs
-        trim_memory()
-    return result
+    with in_step(model) as shard:
+        chosen = chosen_budget(
+            budget=budget,
+            ratio=ratio,
+            entries_per_head=entries_per_head,
+            kv_bytes=kv_bytes,
+            compression_ratio=compression_ratio,
+        )
+        is_batch = isinstance(prompt, list | tuple)
+        prompts: Sequence[Any] = prompt if is_batch else [prompt]  # type: ignore[assignment]
+        pipe = chosen_pipeline(pipeline, backend, prompts)
+        prefills: Sequence[Any] = [None] * len(prompts) if prefill is None else [prefill]
+        if is_batch and prefill is not None:
+            prefills = prefill  # type: ignore[assignment]
+        _check_inputs(model, prompts, prefills, pipe, chosen)
+        if shard is not None:
+            check_works_sharded(pipe, shard)
+            shard.agree(**_facts(prompts, prefills, pipe, chosen, (chunk, memory_limit)))
+        options = {"chunk": chunk, "memory_limit": memory_limit, "progress": progress}
+        finish = (lambda run: run) if keep_run else released
+        runs = [
+            finish(_run(model, one, given, pipe, chosen, options))
+            for one, given in zip(prompts, prefills, strict=True)
+        ]
+        made = BatchResult if is_batch else CompressionResult
+        result = made.from_runs(model, prompts, runs, pipe, keep_run=keep_run)
+        if trim and model.device.type == "cpu":
+            del runs
+            trim_memory()
+        return result
+
+
+def _facts(
+    prompts: Sequence[Any], prefills: Sequence[Any], pipe: Pipeline, budget: Budget, limits: Any
+) -> dict[str, bytes]:
+    """What all processes of a sharded model must have in common."""
+    given = [prefill is not None for prefill in prefills]
+    return {
+        "prompt": b"".join(repr((x.ids.tolist(), x.spans)).encode() for x in prompts),
+        "pipeline": repr(pipe).encode(),
+        "budget": repr(budget).encode(),
+        "prefill, chunk or memory_limit": repr((given, limits)).encode(),
+    }
 
 
 def _run(

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from gracekv.backends import BACKENDS, Backend
 from gracekv.cache import CompressedCache, WidthShare
-from gracekv.cache.serialization import AGAIN, read_cache, read_header
+from gracekv.cache.serialization import AGAIN, read_cache, read_digest, read_header
+from gracekv.cache.sharding import own_cache
+from gracekv.distributed import head_shard
+from gracekv.distributed.agreement import in_step
 from gracekv.errors import ConfigError, PromptError, SavedCacheError, ShapeError
 from gracekv.hf.batch import BatchResult
 from gracekv.hf.result import CompressionResult
@@ -36,8 +39,9 @@ def load(
 ) -> CompressionResult | BatchResult:
     """What `result.save(path)` wrote, ready to generate; the model is attached.
 
-    Continuations are those of the result that was saved. What the stages made on the way is not in
-    the file: `result.details` is None.
+    Continuations are those of the result that was saved. A model whose heads are spread over
+    processes need not be spread as when it was saved; all its processes call this. What the stages
+    made on the way is not in the file: `result.details` is None.
 
     Args:
         path: the file.
@@ -50,8 +54,19 @@ def load(
         SavedCacheError: the file is damaged, of an unknown format, of another model or tokenizer,
             or its strategies are of a package that is not installed or imported here.
         UnsupportedModelError: see `attach`.
+        CacheError: the KV heads cannot be divided among the model's processes.
+        RankError: as for `gracekv.compress`.
     """
     path = Path(path)
+    with in_step(model) as shard:
+        if shard is not None:
+            shard.agree(file=read_digest(path).encode())
+        return _loaded(path, model, tokenizer, backend)
+
+
+def _loaded(
+    path: Path, model: Any, tokenizer: Any, backend: str | Backend | None
+) -> CompressionResult | BatchResult:
     header = read_header(path)
     _check_model(path, header, model, tokenizer)
     pipeline = _pipeline(path, header)
@@ -60,6 +75,9 @@ def load(
         pipeline = dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
     vocabulary = model.get_input_embeddings().num_embeddings
     saved = _prompts(path, header, tensors, packed, tokenizer, vocabulary)
+    shard = head_shard(model)
+    if shard is not None:
+        packed = own_cache(packed, shard)
     result = BatchResult if header["batch"] else CompressionResult
     return result.from_runs(
         model,

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, overload
 from torch import Tensor
 
 from gracekv.allocate import Budget
+from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ConfigError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.budgets import Number, chosen_budget
@@ -67,6 +68,7 @@ class CompressionResult(BaseResult):
         """
         from gracekv.report import write
 
+        check_whole(self.model, "report")
         write(path, self, label=label, answer=answer)
 
     def generate(self, max_new_tokens: int = 64, **kwargs: Any) -> str:
@@ -179,6 +181,7 @@ class CompressionResult(BaseResult):
             trim: see `gracekv.compress`.
 
         Raises:
+            UnsupportedModelError: the model's heads are spread over processes.
             PromptError: the prompt has a question, or the passage is empty or cannot be encoded.
             BudgetError: not exactly one budget is given, or it is too small for the passage.
             CacheError: the passage does not fit the positions of the model.
@@ -187,6 +190,7 @@ class CompressionResult(BaseResult):
             CaptureMemoryError: memory ran out.
             NonFiniteError: as `gracekv.capture` does.
         """
+        check_whole(self.model, "extend")
         chosen = chosen_budget(
             budget=budget,
             ratio=ratio,

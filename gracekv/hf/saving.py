@@ -16,6 +16,9 @@ from torch import Tensor
 from gracekv.allocate.budget import BudgetPlan
 from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.cache.serialization import write_cache
+from gracekv.cache.sharding import whole_cache
+from gracekv.distributed import head_shard
+from gracekv.distributed.sampled_weights import sampled_weights
 from gracekv.hyperparameter import check_values
 from gracekv.prefill.fingerprint import fingerprint, tokenizer_marks
 from gracekv.prefill.prompt import Prompt
@@ -122,7 +125,14 @@ def save_result(
     ids = {
         f"prompts.{number}.ids": saved.prompt.ids.clone() for number, saved in enumerate(prompts)
     }
-    write_cache(Path(path), packed, header, ids)
+    shard = head_shard(model)
+    if shard is not None:
+        packed = whole_cache(packed, shard)
+    if shard is None or shard.rank == 0:
+        write_cache(Path(path), packed, header, ids)
+    if shard is not None:
+        # Until the file is there, or process 0 has failed.
+        shard.total(1)
 
 
 def identity(model: Any, tokenizer: Any = None) -> dict[str, str]:
@@ -132,15 +142,13 @@ def identity(model: Any, tokenizer: Any = None) -> dict[str, str]:
 
 
 def weights_digest(model: Any) -> str:
-    """Hash of names, shapes and a few elements of all weights; of offloaded ones no elements."""
-    digest = hashlib.sha256()
+    """Hash of names, shapes and a few elements of all weights; of offloaded ones no elements.
+
+    All processes of a sharded model call this together, and get what the whole model would.
+    """
+    digest, samples = hashlib.sha256(), sampled_weights(model, _SAMPLES)
     for name, weight in model.named_parameters():
         digest.update(f"{name} {list(weight.shape)} {weight.dtype} ".encode())
-        data = weight.detach()
-        # Quantized tensors of their own class cannot be relied on to be sliced.
-        if type(data) is Tensor and data.device.type != "meta" and data.numel():
-            flat = data.reshape(-1)
-            count = min(_SAMPLES, len(flat))
-            at = torch.arange(count, device=flat.device) * (len(flat) // count)
-            digest.update(flat[at].cpu().view(torch.uint8).numpy().tobytes())
+        if name in samples:
+            digest.update(samples[name].numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class FullPrecision(Precision):
 
     Cost: none.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def widths(self, start: Tensor, region: Region) -> Tensor:
         return torch.full_like(start, EXACT, dtype=torch.uint8)

@@ -10,6 +10,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import MissingCaptureError, NonFiniteError, ShapeError
 from gracekv.prefill.block_replay import BlockReplaySpec
 from gracekv.prefill.finite import is_finite
@@ -64,9 +65,9 @@ class Prefill:
         logits: [vocab] of the last position, or None for a prefill built from tensors.
         token_ids: int64 [T], or None for a prefill built from tensors.
         fingerprint: identifies model and tokenizer (names, config hash), for saved caches.
-        seconds: wall seconds of the capture by part: "prefill" is the forward pass, the others
-            are what the capture added to it ("surprisal", "query_sums", "projections", the second
-            pass, "reconstruction", and the "draft").
+        shard: which of all processes' KV heads these are, which G and H count; None: all.
+        seconds: wall seconds by part: "prefill" is the forward pass, the others are what was added
+            to it ("surprisal", "query_sums", "projections", "reconstruction", "draft").
 
     Needs no model: build one from plain tensors to test an algorithm.
 
@@ -98,6 +99,7 @@ class Prefill:
     logits: Tensor | None = None
     token_ids: Tensor | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
+    shard: HeadShard | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gracekv.distributed.sharding import head_shard
 from gracekv.errors import CaptureMemoryError, PromptError
 from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
 from gracekv.prefill.base import Prefill
@@ -142,6 +143,7 @@ def _captured(
         logits=last,
         token_ids=prompt.ids,
         fingerprint=fingerprint(model, prompt.tokenizer),
+        shard=head_shard(model),
         seconds=seconds,
     )
 

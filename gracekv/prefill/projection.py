@@ -11,6 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from gracekv.distributed.sharding import own_columns
 from gracekv.prefill.plain_weight import plain_weight
 
 # Unit vectors that go through a projection at once.
@@ -33,7 +34,8 @@ def projected_norms(projection: Any, outputs: Tensor, groups: int) -> Tensor:
     owner = torch.arange(heads, device=outputs.device) // (heads // groups)
     mine = owner == torch.arange(groups, device=outputs.device)[:, None]
     masked = torch.where(mine[:, None, :, None], flat, 0.0)
-    projected = _without_bias(projection, rearrange(masked, "g p h d -> g p (h d)"))
+    rows, own = rearrange(masked, "g p h d -> g p (h d)"), own_columns(projection)
+    projected = _without_bias(projection, rows) if own is None else rows @ own.mT
     norms: Tensor = torch.linalg.vector_norm(projected.float(), dim=-1)
     return norms
 
@@ -48,7 +50,8 @@ def projection_norms(projection: Any, outputs: Tensor) -> Tensor:
     Source: Eq. (V7) (static strength, before its sum).
     """
     heads, _, dim = outputs.shape
-    weight = plain_weight(projection)
+    own = own_columns(projection)
+    weight = plain_weight(projection) if own is None else own
     if weight is not None:
         columns = weight.float().square().sum(dim=0)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gracekv.distributed.sharding import is_sharded
+from gracekv.distributed.sharding import check_sharding
 from gracekv.errors import UnsupportedModelError
 from gracekv.prefill.model_layers import layer_kinds
 from gracekv.prefill.self_check import self_check
@@ -38,9 +38,10 @@ also depend on the sequence's length: see `gracekv.prefill.length_limits`."""
 def check_model(model: Any) -> None:
     """Raise `UnsupportedModelError` if compressing this model's cache would break an assumption.
 
-    Looks for weights sharded over processes, encoders, layers of other kinds, capped attention
-    logits, missing or unknown RoPE and training mode. A family that is not tested is tried on a
-    short random prompt: see `self_check`. `check_prompt_length` checks what depends on the length.
+    Looks for weights sharded otherwise than by heads, encoders, layers of other kinds, capped
+    attention logits, missing or unknown RoPE and training mode. A family that is not tested is
+    tried on a short random prompt: see `self_check`. `check_prompt_length` checks what depends on
+    the length.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
@@ -48,13 +49,7 @@ def check_model(model: Any) -> None:
             f"gracekv takes a transformers causal language model; got {type(model).__name__}."
         )
     family, name = getattr(config, "model_type", "unknown"), type(model).__name__
-    if is_sharded(model):
-        raise UnsupportedModelError(
-            f"The weights of this {name} are sharded over processes (tp_plan, tensor parallelism "
-            f"or FSDP), so this process sees a part of its attention heads only, and a budget over "
-            f"all heads would be cut wrongly. Load it without tp_plan and distributed_config; "
-            f"device_map='auto' spreads whole layers over several GPUs."
-        )
+    check_sharding(model)
     if getattr(config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -21,6 +21,8 @@ class Tokens(Segmenter):
 
     Cost: none; no tensor is read. It makes N L G trees of one node.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def __call__(self, prefill: Prefill, region: Region) -> Partition:
         """The partition; curvature is left to the trees. `ShapeError` if `region` is empty."""

@@ -22,6 +22,7 @@ class Refiner(Strategy, abc.ABC):
         max_cost: most entries that one of its splits adds.
     """
 
+    works_sharded: ClassVar[bool] = True
     exact_roots: ClassVar[bool] = False
     max_cost: ClassVar[float] = 2
 

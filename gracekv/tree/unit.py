@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -44,6 +44,8 @@ class Unit(Distortion):
 
     Cost: none; no tensor of K or V is read.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def evaluator(
         self,

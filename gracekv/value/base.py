@@ -8,6 +8,7 @@ from typing import Self
 
 from torch import Tensor
 
+from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import NonFiniteError, ShapeError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import Registry, Strategy
@@ -34,9 +35,11 @@ class TokenScores:
     column_sums: Tensor | None = None
 
     @classmethod
-    def from_scores(cls, scores: Tensor, column_sums: Tensor | None = None) -> Self:
+    def from_scores(
+        cls, scores: Tensor, column_sums: Tensor | None = None, shard: HeadShard | None = None
+    ) -> Self:
         """Scores [L, G, N] with their mean over heads as seed scores, see `mean_seed_scores`."""
-        return cls(scores, mean_seed_scores(scores), column_sums)
+        return cls(scores, mean_seed_scores(scores, shard=shard), column_sums)
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 3 or self.seed_scores.shape != self.scores.shape[-1:]:
@@ -51,14 +54,19 @@ class TokenScores:
             )
 
 
-def mean_seed_scores(scores: Tensor, epsilon: float = 1e-12) -> Tensor:
+def mean_seed_scores(
+    scores: Tensor, epsilon: float = 1e-12, shard: HeadShard | None = None
+) -> Tensor:
     """S-hat [N]: scores [L, G, N] averaged over all heads and normalised to sum 1.
 
-    `epsilon` keeps the denominator from 0; a score that is 0 everywhere stays 0.
+    `epsilon` keeps the denominator from 0; a score that is 0 everywhere stays 0. With `shard` the
+    heads of all processes count.
 
     Source: Eq. (V3), whose scores are the direct relevance; the same rule for other scores is ours.
     """
     mean = scores.mean(dim=(0, 1))
+    if shard is not None:
+        mean = shard.sum(mean) / shard.ranks
     return mean / (mean.sum() + epsilon)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class BlockReplay(Scorer):
         mean_power: exponent of the mean over queries: 2 is the root mean square, larger ones come
             nearer to the maximum, for texts in which each token has one query of its own.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     block: int = bounded(2048, at_least=1)
     mean_power: float = bounded(3.0, at_least=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from einops import reduce
 
@@ -26,6 +26,8 @@ class ColumnSums(Scorer):
     Cost: one more attention pass without values over the prompt: O(L H T² d), 7 % of a prefill at
     2,000 tokens on a CPU with numba.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def needs(self) -> Needs:
         return Needs(column_sums=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from gracekv.errors import MissingCaptureError
 from gracekv.hyperparameter import bounded
@@ -27,6 +27,8 @@ class DraftAttention(Scorer):
     Attributes:
         max_tokens: drafted tokens; fewer if the answer ends before.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     max_tokens: int = bounded(16, at_least=1)
 

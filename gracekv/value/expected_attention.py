@@ -12,7 +12,7 @@ These are normalised over the keys, averaged over a KV head's group, and multipl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from einops import rearrange, reduce
@@ -52,6 +52,8 @@ class ExpectedAttention(Scorer):
         value_norm: multiply by |v|.
         epsilon: added to the expected attention before that (0).
     """
+
+    works_sharded: ClassVar[bool] = True
 
     future_positions: int = bounded(512, at_least=1, hint="The published number is 512.")
     sinks: int = bounded(4, at_least=0, hint="The published number is 4.")

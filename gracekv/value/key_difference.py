@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class KeyDifference(Scorer):
 
     Cost: two passes over the keys.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """One minus the cosine, between 0 and 2."""

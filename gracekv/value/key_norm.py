@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -24,6 +24,8 @@ class KeyNorm(Scorer):
 
     Cost: one pass over the keys.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Inverse norms, not normalised."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class LagRelative(Scorer):
         sinks: first prompt tokens, which score higher than all others (LagKV's 4).
         lag: tokens of a partition (LagKV's 128). A context of less than two keeps its latest.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     sinks: int = bounded(4, at_least=0, hint="LagKV's is 4.")
     lag: int = bounded(128, at_least=2, hint="LagKV's is 128.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from einops import reduce
@@ -31,6 +31,8 @@ class MeanAttention(Scorer):
     Attributes:
         max_queries: number of queries; the prompt's last position is always one of them.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     max_queries: int = bounded(1024, at_least=1)
 

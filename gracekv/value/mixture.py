@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ class Mixture(Scorer):
             except under "max", where they are factors.
         rule: "sum" sum w x, "rms" sqrt(sum w x^2), "geometric" prod x^w, "max" max w x.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     scorers: tuple[Scorer, ...] = field(default_factory=lambda: (ReadAhead(), MeanAttention()))
     weights: tuple[float, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from einops import reduce
@@ -47,6 +47,8 @@ class MultiHop(Scorer):
             1 even if the context receives a millionth of its attention.
     """
 
+    works_sharded: ClassVar[bool] = True
+
     question_probes: int = bounded(32, at_least=0, hint="The paper's is 32.")
     tail_probes: int = bounded(16, at_least=0, hint="The paper's is 16.")
     hops: int = bounded(2, at_least=0, at_most=3, hint="Give 0 for direct relevance alone.")
@@ -81,7 +83,7 @@ class MultiHop(Scorer):
         question and `tail_probes` is 0.
         """
         direct = self._direct(prefill, region)
-        seed_scores = mean_seed_scores(direct, self.epsilon)
+        seed_scores = mean_seed_scores(direct, self.epsilon, prefill.shard)
         if self._propagates:
             propagated = self._propagated(prefill, region, seed_scores)
             mass = propagated.sum()
@@ -122,6 +124,9 @@ class MultiHop(Scorer):
             seeds = select_seeds(score, self.seed_mass, self.max_seeds)
             if not len(seeds):
                 break
+            if prefill.shard is not None:
+                # The processes run these tokens together, so the positions must not differ.
+                seeds = prefill.shard.from_first(seeds)
             reached[seeds] = True
             weights = score[seeds] / score[seeds].sum()
             positions = seeds.cpu() + region.start
@@ -130,6 +135,8 @@ class MultiHop(Scorer):
                 attention_sums(view, layer, positions, region, weights) for layer in layers
             ]
             score = torch.stack([per_head.sum(0).to(score.device) for per_head in per_layer]).sum(0)
+            if prefill.shard is not None:
+                score = prefill.shard.sum(score)
             score = score.masked_fill(reached, 0)  # only new tokens count
             total = total + self.decay**hop * score
         return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ class NoSensitivity(Sensitivity):
 
     Cost: none.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def __call__(self, prefill: Prefill) -> Tensor:
         """Ones [L, G]."""

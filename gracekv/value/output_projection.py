@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from einops import reduce
 from torch import Tensor
@@ -31,6 +31,8 @@ class OutputProjection(Sensitivity):
         epsilon: keeps the denominator from 0; the value is ours.
     """
 
+    works_sharded: ClassVar[bool] = True
+
     epsilon: float = bounded(1e-12, above=0, at_most=1e-3, hint="It keeps a denominator from 0.")
 
     def needs(self) -> Needs:
@@ -49,4 +51,7 @@ class OutputProjection(Sensitivity):
         static = reduce(squares, "l (g n) -> l g", "sum", g=prefill.kv_heads).sqrt()
         dynamic = prefill.projected_norms.to(device).float().mean(dim=-1)
         raw = (static * dynamic).sqrt()
-        return raw / (raw.mean() + self.epsilon)
+        mean = raw.mean()
+        if prefill.shard is not None:
+            mean = prefill.shard.sum(mean) / prefill.shard.ranks
+        return raw / (mean + self.epsilon)

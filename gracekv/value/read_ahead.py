@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from einops import reduce
@@ -45,6 +45,8 @@ class ReadAhead(Scorer):
         max_weight: weight of the maximum over probes and query heads; the mean has the rest. With
             the maximum, one probe that attends to a token is enough.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     question_probes: int = bounded(32, at_least=0)
     tail_probes: int = bounded(16, at_least=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -28,6 +28,8 @@ class Recency(Scorer):
     Attributes:
         sinks: first tokens of the prompt, which score higher than all others (StreamingLLM's 4).
     """
+
+    works_sharded: ClassVar[bool] = True
 
     sinks: int = bounded(4, at_least=0, hint="StreamingLLM's is 4; 0 keeps recent tokens alone.")
 

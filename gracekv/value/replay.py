@@ -9,7 +9,7 @@ including the tokens after their own. This approximates the second pass of KVzip
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from einops import reduce
@@ -54,6 +54,8 @@ class Replay(Scorer):
             those of the likeliest tokens.
     """
 
+    works_sharded: ClassVar[bool] = True
+
     query_scorer: ReadAhead = field(default_factory=lambda: ReadAhead(lookahead=12, max_weight=1.0))
     power: float = bounded(4.0, above=0)
     mean_power: float = bounded(2.0, at_least=1)
@@ -87,7 +89,10 @@ class Replay(Scorer):
             at = region_samples(region, self.max_queries)
             return at, torch.full((len(at),), 1 / len(at))
         scores = self.query_scorer(prefill, region).scores
-        likely = scores.amax(dim=1).mean(dim=0).double().cpu() ** self.power
+        best, shard = scores.amax(dim=1), prefill.shard
+        if shard is not None:
+            best = shard.maximum(best)
+        likely = best.mean(dim=0).double().cpu() ** self.power
         count = min(self.max_queries, region.length)
         spaced = region_samples(region, self.max_queries // 2) - region.start
         # Ties toward the earlier token, as everywhere: a stable sort.
@@ -100,7 +105,11 @@ class Replay(Scorer):
         weights = (1 - self.uniform_weight) * _normalised(torch.where(chosen, likely, 0.0))
         weights += self.uniform_weight * _normalised(uniform)
         at = chosen.nonzero()[:, 0]
-        return at + region.start, _normalised(weights[at]).float()
+        positions, weights = at + region.start, _normalised(weights[at]).float()
+        if shard is not None:
+            # The processes run these tokens together, so the positions must not differ.
+            positions, weights = shard.from_first(positions), shard.from_first(weights)
+        return positions, weights
 
 
 def _normalised(weights: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from einops import reduce
@@ -39,6 +39,8 @@ class Scissorhands(Scorer):
     Attributes:
         history: number of last prompt queries (the paper's 400).
     """
+
+    works_sharded: ClassVar[bool] = True
 
     history: int = bounded(400, at_least=1, hint="The published number of queries is 400.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -35,6 +35,8 @@ class ValueNorm(Scorer):
             relative ones, 0.5 their geometric mean.
     """
 
+    works_sharded: ClassVar[bool] = True
+
     scorer: Scorer = field(default_factory=ReadAhead)
     power: float = bounded(1.0, above=0)
     relative: float = bounded(
@@ -57,6 +59,8 @@ class ValueNorm(Scorer):
         )
         if self.relative > 0:
             layer = norms.mean(dim=(1, 2), keepdim=True)
+            if prefill.shard is not None:
+                layer = prefill.shard.sum(layer) / prefill.shard.ranks
             norms = norms / layer.clamp_min(1e-12) ** self.relative
         if self.power != 1:
             norms = norms**self.power

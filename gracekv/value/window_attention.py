@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from einops import reduce
@@ -42,6 +42,8 @@ class WindowAttention(Scorer):
             that count in the denominator) or "none".
         kernel: pooling width in tokens, odd (SnapKV's benchmark setting, 7).
     """
+
+    works_sharded: ClassVar[bool] = True
 
     window: int = bounded(32, at_least=1, hint="A number of positions; SnapKV's is 32.")
     observation: Observation = "prompt_tail"

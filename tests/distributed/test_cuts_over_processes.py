@@ -1,0 +1,81 @@
+"""One cut over the heads of several processes is the cut of one process, to the last tie."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate.global_cut import weighted_cut
+from gracekv.allocate.top_tokens import top_tokens
+from support.thread_exchange import in_threads
+
+
+def own(shard, tensor, dim=1):
+    return None if tensor is None else shard.own_heads(tensor, dim)
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.booleans(), st.booleans(),
+    st.floats(0, 1),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_top_tokens(seed, ranks, ties, capped, share):
+    rng = torch.Generator().manual_seed(seed)
+    layers, heads, tokens = 2, 4, int(torch.randint(1, 30, (), generator=rng))
+    shape = (layers, heads, tokens)
+    scores = torch.rand(shape, generator=rng)
+    if ties:
+        scores = torch.randint(0, 4, shape, generator=rng) / 3
+    omega = torch.randint(1, 3, (layers, heads), generator=rng).float()
+    budget = round(share * layers * heads * tokens)
+    quota = torch.randint(0, tokens + 1, (layers, heads), generator=rng) if capped else None
+    whole = top_tokens(scores, omega, budget, quota)
+    parts = in_threads(
+        ranks,
+        lambda shard: top_tokens(
+            own(shard, scores), own(shard, omega), budget, own(shard, quota), shard=shard
+        ),
+    )
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 3]))
+def test_weighted_cut_against_its_definition(seed, ranks):
+    rng = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(0, 20, (), generator=rng))
+    small = torch.randint(0, 6, (ranks, count), generator=rng)
+    keys = torch.where(torch.rand(ranks, count, generator=rng) < 0.5, small, small << 50)
+    weights = torch.randint(0, 4, (ranks, count), generator=rng)
+    limit = int(torch.randint(0, 2 * count + 2, (), generator=rng))
+    reached = {int(k): int(weights[keys >= k].sum()) for k in keys.flatten()}
+    over = [k for k, weight in reached.items() if weight > limit]
+    want = (max(over), int(weights[keys > max(over)].sum())) if over else None
+    found = in_threads(
+        ranks, lambda shard: weighted_cut(keys[shard.rank], weights[shard.rank], limit, shard)
+    )
+    assert found == [want] * ranks
+
+
+def test_what_a_cut_sends():
+    sent = []
+    keys = torch.arange(100_000)
+
+    def run(shard):
+        inner = shard.exchange
+        object.__setattr__(shard, "exchange", lambda x: sent.append(x.nbytes) or inner(x))
+        return weighted_cut(keys, torch.ones_like(keys), 777, shard)
+
+    assert in_threads(2, run) == [(100_000 - 389, 776)] * 2
+    assert sum(sent) / 2 <= 4 * 1024
+
+
+def test_processes_that_differ_are_told_apart():
+    from gracekv.errors import RankError
+
+    def run(shard):
+        with pytest.raises(RankError, match="budget of process 1 is not that of process 0"):
+            shard.agree(prompt=b"same", budget=b"4" if shard.rank == 1 else b"8")
+        shard.agree(prompt=b"same")
+        return shard.from_first(torch.arange(3 + shard.rank)).tolist()
+
+    assert in_threads(3, run) == [[0, 1, 2]] * 3

@@ -1,0 +1,155 @@
+"""One of several processes that share a model: runs every check and writes what it found.
+
+    RANK=0 WORLD_SIZE=4 ... python sharded_process.py FOLDER
+
+FOLDER holds the checkpoint `model` and a saved result `whole.safetensors`; the findings go to
+FOLDER/found-RANK.json. Started by tests/distributed/test_processes.py.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+import gracekv
+from gracekv.distributed import connect
+from gracekv.distributed.sharding import check_sharding
+from gracekv.errors import GracekvError, NonFiniteError
+
+PROMPTS = [
+    gracekv.Prompt.from_ids(
+        torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)),
+        (4, length - 20),
+        length - 4,
+    )
+    for length in (180, 150)
+]
+RECIPES = ("gracekv-plus", "gracekv-agnostic", "snapkv", "pyramidkv", "global-eviction")
+RATIO = 3
+TOKENS = 4
+
+
+def facts(result):
+    """What a result kept, as plain data: positions by sequence, layer and head, and ids."""
+    packed = result.packed
+    positions = [
+        [
+            [layer.head(g, s)[2].tolist() for g in range(layer.heads)]
+            for layer in packed.layers
+        ]
+        for s in range(packed.sequences)
+    ]  # fmt: skip
+    kept = result.accounting
+    return {
+        "positions": positions,
+        "ids": result.generate_ids(TOKENS).tolist(),
+        "entries": kept.entries.tolist(),
+        "numbers": [kept.budget, kept.spent, kept.bytes, kept.full_bytes],
+        "widths": [[share.bits, share.entries, share.bytes] for share in kept.widths],
+    }
+
+
+def sharded_by_two(folder, rank):
+    """Two pairs of processes, each with a model of its own, sharded by transformers' function."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "tp"))["tp"]
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=2))
+    apply_tensor_parallelism(model, mesh, plan)
+    model._tp_size = 2
+    return model
+
+
+def message(call):
+    """The error of a call, as text; and how many seconds it took to come."""
+    started = time.monotonic()
+    try:
+        call()
+    except (GracekvError, OSError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - started
+    return "no error", time.monotonic() - started
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found = {}
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model", distributed_config=DistributedConfig(tp_size=world)
+    ).eval()
+    one = PROMPTS[0]
+    for name in RECIPES:
+        found[f"four {name}"] = facts(gracekv.compress(model, one, ratio=RATIO, pipeline=name))
+    batch = gracekv.compress(model, PROMPTS, ratio=RATIO)
+    found["four batch"] = facts(batch)
+    batch.save(folder / "batch.safetensors")
+    found["four full"] = facts(gracekv.compress(model, one, ratio=1))
+    found["four loaded"] = facts(gracekv.load(folder / "whole.safetensors", model))
+    result = gracekv.compress(model, one, ratio=RATIO)
+
+    # Calls that cannot be made.
+    for name in ("lagrangian", "d2o"):
+        pipe = (
+            gracekv.Pipeline.from_dict({"allocate": "lagrangian"})
+            if name == "lagrangian"
+            else gracekv.Pipeline.named(name)
+        )
+        found[f"refused {name}"] = message(
+            lambda pipe=pipe: gracekv.compress(model, one, ratio=RATIO, pipeline=pipe)
+        )
+    found["refused extend"] = message(lambda: result.extend([1, 2, 3], ratio=2))
+    found["refused report"] = message(lambda: result.report(folder / "page.html"))
+    found["refused export"] = message(lambda: result.export(folder / "store/book"))
+
+    # Processes that differ, or fail at some stage.
+    found["other budget"] = message(lambda: gracekv.compress(model, one, ratio=2 + rank // 3))
+    found["other prompt"] = message(lambda: gracekv.compress(model, PROMPTS[rank // 3], ratio=2))
+    found["too small"] = message(
+        lambda: gracekv.compress(model, one, ratio=1000 if rank == 1 else RATIO)
+    )
+    found["no folder"] = message(
+        lambda: result.save("/proc/no/file" if rank == 0 else folder / "x")
+    )
+    stock = gracekv.value.ValueNorm.__call__
+
+    def broken(self, prefill, region):
+        raise NonFiniteError("broken on purpose")
+
+    if rank == 2:
+        gracekv.value.ValueNorm.__call__ = broken
+    found["fails in a stage"] = message(lambda: gracekv.compress(model, one, ratio=RATIO))
+    gracekv.value.ValueNorm.__call__ = stock
+    found["after failures"] = facts(gracekv.compress(model, one, ratio=RATIO))
+
+    pair = sharded_by_two(folder, rank)
+    for name in RECIPES[:1]:
+        found[f"two {name}"] = facts(gracekv.compress(pair, one, ratio=RATIO, pipeline=name))
+    found["two loaded"] = facts(gracekv.load(folder / "whole.safetensors", pair))
+    pair._tp_plan["model.layers.*.self_attn.q_proj"] = "colwise_gather_output"
+    found["gathered"] = message(lambda: check_sharding(pair))
+    pair._tp_size = None
+    found["other sharding"] = message(lambda: check_sharding(pair))
+
+    # The last process is too late once, and then ends.
+    connect(model, timeout=1.5)
+    if rank == 3:
+        time.sleep(4)
+    found["too late"] = message(lambda: gracekv.compress(model, one, ratio=RATIO))
+    connect(model)
+    if rank < 3:
+        found["ended"] = message(lambda: gracekv.compress(model, one, ratio=RATIO))
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # Without a farewell to the others.
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
