@@ -1,10 +1,10 @@
-"""Compares a method of one evaluation with a method of another, on the same samples.
+"""Compares a method of one evaluation with methods of others, on the same samples.
 
     python benchmarks/compare_runs.py runs/before:gracekv-plus runs/after:gracekv-plus --out fit
 
-For a default that changed: rows of both were written by `gracekv evaluate` with the same tasks and
-seeds, at different commits. Prints and writes `benchmarks/results/NAME.md`: mean log KL to FullKV
-at each ratio, the paired difference with its 95 % bootstrap interval over prompts, how many prompts
+For a default that changed: rows of all were written by `gracekv evaluate` with the same tasks and
+seeds, possibly at different commits. Prints and writes `benchmarks/results/NAME.md`: mean log KL to
+FullKV at each ratio, the paired difference with its 95 % bootstrap interval over prompts, how many prompts
 are better, and the task with the largest loss.
 """
 
@@ -41,12 +41,17 @@ def read(argument: str) -> dict[Key, float]:
 
 
 def table(before: dict[Key, float], after: dict[Key, float], *, short: bool) -> list[str]:
-    """Rows of the prompts of at most 1,100 tokens, or of the longer ones."""
+    """Rows of the prompts of at most 1,100 tokens, or of the longer ones; none without prompts."""
     pairs: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for key, value in after.items():
         if key in before and (key[1] <= 1024) == short:
             pairs[key[3]].append((before[key], value, key[0]))
+    if not pairs:
+        return []
     lines = [
+        "",
+        f"Prompts of {'about 1,000' if short else '2,048 and 4,096'} tokens:",
+        "",
         "| | prompts | before | after | difference | better | largest loss of a task |",
         "|--:|--:|--:|--:|--:|--:|---|",
     ]
@@ -70,12 +75,12 @@ def table(before: dict[Key, float], after: dict[Key, float], *, short: bool) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", metavar="FOLDER:METHOD")
-    parser.add_argument("after", metavar="FOLDER:METHOD")
+    parser.add_argument("after", metavar="FOLDER:METHOD", nargs="+")
     parser.add_argument("--title", default="Before and after")
     parser.add_argument("--out", default="compare_runs", metavar="NAME")
     parser.add_argument("--commit", help="of the rows; default: of this checkout")
     args = parser.parse_args()
-    before, after = read(args.before), read(args.after)
+    before = read(args.before)
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -86,15 +91,12 @@ def main() -> None:
         f"- commit: {args.commit or commit}",
         "- Mean log KL to FullKV over the reference answer, by prompt; not below log 1e-4. Paired "
         "differences with 95 % bootstrap intervals over prompts; below 0: better after.",
-        "",
-        "Prompts of about 1,000 tokens:",
-        "",
-        *table(before, after, short=True),
-        "",
-        "Prompts of 2,048 and 4,096 tokens:",
-        "",
-        *table(before, after, short=False),
     ]
+    for argument in args.after:
+        after = read(argument)
+        if len(args.after) > 1:
+            lines += ["", f"## {argument.rpartition(':')[2]}"]
+        lines += [*table(before, after, short=True), *table(before, after, short=False)]
     text = "\n".join(lines) + "\n"
     print(text)
     write_atomically(RESULTS / f"{args.out}.md", text.encode())

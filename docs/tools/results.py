@@ -65,6 +65,11 @@ KNOWN = {
         "python benchmarks/compare_runs.py BEFORE:gracekv-plus-no-fit AFTER:gracekv-plus --out fit",
         page="quality.md",
     ),
+    "precision": Known(
+        "python benchmarks/compare_runs.py BEFORE:gracekv-plus-no-fit AFTER:gracekv-plus-allocated "
+        "AFTER:gracekv-plus-8bit AFTER:gracekv-plus-4bit --out precision",
+        page="stages/precision.md",
+    ),
     "coarse_entries": Known("python benchmarks/coarse_entries.py --data FOLDER", page="quality.md"),
     "ten_questions": Known("python benchmarks/ten_questions.py"),
     "extend": Known("python benchmarks/extend.py"),
