@@ -4,8 +4,8 @@
 
 For a default that changed: rows of all were written by `gracekv evaluate` with the same tasks and
 seeds, possibly at different commits. Prints and writes `benchmarks/results/NAME.md`: mean log KL to
-FullKV at each ratio, the paired difference with its 95 % bootstrap interval over prompts, how many prompts
-are better, and the task with the largest loss.
+FullKV at each ratio, the paired difference with its 95 % bootstrap interval over prompts, how many
+prompts are better, and the task with the largest loss.
 """
 
 from __future__ import annotations
