@@ -125,7 +125,7 @@ def test_algorithms_do_not_know_the_model_library(folder):
         homes = ("allocate", "backends", "kernels", "segment", "tree")
         allowed |= {(home, "numba"): "numba" for home in homes}
         # Helpers of the compiled kernels are named after what they do.
-        helpers = ("exponential", "intrinsics", "matmul", "precision", "threads")
+        helpers = ("cap", "exponential", "intrinsics", "matmul", "precision", "threads", "vectors")
         allowed |= {("kernels", word): "numba" for word in helpers}
         words = path.stem.split("_")
         mine = {allowed.get((folder, word)) for word in words}

@@ -21,7 +21,15 @@ Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tup
 def fused(
     rows: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """torch's flash attention for CPUs."""
+    """torch's flash attention for CPUs: output [B, H, M, d] and log-sum-exp [B, H, M].
+
+    Args:
+        rows: queries [B, H, M, d].
+        keys: [B, H, E, d].
+        values: [B, H, E, d].
+        bias: of the logits [B, H, 1 or M, E], or None.
+        scale: factor of q . k.
+    """
     if bias is not None:
         bias = bias.expand(-1, -1, rows.shape[2], -1)
     output, lse = torch._scaled_dot_product_flash_attention_for_cpu(
@@ -38,7 +46,16 @@ def plain(
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Two matrix products in float32; logits are capped before the bias is added."""
+    """`fused` by two matrix products in float32; logits are capped before the bias is added.
+
+    Args:
+        rows: queries [B, H, M, d].
+        keys: [B, H, E, d].
+        values: [B, H, E, d].
+        bias: of the capped logits [B, H, 1 or M, E], or None.
+        scale: factor of q . k.
+        softcap: bound of the logits, or None.
+    """
     # Half-precision products would round the logits to the model's dtype before the softmax.
     logits = capped(rows.float() @ keys.float().mT * scale, softcap)
     if bias is not None:

@@ -44,7 +44,13 @@ class TritonLayer:
 
 
 def check_packed(query: Tensor, prepared: TritonLayer, rows: Tensor | None) -> None:
-    """Raise `ShapeError` unless query and rows fit; the kernel itself does not check addresses."""
+    """Raise `ShapeError` unless query and rows fit; the kernel itself does not check addresses.
+
+    Args:
+        query: [B, H, Tq, d].
+        prepared: the packed part.
+        rows: int64 [B], or None.
+    """
     batch, heads, _, dim = query.shape
     if dim != prepared.keys.shape[1] or query.dtype != prepared.keys.dtype:
         raise ShapeError(
@@ -65,7 +71,14 @@ def check_packed(query: Tensor, prepared: TritonLayer, rows: Tensor | None) -> N
 
 
 def check_tail(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-    """Raise `ShapeError` unless tail and mask fit."""
+    """Raise `ShapeError` unless tail and mask fit.
+
+    Args:
+        query: [B, H, Tq, d].
+        keys: [B, G, S, d].
+        values: [B, G, S, d].
+        mask: [B or 1, 1, Tq, S], or None.
+    """
     batch, heads, tokens, dim = query.shape
     if (
         (keys.shape[0], keys.shape[3]) != (batch, dim)

@@ -45,7 +45,11 @@ class CodedSplits:
         return CodedSplits(self.items.to(device), self.item_first.to(device), self.most)
 
     def arguments(self, entries: CodedEntries) -> tuple[list[Tensor], list[int]]:
-        """`codes` and `codings` of `ragged_attention` for the part: nine tensors, five numbers."""
+        """`codes` and `codings` of `ragged_attention` for the part: nine tensors, five numbers.
+
+        The tensors are codes, scales and zero points of keys and values as `Codes` describes them,
+        log multiplicities [E], `items` and `item_first`.
+        """
         coding, keys, values = entries.coding, entries.keys, entries.values
         stored = [keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero]
         by_channel = [int(by == "channel") for by in (coding.keys, coding.values)]

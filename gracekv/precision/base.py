@@ -66,7 +66,7 @@ class Precision(Strategy, abc.ABC):
 
         Args:
             cache: the packed and fitted cache of one sequence.
-            widths: for each layer, of `widths`.
+            widths: for each layer uint8 [E], of `widths`.
 
         Raises `NonFiniteError` if numbers cannot be quantised.
         """

@@ -26,7 +26,7 @@ class AttentionProblem:
         mask: bool or float [B, 1, Tq, S], or None.
         rows: int64 [B], or None.
         scale: factor of q . k.
-        softcap: of the logits, or None.
+        softcap: bound of the logits, or None.
         sink_logits: [H], or None.
     """
 
