@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -14,8 +15,14 @@ from gracekv.allocate import (
     Selection,
     upper_bound,
 )
-from gracekv.allocate.top_tokens import token_gains, top_tokens
+from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.allocate.top_tokens import entry_gains, token_gains, top_tokens
+from gracekv.allocate.within_bytes import within_bytes
+from gracekv.cache.layout import layer_layouts
 from gracekv.distributed import HeadShard
+from gracekv.precision import Precision
+from gracekv.precision.storing import EXACT
+from gracekv.prefill import Prefill, Region
 from gracekv.tree import Forest
 from gracekv.value import Relevance
 
@@ -28,13 +35,22 @@ class Choice:
         selection: the entries that stay.
         utility: summed gains.
         start: what the floor bought; None without trees.
-        frontier: what both bought; None without trees.
+        frontier: what both bought; None without trees. Where bits are allocated, the candidates.
+        widths: uint8 [E], bits of a number of each entry, where bits are allocated; else None.
     """
 
     selection: Selection
     utility: float
     start: Frontier | None = None
     frontier: Frontier | None = None
+    widths: Tensor | None = None
+
+    def packed_widths(self, prefill: Prefill, region: Region, precision: Precision) -> list[Tensor]:
+        """For each layer uint8 [E], the widths of its packed entries under `precision`."""
+        layouts = layer_layouts(prefill, self.selection)
+        if self.widths is None:
+            return [precision.widths(layout.start, region) for layout in layouts]
+        return [layout.of_selected(self.widths, EXACT) for layout in layouts]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +81,45 @@ class Auction:
     def elastic(self) -> bool:
         """Whether budget is left unspent rather than buy what gains nothing."""
         return bool(getattr(self.allocate, "elastic", False))
+
+    def spend(
+        self,
+        plan: BudgetPlan,
+        costs: EntryBytes | None,
+        quota: Tensor | None,
+        quota_of: Callable[[BudgetPlan], Tensor | None],
+        precision: Precision,
+        prefill: Prefill,
+    ) -> tuple[BudgetPlan, Choice]:
+        """Spend the budget, in entries or in bytes; also returns the plan in entries.
+
+        Args:
+            plan: the budget; where it counts bytes, its entries are the most that could fit.
+            costs: bytes of the entries; None: all are as they are.
+            quota: int64 [L, G] most entries of each head under `plan`, or None.
+            quota_of: the same under another plan.
+            precision: how entries are stored.
+            prefill: one sequence.
+        """
+        if precision.allocates:
+            return self._with_widths(plan, self.choose(plan, quota), precision, prefill)
+        if costs is None or plan.bytes is None:
+            return plan, self.choose(plan, quota)
+        return within_bytes(plan, costs, lambda p: self.choose(p, quota_of(p)))
+
+    def _with_widths(
+        self, plan: BudgetPlan, candidates: Choice, precision: Precision, prefill: Prefill
+    ) -> tuple[BudgetPlan, Choice]:
+        selection = candidates.selection
+        worth = entry_gains(self.relevance.scores, self.relevance.sensitivity, selection)
+        region = prefill.spans.region(plan.recent)
+        widths = precision.allocate(prefill, region, selection, worth, plan)
+        kept = widths > 0
+        chosen = replace(candidates, selection=selection.where(kept), widths=widths[kept])
+        if candidates.frontier is None:
+            chosen = replace(chosen, utility=float(worth[kept.to(worth.device)].sum()))
+        recent = plan.layers * plan.heads * plan.recent
+        return replace(plan, total=recent + chosen.selection.entries), chosen
 
     def choose(self, plan: BudgetPlan, quota: Tensor | None) -> Choice:
         """Spend `plan.base` entries, at most `quota` (int64 [L, G]) in each head.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from torch import Tensor
@@ -22,14 +23,12 @@ from gracekv.allocate import (
     RecentWindow,
 )
 from gracekv.allocate.entry_bytes import EntryBytes
-from gracekv.allocate.within_bytes import within_bytes
 from gracekv.auction import Auction
 from gracekv.backends import BACKENDS, Auto, Backend
 from gracekv.cache import PACKERS, Packer, Timings
-from gracekv.cache.layout import layer_layouts
 from gracekv.distributed.head_shard import all_heads
 from gracekv.distributed.strategies import check_works_sharded
-from gracekv.errors import ShapeError
+from gracekv.errors import ConfigError, ShapeError
 from gracekv.fit import FITTERS, Fitter, NoFit
 from gracekv.fit.change import value_change
 from gracekv.linalg import full_float32
@@ -159,6 +158,10 @@ class Pipeline(Configurable):
         """
         return cls.named(recipes.DEFAULT if question else recipes.DEFAULT_WITHOUT_QUESTION)
 
+    def check(self) -> None:
+        if self.keep_all and self.precision.allocates:
+            raise ConfigError("keep_all has no budget to allocate bits by: use 'uniform'.")
+
     def needs(self) -> Needs:
         """What the capture must keep for this pipeline."""
         if self.keep_all:
@@ -201,7 +204,7 @@ class Pipeline(Configurable):
         """
         check_works_sharded(self, prefill.shard)
         plan, costs = self.plan(prefill, budget), self._entry_bytes(prefill)
-        if self.keep_all or plan.keeps_all:
+        if self.keep_all or self.precision.keeps_all(plan, prefill.entry_bytes):
             return full_run(prefill, plan, self.precision, costs, quantise=self.keep_all)
         clock = StageClock(prefill.keys[0].device)
         region = prefill.spans.region(plan.recent)
@@ -246,22 +249,13 @@ class Pipeline(Configurable):
                 self.floor, self.allocate, self.certify, region.start, relevance, forest,
                 candidates, prefill.shard,
             )  # fmt: skip
-            if costs is None or plan.bytes is None:
-                chosen = auction.choose(plan, quota)
-            else:
-                plan, chosen = within_bytes(
-                    plan,
-                    costs,
-                    lambda p: auction.choose(p, self.quota(relevance.scores, p, column_sums)),
-                )
+            quota_of = partial(self.quota, relevance.scores, columns=column_sums)
+            plan, chosen = auction.spend(plan, costs, quota, quota_of, self.precision, prefill)
         selection, frontier = chosen.selection, chosen.frontier
         with full_float32(), clock("pack"):
             cache = self.pack(prefill, selection, relevance.scores, self.prototype, column_sums)
         with clock("precision"):
-            widths = [
-                self.precision.widths(layout.start, region)
-                for layout in layer_layouts(prefill, selection)
-            ]
+            widths = chosen.packed_widths(prefill, region, self.precision)
             read = self.precision.keys_as_read(cache, widths)
         with full_float32(), clock("fit"):
             # Values make up for what decoding will read, rounded keys included.

@@ -32,7 +32,7 @@ KNOWS = {
     | {"gracekv.distributed", "gracekv.files"},
     "fit": {"gracekv.cache.base", "gracekv.prefill", "gracekv.value"},
     "precision": {
-        "gracekv.allocate.entry_bytes",
+        "gracekv.allocate",
         "gracekv.cache.base",
         "gracekv.cache.coded",
         "gracekv.cache.entries",

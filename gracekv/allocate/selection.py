@@ -88,6 +88,19 @@ class Selection:
         """int64 [L, G] entries, on the CPU."""
         return self.offsets.diff().view(self.layers, self.heads)
 
+    def where(self, mask: Tensor) -> Selection:
+        """The entries where `mask` (bool [E]) holds."""
+        inside = offsets(mask.cpu().long())
+        mask = mask.to(self.start.device)
+        return replace(
+            self,
+            offsets=inside[self.offsets],
+            start=self.start[mask],
+            end=None if self.end is None else self.end[mask],
+            level=None if self.level is None else self.level[mask],
+            from_floor=None if self.from_floor is None else self.from_floor[mask],
+        )
+
     def cpu(self) -> Selection:
         """The same on the CPU."""
         return replace(

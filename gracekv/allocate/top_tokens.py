@@ -113,6 +113,19 @@ def token_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Te
     return _gains(scores.flatten(0, 1)[head, token], omega[head])
 
 
+def entry_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Tensor:
+    """float64 [E]: the gains of all tokens that each entry of `selection` stands for, summed."""
+    if selection.end is None:
+        return token_gains(scores, sensitivity, selection)
+    gains = _gains(scores, sensitivity.to(scores.device).double()[..., None])
+    sums = torch.nn.functional.pad(gains.cumsum(dim=-1), (1, 0)).flatten(0, 1)
+    head = selection.head_of_entry().to(scores.device)
+    start, end = (
+        x.to(scores.device).long() - selection.region[0] for x in (selection.start, selection.end)
+    )
+    return sums[head, end] - sums[head, start]
+
+
 def _gains(scores: Tensor, omega: Tensor) -> Tensor:
     """Delta_add = omega R, clipped at 0, float64, Eq. (A5). Raises `NonFiniteError`."""
     gain = scores.double() * omega

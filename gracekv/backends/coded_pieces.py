@@ -22,11 +22,11 @@ class QuantisedWindows:
 
     Attributes:
         windows: over the entries that are as they are.
-        coded: the others, dequantised at every step.
+        coded: the others, a part for each width, dequantised at every step.
     """
 
     windows: WindowedLayer
-    coded: CodedEntries
+    coded: tuple[CodedEntries, ...]
 
     @property
     def held_bytes(self) -> int:

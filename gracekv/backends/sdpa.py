@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import ClassVar, Literal, final
 
 import torch
@@ -128,7 +128,9 @@ class Sdpa(AttentionBackend):
         if isinstance(prepared, QuantisedWindows):
             exact = self.packed(query, prepared.windows, scale, rows, softcap=softcap)
             attend = self._kernel(query.device, softcap)
-            return united(exact, attend_to_pieces(attend, query, prepared.coded, scale, rows))
+            # United in float32 before they meet the exact part's output in the model's dtype.
+            coded = [attend_to_pieces(attend, query, x, scale, rows) for x in prepared.coded]
+            return united(exact, reduce(united, coded))
         windows = prepared.windows(query.shape[:3], rows)
         if windows is None:
             return self._head_by_head(query, prepared.layer, scale, rows, softcap)

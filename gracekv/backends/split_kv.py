@@ -106,11 +106,10 @@ def _split(layer: Layer, batch: int, group: int, rows: Tensor | None) -> SplitKV
     most_queries = int(counts.max()) * group
     if most_queries > _MOST_QUERIES or not all(x.is_contiguous() for x in layer.tensors().values()):
         return None
-    exact, coded = (
-        (layer.exact, (layer.coded,)) if isinstance(layer, QuantisedLayer) else (layer, ())
-    )
+    exact, coded = (layer.exact, layer.coded) if isinstance(layer, QuantisedLayer) else (layer, ())
     queries = (counts * group).repeat_interleave(layer.heads)  # of each row
-    parts = [_part(stored.offsets, queries) for stored in (exact, *coded)]
+    stored = [exact.offsets, *(entries.offsets for entries in coded)]
+    parts = [_part(offsets, queries) for offsets in stored]
     row, first, last = (torch.cat(found) for found in zip(*parts, strict=True))
     part = ragged.rows(torch.tensor([len(found[0]) for found in parts]))
     order = row.argsort(stable=True)

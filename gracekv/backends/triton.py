@@ -70,7 +70,7 @@ class Triton(AttentionBackend):
 
     def prepare(self, layer: RaggedLayer | QuantisedLayer) -> TritonLayer:
         exact, coded = (
-            (layer.exact, (layer.coded,)) if isinstance(layer, QuantisedLayer) else (layer, ())
+            (layer.exact, layer.coded) if isinstance(layer, QuantisedLayer) else (layer, ())
         )
         device = exact.keys.device
         _require(device)

@@ -189,13 +189,7 @@ class CodedEntries:
 
     @classmethod
     def stack(cls, parts: Sequence[CodedEntries]) -> CodedEntries:
-        """The sequences of all `parts` in one. Raises `ShapeError` if their codings differ."""
-        codings = {part.coding for part in parts}
-        if len(codings) != 1:
-            raise ShapeError(
-                f"Only entries of one coding can be stacked; got {sorted(map(str, codings))}. "
-                f"Compress all prompts with one pipeline."
-            )
+        """The sequences of all `parts`, which have one coding, in one."""
         joined = {
             name: torch.cat([part.tensors()[name] for part in parts])
             for name in parts[0].tensors()

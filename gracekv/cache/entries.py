@@ -54,9 +54,9 @@ class LayerEntries(abc.ABC):
         """d."""
 
     @property
-    def coding(self) -> Coding | None:
-        """How quantised entries are to be read; None: there are none."""
-        return None
+    def codings(self) -> tuple[Coding, ...]:
+        """How quantised entries are to be read, a coding for each width; () if none are."""
+        return ()
 
     @abc.abstractmethod
     def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -23,6 +23,7 @@ class LayerLayout:
         end: int64 [E], exclusive; end - start > 1 only for merged nodes.
         offsets: int64 [G+1] on the CPU.
         origin: first compressible position, where R^tok starts.
+        selected: int64 [E], which of the selection's entries it is; -1 outside the region.
     """
 
     head: Tensor
@@ -30,6 +31,14 @@ class LayerLayout:
     end: Tensor
     offsets: Tensor
     origin: int
+    selected: Tensor
+
+    def of_selected(self, found: Tensor, otherwise: int) -> Tensor:
+        """[E]: what was found for the selection's entries, `otherwise` for all others."""
+        if not len(found):
+            return found.new_full(self.selected.shape, otherwise)
+        picked = found.to(self.selected.device)[self.selected.clamp(min=0)]
+        return torch.where(self.selected < 0, otherwise, picked).to(found.dtype)
 
 
 def layer_layouts(prefill: Prefill, selection: Selection) -> Iterator[LayerLayout]:
@@ -50,6 +59,7 @@ def _layout(prefill: Prefill, selection: Selection, layer: int) -> LayerLayout:
     covered = spans.length - 1
     last = last.clamp(max=covered)
     inside = first < last
+    selected = torch.arange(own.start, own.stop, device=device)[inside]
     head, first, last = head[inside], first[inside], last[inside]
 
     # Positions outside the region are never compressed; they are the same in every head.
@@ -63,6 +73,7 @@ def _layout(prefill: Prefill, selection: Selection, layer: int) -> LayerLayout:
     head = torch.cat([head, torch.arange(heads, device=device).repeat_interleave(len(fixed))])
     first = torch.cat([first, fixed.repeat(heads)])
     last = torch.cat([last, fixed.repeat(heads) + 1])
+    selected = torch.cat([selected, selected.new_full((heads * len(fixed),), -1)])
     order = (head * spans.length + first).argsort()
     counts = torch.bincount(head, minlength=heads).cpu()
     return LayerLayout(
@@ -71,4 +82,5 @@ def _layout(prefill: Prefill, selection: Selection, layer: int) -> LayerLayout:
         end=last[order],
         offsets=ragged.offsets(counts),
         origin=origin,
+        selected=selected[order],
     )

@@ -19,28 +19,37 @@ from gracekv.errors import ShapeError
 class QuantisedLayer(LayerEntries):
     """One layer: some entries in the model's dtype, the others as codes.
 
-    A head's entries are in one part or the other, each by position; attention is the same in any
-    order.
+    Each of a head's entries is in one part, by position; attention is the same in any order.
 
     Attributes:
         exact: entries as they are: prefix, recent window, question.
-        coded: quantised entries.
+        coded: quantised entries, a part for each width, the widest first.
 
-    Raises `ShapeError` if the parts differ in heads, sequences or dimension.
+    Raises `ShapeError` if the parts differ in heads, sequences or dimension, or two coded parts
+    have one width.
     """
 
     exact: RaggedLayer
-    coded: CodedEntries
+    coded: tuple[CodedEntries, ...]
 
     def __post_init__(self) -> None:
-        shapes = {
-            (len(part.lengths), part.sequences, part.dim) for part in (self.exact, self.coded)
-        }
+        shapes = {(len(part.lengths), part.sequences, part.dim) for part in self.parts}
         if len(shapes) != 1:
             raise ShapeError(
-                f"The exact and the coded part of a layer must agree in rows, sequences and head "
+                f"The exact and the coded parts of a layer must agree in rows, sequences and head "
                 f"dimension; got {sorted(shapes)}."
             )
+        bits = [coding.bits for coding in self.codings]
+        if not bits or bits != sorted(set(bits), reverse=True):
+            raise ShapeError(
+                f"A quantised layer takes a coded part for each width, the widest first; got parts "
+                f"of {bits} bits."
+            )
+
+    @property
+    def parts(self) -> tuple[RaggedLayer | CodedEntries, ...]:
+        """All parts, the exact one first."""
+        return (self.exact, *self.coded)
 
     @property
     def sequences(self) -> int:  # type: ignore[override]
@@ -55,7 +64,7 @@ class QuantisedLayer(LayerEntries):
     @property
     def lengths(self) -> Tensor:
         """int64 [S*G], entries per row."""
-        return self.exact.lengths + self.coded.lengths
+        return sum((part.lengths for part in self.coded), start=self.exact.lengths)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -73,63 +82,82 @@ class QuantisedLayer(LayerEntries):
         return self.exact.dim
 
     @property
-    def coding(self) -> Coding:
-        """How quantised entries are to be read."""
-        return self.coded.coding
+    def codings(self) -> tuple[Coding, ...]:
+        """How quantised entries are to be read, a coding for each width, the widest first."""
+        return tuple(part.coding for part in self.coded)
 
     def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values float32 [E_g, d], positions [E_g] and log m [E_g], by position."""
         row = sequence * self.heads + g
-        first, stop = int(self.coded.offsets[row]), int(self.coded.offsets[row + 1])
         keys, values, positions, log_m = self.exact.head(g, sequence)
-        coded_keys, coded_values = self.coded.numbers(row, first, stop)
-        positions = torch.cat([positions, self.coded.positions[first:stop]])
+        found = [(keys.float(), values.float(), positions, log_m)]
+        for part in self.coded:
+            at = slice(int(part.offsets[row]), int(part.offsets[row + 1]))
+            numbers = part.numbers(row, at.start, at.stop)
+            found.append((*numbers, part.positions[at], part.log_multiplicity[at]))
+        keys, values, positions, log_m = (torch.cat(x) for x in zip(*found, strict=True))
         order = positions.argsort()
-        return (
-            torch.cat([keys.float(), coded_keys])[order],
-            torch.cat([values.float(), coded_values])[order],
-            positions[order],
-            torch.cat([log_m, self.coded.log_multiplicity[first:stop]])[order],
-        )
+        return keys[order], values[order], positions[order], log_m[order]
 
     def index(self) -> tuple[Tensor, Tensor, Tensor]:
         """Row int64 [E], position int64 [E] and log m float32 [E] of all entries, on the CPU."""
-        parts = (self.exact, self.coded)
-        row = torch.cat([ragged.rows(part.lengths) for part in parts])
-        position = torch.cat([part.positions for part in parts]).cpu().long()
-        log_m = torch.cat([part.log_multiplicity for part in parts]).cpu()
+        row = torch.cat([ragged.rows(part.lengths) for part in self.parts])
+        position = torch.cat([part.positions for part in self.parts]).cpu().long()
+        log_m = torch.cat([part.log_multiplicity for part in self.parts]).cpu()
         last = int(position.max()) + 1 if len(position) else 1
         order = (row * last + position).argsort()
         return row[order], position[order], log_m[order]
 
     def sequence(self, s: int) -> QuantisedLayer:
         """Views of sequence s alone."""
-        rows = self.coded.rows(s * self.heads, (s + 1) * self.heads, sequences=1)
-        return QuantisedLayer(self.exact.sequence(s), rows)
+        rows = (s * self.heads, (s + 1) * self.heads)
+        coded = tuple(part.rows(*rows, sequences=1) for part in self.coded)
+        return QuantisedLayer(self.exact.sequence(s), coded)
 
     def widths(self) -> Mapping[int, tuple[int, int]]:
         """Entries and bytes of keys and values by the bits of a number."""
-        coded = {self.coding.bits: (self.coded.entries, self.coded.kv_bytes)}
+        coded = {part.coding.bits: (part.entries, part.kv_bytes) for part in self.coded}
         return {**self.exact.widths(), **coded}
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All that is stored, by name: [E, d] exact keys, "coded.keys.codes" [E, bytes], ..."""
-        coded = {f"coded.{name}": tensor for name, tensor in self.coded.tensors().items()}
+        """All that is stored, by name: [E, d] exact keys, "coded.keys.codes" [E, bytes], ...
+
+        Of several widths, "coded.8.keys.codes", "coded.4.keys.codes" and so on.
+        """
+        coded = {
+            f"{prefix}{name}": tensor
+            for prefix, part in zip(coded_prefixes(self.codings), self.coded, strict=True)
+            for name, tensor in part.tensors().items()
+        }
         return {**self.exact.tensors(), **coded}
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values; of quantised ones with their scales and zero points."""
-        return self.exact.kv_bytes + self.coded.kv_bytes
+        return self.exact.kv_bytes + sum(part.kv_bytes for part in self.coded)
 
     @classmethod
     def stack(cls, layers: Sequence[QuantisedLayer]) -> QuantisedLayer:
-        """The sequences of all `layers` in one; they must agree in heads, dimension and coding.
+        """The sequences of all `layers` in one; they must agree in heads, dimension and codings.
 
         Raises `ShapeError` if they do not.
         """
+        codings = {layer.codings for layer in layers}
+        if len(codings) != 1:
+            raise ShapeError(
+                f"Only layers of the same codings can be stacked; got {sorted(map(str, codings))}. "
+                f"Compress all prompts with one pipeline."
+            )
         exact = RaggedLayer.stack([layer.exact for layer in layers])
-        return cls(exact, CodedEntries.stack([layer.coded for layer in layers]))
+        parts = zip(*(layer.coded for layer in layers), strict=True)
+        return cls(exact, tuple(CodedEntries.stack(part) for part in parts))
+
+
+def coded_prefixes(codings: Sequence[Coding]) -> list[str]:
+    """What the names of each coded part's tensors begin with."""
+    if len(codings) == 1:
+        return ["coded."]
+    return [f"coded.{coding.bits}." for coding in codings]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

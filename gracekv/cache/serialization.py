@@ -20,15 +20,16 @@ from gracekv.cache.base import PARTS, RaggedLayer
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.layer_checks import check_codes, check_index, check_numbers
-from gracekv.cache.quantised import QuantisedLayer
+from gracekv.cache.quantised import QuantisedLayer, coded_prefixes
 from gracekv.errors import GracekvError, MissingDependencyError, SavedCacheError, ShapeError
 from gracekv.files import replacing
 from gracekv.hyperparameter import check_values
 
-FORMAT = 2
+FORMAT = 3
 """Raise it when files of an older version could be misread.
 
-Caches without quantised entries are written in format 1, which earlier versions read too.
+Caches without quantised entries are written in format 1, those with entries of one width in format
+2, which earlier versions read too.
 """
 
 # What the header holds beside what `write_cache` is given.
@@ -47,19 +48,21 @@ def write_cache(
     for number, layer in enumerate(cache.layers):
         for part, tensor in layer.tensors().items():
             everything[f"layers.{number}.{part}"] = tensor.detach().cpu().contiguous()
-    coding = cache.layers[0].coding
+    codings = cache.layers[0].codings
+    described = [dataclasses.asdict(coding) for coding in codings]
     record = {
         **header,
         "layers": len(cache.layers),
         "length": cache.length,
         "padding": list(cache.padding),
-        "coding": None if coding is None else dataclasses.asdict(coding),
+        # Format 2 knows one coding.
+        "coding": described[0] if len(described) == 1 else described or None,
         "sha256": {name: _digest(tensor) for name, tensor in everything.items()},
     }
     text = json.dumps(record, sort_keys=True)
     metadata = {
         "gracekv": text,
-        "gracekv_format": str(1 if coding is None else FORMAT),
+        "gracekv_format": str(min(1 + len(codings), FORMAT)),
         "gracekv_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
     with replacing(path) as scratch:
@@ -145,32 +148,33 @@ def read_cache(
     layers = []
     try:
         padding, length = _whole(header["padding"]), header["length"]
-        coding = _coding(header.get("coding"))
+        codings = _codings(header.get("coding"))
         for number, device in enumerate(devices):
             prefix = f"layers.{number}."
             own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
             parts = {name.removeprefix(prefix): tensor for name, tensor in own.items()}
-            layers.append(_layer(parts, coding, length, len(padding), device))
+            layers.append(_layer(parts, codings, length, len(padding), device))
         cache = CompressedCache(tuple(layers), length, padding)
     except (GracekvError, KeyError, TypeError) as error:
         raise SavedCacheError(f"{path} does not hold a whole cache: {error}. {AGAIN}") from error
     return cache, header, tensors
 
 
-def _coding(facts: Any) -> Coding | None:
-    """The coding that a header describes; raises `ConfigError` or `TypeError` if it is none."""
-    if facts is None:
-        return None
-    check_values(Coding, facts)
-    coding = Coding(**facts)
-    if coding.bits not in (4, 8) or coding.group < 1:
-        raise ShapeError(f"codes have 4 or 8 bits and groups of at least 1; got {coding}")
-    return coding
+def _codings(facts: Any) -> tuple[Coding, ...]:
+    """The codings that a header describes; raises `ConfigError` or `TypeError` if it is none."""
+    found = []
+    for own in facts if isinstance(facts, list) else [] if facts is None else [facts]:
+        check_values(Coding, own)
+        coding = Coding(**own)
+        if coding.bits not in (4, 8) or coding.group < 1:
+            raise ShapeError(f"codes have 4 or 8 bits and groups of at least 1; got {coding}")
+        found.append(coding)
+    return tuple(found)
 
 
 def _layer(
     parts: Mapping[str, Tensor],
-    coding: Coding | None,
+    codings: tuple[Coding, ...],
     length: int,
     sequences: int,
     device: torch.device,
@@ -183,16 +187,19 @@ def _layer(
         name: tensor if "offsets" in name else tensor.to(device) for name, tensor in parts.items()
     }
     layer = RaggedLayer(**{part: there[part] for part in PARTS}, sequences=sequences)
-    if coding is None:
+    if not codings:
         return layer
-    coded = {
-        name.removeprefix("coded."): tensor
-        for name, tensor in there.items()
-        if name.startswith("coded.")
-    }
-    check_index(coded, length)
-    check_codes(coded, layer.dtype)
-    return QuantisedLayer(layer, CodedEntries.of_tensors(coded, coding, sequences))
+    coded = []
+    for prefix, coding in zip(coded_prefixes(codings), codings, strict=True):
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in there.items()
+            if name.startswith(prefix)
+        }
+        check_index(own, length)
+        check_codes(own, layer.dtype)
+        coded.append(CodedEntries.of_tensors(own, coding, sequences))
+    return QuantisedLayer(layer, tuple(coded))
 
 
 def _whole(numbers: list[Any]) -> tuple[int, ...]:

@@ -41,11 +41,9 @@ class PackedLayer:
         Raises `BackendUnavailableError` if the backend does not read quantised entries.
         """
         kind = (ragged.device, ragged.dtype, ragged.dim)
-        if ragged.coding is None:
-            reader = backend.resolve(*kind)
-        else:
-            reader = backend.resolve(*kind, ragged.coding)
-            obstacle = reader.obstacle(*kind, ragged.coding)
+        reader = backend.resolve(*kind, *ragged.codings[:1])
+        for coding in ragged.codings:
+            obstacle = reader.obstacle(*kind, coding)
             if obstacle is not None:
                 raise BackendUnavailableError(f"Backend {reader.name!r} cannot run. {obstacle}")
         return cls(ragged, reader.prepare(ragged), reader, length)

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
+from gracekv.allocate import BudgetPlan, Selection
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.base import RaggedCache
 from gracekv.cache.coded import Coding
 from gracekv.cache.entries import CompressedCache
 from gracekv.precision.storing import keys_as_read, quantised
-from gracekv.prefill import PromptSpans, Region
+from gracekv.prefill import Prefill, PromptSpans, Region
 from gracekv.registry import Registry, Strategy
 
 
 class Precision(Strategy, abc.ABC):
     """Store the kept entries of the compressible region with fewer bits.
 
-    Positions, multiplicities and the number of entries stay. Entries outside the region (prefix,
-    recent window, question) stay bit for bit unless a strategy's fields say otherwise.
-    Deterministic.
+    Positions and multiplicities stay. Entries outside the region (prefix, recent window, question)
+    stay bit for bit unless a strategy's fields say otherwise. Deterministic.
+
+    Attributes:
+        allocates: whether `allocate` says which width each entry has, and which ones are dropped;
+            else all that fit are kept, and `widths` says how.
     """
+
+    allocates: ClassVar[bool] = False
 
     @property
     def codings(self) -> tuple[Coding, ...]:
@@ -50,12 +57,37 @@ class Precision(Strategy, abc.ABC):
             region: the compressible positions; an empty one leaves everything as it is.
         """
 
+    def keeps_all(self, plan: BudgetPlan, entry_bytes: int) -> bool:
+        """Whether nothing need be dropped, nor shared out; `entry_bytes` is that of an entry."""
+        return plan.keeps_all
+
+    def allocate(
+        self,
+        prefill: Prefill,
+        region: Region,
+        candidates: Selection,
+        worth: Tensor,
+        plan: BudgetPlan,
+    ) -> Tensor:
+        """uint8 [E]: bits of a number of each candidate, 0 where it is dropped.
+
+        Only strategies that declare `allocates` are asked.
+
+        Args:
+            prefill: one sequence.
+            region: the compressible positions.
+            candidates: the entries that would fit at the least width.
+            worth: float64 [E], what is lost where a candidate is dropped.
+            plan: the budget, in bytes or in entries.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares `allocates` without doing so.")
+
     def keys_as_read(self, cache: RaggedCache, widths: Sequence[Tensor]) -> RaggedCache:
         """`cache` with float32 keys [E, d] as decoding will read them: what values are fitted to.
 
         Args:
             cache: the packed cache of one sequence.
-            widths: for each layer, of `widths`.
+            widths: for each layer uint8 [E], of `widths`.
 
         Raises `NonFiniteError` if keys cannot be quantised.
         """

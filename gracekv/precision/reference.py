@@ -1,13 +1,15 @@
-"""What quantised numbers are read as, one group at a time in float64."""
+"""What quantised numbers are read as, and which widths a budget buys, in loops and float64."""
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 
 import torch
 from torch import Tensor
 
 from gracekv.cache.coded import Coding, Grouping
+from gracekv.precision.width_auction import Entries, WidthCosts
 
 
 def rounded(
@@ -35,6 +37,60 @@ def rounded(
         read[rows, columns] = zero + step * codes
         steps[rows, columns] = step
     return read, steps
+
+
+def allocated_widths(entries: Entries, costs: WidthCosts, budget: int) -> list[int]:
+    """0 for an entry that is dropped, else 1 + the index of its width.
+
+    Again and again the first operation is bought, of those that gain most per byte first, that
+    fits. Source: `gracekv.precision.width_auction.allocated_widths`.
+    """
+    widths = len(costs.bits)
+    found = []
+    for entry, worth in enumerate(entries.worth.tolist()):
+        if entries.fixed[entry]:
+            found.append((-worth / costs.entry[-1], entry, 0, widths))
+            continue
+        slopes = _hull_slopes(entries.loss[int(entries.head[entry])].tolist(), costs)
+        found += [(-worth * slope, entry, step, step + 1) for step, slope in enumerate(slopes)]
+    # A stable sort: ties go to the earlier entry, then to the smaller width.
+    operations = [operation[1:] for operation in sorted(found, key=lambda x: x[0])]
+    level = [0] * len(entries.worth)
+    heads = entries.head.tolist()
+    while True:
+        for entry, source, target in operations:
+            bought = [*level[:entry], target, *level[entry + 1 :]]
+            if level[entry] == source and _bytes(bought, heads, costs) <= budget:
+                level = bought
+                break
+        else:
+            return level
+
+
+def _hull_slopes(loss: list[float], costs: WidthCosts) -> list[float]:
+    """Slopes of the upper hull of saved loss over bytes, for each step to the next width."""
+    bytes_: list[float] = [0.0, *costs.mean().tolist()]
+    lost = [1.0, *(min(max(own, 0.0), 1.0) for own in loss)]
+
+    def chord(start: int, end: int) -> float:
+        return (lost[start] - lost[end]) / max(bytes_[end] - bytes_[start], 1.0)
+
+    slopes = []
+    for step in range(len(loss)):
+        ends = range(step + 1, len(lost))
+        slope = min(max(chord(start, end) for end in ends) for start in range(step + 1))
+        slopes.append(max(0.0, slope))
+    return slopes
+
+
+def _bytes(level: list[int], heads: list[int], costs: WidthCosts) -> int:
+    """Bytes of entries at these levels."""
+    total = 0
+    for width, (entry, block) in enumerate(zip(costs.entry, costs.block, strict=True), start=1):
+        counts = Counter(head for own, head in zip(level, heads, strict=True) if own == width)
+        blocks = sum(-(-count // costs.per_block) for count in counts.values())
+        total += entry * counts.total() + block * blocks
+    return total
 
 
 def _groups(

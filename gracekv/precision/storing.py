@@ -25,8 +25,7 @@ def quantised(
 
     Raises `NonFiniteError` if numbers cannot be quantised.
     """
-    (coding,) = codings
-    layers = tuple(_layer(*pair, coding) for pair in zip(cache.layers, widths, strict=True))
+    layers = tuple(_layer(*pair, codings) for pair in zip(cache.layers, widths, strict=True))
     return QuantisedCache(layers, cache.length, cache.padding)
 
 
@@ -48,22 +47,25 @@ def keys_as_read(
     return dataclasses.replace(cache, layers=tuple(layers))
 
 
-def _layer(layer: RaggedLayer, widths: Tensor, coding: Coding) -> QuantisedLayer:
-    exact, coded = (_subset(layer, widths == bits) for bits in (EXACT, coding.bits))
+def _layer(layer: RaggedLayer, widths: Tensor, codings: Sequence[Coding]) -> QuantisedLayer:
+    coded = tuple(_coded(_subset(layer, widths == coding.bits), coding) for coding in codings)
+    return QuantisedLayer(_subset(layer, widths == EXACT), coded)
+
+
+def _coded(part: RaggedLayer, coding: Coding) -> CodedEntries:
     keys, values = (
-        quantise(numbers, coded.lengths, coding, by)
-        for numbers, by in ((coded.keys, coding.keys), (coded.values, coding.values))
+        quantise(numbers, part.lengths, coding, by)
+        for numbers, by in ((part.keys, coding.keys), (part.values, coding.values))
     )
-    entries = CodedEntries(
+    return CodedEntries(
         keys,
         values,
-        coded.positions,
-        coded.log_multiplicity,
-        coded.offsets,
+        part.positions,
+        part.log_multiplicity,
+        part.offsets,
         coding,
-        coded.sequences,
+        part.sequences,
     )
-    return QuantisedLayer(exact, entries)
 
 
 def _subset(layer: RaggedLayer, mask: Tensor) -> RaggedLayer:

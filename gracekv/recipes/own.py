@@ -100,6 +100,11 @@ OWN: Mapping[str, Recipe] = {
         "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
         {**_PLUS, "precision": {"name": "uniform", "bits": 4}},
     ),
+    "gracekv-plus-allocated": Recipe(
+        "gracekv-plus whose entries take 4, 8 or 16 bits a number, by what each byte brings",
+        "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
+        {**_PLUS, "precision": "allocated"},
+    ),
     "gracekv-draft": Recipe(
         "gracekv-plus after a look at what 16 drafted answer tokens read",
         "ours: 16 decoding steps on the full cache come before compression",
@@ -146,6 +151,16 @@ OWN: Mapping[str, Recipe] = {
         {"value": _FORESEEN},
     ),
     "fullkv": Recipe("Nothing removed, whatever the budget", "paper, FullKV", {"keep_all": True}),
+    "fullkv-8bit": Recipe(
+        "Nothing removed, everything but prefix, question and sinks at 8 bits a number",
+        "Liu et al. 2024, KIVI, arXiv:2402.02750, its groups without its window",
+        {"keep_all": True, "precision": {"name": "uniform", "bits": 8}},
+    ),
+    "fullkv-4bit": Recipe(
+        "Nothing removed, everything but prefix, question and sinks at 4 bits a number",
+        "Liu et al. 2024, KIVI, arXiv:2402.02750, its groups without its window",
+        {"keep_all": True, "precision": {"name": "uniform", "bits": 4}},
+    ),
     "gracekv-no-multihop": Recipe(
         "Direct relevance only, no hops along attention",
         "paper, ablation w/o MH",

@@ -36,6 +36,15 @@ RIVALS: Mapping[str, Recipe] = {
         "Li et al. 2024, arXiv:2404.14469; benchmark setting",
         {**_RIVAL, "value": "window_attention"},
     ),
+    "snapkv-4bit": Recipe(
+        "SnapKV whose entries take 4 bits a number",
+        "Li et al. 2024, arXiv:2404.14469; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
+        {
+            **_RIVAL,
+            "value": "window_attention",
+            "precision": {"name": "uniform", "bits": 4},
+        },
+    ),
     "ada-snapkv": Recipe(
         "SnapKV whose heads compete for their layer's share, a fifth of it in equal parts",
         "Feng et al. 2024, arXiv:2407.11550; rule of the official code",

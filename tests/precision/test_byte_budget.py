@@ -12,7 +12,7 @@ from gracekv.cache import WidthShare
 from gracekv.cache.quantised import QuantisedCache
 from gracekv.errors import BudgetError
 from gracekv.pipeline import Pipeline
-from gracekv.precision import PRECISIONS, UniformPrecision
+from gracekv.precision import PRECISIONS, AllocatedPrecision, UniformPrecision
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.selections import check_run
 
@@ -20,6 +20,8 @@ CODINGS = {
     "8 bits": UniformPrecision(group=8),
     "4 bits": UniformPrecision(bits=4, group=4, sinks=0),
     "all by token": UniformPrecision(bits=4, group=8, keys="token", values="token"),
+    "allocated": AllocatedPrecision(group=8),
+    "allocated by token": AllocatedPrecision(group=4, keys="token", sinks=0),
     "all by channel": UniformPrecision(group=16, keys="channel", values="channel", sinks=9),
 }
 

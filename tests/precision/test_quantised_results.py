@@ -26,6 +26,9 @@ def prompt(length=120, seed=0):
     return gracekv.Prompt.from_ids(torch.randint(0, 97, (length,), generator=rng), (4, length - 9))
 
 
+ALLOCATED = {"name": "allocated"}
+
+
 def pipeline(**fields):
     precision = {"name": "uniform", "group": 8, **fields}
     return Pipeline.from_dict({"precision": precision}, base="gracekv-plus")
@@ -37,8 +40,10 @@ def model():
 
 
 @pytest.mark.parametrize("backend", ["auto", "numba", "sdpa", "eager"])
-def test_generation_reads_what_the_codes_say(model, backend):
-    result = gracekv.compress(model, prompt(), ratio=3, pipeline=pipeline(bits=4), backend=backend)
+@pytest.mark.parametrize("fields", [{"bits": 4}, ALLOCATED])
+def test_generation_reads_what_the_codes_say(model, backend, fields):
+    coded = pipeline(**fields)
+    result = gracekv.compress(model, prompt(), ratio=3, pipeline=coded, backend=backend)
     plain = gracekv.cache.dequantised(result.packed)
     cache = gracekv.hf.GraceCache(plain, Pipeline.named("gracekv").backend)
     ids, logits = result.inputs["input_ids"], []
@@ -49,10 +54,11 @@ def test_generation_reads_what_the_codes_say(model, backend):
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-def test_batches_and_beams(model):
+@pytest.mark.parametrize("fields", [{}, ALLOCATED])
+def test_batches_and_beams(model, fields):
     prompts = [prompt(120), prompt(90, seed=1), prompt(30, seed=2)]
-    batch = gracekv.compress(model, prompts, ratio=2, pipeline=pipeline())
-    alone = [gracekv.compress(model, one, ratio=2, pipeline=pipeline()) for one in prompts]
+    batch = gracekv.compress(model, prompts, ratio=2, pipeline=pipeline(**fields))
+    alone = [gracekv.compress(model, one, ratio=2, pipeline=pipeline(**fields)) for one in prompts]
     for number, one in enumerate(alone):
         for layer, own in zip(batch.packed.sequence(number).layers, one.packed.layers, strict=True):
             assert isinstance(layer, QuantisedLayer)
@@ -68,7 +74,9 @@ def test_batches_and_beams(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fields", [{}, {"bits": 4, "keys": "token", "values": "channel"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"bits": 4, "keys": "token", "values": "channel"}, ALLOCATED]
+)
 def test_files_hold_what_is_accounted_for(tmp_path, dtype, fields):
     model = tiny_llama(layers=2, dtype=dtype)
     result = gracekv.compress(model, prompt(), ratio=2, pipeline=pipeline(**fields))
@@ -83,7 +91,7 @@ def test_files_hold_what_is_accounted_for(tmp_path, dtype, fields):
     again = gracekv.load(path, model)
 
     for ours, theirs in zip(again.packed.layers, result.packed.layers, strict=True):
-        assert ours.coding == theirs.coding
+        assert ours.codings == theirs.codings
         assert ours.tensors().keys() == theirs.tensors().keys()
         for name, tensor in ours.tensors().items():
             assert torch.equal(tensor, theirs.tensors()[name])
@@ -95,14 +103,13 @@ def test_files_hold_what_is_accounted_for(tmp_path, dtype, fields):
 def test_a_file_with_codes_that_cannot_be_is_refused(model, tmp_path, monkeypatch):
     result = gracekv.compress(model, prompt(), ratio=3, pipeline=pipeline())
     layer = result.packed.layers[0]
+    (part,) = layer.coded
     broken = {
-        "scales": dataclasses.replace(
-            layer.coded.keys, scale=torch.full_like(layer.coded.keys.scale, torch.nan)
-        ),
-        "types": dataclasses.replace(layer.coded.keys, codes=layer.coded.keys.codes.to(torch.int8)),
+        "scales": dataclasses.replace(part.keys, scale=torch.full_like(part.keys.scale, torch.nan)),
+        "types": dataclasses.replace(part.keys, codes=part.keys.codes.to(torch.int8)),
     }
     for number, keys in enumerate(broken.values()):
-        spoiled = dataclasses.replace(layer, coded=dataclasses.replace(layer.coded, keys=keys))
+        spoiled = dataclasses.replace(layer, coded=(dataclasses.replace(part, keys=keys),))
         layers = (spoiled, *result.packed.layers[1:])
         path = tmp_path / str(number)
         with monkeypatch.context() as patch:

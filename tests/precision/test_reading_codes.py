@@ -12,7 +12,7 @@ from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError
 from gracekv.hf.layer import PackedLayer
 from gracekv.testing.tolerance import TOLERANCES, relative_error
-from support.quantised_layers import quantised
+from support.quantised_layers import of_mixed_widths, quantised
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
     shuffled=st.booleans(),
     dim=st.sampled_from([16, 64]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from([4, 8, "mixed"]),
     size=st.sampled_from([1, 8, 32]),
     keys=st.sampled_from(["channel", "token"]),
     values=st.sampled_from(["channel", "token"]),
@@ -44,8 +44,10 @@ def test_equal_attention_in_float64(
     rng = torch.Generator().manual_seed(seed)
     layer = quantised(
         rng, lengths * sequences, dim, dtype, sequences,
-        bits=bits, group=size, keys=keys, values=values,
+        bits=8 if bits == "mixed" else bits, group=size, keys=keys, values=values,
     )  # fmt: skip
+    if bits == "mixed":
+        layer = of_mixed_widths(rng, layer, group=size, keys=keys, values=values)
     batch, kv_heads = sequences * repeats, len(lengths)
     query = torch.randn(batch, kv_heads * group, tokens, dim, generator=rng).to(dtype)
     tail_keys, tail_values = (
@@ -91,29 +93,29 @@ def test_a_step_dequantises_pieces_and_never_a_whole_layer(monkeypatch):
     monkeypatch.setattr(coded_pieces, "_PIECE", 8)
     rng = torch.Generator().manual_seed(2)
     layer = quantised(rng, [70, 70], 16, torch.float32, 1)
-    seen, real = [], type(layer.coded).numbers
+    seen, real = [], type(layer.coded[0]).numbers
 
     def watched(self, row, first, stop):
         seen.append(stop - first)
         return real(self, row, first, stop)
 
-    monkeypatch.setattr(type(layer.coded), "numbers", watched)
+    monkeypatch.setattr(type(layer.coded[0]), "numbers", watched)
     query = torch.randn(1, 2, 1, 16, generator=rng)
     Sdpa().packed(query, Sdpa().prepare(layer), 0.25)
     assert max(seen) <= 8
-    assert sum(seen) == layer.coded.entries
+    assert sum(seen) == layer.coded[0].entries
 
 
 def test_auto_takes_a_backend_that_reads_codes():
     layer = quantised(torch.Generator().manual_seed(3), [9], 16, torch.float32, 1)
-    assert Auto().resolve(CPU, torch.float32, 16, layer.coding) == Numba()
-    assert Auto().resolve(CPU, torch.float64, 16, layer.coding) == Sdpa()
+    assert Auto().resolve(CPU, torch.float32, 16, *layer.codings) == Numba()
+    assert Auto().resolve(CPU, torch.float64, 16, *layer.codings) == Sdpa()
     assert PackedLayer.of(layer, Auto(), 9).backend == Numba()
 
 
 def test_a_backend_that_cannot_read_codes_says_so(monkeypatch):
     monkeypatch.setattr(Eager, "reads_codes", False)
     layer = quantised(torch.Generator().manual_seed(4), [9], 16, torch.float32, 1)
-    assert "Use backend 'auto'" in Eager().obstacle(CPU, torch.float32, 16, layer.coding)
+    assert "Use backend 'auto'" in Eager().obstacle(CPU, torch.float32, 16, *layer.codings)
     with pytest.raises(BackendUnavailableError, match=r"'eager' cannot run\. It does not read"):
         PackedLayer.of(layer, Eager(), 9)

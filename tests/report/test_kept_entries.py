@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv import recipes
+from gracekv import Pipeline, recipes
 from gracekv.cache.layout import layer_layouts
 from gracekv.errors import ReportError
 from gracekv.fit.values_and_mass import LEAST, MOST
 from gracekv.report.entries import kept_entries
 
-RECIPES = [name for name in recipes.names() if name != "fullkv"]
+RECIPES = [name for name in recipes.names() if not Pipeline.named(name).keep_all]
 
 
 def entries_of(result):

@@ -125,7 +125,8 @@ def test_the_familys_options_reach_every_member(value):
 
 
 def test_a_comparison_sets_one_window_for_all():
-    prefill = synthetic_prefill(context=120)
+    # 16 bits a number, in which budgets of quantised recipes count.
+    prefill = synthetic_prefill(context=120, dtype=torch.bfloat16)
     for recipe in recipes.names():
         pipeline = Pipeline.named(recipe)
         window = dataclasses.replace(pipeline.window, share=0.5)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from gracekv.cache.base import RaggedCache, RaggedLayer
-from gracekv.cache.quantised import QuantisedLayer
-from gracekv.precision import UniformPrecision
+from gracekv.cache.quantised import QuantisedCache, QuantisedLayer, dequantised
+from gracekv.precision import AllocatedPrecision, UniformPrecision
 from gracekv.prefill import Region
 from gracekv.ragged import offsets
 
@@ -37,5 +37,15 @@ def quantised(
     cache = RaggedCache((layer,), 1000, (0,) * sequences)
     strategy = UniformPrecision(**{"sinks": 2, **fields})
     found = strategy(cache, [strategy.widths(layer.positions, Region(0, stop))]).layers[0]
+    assert isinstance(found, QuantisedLayer)
+    return found
+
+
+def of_mixed_widths(rng: torch.Generator, layer: QuantisedLayer, **fields: Any) -> QuantisedLayer:
+    """What `layer` says, each entry at 4, 8 or 16 bits by chance."""
+    choice = torch.randint(0, 3, (int(layer.lengths.sum()),), generator=rng)
+    widths = torch.tensor([4, 8, 16], dtype=torch.uint8)[choice].to(layer.device)
+    plain = dequantised(QuantisedCache((layer,), 1000, (0,) * layer.sequences))
+    found = AllocatedPrecision(**fields)(plain, [widths]).layers[0]
     assert isinstance(found, QuantisedLayer)
     return found

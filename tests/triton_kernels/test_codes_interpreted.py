@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gracekv.backends import Eager, Triton
 from gracekv.backends.reference import attention
 from gracekv.testing.tolerance import TOLERANCES, relative_error
-from support.quantised_layers import quantised
+from support.quantised_layers import of_mixed_widths, quantised
 
 BACKEND = Triton(processors=3)
 
@@ -75,6 +75,16 @@ def test_splits_that_begin_inside_a_block(size):
     layer = quantised(rng, [400, 9, 0, 130], 16, torch.float32, 2, group=size, stop=390)
     query = torch.randn(2, 4, 1, 16, generator=rng)
     tail = [torch.randn(2, 2, 5, 16, generator=rng) for _ in "kv"]
+    check(layer, query, *tail, None, None, {"softcap": None, "sink_logits": None})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_of_several_widths(dtype):
+    rng = torch.Generator().manual_seed(4)
+    layer = quantised(rng, [30, 41, 0, 9], 16, dtype, 2, group=4)
+    layer = of_mixed_widths(rng, layer, group=4)
+    query = torch.randn(2, 4, 1, 16, generator=rng).to(dtype)
+    tail = [torch.randn(2, 2, 5, 16, generator=rng).to(dtype) for _ in "kv"]
     check(layer, query, *tail, None, None, {"softcap": None, "sink_logits": None})
 
 

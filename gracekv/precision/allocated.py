@@ -1,0 +1,104 @@
+"""`allocated`: bits by marginal gain per byte, in one auction over all layers and heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate import BudgetPlan, Selection
+from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.cache.coded import Coding
+from gracekv.hyperparameter import bounded
+from gracekv.precision.base import PRECISIONS, Precision
+from gracekv.precision.rounding_loss import rounding_loss
+from gracekv.precision.storing import EXACT
+from gracekv.precision.uniform import UniformPrecision
+from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
+from gracekv.prefill import Prefill, PromptSpans, Region
+
+
+@final
+@PRECISIONS.register("allocated")
+@dataclass(frozen=True)
+class AllocatedPrecision(Precision):
+    """Each entry of each head at 0 (dropped), 4, 8 or all bits, by what a byte brings.
+
+    Candidates are the entries that the budget would hold at 4 bits. Each may be bought at 4 bits,
+    then widened to 8 and to the model's dtype: the operation that gains most per byte first, over
+    all layers and heads, until the bytes are spent. Dropping an entry is an error as large as its
+    token scores times its head's sensitivity; rounding it, a share of that, which is measured for
+    each head and width. A gain is the square that an operation takes off the sum of squared errors:
+    rounding errors are independent, and the divergence grows with the square of an error. A budget
+    in entries leaves them all as they are.
+
+    Source: ours; rounding as in `uniform`.
+
+    Cost: a sample of tokens is rounded to find the losses, and a sort of thrice the candidates.
+
+    Attributes:
+        group: numbers that share a scale and a zero point.
+        keys: "channel": `group` consecutive entries of one width of a head, channel by channel;
+            "token": `group` consecutive channels of an entry.
+        values: the same for values.
+        sinks: the prompt's first tokens are dropped or stay as they are, as in `uniform`.
+        rounding: how much a measured rounding error counts beside that of dropping an entry.
+    """
+
+    allocates: ClassVar[bool] = True
+
+    group: int = bounded(32, at_least=1)
+    keys: Literal["channel", "token"] = "channel"
+    values: Literal["channel", "token"] = "token"
+    sinks: int = bounded(4, at_least=0)
+    rounding: float = bounded(0.5, above=0)
+
+    @property
+    def codings(self) -> tuple[Coding, ...]:
+        return (*self._uniform(8).codings, *self._uniform(4).codings)
+
+    def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes:
+        """What entries cost at least, at 4 bits; raises `ShapeError` if the group does not fit."""
+        return self._uniform(4).entry_bytes(dim, itemsize, spans)
+
+    def widths(self, start: Tensor, region: Region) -> Tensor:
+        return torch.full_like(start, EXACT, dtype=torch.uint8)
+
+    def keeps_all(self, plan: BudgetPlan, entry_bytes: int) -> bool:
+        if not plan.keeps_all or plan.bytes is None or plan.compressible <= 0:
+            return plan.keeps_all
+        return plan.layers * plan.heads * plan.context * entry_bytes <= plan.bytes
+
+    def allocate(
+        self,
+        prefill: Prefill,
+        region: Region,
+        candidates: Selection,
+        worth: Tensor,
+        plan: BudgetPlan,
+    ) -> Tensor:
+        if plan.bytes is None:
+            return torch.full_like(candidates.start, EXACT, dtype=torch.uint8)
+        shape = (prefill.head_dim, prefill.keys[0].element_size(), prefill.spans)
+        four, eight = (self._uniform(bits).entry_bytes(*shape) for bits in (4, 8))
+        costs = WidthCosts(
+            bits=(4, 8, EXACT),
+            entry=(four.coded, eight.coded, four.exact),
+            block=(four.block, eight.block, 0),
+            per_block=self.group,
+        )
+        loss = self.rounding * rounding_loss(prefill, region, self.codings[::-1])
+        entries = Entries(
+            worth=worth.double().cpu().square(),
+            head=candidates.head_of_entry(),
+            loss=torch.nn.functional.pad(loss.square(), (0, 1)),
+            fixed=(candidates.start < self.sinks).cpu(),
+        )
+        recent = plan.layers * plan.heads * plan.recent * four.exact
+        level = allocated_widths(entries, costs, plan.bytes - recent)
+        return torch.tensor((0, *costs.bits), dtype=torch.uint8)[level]
+
+    def _uniform(self, bits: Literal[8, 4]) -> UniformPrecision:
+        return UniformPrecision(bits, self.group, self.keys, self.values, self.sinks)

@@ -1,0 +1,180 @@
+"""Which width each entry gets: one auction over the entries of all layers and heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracekv import ragged
+
+_NEVER = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WidthCosts:
+    """Bytes of entries at each of W widths, by rising width.
+
+    Attributes:
+        bits: W widths; 0, which is dropped, is not among them.
+        entry: W numbers, bytes of an entry at that width.
+        block: W numbers, bytes of what a block of entries of that width shares; 0: nothing.
+        per_block: entries of a block; the last one of a head may have fewer.
+    """
+
+    bits: tuple[int, ...]
+    entry: tuple[int, ...]
+    block: tuple[int, ...]
+    per_block: int
+
+    def mean(self) -> Tensor:
+        """float64 [W], bytes of an entry with its share of a full block."""
+        shared = torch.tensor(self.block, dtype=torch.float64) / self.per_block
+        return torch.tensor(self.entry, dtype=torch.float64) + shared
+
+    def blocks(self, counts: Tensor) -> Tensor:
+        """int64 [any shape], blocks of `counts` (int64 [any shape]) entries of a head and width."""
+        return (counts + self.per_block - 1) // self.per_block
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entries:
+    """E entries that compete for bytes, head after head.
+
+    Attributes:
+        worth: float64 [E], what is lost where an entry is dropped; at least 0.
+        head: int64 [E], rising.
+        loss: float64 [H, W], the share of an entry's worth that is lost at each width, by head.
+        fixed: bool [E], entries that are dropped or get the last width, nothing between.
+    """
+
+    worth: Tensor
+    head: Tensor
+    loss: Tensor
+    fixed: Tensor
+
+
+def allocated_widths(entries: Entries, costs: WidthCosts, budget: int) -> Tensor:
+    """int64 [E]: 0 for what is dropped, else 1 + the index of its width in `costs.bits`.
+
+    An operation gives an entry its first or its next width. Operations are bought by falling gain
+    per byte until one does not fit; then, again and again, the first in this order that still fits.
+    So `budget` is never exceeded, and no operation fits into what is left. Gains are worth times
+    the loss that is saved, bytes count a share of a full block; operations that gain more per byte
+    together than the first of them alone stand at what they gain together. Ties go to the earlier
+    entry. What an operation really costs depends on the blocks of its head: it may open one, or
+    empty another.
+
+    Source: ours; see `gracekv.precision.reference.allocated_widths`.
+    """
+    operation = _Operations.of(entries, costs)
+    change = operation.bytes(entries, costs)
+    # Moving to a wider block may free bytes: what counts is the first sum that exceeds the budget.
+    over = (change.cumsum(0) > budget).nonzero()
+    bought = int(over[0]) if len(over) else len(change)
+    level = torch.zeros_like(entries.head)
+    level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
+    if bought < len(change):
+        left = budget - int(change[:bought].sum())
+        _finish(level, operation, bought, entries, costs, left)
+    return level
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Operations:
+    """M operations in the order in which they are bought.
+
+    Attributes:
+        entry: int64 [M].
+        source: int64 [M], the level before; 0 is dropped.
+        target: int64 [M], the level after.
+    """
+
+    entry: Tensor
+    source: Tensor
+    target: Tensor
+
+    @classmethod
+    def of(cls, entries: Entries, costs: WidthCosts) -> _Operations:
+        widths = len(costs.bits)
+        rate = entries.worth[:, None] * rates(entries.loss, costs)[entries.head]
+        last = torch.tensor(costs.entry, dtype=torch.float64)[-1]
+        rate[entries.fixed] = _NEVER
+        rate[entries.fixed, -1] = entries.worth[entries.fixed] / last
+        falling = rate.flatten().sort(descending=True, stable=True)
+        order = falling.indices[falling.values != _NEVER]
+        entry, target = order // widths, order % widths + 1
+        return cls(entry, torch.where(entries.fixed[entry], 0, target - 1), target)
+
+    def bytes(self, entries: Entries, costs: WidthCosts) -> Tensor:
+        """int64 [M]: what each operation costs after all before it."""
+        price = torch.tensor((0, *costs.entry))
+        change = price[self.target] - price[self.source]
+        head = entries.head[self.entry]
+        by_head = head.sort(stable=True).indices
+        first = ragged.offsets(torch.bincount(head, minlength=len(entries.loss)))[:-1]
+        for width, block in enumerate(costs.block, start=1):
+            if block:
+                step = (self.target == width).long() - (self.source == width).long()
+                sums = ragged.offsets(step[by_head])
+                count = sums[1:] - sums[first][head[by_head]]
+                opened = costs.blocks(count) - costs.blocks(count - step[by_head])
+                change[by_head] += block * opened
+        return change
+
+
+def rates(loss: Tensor, costs: WidthCosts) -> Tensor:
+    """float64 [H, W]: loss saved per byte by each step to the next width, of an entry of worth 1.
+
+    The slopes of the smallest concave function above the saved loss: they never rise, so that a
+    step comes after those before it. A wider step that takes no more bytes, as with tiny groups,
+    counts as one byte. `loss` is float64 [H, W].
+    """
+    bytes_ = torch.nn.functional.pad(costs.mean(), (1, 0))
+    lost = torch.nn.functional.pad(loss.clamp(0, 1), (1, 0), value=1.0)
+    slopes = []
+    for step in range(len(costs.bits)):
+        # Over all chords across the step: from each start the steepest, of these the flattest.
+        steepest = [
+            torch.stack(
+                [
+                    (lost[:, start] - lost[:, end]) / (bytes_[end] - bytes_[start]).clamp(min=1)
+                    for end in range(step + 1, len(bytes_))
+                ]
+            ).amax(dim=0)
+            for start in range(step + 1)
+        ]
+        slopes.append(torch.stack(steepest).amin(dim=0))
+    return torch.stack(slopes, dim=1).clamp_(min=0)
+
+
+def _finish(
+    level: Tensor,
+    operations: _Operations,
+    begin: int,
+    entries: Entries,
+    costs: WidthCosts,
+    left: int,
+) -> None:
+    """Buy the first operation from `begin` on that fits into `left` bytes, until none does.
+
+    Changes `level` int64 [E].
+    """
+    entry, source = operations.entry[begin:], operations.source[begin:]
+    target, head = operations.target[begin:], entries.head[operations.entry[begin:]]
+    counts = torch.zeros(len(entries.loss), len(costs.bits) + 1, dtype=torch.int64)
+    counts.index_put_((entries.head, level), torch.ones_like(level), accumulate=True)
+    price, block = torch.tensor((0, *costs.entry)), torch.tensor((0, *costs.block))
+    while True:
+        grown = block * (costs.blocks(counts + 1) - costs.blocks(counts))
+        shrunk = block * (costs.blocks(counts) - costs.blocks(counts - 1))
+        cost = price[target] - price[source] + grown[head, target] - shrunk[head, source]
+        fits = ((level[entry] == source) & (cost <= left)).nonzero()
+        if not len(fits):
+            return
+        chosen = int(fits[0])
+        left -= int(cost[chosen])
+        level[entry[chosen]] = target[chosen]
+        counts[head[chosen], source[chosen]] -= 1
+        counts[head[chosen], target[chosen]] += 1

@@ -1,0 +1,179 @@
+"""Widths by marginal gain per byte: what the reference buys, to the last tie, within the budget."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate import Budget
+from gracekv.allocate.top_tokens import entry_gains
+from gracekv.errors import BudgetError, ConfigError
+from gracekv.pipeline import Pipeline
+from gracekv.precision import AllocatedPrecision, reference
+from gracekv.precision.rounding_loss import rounding_loss
+from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths, rates
+from gracekv.testing import synthetic_prefill
+from gracekv.testing.selections import check_run
+
+HEADS = 3
+
+
+@st.composite
+def auctions(draw):
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    lengths = torch.tensor(draw(st.lists(st.integers(0, 9), min_size=HEADS, max_size=HEADS)))
+    count = int(lengths.sum())
+    worth = torch.rand(count, generator=rng).double()
+    if draw(st.booleans()):
+        worth = (3 * worth).round()  # Ties, and entries of no worth.
+    loss = torch.rand(HEADS, 3, generator=rng).double().sort(dim=1, descending=True).values
+    loss[:, 2] = 0
+    if draw(st.booleans()):
+        loss = loss[:, torch.tensor([1, 0, 2])]  # More bytes, more loss.
+    entries = Entries(
+        worth,
+        torch.arange(HEADS).repeat_interleave(lengths),
+        loss,
+        torch.rand(count, generator=rng) < draw(st.sampled_from([0.0, 0.3])),
+    )
+    block = draw(st.sampled_from([(0, 0, 0), (7, 7, 0), (40, 40, 0), (9, 5, 3)]))
+    costs = WidthCosts((4, 8, 16), (5, 9, 16), block, draw(st.sampled_from([1, 2, 4])))
+    return entries, costs, draw(st.integers(0, count * 20 + 60))
+
+
+@settings(max_examples=60)
+@given(auctions())
+def test_buys_what_the_reference_buys(auction):
+    entries, costs, budget = auction
+    level = allocated_widths(entries, costs, budget)
+    assert level.tolist() == reference.allocated_widths(entries, costs, budget)
+
+
+@settings(max_examples=60)
+@given(auctions())
+def test_never_exceeds_the_budget_and_no_operation_is_left_that_fits(auction):
+    entries, costs, budget = auction
+    level, heads = allocated_widths(entries, costs, budget).tolist(), entries.head.tolist()
+    assert reference._bytes(level, heads, costs) <= budget
+    for entry, own in enumerate(level):
+        fixed = bool(entries.fixed[entry])
+        assert own in (0, 3) or not fixed
+        target = 3 if fixed else own + 1
+        if own < 3:
+            more = [*level[:entry], target, *level[entry + 1 :]]
+            assert reference._bytes(more, heads, costs) > budget
+
+
+def test_rates_never_rise_and_merge_steps_that_gain_more_together():
+    # The second head's first two steps gain more per byte together, the third's all three.
+    costs = WidthCosts((4, 8, 16), (5, 9, 16), (0, 0, 0), 8)
+    loss = [[0.2, 0.01, 0.0], [0.9, 0.1, 0.0], [1.0, 1.0, 0.0]]
+    slopes = rates(torch.tensor(loss, dtype=torch.float64), costs)
+    want = [[0.8 / 5, 0.19 / 4, 0.01 / 7], [0.9 / 9, 0.9 / 9, 0.1 / 7], [1 / 16] * 3]
+    torch.testing.assert_close(slopes, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=0)
+
+
+def test_ties_go_to_the_earlier_entry():
+    entries = Entries(
+        torch.ones(4).double(), torch.tensor([0, 0, 1, 1]),
+        torch.zeros(2, 3).double(), torch.zeros(4, dtype=torch.bool),
+    )  # fmt: skip
+    costs = WidthCosts((4, 8, 16), (5, 9, 16), (0, 0, 0), 8)
+    assert allocated_widths(entries, costs, 13).tolist() == [1, 1, 0, 0]
+    assert allocated_widths(entries, costs, 18).tolist() == [1, 1, 1, 0]
+
+
+def test_the_loss_is_that_of_rounding_a_sample():
+    prefill = synthetic_prefill(context=90, dim=16, layers=2, kv_heads=2, group=2, seed=3)
+    region = prefill.spans.region(4)
+    codings = AllocatedPrecision(group=8).codings
+    got = rounding_loss(prefill, region, codings)
+    asking = list(prefill.spans.last(16))
+    for unit in range(4):
+        layer, head = divmod(unit, 2)
+        keys, values = (
+            x[layer][head, region.start : region.end] for x in (prefill.keys, prefill.values)
+        )
+        queries = prefill.queries_at(layer, asking)[2 * head : 2 * head + 2].double()
+        count = torch.tensor([len(keys)])
+        spread = (values.double() - values.double().mean(dim=0)).square().sum()
+        for number, coding in enumerate(codings):
+            off_k = reference.rounded(keys, count, coding, "channel")[0] - keys.double()
+            off_v = reference.rounded(values, count, coding, "token")[0] - values.double()
+            noise = (prefill.scale * queries @ off_k.T).square().mean()
+            want = (noise + off_v.square().sum() / spread).sqrt()
+            torch.testing.assert_close(got[unit, number], want, rtol=1e-3, atol=1e-6)
+    assert bool((got[:, 0] < 0.3 * got[:, 1]).all())
+
+
+@pytest.mark.parametrize("ratio", [1.2, 2, 3, 8])
+def test_bits_go_to_what_is_worth_more(ratio):
+    prefill = synthetic_prefill(context=200, dim=32, dtype=torch.bfloat16, seed=1)
+    pipeline = dataclasses.replace(
+        Pipeline.named("gracekv-plus"), precision=AllocatedPrecision(sinks=0)
+    )
+    run = pipeline.run(prefill, Budget.ratio(ratio))
+    check_run(run, prefill)
+    kept = run.accounting
+    assert 0 <= kept.budget_bytes - kept.spent_bytes < 2 * 32 * 2
+    assert len(kept.widths) > 1
+    worth = run.relevance.scores.double() * run.relevance.sensitivity.double()[..., None]
+    for number, layer in enumerate(run.cache.layers):
+        for head in range(layer.heads):
+            own = worth[number, head]
+            # In a head all entries lose alike, so a wider one is never worth less.
+            least = torch.inf
+            for part in layer.coded:
+                at = part.positions[int(part.offsets[head]) : int(part.offsets[head + 1])]
+                mine = own[at.long() - run.partition.region.start]
+                assert not len(mine) or float(mine.max()) <= least
+                least = min(least, float(mine.min()) if len(mine) else least)
+
+
+def test_merged_entries_are_worth_what_their_tokens_are():
+    prefill = synthetic_prefill(context=150, dim=16, dtype=torch.bfloat16, seed=2)
+    fields = {"precision": {"name": "allocated", "group": 8}, "window": {"size": 4}}
+    run = Pipeline.from_dict(fields).run(prefill, Budget.ratio(6))
+    check_run(run, prefill)
+    assert run.accounting.spent_bytes <= run.accounting.budget_bytes
+    chosen, scores = run.selection, run.relevance.scores.double().flatten(0, 1)
+    assert bool((chosen.end - chosen.start > 1).any())
+    omega = run.relevance.sensitivity.double().flatten()
+    origin = chosen.region[0]
+    want = [
+        omega[head] * scores[head, start - origin : end - origin].sum()
+        for head, start, end in zip(
+            chosen.head_of_entry().tolist(), chosen.start.tolist(), chosen.end.tolist(), strict=True
+        )
+    ]
+    got = entry_gains(run.relevance.scores, run.relevance.sensitivity, chosen)
+    torch.testing.assert_close(got, torch.stack(want), rtol=1e-9, atol=1e-12)
+
+
+def test_a_budget_in_entries_leaves_them_as_they_are():
+    prefill = synthetic_prefill(context=100, dim=32)
+    pipeline = Pipeline.from_dict({"precision": "allocated"}, base="gracekv-plus")
+    kept = pipeline.run(prefill, Budget.entries_per_head(20)).accounting
+    assert kept.spent == 80
+    assert [share.bits for share in kept.widths] == [32]
+
+
+def test_what_fits_as_it_is_stays():
+    prefill = synthetic_prefill(context=100, dim=32, dtype=torch.bfloat16)
+    pipeline = Pipeline.from_dict({"precision": "allocated"}, base="gracekv-plus")
+    kept = pipeline.run(prefill, Budget.ratio(1)).accounting
+    assert (kept.spent, [share.bits for share in kept.widths]) == (400, [16])
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ConfigError, match="keep_all has no budget to allocate bits by"):
+        Pipeline.from_dict({"precision": "allocated"}, base="fullkv")
+    prefill = synthetic_prefill(context=60, dim=8, dtype=torch.bfloat16)
+    pipeline = Pipeline.from_dict({"precision": "allocated"}, base="gracekv-plus")
+    with pytest.raises(BudgetError, match="is below the smallest that works here, 512"):
+        pipeline.run(prefill, Budget.kv_bytes(511))
+    # Only the recent window fits, then one entry of 4 bits: 8 + 4 bytes and a block of 32.
+    for size, spent in ((512, 16), (555, 16), (556, 17)):
+        assert pipeline.run(prefill, Budget.kv_bytes(size)).accounting.spent == spent
