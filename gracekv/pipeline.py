@@ -262,7 +262,7 @@ class Pipeline(Configurable):
             fitted = self.fit(prefill, region, read)
             change = None if fitted is read else value_change(cache, fitted)
         with clock("precision"):
-            stored = self.precision(fitted.with_keys_of(cache), widths)
+            stored = self.precision(fitted.with_keys_of(cache), widths).with_kept(prefill.kept)
             del cache, read, fitted
         accounting = accounted(
             prefill,

@@ -21,6 +21,7 @@ from gracekv.cache import (
 from gracekv.distributed.head_shard import all_heads
 from gracekv.precision import Precision
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill.kept import bytes_by_kind
 from gracekv.segment import Partition
 from gracekv.timing import StageClock
 from gracekv.tree import Forest
@@ -104,7 +105,7 @@ def full_run(
         region = Region(region.start, region.start) if needed <= plan.bytes else region
     with clock("precision"):
         widths = [precision.widths(layer.positions, region) for layer in cache.layers]
-        stored = precision(cache, widths)
+        stored = precision(cache, widths).with_kept(prefill.kept)
     accounting = accounted(prefill, plan, stored, entries, costs)
     timings = Timings(**prefill.seconds_for(Needs()), **clock.seconds)
     return Run(plan, stored, accounting, timings)
@@ -146,6 +147,7 @@ def accounted(
         # All tokens but the last, which decoding feeds again.
         full_bytes=units * covered * (prefill.entry_bytes if costs is None else costs.full),
         widths=widths,
+        kept_bytes=bytes_by_kind(cache.kept),
         budget_bytes=plan.bytes,
         spent_bytes=spent,
         **{"floor_spent": 0, **results},

@@ -30,7 +30,7 @@ KNOWS = {
     # The packer reads the nodes and merges their tokens by the trees' own rule.
     "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"}
     | {"gracekv.distributed", "gracekv.files"},
-    "fit": {"gracekv.cache.base", "gracekv.prefill", "gracekv.value"},
+    "fit": {"gracekv.cache.base", "gracekv.kernels", "gracekv.prefill", "gracekv.value"},
     "precision": {
         "gracekv.allocate",
         "gracekv.cache.base",

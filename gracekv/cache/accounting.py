@@ -77,6 +77,8 @@ class Accounting:
         bound: certified upper bound of `utility` at this budget, if the allocator computed one.
         backend_bytes: bytes that the attention backend holds beside the packed tensors (indices,
             copies), once it is prepared.
+        kept_bytes: bytes of the model's layers that are not compressed, by their kind; no other
+            number here counts them.
         held_bytes: all bytes that a result keeps alive, by device: the entries, their metadata,
             what the backend and the report need, and the prompt's ids. Empty for a run.
         widths: entries and bytes by the bits of a number, the widest first.
@@ -96,6 +98,7 @@ class Accounting:
     utility: float = 0.0
     bound: float | None = None
     backend_bytes: int = 0
+    kept_bytes: Mapping[str, int] = field(default_factory=dict)
     held_bytes: Mapping[str, int] = field(default_factory=dict)
     widths: tuple[WidthShare, ...] = ()
     budget_bytes: int | None = None
@@ -110,6 +113,7 @@ class Accounting:
         """
         bounds = [part.bound for part in parts if part.bound is not None]
         allowed = [part.budget_bytes for part in parts if part.budget_bytes is not None]
+        kinds = {kind: 0 for part in parts for kind in part.kept_bytes}
         taken = [part.spent_bytes for part in parts if part.spent_bytes is not None]
         return cls(
             budget=sum(part.budget for part in parts),
@@ -123,6 +127,7 @@ class Accounting:
             utility=sum(part.utility for part in parts),
             bound=sum(bounds) if len(bounds) == len(parts) else None,
             backend_bytes=backend_bytes,
+            kept_bytes={k: sum(part.kept_bytes.get(k, 0) for part in parts) for k in kinds},
             widths=WidthShare.summed(share for part in parts for share in part.widths),
             budget_bytes=sum(allowed) if len(allowed) == len(parts) else None,
             spent_bytes=sum(taken) if len(taken) == len(parts) else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from gracekv.cache.coded import Coding
 from gracekv.errors import ShapeError
+from gracekv.prefill.kept import KeptLayer
 
 
 class LayerEntries(abc.ABC):
@@ -115,6 +117,7 @@ class CompressedCache:
             cache (ours).
         padding: S numbers, how many tokens fewer each sequence covers; its prompt is padded by as
             many on the left.
+        kept: what the model's other layers hold of the same tokens, sequence by sequence.
 
     Raises:
         ShapeError: the layers do not fit one another.
@@ -123,6 +126,7 @@ class CompressedCache:
     layers: tuple[LayerEntries, ...]
     length: int
     padding: tuple[int, ...] = (0,)
+    kept: tuple[KeptLayer, ...] = ()
 
     def __post_init__(self) -> None:
         if {layer.sequences for layer in self.layers} != {len(self.padding)}:
@@ -137,6 +141,17 @@ class CompressedCache:
             )
 
     @property
+    def model_layers(self) -> tuple[int, ...]:
+        """Number in the model of each of `layers`."""
+        others = {state.number for state in self.kept}
+        every = range(len(self.layers) + len(others))
+        return tuple(number for number in every if number not in others)
+
+    def with_kept(self, kept: tuple[KeptLayer, ...]) -> Self:
+        """The same entries beside what the other layers hold."""
+        return dataclasses.replace(self, kept=kept) if kept else self
+
+    @property
     def sequences(self) -> int:
         """S."""
         return len(self.padding)
@@ -147,8 +162,9 @@ class CompressedCache:
 
     def sequence(self, s: int) -> Self:
         """Views of sequence s alone."""
-        layers = tuple(layer.sequence(s) for layer in self.layers)
-        return type(self)(layers, self.length - self.padding[s])
+        layers, length = tuple(x.sequence(s) for x in self.layers), self.length - self.padding[s]
+        kept = tuple(state.sequence(s, length) for state in self.kept)
+        return type(self)(layers, length, kept=kept)
 
     @classmethod
     def stack(cls, caches: Sequence[Self]) -> Self:
@@ -159,6 +175,9 @@ class CompressedCache:
             tuple(type(layer[0]).stack(layer) for layer in layers),
             length,
             tuple(length - cache.length + pad for cache in caches for pad in cache.padding),
+            tuple(
+                KeptLayer.stack(states) for states in zip(*(x.kept for x in caches), strict=True)
+            ),
         )
 
     @property

@@ -21,6 +21,7 @@ from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.layer_checks import check_codes, check_index, check_numbers
 from gracekv.cache.quantised import QuantisedLayer, coded_prefixes
+from gracekv.cache.saved_states import read_kept
 from gracekv.errors import GracekvError, MissingDependencyError, SavedCacheError, ShapeError
 from gracekv.files import replacing
 from gracekv.hyperparameter import check_values
@@ -48,6 +49,9 @@ def write_cache(
     for number, layer in enumerate(cache.layers):
         for part, tensor in layer.tensors().items():
             everything[f"layers.{number}.{part}"] = tensor.detach().cpu().contiguous()
+    for state in cache.kept:
+        for part, tensor in state.tensors.items():
+            everything[f"kept.{state.number}.{part}"] = tensor.detach().cpu().contiguous()
     codings = cache.layers[0].codings
     described = [dataclasses.asdict(coding) for coding in codings]
     record = {
@@ -55,6 +59,7 @@ def write_cache(
         "layers": len(cache.layers),
         "length": cache.length,
         "padding": list(cache.padding),
+        "kept": [[state.number, state.kind, state.window] for state in cache.kept],
         # Format 2 knows one coding.
         "coding": described[0] if len(described) == 1 else described or None,
         "sha256": {name: _digest(tensor) for name, tensor in everything.items()},
@@ -120,6 +125,8 @@ def read_cache(
 ) -> tuple[CompressedCache, dict[str, Any], dict[str, Tensor]]:
     """The cache, each layer on its of `devices`, with header and further tensors (on the CPU).
 
+    `devices` are those of all layers of the model, compressed or not.
+
     Tensors have the shapes that they were written with; a layer's are [E, d] and [E].
 
     Raises `SavedCacheError` as `read_header` does, and if a tensor is missing or its checksum
@@ -140,21 +147,25 @@ def read_cache(
     for name, tensor in tensors.items():
         if _digest(tensor) != sums[name]:
             raise SavedCacheError(f"{name} in {path} is damaged (its checksum differs). {AGAIN}")
-    if header["layers"] != len(devices):
-        raise SavedCacheError(
-            f"{path} holds {header['layers']} layers, the model has {len(devices)}. Load it with "
-            f"the model that it was saved from."
-        )
     layers = []
     try:
         padding, length = _whole(header["padding"]), header["length"]
-        codings = _codings(header.get("coding"))
-        for number, device in enumerate(devices):
+        codings, kept = _codings(header.get("coding")), read_kept(header, tensors, devices)
+        if header["layers"] + len(kept) != len(devices):
+            raise SavedCacheError(
+                f"{path} holds {header['layers'] + len(kept)} layers, the model has "
+                f"{len(devices)}. Load it with the model that it was saved from."
+            )
+        others = {state.number for state in kept}
+        own_devices = [device for x, device in enumerate(devices) if x not in others]
+        for number, device in enumerate(own_devices):
             prefix = f"layers.{number}."
             own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
             parts = {name.removeprefix(prefix): tensor for name, tensor in own.items()}
             layers.append(_layer(parts, codings, length, len(padding), device))
-        cache = CompressedCache(tuple(layers), length, padding)
+        cache = CompressedCache(tuple(layers), length, padding, kept)
+    except SavedCacheError:
+        raise
     except (GracekvError, KeyError, TypeError) as error:
         raise SavedCacheError(f"{path} does not hold a whole cache: {error}. {AGAIN}") from error
     return cache, header, tensors

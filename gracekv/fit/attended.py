@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedLayer
 from gracekv.fit.queries import QuerySet
+from gracekv.kernels.logits import capped
 from gracekv.linalg import batched_linear
 from gracekv.prefill import Prefill, Region
 
@@ -31,7 +32,9 @@ class LayerAttention:
         free: bool [G, W], entries of the compressible region, which may be changed.
         mass: float32 [G, M, W], exp(logit - the row's largest); multiplicities included, 0 in
             padded columns and where the query does not see the entry.
-        total: float32 [G, M], the sum of exp(logit - the row's largest) over all visible tokens.
+        total: float32 [G, M], the sum of exp(logit - the row's largest) over all visible tokens,
+            and the sink.
+        sink: float32 [G, M], exp(sink logit - the row's largest); 0 where the model has none.
         values: float32 [G, W, d] of the entries and the last token.
         output: float32 [G, M, d], attention output over all visible tokens.
         weights: float32 [M] of the rows, of sum 1.
@@ -41,16 +44,15 @@ class LayerAttention:
     free: Tensor
     mass: Tensor
     total: Tensor
+    sink: Tensor
     values: Tensor
     output: Tensor
     weights: Tensor
 
     def shares(self, multiplicity: Tensor | None = None) -> Tensor:
         """float32 [G, M, W]: attention over the kept entries; `multiplicity` [G, W] multiplies."""
-        if multiplicity is None:
-            return self.mass / self.mass.sum(dim=-1, keepdim=True).clamp_min(1e-30)
-        mass = self.mass * multiplicity[:, None]
-        return mass.div_(mass.sum(dim=-1, keepdim=True).clamp_min(1e-30))
+        mass = self.mass.clone() if multiplicity is None else self.mass * multiplicity[:, None]
+        return mass.div_((mass.sum(dim=-1, keepdim=True) + self.sink[..., None]).clamp_min(1e-30))
 
 
 def attended(
@@ -76,6 +78,11 @@ def attended(
     mass = torch.empty(heads, rows, columns.shape[1], device=device)
     total = torch.empty(heads, rows, device=device)
     output = torch.empty(heads, rows, prefill.head_dim, device=device)
+    sink, sinks = torch.zeros_like(total), None
+    if prefill.sink_logits:
+        # One of each query head, and rows are those of a KV head's query heads, head after head.
+        own_sinks = prefill.sink_logits[layer].to(device).view(heads, -1)
+        sinks = own_sinks.repeat_interleave(rows // prefill.group, dim=1)
     limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
     block = max(1, limit // (4 * heads * length))
     place = torch.arange(length, device=device)
@@ -85,16 +92,19 @@ def attended(
         # Only rows that are asked before the end have keys that they do not see.
         early = (sees[part] < length - 1).nonzero()[:, 0]
         seen = sees[part][early, None]
-        logits = batched_linear(asked[:, part], keys)
+        logits = capped(batched_linear(asked[:, part], keys), prefill.softcap)
         logits[:, early] = logits[:, early].masked_fill_(place > seen, -torch.inf)
         top = logits.amax(dim=-1, keepdim=True)
+        if sinks is not None:
+            top = torch.maximum(top, sinks[:, part, None])
+            sink[:, part] = (sinks[:, part] - top[..., 0]).exp()
         chance = logits.sub_(top).exp_()
-        total[:, part] = chance.sum(dim=-1)
+        total[:, part] = chance.sum(dim=-1) + sink[:, part]
         output[:, part] = batched_linear(chance, across) / total[:, part, None]
         if exact:
             kept = chance.gather(2, positions[:, None].expand(-1, chance.shape[1], -1))
         else:
-            kept = batched_linear(asked[:, part], packed_keys).sub_(top)
+            kept = capped(batched_linear(asked[:, part], packed_keys), prefill.softcap).sub_(top)
             kept[:, early] = kept[:, early].masked_fill_(positions[:, None] > seen, -torch.inf)
             # A merged key can exceed every token's logit; beyond e^20 its mass says nothing more.
             kept.clamp_(max=20.0).exp_()
@@ -102,7 +112,7 @@ def attended(
     free = used & (positions >= region.start) & (positions < region.end)
     free[last] = False
     weights = queries.weights.to(device).repeat(prefill.group) / prefill.group
-    return LayerAttention(columns, free, mass, total, own, output, weights)
+    return LayerAttention(columns, free, mass, total, sink, own, output, weights)
 
 
 def _rows_of(tokens: Tensor, positions: Tensor) -> Tensor:

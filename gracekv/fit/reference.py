@@ -8,6 +8,7 @@ from torch import Tensor
 from gracekv.cache.base import RaggedLayer
 from gracekv.fit.queries import QuerySet
 from gracekv.fit.values_and_mass import LEAST, MOST
+from gracekv.kernels.logits import capped
 from gracekv.prefill import Prefill, Region
 
 
@@ -33,6 +34,8 @@ def fitted_head(
     outputs: list[Tensor] = []
     attended: list[Tensor] = []
     weights: list[float] = []
+    heard: list[Tensor] = []
+    silent: list[Tensor] = []
     for number in range(prefill.group):
         for q, (at, asked) in enumerate(
             zip(queries.positions.tolist(), queries.asked_at.tolist(), strict=True)
@@ -41,14 +44,24 @@ def fitted_head(
             rope = prefill.rope_of(layer)
             plain_query = rope.unrotate(query, torch.tensor([at]))
             query = rope.rotate(plain_query, torch.tensor([asked]))[0]
-            full = torch.exp(prefill.scale * keys[: asked + 1] @ query)
-            kept = torch.exp(prefill.scale * own_keys @ query + log_m) * (positions <= asked)
+            sink = torch.zeros(()).double()
+            if prefill.sink_logits:
+                sink = prefill.sink_logits[layer][head * prefill.group + number].double().exp()
+            logits, own_logits = (
+                capped(prefill.scale * x @ query, prefill.softcap)
+                for x in (keys[: asked + 1], own_keys)
+            )
+            full = torch.exp(logits)
+            kept = torch.exp(own_logits + log_m) * (positions <= asked)
+            total = full.sum() + sink
+            heard.append(full.sum() / total)
+            silent.append(sink / total)
             again = full[-1] if asked == prefill.spans.length - 1 else torch.zeros(()).double()
-            attended.append(torch.cat([kept, again[None]]) / full.sum())
-            outputs.append((full @ values[: asked + 1]) / full.sum())
+            attended.append(torch.cat([kept, again[None]]) / total)
+            outputs.append((full @ values[: asked + 1]) / total)
             weights.append(float(queries.weights[q]) / prefill.group)
     plain, targets = torch.stack(attended), torch.stack(outputs)
-    missing = 1 - plain.sum(dim=1, keepdim=True)
+    missing = torch.stack(heard)[:, None] - plain.sum(dim=1, keepdim=True)
     weight = torch.tensor(weights, dtype=torch.float64)
     everything = torch.cat([own_values, values[-1:]])
     columns = free.nonzero()[:, 0]
@@ -56,7 +69,8 @@ def fitted_head(
     if mass_trust is not None and len(columns):
         change = _least_squares(plain[:, columns], missing, weight, mass_trust, trust_read)
         factor[columns] = (1 + change[:, 0]).clamp(LEAST, MOST)
-    rows = plain * factor / (plain * factor).sum(dim=1, keepdim=True)
+    rows = plain * factor
+    rows = rows / (rows.sum(dim=1, keepdim=True) + torch.stack(silent)[:, None])
     result = own_values.clone()
     if len(columns):
         error = targets - rows @ everything

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from gracekv.errors import BackendUnavailableError, CacheError
 from gracekv.hf.input_checks import before_forward, check_positions
 from gracekv.hf.layer import PackedStates
 from gracekv.hf.static_layer import tail_is_full
-from gracekv.prefill.attention_patch import base_attention
+from gracekv.prefill.attention_patch import base_attention, remember_base
 from gracekv.prefill.supported import check_model
 
 NAME = "gracekv"
@@ -43,6 +44,7 @@ def attach(model: Any) -> None:
     if model.config._attn_implementation == NAME:
         return
     base = base_attention(model)
+    remember_base(model, base)
     AttentionInterface.register(NAME, attention)
     # An attention name without a mask of the same name would silently get no mask at all.
     AttentionMaskInterface.register(NAME, tail_mask)
@@ -97,6 +99,8 @@ def attention(
     backend does not take the model's softcap or sink logits.
     """
     if not isinstance(key, PackedStates):
+        if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+            return _eager(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -129,6 +133,31 @@ def attention(
     else:
         mixed = packed.backend(*asked, attention_mask, scale, layer.rows, **options)
     return mixed.transpose(1, 2).contiguous(), None
+
+
+def _eager(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Any,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The model's own eager attention, which alone caps logits and adds sinks; stock masks."""
+    count, length = query.shape[2], key.shape[2]
+    if mask is None and count > 1:
+        mask = torch.ones(count, length, dtype=torch.bool, device=query.device)
+        mask = mask.tril(length - count)[None, None]
+    if mask is not None and mask.dtype == torch.bool:
+        zero = torch.zeros((), dtype=query.dtype, device=query.device)
+        mask = torch.where(mask, zero, torch.finfo(query.dtype).min)
+    own = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
+    output: Tensor = own(
+        module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs
+    )[0]
+    return output, None
 
 
 def tail_mask(

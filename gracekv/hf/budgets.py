@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from gracekv.allocate import Budget
 from gracekv.errors import BudgetError
 from gracekv.pipeline import Pipeline
+from gracekv.prefill.model_layers import compressed_layers, text_config
 from gracekv.prefill.prompt import Prompt
 
 Number: TypeAlias = int | float | str | Fraction
@@ -37,11 +38,11 @@ def chosen_budget(**amounts: Any) -> Budget:
 
 def check_budget(model: Any, prompt: Prompt, pipe: Pipeline, budget: Budget) -> None:
     """Raise `BudgetError` if `budget` is too small, from the model's config and the spans alone."""
-    config = model.config.get_text_config()
+    config = text_config(model)
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     budget.plan(
-        layers=config.num_hidden_layers,
+        layers=len(compressed_layers(model)),
         heads=getattr(config, "num_key_value_heads", None) or heads,
         context=prompt.spans.context_length,
         entry_bytes=2 * dim * model.dtype.itemsize,

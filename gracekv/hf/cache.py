@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from gracekv.backends import Auto, Backend
 from gracekv.cache import CompressedCache
 from gracekv.distributed import head_shard
 from gracekv.errors import CacheError
+from gracekv.hf.kept_layer import KeptSlidingLayer, is_kept
 from gracekv.hf.layer import GraceLayer, PackedLayer
 from gracekv.hf.static_layer import StaticGraceLayer
 
@@ -32,28 +34,35 @@ class GraceCache(Cache):  # type: ignore[misc]
         backend: what attends to it, resolved once per layer; default `Auto()`.
 
     Attributes:
-        layers: packed part and tail of each layer.
+        layers: packed part and tail of each compressed layer, and stock cache layers for the
+            others.
 
     The model must be attached (`gracekv.hf.attach`); without, the first step raises `CacheError`.
     """
 
-    layers: list[GraceLayer]
+    layers: list[Any]
     # Whether `ReplayedForward` makes the model's inputs, which then need no check.
     is_replayed = False
 
     def __init__(self, packed: CompressedCache, backend: Backend | None = None) -> None:
         backend = backend or Auto()
-        self.padding = packed.padding
-        super().__init__(
-            layers=[
-                GraceLayer(PackedLayer.of(layer, backend, packed.length)) for layer in packed.layers
-            ]
-        )
+        self.padding, self._kept = packed.padding, packed.kept
+        layers = [GraceLayer(PackedLayer.of(x, backend, packed.length)) for x in packed.layers]
+        super().__init__(layers=[])
+        self._place(layers, packed.length)
+
+    def _place(self, compressed: Sequence[GraceLayer], length: int) -> None:
+        """Make `layers`, in the model's order."""
+        self.grace_layers = tuple(compressed)
+        stock = {state.number: KeptSlidingLayer(state, length) for state in self._kept}
+        own = iter(compressed)
+        count = len(compressed) + len(stock)
+        self.layers = [stock[x] if x in stock else next(own) for x in range(count)]
 
     def with_empty_tail(self) -> GraceCache:
         """A cache over the same packed part whose tail is empty."""
         twin = copy.copy(self)
-        twin.layers = [GraceLayer(layer.packed) for layer in self.layers]
+        twin._place([GraceLayer(layer.packed) for layer in self.grace_layers], self.packed_length)
         return twin
 
     def with_static_tail(self, capacity: int, *, rows: int | None = None) -> GraceCache:
@@ -66,30 +75,57 @@ class GraceCache(Cache):  # type: ignore[misc]
             capacity: tokens since compression that it can hold.
             rows: B, continuations; default: as many as this cache has.
 
-        Raises `CacheError` if rows or tail do not fit.
+        Raises `CacheError` if rows or tail do not fit, and where layers are not compressed.
         """
-        rows = self.layers[0].batch if rows is None else rows
+        if self._kept:
+            raise CacheError(
+                f"Layer {self._kept[0].number} is of kind {self._kept[0].kind}, whose stock cache "
+                f"grows; a static tail needs compressed layers only. Use a growing cache."
+            )
+        rows = self.grace_layers[0].batch if rows is None else rows
         twin = copy.copy(self)
-        twin.layers = [StaticGraceLayer(layer, rows, capacity) for layer in self.layers]
+        twin._place(
+            [StaticGraceLayer(layer, rows, capacity) for layer in self.grace_layers],
+            self.packed_length,
+        )
         return twin
+
+    def mark(self) -> Callable[[], None]:
+        """Remember this state; calling what is returned goes back to it, if only tokens came."""
+        tail = self.grace_layers[0].logical_length
+        states = [(layer, layer.state()) for layer in self.layers if is_kept(layer)]
+
+        def back() -> None:
+            for layer in self.grace_layers:
+                # A failure inside the model leaves the layers at different lengths.
+                layer.crop(int(tail - layer.logical_length))
+            for kept, state in states:
+                kept.set_state(state)
+
+        return back
 
     @property
     def packed(self) -> CompressedCache:
         """The compressed entries of all layers."""
-        layers = tuple(layer.packed.ragged for layer in self.layers)
-        return CompressedCache(layers, self.packed_length, self.padding)
+        layers = tuple(layer.packed.ragged for layer in self.grace_layers)
+        return CompressedCache(layers, self.packed_length, self.padding, self._kept)
+
+    @property
+    def has_stock_layers(self) -> bool:
+        """Whether some layers of the model are not compressed."""
+        return bool(self._kept)
 
     @property
     def packed_length(self) -> int:
         """Logical tokens that the packed part stands for."""
-        return self.layers[0].packed.length
+        return self.grace_layers[0].packed.length
 
     def packed_padding(self, rows: int, device: torch.device | None = None) -> Tensor:
         """int64 [rows]: how many tokens fewer each row's prompt covers than the longest.
 
         Raises `CacheError` if so many rows cannot continue the packed prompts.
         """
-        layer = self.layers[0]
+        layer = self.grace_layers[0]
         known = len(self.padding) if layer.rows is None else len(layer.rows)
         if rows % known:
             raise CacheError(
@@ -118,18 +154,18 @@ class GraceCache(Cache):  # type: ignore[misc]
         heads = model.config.get_text_config().num_attention_heads
         shard = head_shard(model)
         heads //= 1 if shard is None else shard.ranks
-        for layer in self.layers:
+        for layer in self.grace_layers:
             layer.packed.backend.warm_up(layer.packed.prepared, heads)
 
     @property
     def held_bytes(self) -> int:
         """Bytes that the backend holds beside the packed tensors (padding, copies)."""
-        return sum(layer.packed.backend.held_bytes(layer.packed.prepared) for layer in self.layers)
+        return sum(x.packed.backend.held_bytes(x.packed.prepared) for x in self.grace_layers)
 
     def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
         """The name of `get_max_length` in older transformers."""
-        return self.layers[layer_idx or 0].get_max_length()
+        return int(self.layers[layer_idx or 0].get_max_length())
 
     def __repr__(self) -> str:
-        tail: Any = self.layers[0].tail_length
+        tail: Any = self.grace_layers[0].tail_length
         return f"GraceCache(packed_length={self.packed_length}, tail={tail}, layers={len(self)})"

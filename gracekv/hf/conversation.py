@@ -156,17 +156,16 @@ class Conversation:
     def _turn(self, question: str, max_new_tokens: int) -> Iterator[Tensor]:
         """The ids so far and the question's; an error inside leaves the cache as it was."""
         with self._alone():
-            prompt, cached = self._prompt, self._cache.get_seq_length()
+            prompt = self._prompt
             encode = next_turn if self.messages else first_turn
             new = encode(prompt.tokenizer, question, prompt.separator, prompt.template)
             ids = torch.cat([self._ids, torch.tensor(new)])
             check_room(self._model, prompt, len(ids), max_new_tokens)
+            undo = self._cache.mark()
             try:
                 yield ids
             except BaseException:
-                for layer in self._cache.layers:
-                    # A failure inside the model leaves the layers at different lengths.
-                    layer.crop(cached - layer.logical_length)
+                undo()
                 raise
 
     def _generate(self, ids: Tensor, max_new_tokens: int, options: dict[str, Any]) -> Tensor:

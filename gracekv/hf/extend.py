@@ -18,7 +18,9 @@ from gracekv.hf.budgets import check_budget
 from gracekv.pipeline import Pipeline
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.capture import capture_passage
+from gracekv.prefill.kept import bytes_by_kind
 from gracekv.prefill.length_limits import check_prompt_length, longest_sequence
+from gracekv.prefill.model_layers import text_config
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.ragged import offsets
@@ -52,7 +54,12 @@ def extended_run(
     old_layers = _unquantised(old, pipeline)
     read = prompt.without_tail()
     _check_length(model, before.without_tail().spans.length, read.spans.length)
-    past = Past.padded([_heads(layer) for layer in old_layers], old.length)
+    if getattr(text_config(model), "attn_logit_softcapping", None) is not None:
+        raise CacheError(
+            f"{type(model).__name__} caps its attention logits, and a cap would count the "
+            f"multiplicities of what is packed. Compress the whole text anew."
+        )
+    past = Past.padded([_heads(layer) for layer in old_layers], old.length, old.kept)
     # A context that was not followed by anything has a last token without an entry.
     last = before.spans.context_end - old.length
     ids = torch.cat([read.ids.new_zeros(past.places), read.ids[old.length :]])
@@ -113,7 +120,8 @@ def _joined(before: Run, run: Run, places: int, pipeline: Pipeline) -> Run:
             _unquantised(old, pipeline), _unquantised(run.cache, pipeline), strict=True
         )
     )
-    packed = RaggedCache(layers, run.cache.length - places + old.length)
+    length = run.cache.length - places + old.length
+    packed = RaggedCache(layers, length, kept=run.cache.kept)
     plans, kept = (before.plan, run.plan), (before.accounting, run.accounting)
     plan = BudgetPlan(
         run.plan.layers,
@@ -137,6 +145,7 @@ def _joined(before: Run, run: Run, places: int, pipeline: Pipeline) -> Run:
         utility=sum(x.utility for x in kept),
         bound=sum(bounds) if len(bounds) == len(kept) else None,
         widths=WidthShare.of(packed),
+        kept_bytes=bytes_by_kind(packed.kept),
     )
     seconds = before.timings.as_dict()
     added = run.timings.as_dict()

@@ -51,13 +51,14 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
         return options.get(name, getattr(model.generation_config, name, None))
 
     return (
-        cache.layers[0].packed.ragged.device.type == "cuda"
+        not cache.has_stock_layers
+        and cache.grace_layers[0].packed.ragged.device.type == "cuda"
         and max_new_tokens >= _FEWEST_TOKENS
         and all(setting(name) in (None, 1) for name in _ROWS)
         and not any(setting(name) for name in _UNSUITED)
         and setting("use_cache") is not False
         and len({parameter.device for parameter in model.parameters()}) == 1
-        and all(layer.packed.backend.name == "triton" for layer in cache.layers)
+        and all(layer.packed.backend.name == "triton" for layer in cache.grace_layers)
     )
 
 
@@ -107,9 +108,9 @@ class ReplayedForward:
         self._forward, self._model_name = model.forward, type(model).__name__
         # `generate` reads the signature to decide what it passes.
         self.__signature__ = inspect.signature(self._forward)
-        self._used = int(cache.layers[0].tail_length)
+        self._used = int(cache.grace_layers[0].tail_length)
         self._most = self._used + max_new_tokens
-        self._rows = cache.layers[0].batch
+        self._rows = cache.grace_layers[0].batch
         padding = cache.packed_padding(self._rows)
         self._start = (cache.packed_length - padding)[:, None]
         self.cache = cache.with_static_tail(min(_FIRST_CAPACITY, self._most))
@@ -148,7 +149,8 @@ class ReplayedForward:
         capacity = self.cache.layers[0].get_max_length() - self.cache.packed_length
         if self._used + tokens > capacity:
             capacity = max(self._used + tokens, min(2 * capacity, self._most))
-            self.cache.layers = self.cache.with_static_tail(capacity).layers
+            larger = self.cache.with_static_tail(capacity)
+            self.cache.layers, self.cache.grace_layers = larger.layers, larger.grace_layers
             for layer in self.cache.layers:
                 layer.is_compileable = False
             self._options = self._graph = self._output = None

@@ -25,7 +25,7 @@ def held_memory(cache: GraceCache, *parts: Any) -> dict[str, int]:
     total: Counter[str] = Counter()
     for (device, _), size in storages.items():
         total[device] += size
-    for layer in cache.layers:
+    for layer in cache.grace_layers:
         backend, prepared = layer.packed.backend, layer.packed.prepared
         total[str(layer.packed.ragged.device)] += backend.held_bytes(prepared)
     return dict(total)

@@ -24,6 +24,7 @@ from gracekv.hf.saving import SavedPrompt, identity
 from gracekv.pipeline import Pipeline
 from gracekv.plugins import missing_modules
 from gracekv.prefill.attention_patch import input_device
+from gracekv.prefill.kept import bytes_by_kind
 from gracekv.run import Run
 
 # Where the model came from may differ between machines; its computation may not.
@@ -149,6 +150,8 @@ def _check_entries(saved: SavedPrompt, packed: CompressedCache, vocabulary: int)
         raise ShapeError("the accounting counts other entries than the cache holds")
     # Files of earlier versions do not list widths.
     widths = kept.widths in ((), WidthShare.of(packed))
+    if dict(kept.kept_bytes) != bytes_by_kind(packed.kept):
+        raise ShapeError("the accounting counts other layers than the cache holds")
     if kept.spent != int(kept.entries.sum()) or kept.bytes != packed.kv_bytes or not widths:
         raise ShapeError("the accounting's sums are not those of the cache")
     ids = saved.prompt.ids

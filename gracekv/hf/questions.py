@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gracekv.errors import PromptError
 from gracekv.hf.base_result import BaseResult
-from gracekv.hf.generation import continue_ids
+from gracekv.hf.generation import continue_ids, padding_id
 from gracekv.prefill.chat_text import first_turn
 from gracekv.prefill.length_limits import trained_length
 from gracekv.prefill.prompt import Prompt
@@ -38,9 +39,19 @@ def ask_ids(
         new = first_turn(prompt.tokenizer, question, prompt.separator, prompt.template)
         rows.append(torch.cat([context, torch.tensor(new)]))
         check_room(result.model, prompt, len(rows[-1]), max_new_tokens)
-    return continue_ids(
-        result.model, rows, result.new_cache(), prompt.tokenizer, max_new_tokens, options
-    )
+    asked = [rows]
+    if result.packed.kept and len({len(row) for row in rows}) > 1:
+        # Padding between context and question would take places in sliding windows.
+        asked = [[row] for row in rows]
+    answers = [
+        continue_ids(
+            result.model, some, result.new_cache(), prompt.tokenizer, max_new_tokens, dict(options)
+        )
+        for some in asked
+    ]
+    width = max(answer.shape[1] for answer in answers)
+    fill = padding_id(result.model, prompt.tokenizer)
+    return torch.cat([functional.pad(x, (0, width - x.shape[1]), value=fill) for x in answers])
 
 
 def check_context(prompt: Prompt) -> None:

@@ -9,12 +9,14 @@ Source: ours.
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import device as triton_device
+from gracekv.kernels.logits import capped, softmax
 from gracekv.linalg import linear
 
 Engine = Literal["auto", "torch", "numba", "triton"]
@@ -32,6 +34,8 @@ def softmax_columns(
     *,
     power: float = 1.0,
     maximum: bool = False,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     engine: Engine = "auto",
 ) -> Tensor:
     """sum_q w_q p_{q,t}^power for every key t, or the maximum over q: float32 [H, T].
@@ -46,7 +50,11 @@ def softmax_columns(
         weights: w [Q]; None: all 1.
         power: exponent, at least 1.
         maximum: maximum of w_q p^power instead of the sum.
-        engine: "auto" takes the fastest for these tensors.
+        softcap: of the logits; None: none.
+        sinks: [H], sink logits; None: none.
+        engine: "auto" takes the fastest for these tensors; torch alone knows caps and sinks.
+
+    Raises `BackendUnavailableError` for another engine with a cap or sinks.
     """
     queries = queries.float()
     seen = seen.to(keys.device, torch.int64)
@@ -55,14 +63,22 @@ def softmax_columns(
     weights = weights.to(keys.device, torch.float32)
     if not len(seen):
         return queries.new_zeros(queries.shape[0], keys.shape[1])
+    plain = softcap is None and sinks is None
     if engine == "auto":
-        engine = _fastest(queries, keys)
-    compute = _torch_columns
+        engine = _fastest(queries, keys) if plain else "torch"
+    if engine == "torch":
+        return _torch_columns(queries, keys, seen, weights, power, maximum, softcap, sinks)
+    if not plain:
+        raise BackendUnavailableError(
+            f"Engine {engine!r} knows neither capped logits nor sinks. Use engine 'torch'."
+        )
+    compute: Any
     if engine == "numba":
         from gracekv.kernels.softmax_sums_numba import softmax_columns as compute
-    elif engine == "triton":
+    else:
         from gracekv.kernels.softmax_sums_triton import softmax_columns as compute
-    return compute(queries, keys, seen, weights, power, maximum)
+    columns: Tensor = compute(queries, keys, seen, weights, power, maximum)
+    return columns
 
 
 def _fastest(queries: Tensor, keys: Tensor) -> Engine:
@@ -81,13 +97,21 @@ def _fastest(queries: Tensor, keys: Tensor) -> Engine:
 
 
 def _torch_columns(
-    queries: Tensor, keys: Tensor, seen: Tensor, weights: Tensor, power: float, maximum: bool
+    queries: Tensor,
+    keys: Tensor,
+    seen: Tensor,
+    weights: Tensor,
+    power: float,
+    maximum: bool,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """In blocks of queries: a block reads the keys up to the last that one of its queries sees."""
     heads, count, dim = queries.shape
     groups, length, _ = keys.shape
     shared, wide = queries.view(groups, heads // groups, count, dim), keys.float()
     total = queries.new_zeros(groups, heads // groups, length)
+    own = None if sinks is None else sinks.to(keys.device).view(groups, -1, 1, 1)
     block = block_rows(keys.device, heads // groups, length)
     for first in range(0, count, block):
         rows = slice(first, first + block)
@@ -98,8 +122,9 @@ def _torch_columns(
         for head in range(groups):
             some = shared[head, :, rows].reshape(-1, dim)
             logits = linear(some, wide[head, :stop]).view(-1, len(visible), stop)
+            logits = capped(logits, softcap)
             logits[..., before:].masked_fill_(hidden, -torch.inf)
-            shares = torch.softmax(logits, dim=-1, out=logits)
+            shares = softmax(logits, None if own is None else own[head])
             if power != 1.0:
                 shares.pow_(power)
             here = total[head, :, :stop]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,6 +17,9 @@ BASE_ATTENTION = ("sdpa", "eager")
 """Attention implementations of transformers that a patched one can replace."""
 
 _numbers = itertools.count()
+
+# What attached models used before.
+_stock: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -49,8 +53,7 @@ def base_attention(model: Any) -> str:
     Raises `UnsupportedModelError` if it is another one.
     """
     name = model.config._attn_implementation
-    # An attached model uses sdpa for plain tensors.
-    name = "sdpa" if name == "gracekv" else name
+    name = _stock.get(model, "sdpa") if name == "gracekv" else name
     if name not in BASE_ATTENTION:
         raise UnsupportedModelError(
             f"The model's attention implementation is {name!r}; gracekv works on top of "
@@ -59,12 +62,18 @@ def base_attention(model: Any) -> str:
     return str(name)
 
 
+def remember_base(model: Any, base: str) -> None:
+    """`base_attention` of `model` while it is attached."""
+    _stock[model] = base
+
+
 def attention_function(model: Any, base: str) -> Any:
     """The function that the model's attention modules call for `base`."""
     from transformers import AttentionInterface
 
     # "eager" is not in transformers' table: each modeling file has its own.
-    module = sys.modules[type(model.get_decoder().layers[0].self_attn).__module__]
+    found = (getattr(layer, "self_attn", None) for layer in model.get_decoder().layers)
+    module = sys.modules[type(next(x for x in found if x is not None)).__module__]
     return AttentionInterface().get_interface(base, module.__dict__.get("eager_attention_forward"))
 
 

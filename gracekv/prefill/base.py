@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from gracekv.distributed.head_shard import HeadShard
-from gracekv.errors import MissingCaptureError, NonFiniteError, ShapeError
+from gracekv.errors import MissingCaptureError
 from gracekv.prefill.block_replay import BlockReplaySpec
-from gracekv.prefill.finite import is_finite
+from gracekv.prefill.kept import KeptLayer
 from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.query_moments import QueryMoments
 from gracekv.prefill.spans import PromptSpans, Region
+from gracekv.prefill.tensor_checks import check_tensors
 from gracekv.rope import Rope
 
 _PART = 1024  # Positions whose queries are computed again at once.
@@ -42,6 +43,10 @@ class Prefill:
             A view by `with_queries` for some layers has n = 0 in the others.
         rope: the rotations that made `keys`, for positions 0..T-1; of a layer: `rope_of`.
         unrotated: layers without RoPE.
+        softcap: c of the logits c tanh(s q.k / c) that the model computes; None: they are s q.k.
+        sink_logits: L tensors [H], a logit of each query head that joins the softmax without a
+            value; empty if there are none.
+        kept: what the model's other layers hold after all tokens but the last.
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).
         hidden: layer -> block-input residual stream [T, D] (empty if not captured).
         surprisal: [T] float32, position 0 holds 0; None if not captured.
@@ -84,6 +89,9 @@ class Prefill:
     rope: Rope
     scale: float
     unrotated: frozenset[int] = frozenset()
+    softcap: float | None = None
+    sink_logits: tuple[Tensor, ...] = ()
+    kept: tuple[KeptLayer, ...] = ()
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
     surprisal: Tensor | None = None
     head_outputs: Tensor | None = None
@@ -103,37 +111,7 @@ class Prefill:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not len(self.keys) == len(self.values) == len(self.queries) > 0:
-            raise ShapeError(
-                f"Prefill takes keys, values and queries of the same L > 0 layers; got "
-                f"{len(self.keys)}, {len(self.values)} and {len(self.queries)}."
-            )
-        heads, dim = self.keys[0].shape[0], self.keys[0].shape[-1]
-        kv_shape = (heads, self.spans.length, dim)
-        for layer, (k, v, q) in enumerate(zip(self.keys, self.values, self.queries, strict=True)):
-            if tuple(k.shape) != kv_shape or tuple(v.shape) != kv_shape:
-                raise ShapeError(
-                    f"Keys and values of every layer must be [G, T, d] = {list(kv_shape)} for one "
-                    f"sequence; layer {layer} has {list(k.shape)} and {list(v.shape)}. Compress "
-                    f"the sequences of a batch one by one, without padding."
-                )
-            asked = (len(self.query_positions), dim)
-            if q.ndim != 3 or q.shape[0] % heads or tuple(q.shape[1:]) != asked:
-                raise ShapeError(
-                    f"Queries must be [H, {len(self.query_positions)}, {dim}] with H a multiple of "
-                    f"G = {heads}; layer {layer} has {list(q.shape)}."
-                )
-            for name, tensor in (("keys", k), ("values", v), ("queries", q)):
-                if not is_finite(tensor):
-                    raise NonFiniteError(
-                        f"The {name} of layer {layer} hold NaN or infinity. Check the model's "
-                        f"weights and dtype (float16 overflows in some models: try bfloat16)."
-                    )
-        if self.rope.cos.shape[0] < self.spans.length:
-            raise ShapeError(
-                f"The RoPE table covers {self.rope.cos.shape[0]} positions, the prompt has "
-                f"{self.spans.length}."
-            )
+        check_tensors(self)
 
     @property
     def layers(self) -> int:
@@ -164,6 +142,11 @@ class Prefill:
         """The rotations that made the keys of `layer`."""
         table = self.rope.cos
         return Rope.none(len(table), table.device) if layer in self.unrotated else self.rope
+
+    def logits_of(self, layer: int) -> dict[str, Any]:
+        """What `gracekv.kernels.logits` makes of the products of queries and keys of `layer`."""
+        sinks = self.sink_logits[layer] if self.sink_logits else None
+        return {"softcap": self.softcap, "sinks": sinks}
 
     @property
     def entry_bytes(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import reduce
@@ -45,7 +46,14 @@ class BlockReplaySpec:
             yield Region(first, min(first + self.block, spans.context_end))
 
     def add(
-        self, total: Tensor, queries: Tensor, keys: Tensor, block: Region, rope: Rope, scale: float
+        self,
+        total: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        block: Region,
+        rope: Rope,
+        scale: float,
+        **logits: Any,
     ) -> None:
         """Add sum_u p_{u,t}^power of a block's queries to `total`; mean over a KV head's queries.
 
@@ -59,6 +67,7 @@ class BlockReplaySpec:
             block: of the context.
             rope: covers the block.
             scale: of the logits.
+            logits: `softcap` and `sinks` as in `softmax_columns`.
         """
         first = block.end - self.block
         first = first if first > SINKS else 0
@@ -69,7 +78,7 @@ class BlockReplaySpec:
         at = torch.arange(block.start, block.end)
         moved = rope.moved(at, block.end - 1).rotate(queries.float() * scale, torch.arange(len(at)))
         whole = torch.full_like(at, seen.shape[1])
-        columns = softmax_columns(moved, seen, whole, power=self.power)
+        columns = softmax_columns(moved, seen, whole, power=self.power, **logits)
         total[:, first : block.end] += reduce(
             columns[:, sinks:], "(g n) t -> g t", "mean", g=len(keys)
         )
@@ -91,7 +100,9 @@ class BlockReplaySums:
         self._waiting: Tensor | None = None
         self.total: Tensor | None = None
 
-    def add(self, queries: Tensor, first: int, keys: Tensor, rope: Rope, scale: float) -> None:
+    def add(
+        self, queries: Tensor, first: int, keys: Tensor, rope: Rope, scale: float, **logits: Any
+    ) -> None:
         """Count the queries [H, C, d] of the positions first, first + 1, ...; `keys` reach as far.
 
         Queries wait until their block is complete: at most one block of them is held.
@@ -108,7 +119,7 @@ class BlockReplaySums:
             if stop - start < block.length:
                 rows = self._collected(rows, start - block.start, block.length)
             if stop == block.end:
-                self._replay.add(self.total, rows, keys, block, rope, scale)
+                self._replay.add(self.total, rows, keys, block, rope, scale, **logits)
                 self._waiting = None
 
     def _collected(self, rows: Tensor, at: int, length: int) -> Tensor:

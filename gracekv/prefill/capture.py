@@ -14,7 +14,7 @@ from gracekv.prefill.length_limits import check_prompt_length
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import check_model
+from gracekv.prefill.supported import check_model, check_needs
 
 EVERYTHING = Needs(
     prompt_samples=1024,
@@ -65,7 +65,8 @@ def capture(
             some GPUs.
         memory_limit: most bytes of queries that are held; default: 256 MiB, or a quarter of keys
             and values if that is more. 0 holds only probes and windows and computes all others
-            again when they are read.
+            again when they are read. A model whose layers are not all compressed cannot compute
+            queries again, and all that are needed are held.
         progress: called with the tokens done and the tokens in all after each chunk.
 
     Raises:
@@ -88,6 +89,7 @@ def capture(
     prompt = prompt.without_tail()
     check_prompt_length(model, prompt.spans.length)
     needs = EVERYTHING if needs is None else needs
+    check_needs(model, needs)
     return run_capture(model, prompt, None, needs, chunk, memory_limit, progress)
 
 

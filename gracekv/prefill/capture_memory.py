@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError
+from gracekv.prefill.model_layers import compressed_layers, kept_layers, text_config
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.partial_attention import chunk_length
 from gracekv.prefill.spans import PromptSpans
@@ -30,20 +31,24 @@ class CaptureSizes:
     Attributes:
         kv: keys and values.
         queries: queries.
+        again: whether queries can be computed again later.
     """
 
     kv: int
     queries: int
+    again: bool = True
 
     @classmethod
     def of(cls, model: Any) -> CaptureSizes:
         """Sizes for `model`, in its dtype."""
-        config = model.config
+        config = text_config(model)
         heads = config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        unit = config.num_hidden_layers * dim * model.dtype.itemsize
+        unit = len(compressed_layers(model)) * dim * model.dtype.itemsize
         groups = getattr(config, "num_key_value_heads", None) or heads
-        return cls(kv=2 * groups * unit, queries=heads * unit)
+        # Layers that are not compressed would need their states of all tokens for it.
+        again = not kept_layers(model)
+        return cls(kv=2 * groups * unit, queries=heads * unit, again=again)
 
 
 def held_positions(
@@ -53,8 +58,14 @@ def held_positions(
 
     All positions if some are known only later, else those known before the pass, if their queries
     take at most `memory_limit` bytes; failing both, direct probes and observation windows. What is
-    missing then is computed again when it is asked for.
+    missing then is computed again when it is asked for. Where that cannot be, all that is needed.
     """
+    if not sizes.again:
+        return (
+            torch.arange(spans.past, spans.length)
+            if needs.later_queries
+            else (needs.known_positions(spans))
+        )
     limit = max(QUERY_BYTES, spans.length * sizes.kv // 4) if memory_limit is None else memory_limit
     if needs.later_queries and (spans.length - spans.past) * sizes.queries <= limit:
         return torch.arange(spans.past, spans.length)

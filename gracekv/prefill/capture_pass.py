@@ -25,7 +25,7 @@ from gracekv.prefill.capture_memory import (
 )
 from gracekv.prefill.draft import draft
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.model_layers import model_layers
+from gracekv.prefill.model_layers import compressed_layers, rotation_kind
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.partial_attention import PartialAttention, rotations
 from gracekv.prefill.past import Past, reflected
@@ -35,6 +35,7 @@ from gracekv.prefill.query_pass import QueryPass
 from gracekv.prefill.reconstruction import reconstruction
 from gracekv.prefill.recorder import Recorder
 from gracekv.prefill.spans import Region
+from gracekv.prefill.stock_layers import StockLayers
 from gracekv.prefill.surprisal import unlikelihood
 
 
@@ -82,10 +83,14 @@ def _captured(
     size: int,
     progress: Callable[[int, int], None] | None,
 ) -> Prefill:
-    layers, device = list(model.get_decoder().layers), input_device(model)
-    record = Recorder(prompt.spans, needs, held, model_layers(model))
+    chosen, device = compressed_layers(model), input_device(model)
+    layers = [model.get_decoder().layers[layer.number] for layer in chosen]
+    record = Recorder(prompt.spans, needs, held, chosen)
     seconds: dict[str, float] = {}
-    last, surprisal = _run(model, prompt, past, needs, record, size, seconds, progress)
+    others = StockLayers(
+        model, () if past is None else past.kept, 0 if past is None else past.length
+    )
+    last, surprisal = _run(model, prompt, past, needs, record, others, size, seconds, progress)
     keys, values = ([x[i] for i in range(len(layers))] for x in (record.keys, record.values))
     repeated = drafted = None
     if needs.reconstruction:
@@ -128,6 +133,9 @@ def _captured(
         rope=record.rope(),
         scale=record.scale,
         unrotated=record.unrotated(),
+        softcap=record.softcap,
+        sink_logits=tuple(record.sinks[layer] for layer in sorted(record.sinks)),
+        kept=others.states,
         hidden={x: reflected(rows, prompt.spans.past) for x, rows in record.hidden.items()},
         surprisal=surprisal,
         head_outputs=outputs,
@@ -139,7 +147,7 @@ def _captured(
         column_sums=_stack(sums) if sums else None,
         query_moments=record.query_moments(),
         block_replays=record.block_replays(),
-        query_source=QueryPass(model),
+        query_source=None if others.states else QueryPass(model),
         logits=last,
         token_ids=prompt.ids,
         fingerprint=fingerprint(model, prompt.tokenizer),
@@ -154,6 +162,7 @@ def _run(
     past: Past | None,
     needs: Needs,
     record: Recorder,
+    others: StockLayers,
     size: int,
     seconds: dict[str, float],
     progress: Callable[[int, int], None] | None,
@@ -174,20 +183,20 @@ def _run(
         if in_parts:
             undo.enter_context(rotations(model.get_decoder(), lambda own, x: own(x, whole)))
         if past is not None:
-            rotation = model.get_decoder().rotary_emb(past.keys[0], places[:, :start])
+            rotary, kind = model.get_decoder().rotary_emb, rotation_kind(model)
+            rotation = rotary(past.keys[0], places[:, :start], *kind)
             record.follow(past, rotation)
         for first in range(start, length, size):
             stop = min(first + size, length)
-            options: dict[str, Any] = {}
+            options = others.options()
             partial = None
             if in_parts:
                 partial = PartialAttention(base, torch.arange(first, stop))
                 options["position_ids"] = places[:, first:stop]
             record.begin(Region(first, stop), partial)
             with _clock(seconds, "prefill", device):
-                output = model(
-                    input_ids=ids[:, first:stop], use_cache=False, logits_to_keep=1, **options
-                )
+                output = model(input_ids=ids[:, first:stop], logits_to_keep=1, **options)
+            others.read(stop == length)
             if needs.surprisal:
                 with _clock(seconds, "surprisal", device):
                     following = prompt.ids[first + 1 : stop + 1]

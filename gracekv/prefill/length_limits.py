@@ -7,18 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedModelError
+from gracekv.prefill.model_layers import compressed_layers, rope_parameters, text_config
 
 # A prompt that leaves less than this to a bounded sequence is warned about. Source: ours.
 _ROOM = 1024
 
 
 def sliding_window(model: Any) -> int | None:
-    """Tokens that the model's sliding layers see, or None if it has none."""
-    config = model.config
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and "sliding_attention" not in kinds:
-        return None
+    """Tokens that the compressed layers see where all layers slide; None if they see all."""
+    window = compressed_layers(model)[0].window
     return int(window) if window else None
 
 
@@ -31,15 +28,16 @@ def switch_point(model: Any) -> int | None:
     config = model.config
     if config.model_type == "phi3":
         return int(config.original_max_position_embeddings)
-    if config.rope_parameters["rope_type"] == "longrope":
-        return int(config.rope_parameters["original_max_position_embeddings"])
+    rope = rope_parameters(model)
+    if rope["rope_type"] == "longrope":
+        return int(rope["original_max_position_embeddings"])
     return None
 
 
 def trained_length(model: Any) -> int | None:
     """Positions that the model was trained or stretched for, or None if its config does not say."""
-    known = getattr(model.config, "max_position_embeddings", None)
-    rope = model.config.rope_parameters
+    known = getattr(text_config(model), "max_position_embeddings", None)
+    rope = rope_parameters(model)
     original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
     if not known:
         return None
@@ -90,7 +88,7 @@ def check_prompt_length(model: Any, length: int) -> None:
         what = (
             "Its dynamic RoPE then rotates by the longest sequence seen so far, so answers depend "
             "on what the model was run on before."
-            if model.config.rope_parameters["rope_type"] == "dynamic"
+            if rope_parameters(model)["rope_type"] == "dynamic"
             else "Answers may be poor, with and without compression."
         )
         _warn(f"The prompt has {length} tokens, {name} was made for {trained}. {what}")

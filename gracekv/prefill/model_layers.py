@@ -26,7 +26,9 @@ ROTATIONS: tuple[Rotation, ...] = (
     "halves", "one_half", "interleaved", "interleaved_table", "none",
 )  # fmt: skip
 
-_INTERLEAVED = frozenset({"glm4"})
+_INTERLEAVED, _ONE_HALF = frozenset({"glm4"}), frozenset({"gpt_oss"})
+# Families whose layers with full attention have no RoPE, while those that slide do.
+_ONLY_SLIDING_ROTATES = frozenset({"cohere2"})
 
 # What the self-check found for families that are not listed.
 _found: WeakKeyDictionary[Any, Mapping[int, Rotation]] = WeakKeyDictionary()
@@ -39,21 +41,57 @@ class ModelLayer:
     Attributes:
         number: 0-based, in the model.
         kind: as transformers names it: "full_attention", "sliding_attention" and so on.
+        window: tokens that a sliding layer sees; None for others.
         rotation: of its keys and queries.
     """
 
     number: int
     kind: str
+    window: int | None
     rotation: Rotation
 
 
 def model_layers(model: Any) -> tuple[ModelLayer, ...]:
     """All decoder layers of `model`."""
-    modules, kinds = model.get_decoder().layers, layer_kinds(model.config)
+    modules, config = model.get_decoder().layers, text_config(model)
+    window = getattr(config, "sliding_window", None)
     return tuple(
-        ModelLayer(number, kinds[number], _rotation(model, number, layer))
-        for number, layer in enumerate(modules)
+        ModelLayer(
+            number,
+            kind,
+            window if kind == "sliding_attention" else None,
+            _rotation(model, number, layer),
+        )
+        for number, (layer, kind) in enumerate(zip(modules, layer_kinds(config), strict=True))
     )
+
+
+def compressed_layers(model: Any) -> tuple[ModelLayer, ...]:
+    """The layers that are compressed: those with full attention.
+
+    Where all slide, all of them: up to their window they are as layers with full attention.
+    """
+    layers = model_layers(model)
+    return tuple(layer for layer in layers if layer.kind == "full_attention") or layers
+
+
+def kept_layers(model: Any) -> tuple[ModelLayer, ...]:
+    """The other layers, whose cache stays as it is."""
+    compressed = compressed_layers(model)
+    return tuple(layer for layer in model_layers(model) if layer not in compressed)
+
+
+def text_config(model: Any) -> Any:
+    """The config of the model's decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def rope_parameters(model: Any) -> Any:
+    """The config's RoPE parameters; where kinds of layers have their own, those of full ones."""
+    parameters = getattr(text_config(model), "rope_parameters", None)
+    if isinstance(parameters, dict) and isinstance(parameters.get("full_attention"), dict):
+        return parameters["full_attention"]
+    return parameters
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -65,6 +103,12 @@ def layer_kinds(config: Any) -> list[str]:
     return [kind] * config.num_hidden_layers
 
 
+def rotation_kind(model: Any) -> tuple[str, ...]:
+    """What `rotary_emb` takes beside positions where kinds of layers have their own RoPE."""
+    own = rope_parameters(model) is not getattr(text_config(model), "rope_parameters", None)
+    return ("full_attention",) if own else ()
+
+
 def remember_rotations(model: Any, found: Mapping[int, Rotation]) -> None:
     """Use these rotations, by layer, for `model` from now on."""
     _found[model] = dict(found)
@@ -73,9 +117,14 @@ def remember_rotations(model: Any, found: Mapping[int, Rotation]) -> None:
 def _rotation(model: Any, number: int, layer: Any) -> Rotation:
     if model in _found:
         return _found[model].get(number, "none")
-    if not getattr(getattr(layer, "self_attn", None), "use_rope", True):
+    attention, family = getattr(layer, "self_attn", None), text_config(model).model_type
+    if not getattr(attention, "use_rope", True):
         return "none"
-    return "interleaved" if model.config.model_type in _INTERLEAVED else "halves"
+    if family in _ONLY_SLIDING_ROTATES and not getattr(attention, "sliding_window", None):
+        return "none"
+    if family in _ONE_HALF:
+        return "one_half"
+    return "interleaved" if family in _INTERLEAVED else "halves"
 
 
 def rope_of_table(cos: Tensor, sin: Tensor, rotation: Rotation) -> Rope:

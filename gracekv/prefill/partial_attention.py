@@ -98,12 +98,14 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
         )
     before = vars(rotary).get("forward")
     own = rotary.forward
-    made: list[Tensor] = []
+    made: dict[Any, Any] = {}
 
-    def forward(x: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, ...]:
-        if not made:
-            made.extend(table(own, x))
-        return tuple(part[:, position_ids[0].to(part.device)] for part in made)
+    def forward(x: Tensor, position_ids: Tensor, kind: Any = None) -> tuple[Tensor, ...]:
+        # Where kinds of layers rotate differently, each has its own table.
+        if kind not in made:
+            kinds = () if kind is None else (kind,)
+            made[kind] = table(lambda *args: own(*args, *kinds), x)
+        return tuple(part[:, position_ids[0].to(part.device)] for part in made[kind])
 
     rotary.forward = forward
     try:

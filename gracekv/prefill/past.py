@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gracekv.prefill.kept import KeptLayer
+
 # Coordinates added to a head; GPUs want a multiple of 8.
 _ADDED = 8
 # The logit of a place without an entry.
@@ -35,11 +37,13 @@ class Past:
         keys: L tensors [G, P, d + 8].
         values: L tensors [G, P, d + 8], whose last 8 are 0.
         length: logical tokens that it stands for; the passage's first token is at this position.
+        kept: what the layers that are not compressed hold of them.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     length: int
+    kept: tuple[KeptLayer, ...] = ()
 
     @property
     def places(self) -> int:
@@ -47,7 +51,12 @@ class Past:
         return self.keys[0].shape[1]
 
     @classmethod
-    def padded(cls, layers: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]], length: int) -> Self:
+    def padded(
+        cls,
+        layers: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]],
+        length: int,
+        kept: tuple[KeptLayer, ...] = (),
+    ) -> Self:
         """From each layer's heads as keys [E_g, d], values [E_g, d] and log m [E_g]."""
         places = max(len(keys) for heads in layers for keys, _, _ in heads)
         keys, values = [], []
@@ -62,7 +71,7 @@ class Past:
                 keys[-1][g, :count, :dim] = own_keys
                 keys[-1][g, :count, dim] = log_m.to(like.dtype)
                 values[-1][g, :count, :dim] = own_values
-        return cls(tuple(keys), tuple(values), length)
+        return cls(tuple(keys), tuple(values), length, kept)
 
 
 def widened(states: Tensor, dim: int, first: float = 0.0) -> Tensor:

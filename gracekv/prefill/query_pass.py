@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
-from gracekv.prefill.model_layers import model_layers, rotating, table_of_rope
+from gracekv.prefill.model_layers import compressed_layers, rotating, table_of_rope
 from gracekv.prefill.partial_attention import PartialAttention, chunk_length, rotations
 from gracekv.prefill.past import widened
 
@@ -50,7 +50,7 @@ class QueryPass:
 
         Costs the matrix products of P tokens up to the last of `layers`.
         """
-        wanted = set(layers)
+        wanted, compressed = set(layers), compressed_layers(self._model)
         made: list[Tensor] = [held[:, :0] for held in prefill.queries]
         for layer in wanted:
             heads, _, dim = made[layer].shape
@@ -60,7 +60,7 @@ class QueryPass:
         device = input_device(self._model)
 
         def table(own: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-            cos, sin = table_of_rope(prefill.rope, rotating(model_layers(self._model)))
+            cos, sin = table_of_rope(prefill.rope, rotating(compressed))
             return cos[None].to(x.device, x.dtype), sin[None].to(x.device, x.dtype)
 
         size = chunk_length(prefill.spans.length)

@@ -30,7 +30,9 @@ class Recorder:
         spans: of the prompt.
         needs: what to keep.
         query_positions: int64 [n] ascending: whose queries are held.
-        layers: L of the model.
+        layers: the L that are compressed.
+
+    Numbers of layers below count these, not the model's.
 
     Attributes:
         keys: layer -> [G, T, d].
@@ -41,6 +43,8 @@ class Recorder:
         column_sums: layer -> [H, T].
         final: [C, D] the decoder's output of the current chunk.
         scale: of the logits.
+        softcap: of the logits; None: none.
+        sinks: layer -> [H] float32, sink logits; empty: none.
         seconds: spent on sums over queries.
     """
 
@@ -71,6 +75,9 @@ class Recorder:
         self.column_sums: dict[int, Tensor] = {}
         self.final: Any = None
         self.scale, self.seconds = 0.0, 0.0
+        self.softcap: float | None = None
+        self.sinks: dict[int, Tensor] = {}
+        self._index = {layer.number: i for i, layer in enumerate(layers)}
 
     def follow(self, past: Past, rotation: tuple[Tensor, Tensor]) -> None:
         """The sequence begins with `past`; `rotation` is cos and sin [1, P, d] of its places."""
@@ -91,7 +98,12 @@ class Recorder:
             module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
         ) -> Any:
             """query [1, H, C, d], key and value [1, G, C, d]."""
-            layer, self.scale = module.layer_idx, float(kwargs["scaling"])
+            if module.layer_idx not in self._index:
+                return stock(module, query, key, value, mask, **kwargs)
+            layer, self.scale = self._index[module.layer_idx], float(kwargs["scaling"])
+            self.softcap = kwargs.get("softcap")
+            if kwargs.get("s_aux") is not None:
+                self.sinks[layer] = kwargs["s_aux"].detach().float()
             dim = query.shape[-1]
             wide = self.keys[layer].shape[-1] if layer in self.keys else dim
             query = widened(query, wide, 1 / self.scale)
@@ -134,11 +146,11 @@ class Recorder:
                     place = self._at(self.hidden, layer, stream, 0, self._spans.length)
                     place[self._chunk.start : self._chunk.end] = stream
 
-                hook = decoder.layers[layer].register_forward_pre_hook(
-                    block_input, with_kwargs=True
-                )
+                block = decoder.layers[self._layers[layer].number]
+                hook = block.register_forward_pre_hook(block_input, with_kwargs=True)
                 undo.callback(hook.remove)
-            hook = decoder.layers[0].self_attn.register_forward_pre_hook(rotation, with_kwargs=True)
+            first = decoder.layers[self._layers[0].number].self_attn
+            hook = first.register_forward_pre_hook(rotation, with_kwargs=True)
             undo.callback(hook.remove)
             if needs.surprisal:
                 undo.callback(decoder.register_forward_hook(final).remove)
@@ -157,6 +169,9 @@ class Recorder:
     def unrotated(self) -> frozenset[int]:
         """Layers without RoPE."""
         return frozenset(i for i, layer in enumerate(self._layers) if layer.rotation == "none")
+
+    def _logits(self, layer: int) -> dict[str, Any]:
+        return {"softcap": self.softcap, "sinks": self.sinks.get(layer)}
 
     def query_moments(self) -> QueryMoments | None:
         """What was added up, or None if it was not asked for."""
@@ -213,6 +228,7 @@ class Recorder:
                     self.keys[layer],
                     self._chunk.start,
                     self.scale,
+                    **self._logits(layer),
                 )
             if self._needs.query_moments is not None:
                 seen = self._counted(self._needs.query_moments)
@@ -228,7 +244,9 @@ class Recorder:
                 keys, rope = self.keys[layer], self.rope()
                 if layer in self.unrotated():
                     rope = Rope.none(len(rope.cos), rope.cos.device)
-                layers[layer].add(queries, self._chunk.start, keys, rope, self.scale)
+                layers[layer].add(
+                    queries, self._chunk.start, keys, rope, self.scale, **self._logits(layer)
+                )
         self.seconds += _now(queries.device) - started
 
 

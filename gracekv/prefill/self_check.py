@@ -1,9 +1,9 @@
 """A model of an unlisted family, tried on a short random prompt.
 
-Compression takes attention for what most models compute: softmax(s q.k + mask) v over the keys that
-the cache holds, which RoPE rotates in one of a few ways, or not at all. Both are computed here from
-what a model's attention modules hand to transformers' attention function, and compared with what
-the model itself gives. Source: ours.
+Compression takes attention for what most models compute: softmax(s q.k + mask) v, capped or with
+sinks where the model says so, over the keys that the cache holds, which RoPE rotates in one of a
+few ways, or not at all. Both are computed here from what a model's attention modules hand to
+transformers' attention function, and compared with what the model itself gives. Source: ours.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning
+from gracekv.kernels.logits import capped, softmax
 from gracekv.prefill.attention_patch import input_device, patched_attention
 from gracekv.prefill.model_layers import ROTATIONS, Rotation, remember_rotations, rope_of_table
 
@@ -110,7 +111,7 @@ class _Seen:
             layer = module.layer_idx
             self.keys[layer], self.values[layer] = key, value
             output = own(module, query, key, value, mask, **kwargs)
-            plain = _softmax_attention(query, key, value, kwargs["scaling"])
+            plain = _softmax_attention(query, key, value, **kwargs)
             self.differences[layer] = _difference(plain, output[0])
             return output
 
@@ -176,7 +177,7 @@ def _last_step(model: Any, ids: Tensor, seen: _Seen) -> Tensor:
                 torch.cat([known[layer][:, :, :-1], new], dim=2)
                 for known, new in ((keys, key), (values, value))
             )
-            output = _softmax_attention(query, key, value, kwargs["scaling"])
+            output = _softmax_attention(query, key, value, **kwargs)
             return output.to(query.dtype), None
 
         return attention
@@ -188,14 +189,29 @@ def _last_step(model: Any, ids: Tensor, seen: _Seen) -> Tensor:
     return logits
 
 
-def _softmax_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _softmax_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> Tensor:
     """float32 [B, Q, H, d]; the queries are the last of the keys' tokens."""
     group, count, length = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     key, value = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
-    logits = scale * query.float() @ key.mT
+    logits = capped(scaling * query.float() @ key.mT, softcap)
     hidden = torch.ones(count, length, dtype=torch.bool, device=key.device)
-    logits.masked_fill_(hidden.triu(length - count + 1), -torch.inf)
-    return (logits.softmax(-1) @ value).transpose(1, 2)
+    hidden = hidden.triu(length - count + 1) | hidden.tril(
+        length - count - (sliding_window or length)
+    )
+    shares = softmax(
+        logits.masked_fill_(hidden, -torch.inf), None if s_aux is None else s_aux[:, None, None]
+    )
+    return (shares @ value).transpose(1, 2)
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:

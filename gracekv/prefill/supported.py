@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gracekv.distributed.sharding import check_sharding
+from gracekv.distributed.sharding import check_sharding, is_sharded
 from gracekv.errors import UnsupportedModelError
-from gracekv.prefill.model_layers import layer_kinds
+from gracekv.prefill.model_layers import kept_layers, layer_kinds, rope_parameters, text_config
+from gracekv.prefill.needs import Needs
 from gracekv.prefill.self_check import self_check
 
 TESTED_MODEL_TYPES = frozenset(
     {
+        "cohere2",
         "gemma",
+        "gemma2",
+        "gemma3_text",
         "glm4",
+        "gpt_oss",
         "granite",
         "llama",
         "ministral",
         "mistral",
         "mixtral",
         "olmo2",
+        "olmo3",
         "phi3",
         "qwen2",
         "qwen3",
@@ -34,14 +40,16 @@ TESTED_ROPE_TYPES = frozenset({"default", "dynamic", "linear", "llama3", "longro
 """Rotations that rotate_half of one table of cosines and sines describes. "dynamic" and "longrope"
 also depend on the sequence's length: see `gracekv.prefill.length_limits`."""
 
+KINDS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers, as transformers names them, that a cache may hold."""
+
 
 def check_model(model: Any) -> None:
     """Raise `UnsupportedModelError` if compressing this model's cache would break an assumption.
 
-    Looks for weights sharded otherwise than by heads, encoders, layers of other kinds, capped
-    attention logits, missing or unknown RoPE and training mode. A family that is not tested is
-    tried on a short random prompt: see `self_check`. `check_prompt_length` checks what depends on
-    the length.
+    Looks for weights sharded otherwise than by heads, encoders, layers of other kinds, missing or
+    unknown RoPE and training mode. A family that is not tested is tried on a short random prompt:
+    see `self_check`. `check_prompt_length` checks what depends on the length.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_decoder"):
@@ -58,25 +66,21 @@ def check_model(model: Any) -> None:
             f"prompt makes. gracekv takes decoder-only models; tested families: "
             f"{_listed(TESTED_MODEL_TYPES)}."
         )
-    rope = getattr(config, "rope_parameters", None)
-    if isinstance(rope, dict) and rope and all(isinstance(x, dict) for x in rope.values()):
-        raise UnsupportedModelError(
-            f"{name} ({family}) rotates its layers of kind {_listed(rope)} differently, and most "
-            f"of them see a sliding window only, so their caches are bounded already. Use a model "
-            f"with full attention in every layer; tested families: {_listed(TESTED_MODEL_TYPES)}."
-        )
-    for number, kind in enumerate(layer_kinds(config)):
-        if kind not in ("full_attention", "sliding_attention"):
+    for number, kind in enumerate(layer_kinds(text_config(model))):
+        if kind not in KINDS:
             raise UnsupportedModelError(
-                f"Layer {number} of {name} ({family}) is of kind {kind}, which keeps no key and "
-                f"value of every token. Use a model with full attention in every layer."
+                f"Layer {number} of {name} ({family}) is of kind {kind}; gracekv compresses layers "
+                f"of kind full_attention and leaves those of kind "
+                f"{_listed(KINDS - {'full_attention'})} as they are, and knows no others. Tested "
+                f"families: {_listed(TESTED_MODEL_TYPES)}."
             )
-    if getattr(config, "attn_logit_softcapping", None) is not None:
+    others = kept_layers(model) if is_sharded(model) else ()
+    if others:
         raise UnsupportedModelError(
-            f"{name} ({family}) caps its attention logits at {config.attn_logit_softcapping}, "
-            f"which attention over merged entries does not reproduce. Tested families: "
-            f"{_listed(TESTED_MODEL_TYPES)}."
+            f"Layer {others[0].number} of {name} is of kind {others[0].kind}; on models sharded "
+            f"over processes all layers have to be compressed so far. Load it without tp_plan."
         )
+    rope = rope_parameters(model)
     if not isinstance(rope, dict) or "rope_type" not in rope:
         raise UnsupportedModelError(
             f"{name} ({family}) has no rotary position embedding (RoPE), which merging keys "
@@ -99,6 +103,18 @@ def check_model(model: Any) -> None:
         )
     if family not in TESTED_MODEL_TYPES:
         self_check(model)
+
+
+def check_needs(model: Any, needs: Needs) -> None:
+    """Raise `UnsupportedModelError` if the model cannot be run once more for `needs`."""
+    kept = kept_layers(model)
+    if kept and (needs.reconstruction or needs.draft):
+        raise UnsupportedModelError(
+            f"This recipe runs the model once more over the whole context, or drafts an answer. "
+            f"Layer {kept[0].number} of {type(model).__name__} is of kind {kept[0].kind} and holds "
+            f"no key and value of every token for it. Use a recipe that reads once, such as "
+            f"'gracekv-plus'."
+        )
 
 
 def _listed(names: Iterable[str]) -> str:

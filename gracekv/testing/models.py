@@ -15,15 +15,21 @@ _CONFIGS = {
     "gemma": "GemmaConfig",
     "gemma2": "Gemma2Config",
     "gemma3_text": "Gemma3TextConfig",
+    "cohere2": "Cohere2Config",
     "glm4": "Glm4Config",
+    "gpt_oss": "GptOssConfig",
     "granite": "GraniteConfig",
     "ministral": "MinistralConfig",
     "mixtral": "MixtralConfig",
     "olmo2": "Olmo2Config",
+    "olmo3": "Olmo3Config",
     "qwen3_moe": "Qwen3MoeConfig",
     "smollm3": "SmolLM3Config",
     "starcoder2": "Starcoder2Config",
 }
+SLIDING = ("cohere2", "gemma2", "gemma3_text", "gpt_oss", "ministral", "olmo3")
+"""Families of which every other layer slides here."""
+
 FAMILIES = tuple(_CONFIGS)
 """`config.model_type`s that `tiny_model` can make."""
 
@@ -62,7 +68,7 @@ def tiny_model(
         original: tokens that the model was trained on before its RoPE was stretched ("llama3",
             "yarn", "longrope"; 32 for "llama3").
         window: sliding window of the layers that slide in this family; None: none does, but in
-            "gemma2" and "gemma3_text", whose alternating layers then have a window of 4096.
+            those of `SLIDING`, every other of whose layers then has the family's window.
         bias: whether the attention projections have biases ("qwen2" always has them).
         attention: transformers' attention implementation.
         dtype: of the weights.
@@ -79,6 +85,12 @@ def tiny_model(
     elif family in ("qwen2", "qwen3"):
         # The first layer attends to everything, the others slide.
         extra = {"use_sliding_window": window is not None, "max_window_layers": 1}
+    elif family in SLIDING:
+        kinds = ("sliding_attention", "full_attention")
+        extra = {"layer_types": [kinds[i % 2] for i in range(layers)]}
+    if family == "gemma2":
+        # Its own cap of 50 would hardly change such small logits.
+        extra |= {"attn_logit_softcapping": 3.0}
     elif family == "gemma3_text":
         local = {"rope_type": "default", "rope_theta": 1e3}
         parameters = {"sliding_attention": local, "full_attention": parameters}
@@ -86,14 +98,12 @@ def tiny_model(
         parameters["partial_rotary_factor"] = partial
     elif family == "granite":
         extra = {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0}
-    elif family in ("mixtral", "qwen3_moe"):
-        experts = "num_local_experts" if family == "mixtral" else "num_experts"
-        extra = {experts: 4, "num_experts_per_tok": 2, "moe_intermediate_size": heads * dim}
+    elif family in ("mixtral", "qwen3_moe", "gpt_oss"):
+        experts = "num_experts" if family == "qwen3_moe" else "num_local_experts"
+        extra |= {experts: 4, "num_experts_per_tok": 2, "moe_intermediate_size": heads * dim}
     elif family == "smollm3":
         # Every other layer has no RoPE.
         extra = {"no_rope_layers": [1 - i % 2 for i in range(layers)], "use_sliding_window": False}
-    elif family == "ministral":
-        extra = {"layer_types": ["full_attention"] * layers}
     if family in ("mistral", "phi3", "mixtral", "starcoder2") or window is not None:
         # Mistral has a window of 4096 unless told that it has none.
         extra["sliding_window"] = window
@@ -139,7 +149,7 @@ def tiny_model(
                     weight.normal_(std=weight.shape[-1] ** -0.5)
                 elif name.endswith("embed_tokens.weight"):
                     weight.normal_(std=embedding)
-                elif name.endswith("bias"):
+                elif name.endswith(("bias", "sinks")):
                     weight.normal_()
                 elif name.endswith(("q_norm.weight", "k_norm.weight")):
                     weight.uniform_(0.5, 2.0)

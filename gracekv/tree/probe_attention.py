@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gracekv.kernels.logits import capped
 from gracekv.linalg import linear
 from gracekv.prefill import Region
 from gracekv.tree.context import TreeContext
@@ -72,6 +73,7 @@ class ProbeAttention:
         _copy([prefill.keys[layer] for layer in layers], region, keys)
         logits = buffer.take(heads, tokens, len(probes))
         _head_products(keys, queries, logits)
+        capped(logits, prefill.softcap)
         masked = int((probes < region.end - 1).sum())
         logits[..., :masked].masked_fill_(positions[:, None] > probes[:masked], -torch.inf)
         max_logit = logits.amax(dim=1)

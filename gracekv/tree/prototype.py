@@ -105,8 +105,9 @@ class Prototype(Distortion):
             batch=batch,
             rope=context.prefill.rope_of(layers[0]).in_halves(context.prefill.head_dim)[0],
             rule=context.rule,
+            softcap=context.prefill.softcap,
         )
-        engine = select_engine(self.engine, inputs.attention.values)
+        engine = select_engine(self.engine, inputs.attention.values, inputs.softcap)
         if engine == "torch":
             return TorchEvaluator(inputs, workspace, self.memory_limit)
         return NumbaEvaluator(inputs) if engine == "numba" else TritonEvaluator(inputs)

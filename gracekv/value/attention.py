@@ -11,6 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from gracekv.kernels.logits import capped, softmax
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Prefill, Region
 from gracekv.prefill.column_sums import add_column_sums
@@ -25,7 +26,8 @@ def attention_probabilities(prefill: Prefill, layer: int, probes: Sequence[int] 
         probes: P >= 1 absolute positions.
 
     S = max(probes) + 1, since no probe sees a later key. Columns after a probe's own position are
-    exactly 0; each row sums to 1. Keys and queries are converted to float32 before the product.
+    exactly 0; each row sums to 1, less the share of a sink. Keys and queries are converted to
+    float32 before the product.
 
     Raises `MissingCaptureError` if a probe's query was not captured.
     """
@@ -37,10 +39,12 @@ def attention_probabilities(prefill: Prefill, layer: int, probes: Sequence[int] 
     shared = rearrange(queries, "(g n) p d -> g (n p) d", g=heads)
     logits = shared @ keys[:, :stop].float().transpose(1, 2)
     logits = rearrange(logits, "g (n p) s -> (g n) p s", p=len(at))
+    finish = prefill.logits_of(layer)
+    logits, sinks = capped(logits, finish["softcap"]), finish["sinks"]
     # All probes see the keys up to the earliest one; only the columns after it need a mask.
     unseen = torch.arange(after, stop) > at[:, None]
     logits[..., after:].masked_fill_(unseen.to(logits.device), -torch.inf)
-    return torch.softmax(logits, dim=-1)
+    return softmax(logits, None if sinks is None else sinks[:, None, None])
 
 
 def attention_sums(
@@ -71,7 +75,13 @@ def attention_sums(
     at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
     queries = prefill.queries_at(layer, at).float() * prefill.scale
     columns = softmax_columns(
-        queries, prefill.keys[layer], at + 1, weights, power=power, maximum=maximum
+        queries,
+        prefill.keys[layer],
+        at + 1,
+        weights,
+        power=power,
+        maximum=maximum,
+        **prefill.logits_of(layer),
     )
     return columns[:, region.start : region.end]
 
@@ -95,7 +105,8 @@ def all_column_sums(prefill: Prefill) -> Tensor:
                 if exact
                 else view.queries_at(layer, range(part.start, part.end))
             )
-            add_column_sums(total, queries, prefill.keys[layer], part.start, prefill.scale)
+            keys, logits = prefill.keys[layer], prefill.logits_of(layer)
+            add_column_sums(total, queries, keys, part.start, prefill.scale, **logits)
     return torch.stack([total.to(device) for total in sums])
 
 
@@ -109,5 +120,6 @@ def column_sums(prefill: Prefill, layer: int, region: Region) -> Tensor:
     length, keys = prefill.spans.length, prefill.keys[layer]
     queries = prefill.queries_at(layer, range(region.start, length))
     total = torch.zeros(prefill.query_heads, length, device=keys.device)
-    add_column_sums(total, queries, keys, region.start, prefill.scale)
+    logits = prefill.logits_of(layer)
+    add_column_sums(total, queries, keys, region.start, prefill.scale, **logits)
     return total[:, region.start : region.end]

@@ -71,5 +71,6 @@ def _from_queries(prefill: Prefill, replay: BlockReplaySpec) -> Tensor:
         view = prefill.with_queries(at)
         for layer, sums in enumerate(layers):
             queries, keys = view.queries_at(layer, at), prefill.keys[layer]
-            sums.add(queries, block.start, keys, prefill.rope_of(layer), prefill.scale)
+            rope, logits = prefill.rope_of(layer), prefill.logits_of(layer)
+            sums.add(queries, block.start, keys, rope, prefill.scale, **logits)
     return torch.stack([x.total.to(device) for x in layers if x.total is not None])

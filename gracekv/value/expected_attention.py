@@ -18,6 +18,7 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
+from gracekv.errors import UnsupportedModelError
 from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.query_moments import QueryMoments, QuerySums
@@ -68,8 +69,15 @@ class ExpectedAttention(Scorer):
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Expected attention times norm, not normalised.
 
-        Raises `MissingCaptureError` unless the queries of the prefix and the context were captured.
+        Raises `MissingCaptureError` unless the queries of the prefix and the context were captured,
+        `UnsupportedModelError` if the model caps its logits or adds sinks.
         """
+        if prefill.softcap is not None or prefill.sink_logits:
+            raise UnsupportedModelError(
+                "The scorer 'expected_attention' has a closed form for plain logits only; this "
+                "model caps its logits or adds sinks to them. Use another scorer, such as "
+                "'block_replay'."
+            )
         device, end = prefill.keys[0].device, prefill.spans.context_end
         # A context that consists of sinks alone still has statistics.
         first = min(self.sinks, end - 1)

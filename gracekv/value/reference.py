@@ -25,11 +25,19 @@ def attention_probability(prefill: Prefill, layer: int, head: int, probe: int) -
     """pi_{u,t} of one query head for t = 0..u (Eq. (V1))."""
     query = prefill.queries_at(layer, [probe])[head, 0].double()
     keys = prefill.keys[layer][head // prefill.group].double()
-    logits = [prefill.scale * float(query @ keys[t]) for t in range(probe + 1)]
-    peak = max(logits)
-    masses = [math.exp(logit - peak) for logit in logits]
-    total = sum(masses)
-    return [mass / total for mass in masses]
+    shares: list[float] = _shares(prefill, layer, head, keys[: probe + 1] @ query).tolist()
+    return shares
+
+
+def _shares(prefill: Prefill, layer: int, head: int, products: Tensor) -> Tensor:
+    """Attention of one query [t], from its products q.k [t]."""
+    logits, cap = prefill.scale * products, prefill.softcap
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    if not prefill.sink_logits:
+        return logits.softmax(0)
+    sink = prefill.sink_logits[layer][head].to(logits)
+    return torch.cat([logits, sink[None]]).softmax(0)[:-1]
 
 
 def attention_sums(
@@ -262,7 +270,7 @@ def block_replay(prefill: Prefill, block: int, power: float, region: Region) -> 
                 plain = rope.unrotate(query, torch.tensor([u]))
                 moved = rope.rotate(plain, torch.tensor([end - 1]))[0]
                 near = [t for t in range(end) if t < 4 or end - block <= t]
-                row = (prefill.scale * keys[near] @ moved).softmax(0)
+                row = _shares(prefill, layer, head, keys[near] @ moved)
                 row = row * (torch.tensor(near) >= (end - block if end - block > 4 else 0))
                 total[layer, head // prefill.group, near] += row**power / prefill.group
     inside = total[..., region.start : region.end] / region.length
@@ -284,7 +292,7 @@ def replay(
                 query = prefill.queries_at(layer, [u])[head].double()
                 plain = rope.unrotate(query, torch.tensor([u]))
                 moved = rope.rotate(plain, torch.tensor([last]))[0]
-                row = (prefill.scale * keys @ moved).softmax(0)[region.start : region.end]
+                row = _shares(prefill, layer, head, keys @ moved)[region.start : region.end]
                 total[layer, head // prefill.group] += weight * row**power / prefill.group
     result: Tensor = total ** (1 / power)
     return result

@@ -146,6 +146,7 @@ def replayed_powers(
         .rotate(queries, torch.arange(len(at)))
     )
     seen = torch.full_like(at, prefill.spans.length)
-    columns = softmax_columns(moved, prefill.keys[layer], seen, weights, power=power)
+    logits = prefill.logits_of(layer)
+    columns = softmax_columns(moved, prefill.keys[layer], seen, weights, power=power, **logits)
     inside = columns[:, region.start : region.end]
     return reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)

@@ -19,7 +19,12 @@ from gracekv.errors import PromptError, StoreError, UnsupportedModelError
 from gracekv.hf.saving import identity
 from gracekv.prefill.chat_text import render
 from gracekv.prefill.length_limits import sliding_window, switch_point, trained_length
-from gracekv.prefill.model_layers import model_layers, rope_of_table
+from gracekv.prefill.model_layers import (
+    kept_layers,
+    model_layers,
+    rope_of_table,
+    rope_parameters,
+)
 from gracekv.prefill.prompt import Prompt
 from gracekv.rope import Rope
 from gracekv.vllm.header import KINDS, QUESTION, ContextHeader
@@ -78,8 +83,13 @@ def _check_equal(cache: RaggedCache, prompt: Prompt) -> None:
 
 def check_served(model: Any) -> None:
     """Raise `UnsupportedModelError` if vLLM would not see the entries as this model does."""
-    rope = model.config.rope_parameters["rope_type"]
-    name = type(model).__name__
+    name, others = type(model).__name__, kept_layers(model)
+    if others:
+        raise UnsupportedModelError(
+            f"Layer {others[0].number} of {name} is of kind {others[0].kind}; a context for vLLM "
+            f"holds entries of layers with full attention only. Serve a model that has no others."
+        )
+    rope = rope_parameters(model)["rope_type"]
     if rope in ("dynamic", "longrope") or switch_point(model) is not None:
         raise UnsupportedModelError(
             f"{name} rotates keys by how long the whole sequence is (RoPE {rope!r}), and vLLM sees "

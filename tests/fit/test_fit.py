@@ -18,9 +18,13 @@ from gracekv.value import Replay
 QUERIES = ReferenceQueries(Replay(max_queries=12), tail=3)
 
 
-def compressed(recipe="gracekv-plus", ratio=3, fit="none", **sizes):
+def compressed(recipe="gracekv-plus", ratio=3, fit="none", softcap=None, sinks=False, **sizes):
     sizes = {"layers": 2, "context": 40, "question": 3, "tail": 2, "dim": 8} | sizes
     prefill = synthetic_prefill(**sizes)
+    if sinks:
+        rows = torch.linspace(-2, 4, prefill.query_heads)
+        prefill = dataclasses.replace(prefill, sink_logits=(rows, -rows))
+    prefill = dataclasses.replace(prefill, softcap=softcap)
     pipeline = dataclasses.replace(Pipeline.named(recipe), fit=FITTERS.parse(fit))
     run = pipeline.run(prefill, Budget.ratio(ratio))
     return prefill, prefill.spans.region(run.plan.recent), run.cache
@@ -35,9 +39,15 @@ def compressed(recipe="gracekv-plus", ratio=3, fit="none", **sizes):
     trust_read=st.sampled_from([0.0, 0.5]),
     recipe=st.sampled_from(["gracekv-plus", "gracekv"]),
     mass=st.sampled_from([None, 0.1]),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
 )
-def test_equals_least_squares_in_float64(seed, group, ratio, trust, trust_read, recipe, mass):
-    prefill, region, cache = compressed(recipe, ratio, seed=seed, group=group)
+def test_equals_least_squares_in_float64(
+    seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks
+):
+    prefill, region, cache = compressed(
+        recipe, ratio, softcap=softcap, sinks=sinks, seed=seed, group=group
+    )
     fitter = (
         Values(QUERIES, trust, trust_read)
         if mass is None

@@ -11,10 +11,16 @@ transformers = pytest.importorskip("transformers")
 import gracekv  # noqa: E402
 from gracekv.hf import GraceCache, attach, detach  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.prefill.model_layers import compressed_layers  # noqa: E402
 from gracekv.prefill.supported import TESTED_MODEL_TYPES  # noqa: E402
 from support.dense import dense_logits  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
-from support.margins import assert_same_steps, assert_same_tokens, logits_over  # noqa: E402
+from support.margins import (  # noqa: E402
+    assert_same_beams,
+    assert_same_steps,
+    assert_same_tokens,
+    logits_over,
+)
 
 LENGTH = 90
 IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
@@ -46,7 +52,7 @@ def test_the_list_is_that_of_the_check():
 
 @every_family
 def test_the_capture_is_the_stock_forward_pass(family):
-    model = FAMILIES[family].model()
+    model, mixed = FAMILIES[family].model(), FAMILIES[family].is_mixed
     cache = transformers.DynamicCache()
     with torch.no_grad():
         plain = copy.deepcopy(model)(IDS[None], past_key_values=cache)
@@ -54,13 +60,22 @@ def test_the_capture_is_the_stock_forward_pass(family):
     prefill = capture(model, PROMPT)
     parts = capture(model, PROMPT, chunk=40)
 
-    for layer in range(prefill.layers):
+    numbers = [x.number for x in compressed_layers(model)]
+    assert len(numbers) == prefill.layers == (len(cache) // 2 if mixed else len(cache))
+    for layer, number in enumerate(numbers):
         # Exactly: both call the same functions on the same shapes.
-        assert torch.equal(prefill.keys[layer], cache.layers[layer].keys[0])
-        assert torch.equal(prefill.values[layer], cache.layers[layer].values[0])
+        assert torch.equal(prefill.keys[layer], cache.layers[number].keys[0])
+        assert torch.equal(prefill.values[layer], cache.layers[number].values[0])
         torch.testing.assert_close(parts.keys[layer], prefill.keys[layer], rtol=0, atol=1e-3)
     torch.testing.assert_close(prefill.logits, plain.logits[0, -1], rtol=0, atol=1e-4)
     torch.testing.assert_close(parts.logits, prefill.logits, rtol=0, atol=1e-3)
+    # Sliding layers hold the window of all tokens but the last.
+    assert [x.number for x in prefill.kept] == [x for x in range(len(cache)) if x not in numbers]
+    for whole, in_parts in zip(prefill.kept, parts.kept, strict=True):
+        for name, tensor in whole.tensors.items():
+            stock = getattr(cache.layers[whole.number], name)
+            assert torch.equal(tensor, stock[:, :, LENGTH - 24 : LENGTH - 1])
+            torch.testing.assert_close(in_parts.tensors[name], tensor, rtol=0, atol=1e-3)
     # The probes' attention, from what was captured, is what the model computed.
     probes = PROMPT.spans.question_probes()
     unseen = torch.arange(LENGTH)[None] > torch.tensor(probes)[:, None]
@@ -71,28 +86,37 @@ def test_the_capture_is_the_stock_forward_pass(family):
             for x in (prefill.keys, prefill.values)
         )
         logits = query @ keys.mT * prefill.scale
-        output = logits.masked_fill(unseen, -torch.inf).softmax(-1) @ values
+        if prefill.softcap is not None:
+            logits = prefill.softcap * torch.tanh(logits / prefill.softcap)
+        logits = logits.masked_fill(unseen, -torch.inf)
+        if prefill.sink_logits:
+            sinks = prefill.sink_logits[layer].double()[:, None, None]
+            logits = torch.cat([logits, sinks.expand(-1, len(probes), 1)], dim=-1)
+        output = logits.softmax(-1)[..., :LENGTH] @ values
         got = prefill.head_outputs[layer].double()
         torch.testing.assert_close(got, output, rtol=1e-5, atol=1e-4)
 
 
 @every_family
 def test_keys_without_their_rotation_are_those_of_the_model(family):
-    """A model without rotations has the keys that `unrotate` gives; so merging is right."""
-    model = FAMILIES[family].model(layers=1 if family != "smollm3" else 2)
+    """A layer without its rotation has the keys that `unrotate` gives; so merging is right."""
+    model = FAMILIES[family].model()
     prefill = capture(model, PROMPT)
-    rotary = model.get_decoder().rotary_emb
-    own = rotary.forward
-    rotary.forward = lambda *args, **kwargs: tuple(
-        torch.full_like(x, float(i == 0)) for i, x in enumerate(own(*args, **kwargs))
-    )
-    plain = capture(model, PROMPT)
-    # Later layers read other states once the first has no rotation.
-    layers = range(prefill.layers) if family != "smollm3" else (0,)
-    for layer in layers:
+    for layer, described in enumerate(compressed_layers(model)):
+        attention = model.get_decoder().layers[described.number].self_attn
+
+        def still(module, args, kwargs):
+            cos, sin = kwargs["position_embeddings"]
+            pair = torch.ones_like(cos), torch.zeros_like(sin)
+            return args, kwargs | {"position_embeddings": pair}
+
+        hook = attention.register_forward_pre_hook(still, with_kwargs=True)
+        plain = capture(model, PROMPT)
+        hook.remove()
         unrotated = prefill.rope_of(layer).unrotate(prefill.keys[layer], torch.arange(LENGTH))
         torch.testing.assert_close(unrotated, plain.keys[layer], rtol=0, atol=1e-4)
-        assert (unrotated - prefill.keys[layer]).abs().max() > 0.1
+        moved = (unrotated - prefill.keys[layer]).abs().max() > 0.1
+        assert moved == (layer not in prefill.unrotated)
 
 
 @every_family
@@ -115,13 +139,14 @@ def heavier(cache):
 
 @every_family
 def test_a_quarter_of_the_entries_decodes_like_dense_masked_attention(family):
-    model = FAMILIES[family].model()
+    model, mixed = FAMILIES[family].model(), FAMILIES[family].is_mixed
     prefill = capture(model, PROMPT)
     for pipeline in ("gracekv", "gracekv-plus"):
         result = gracekv.compress(model, PROMPT, prefill=prefill, ratio=4, pipeline=pipeline)
         kept = result.accounting
         assert kept.spent <= kept.budget < 0.26 * kept.entries.numel() * 76
         assert result.packed.kv_bytes < 0.45 * kept.full_bytes
+        assert set(kept.kept_bytes) == ({"sliding_attention"} if mixed else set())
     packed = heavier(result.packed)
 
     ids, logits = generated(model, GraceCache(packed))
@@ -148,4 +173,4 @@ def test_batches_beams_and_files_give_what_one_prompt_gives(family, tmp_path):
 
     beams = alone[0].generate_ids(6, num_beams=2, num_return_sequences=2)
     assert beams.shape == (2, 6)
-    assert torch.equal(batch.generate_ids(6, num_beams=2)[0], beams[0])
+    assert_same_beams(batch.generate_ids(6, num_beams=2)[:1], beams[:1], alone[0])

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 import gracekv  # noqa: E402
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning  # noqa: E402
 from gracekv.prefill import supported  # noqa: E402
-from gracekv.prefill.model_layers import model_layers  # noqa: E402
+from gracekv.prefill.model_layers import compressed_layers, model_layers  # noqa: E402
 from gracekv.prefill.supported import check_model  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
 
@@ -39,11 +39,11 @@ def unlisted(config, **fields):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_check_finds_the_rotations_that_are_listed(family, monkeypatch):
     model = FAMILIES[family].model()
-    listed = model_layers(model)
+    listed = compressed_layers(model)
     monkeypatch.setattr(supported, "TESTED_MODEL_TYPES", frozenset({"another"}))
     with pytest.warns(UntestedModelWarning, match=f"'{family}' is not tested"):
         check_model(model)
-    assert model_layers(model) == listed
+    assert compressed_layers(model) == listed
     check_model(model)  # Once a model: no second warning.
 
 

@@ -32,18 +32,26 @@ def dense_logits(
     # The fast product over experts takes no float64.
     precise.config._experts_implementation = "eager"
     for module in precise.modules():
+        # The stock ones compute in float32.
         if type(module).__name__.endswith("RMSNorm"):
-            # The stock ones compute in float32.
             module.forward = _rms_norm(module)
-    past, biases = DynamicCache(), []
-    for number, layer in enumerate(cache.layers):
+        elif type(module).__name__ == "Cohere2LayerNorm":
+            module.forward = _layer_norm(module)
+    past = DynamicCache()
+    biases: dict[int, Tensor] = {}
+    held: dict[int, tuple[Tensor, Tensor]] = {
+        x.number: (x.tensors["keys"].double(), x.tensors["values"].double()) for x in cache.kept
+    }
+    for number, layer in zip(cache.model_layers, cache.layers, strict=True):
         keys, values, bias = _dense(layer, cache.length)
-        past.update(keys[None], values[None], number)
-        biases.append(torch.where(bias == -math.inf, bias, 0.0) if drop_bias else bias)
+        held[number] = keys[None], values[None]
+        biases[number] = torch.where(bias == -math.inf, bias, 0.0) if drop_bias else bias
+    for number in sorted(held):
+        past.update(*held[number], number)
     logits = []
-    with _attention(precise, biases):
-        for token in tokens:
-            position = torch.tensor([[past.get_seq_length()]])
+    with _attention(precise, biases, {x.number: x.window for x in cache.kept}):
+        for step, token in enumerate(tokens):
+            position = torch.tensor([[cache.length + step]])
             output = precise(token.view(1, 1), past_key_values=past, position_ids=position)
             logits.append(output.logits[0, -1])
     return torch.stack(logits)
@@ -69,20 +77,39 @@ def _rms_norm(module: Any) -> Any:
     return lambda x: weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
+def _layer_norm(module: Any) -> Any:
+    return lambda x: (
+        module.weight * torch.nn.functional.layer_norm(x, x.shape[-1:], eps=module.variance_epsilon)
+    )
+
+
 @contextmanager
-def _attention(model: Any, biases: list[Tensor]) -> Iterator[None]:
+def _attention(
+    model: Any, biases: dict[int, Tensor], windows: dict[int, int | None]
+) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         group = query.shape[1] // key.shape[1]
-        bias = biases[module.layer_idx]
+        if module.layer_idx in windows:
+            window = windows[module.layer_idx]
+            key, value = (x[:, :, -window:] for x in (key, value))
+            bias = key.new_zeros(key.shape[1], key.shape[2])
+        else:
+            bias = biases[module.layer_idx]
         tail = bias.new_zeros(len(bias), key.shape[2] - bias.shape[1])
         every = torch.cat([bias, tail], dim=1).repeat_interleave(group, dim=0)
         keys, values = (x.repeat_interleave(group, dim=1) for x in (key, value))
-        logits = query @ keys.mT * kwargs["scaling"] + every[None, :, None]
-        return (logits.softmax(-1) @ values).transpose(1, 2), None
+        logits, cap = query @ keys.mT * kwargs["scaling"], kwargs.get("softcap")
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        logits, sinks = logits + every[None, :, None], kwargs.get("s_aux")
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.view(1, -1, 1, 1)], dim=-1)
+        shares = logits.softmax(-1)[..., : keys.shape[2]]
+        return (shares @ values).transpose(1, 2), None
 
     AttentionInterface.register(_NAME, attend)
     AttentionMaskInterface.register(_NAME, lambda **_: None)

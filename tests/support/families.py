@@ -27,6 +27,14 @@ class Family:
         """A tiny model with random weights."""
         return tiny_model(**{"layers": 2, "seed": 3, **self.options, **options})
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether not all of its layers are compressed."""
+        return "window" in self.options
+
+
+_SLIDING: dict[str, Any] = {"layers": 4, "window": 24}
+
 
 def table() -> str:
     """The rows of docs/models.md."""
@@ -39,14 +47,39 @@ FAMILIES = {
     for family in (
         Family("Llama 2 and 3, SmolLM2", "plain", {"family": "llama"}),
         Family("Mistral", "plain", {"family": "mistral"}),
-        Family("Ministral", "plain", {"family": "ministral"}),
+        Family("Ministral", "sliding layers beside full ones", _SLIDING | {"family": "ministral"}),
         Family("Mixtral", "experts", {"family": "mixtral"}),
         Family("Qwen2, Qwen2.5", "biases", {"family": "qwen2"}),
         Family("Qwen3", "norms of queries and keys", {"family": "qwen3"}),
         Family("Qwen3-MoE", "experts; norms of queries and keys", {"family": "qwen3_moe"}),
         Family("Phi-3, Phi-4", "partial rotation, LongRoPE", {"family": "phi3", "partial": 0.75}),
         Family("Gemma", "large heads", {"family": "gemma"}),
+        Family(
+            "Gemma 2",
+            "sliding layers beside full ones; capped logits (eager attention)",
+            _SLIDING | {"family": "gemma2", "attention": "eager"},
+        ),
+        Family(
+            "Gemma 3 (text)",
+            "sliding layers beside full ones, each kind with its own RoPE",
+            _SLIDING | {"family": "gemma3_text"},
+        ),
+        Family(
+            "GPT-OSS",
+            "sliding layers beside full ones; sinks; experts (eager attention)",
+            _SLIDING | {"family": "gpt_oss", "attention": "eager", "bias": True},
+        ),
+        Family(
+            "Cohere 2 (Command A)",
+            "sliding layers with RoPE beside full ones without",
+            _SLIDING | {"family": "cohere2"},
+        ),
         Family("OLMo 2", "norms over all heads", {"family": "olmo2"}),
+        Family(
+            "OLMo 3",
+            "sliding layers beside full ones; norms over all heads",
+            _SLIDING | {"family": "olmo3"},
+        ),
         Family("Granite", "a scale of its own", {"family": "granite"}),
         Family("SmolLM3", "layers without RoPE", {"family": "smollm3"}),
         Family(

@@ -12,6 +12,7 @@ from gracekv.prefill import Prefill
 from gracekv.segment import Partition
 from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeContext
 from gracekv.tree.engines.reference import ReferenceDistortion
+from gracekv.tree.engines.select import select_engine
 from support.interval_costs import evaluator_of
 from support.trees import tree_context
 
@@ -19,10 +20,9 @@ from support.trees import tree_context
 def compare(context: TreeContext, distortion: Prototype, tolerance: float) -> None:
     """The CPU's engines against the definitions, in every head."""
     bounds, slots = context.partition.bounds.tolist(), context.partition.slots
+    engines = ("torch", "numba") if context.prefill.softcap is None else ("torch",)
     for layer in range(context.prefill.layers):
-        evaluators = [
-            evaluator_of(context, engine, distortion, [layer])[0] for engine in ("torch", "numba")
-        ]
+        evaluators = [evaluator_of(context, engine, distortion, [layer])[0] for engine in engines]
         for tree in range(context.prefill.kv_heads * slots):
             reference = ReferenceDistortion(context, layer, tree // slots, distortion)
             a, b = bounds[tree % slots], bounds[tree % slots + 1]
@@ -67,6 +67,14 @@ def test_every_term_and_option_reaches_the_costs() -> None:
         compare(context, distortion, tolerance=2e-4)
     flat = dataclasses.replace(context, rule=PrototypeRule(uniform_base=1.0, multiplicity=False))
     compare(flat, Prototype(), tolerance=2e-4)
+
+
+def test_capped_logits_reach_the_costs() -> None:
+    context = tree_context(3, context=24, layers=1)
+    capped = dataclasses.replace(context.prefill, softcap=1.5)
+    compare(dataclasses.replace(context, prefill=capped), Prototype(), tolerance=2e-4)
+    with pytest.raises(BackendUnavailableError, match="does not cap logits"):
+        select_engine("numba", torch.zeros(3, 8), softcap=1.5)
 
 
 def test_chunks_do_not_change_the_costs() -> None:

@@ -43,6 +43,7 @@ class EngineInputs:
         batch: the trees of these heads.
         rope: the rotations of all positions, in halves.
         rule: how tokens merge.
+        softcap: of the logits; None: none.
     """
 
     weights: DistortionWeights
@@ -50,3 +51,4 @@ class EngineInputs:
     batch: TreeBatch
     rope: Rope
     rule: PrototypeRule
+    softcap: float | None = None

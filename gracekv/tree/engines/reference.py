@@ -96,7 +96,8 @@ class ReferenceDistortion:
             self.probes.append((position, query, top, total))
 
     def _logit(self, query: Tensor, key: Tensor) -> float:
-        return float(query @ key) * self.context.prefill.scale
+        logit, cap = float(query @ key) * self.context.prefill.scale, self.context.prefill.softcap
+        return logit if cap is None else cap * math.tanh(logit / cap)
 
     def node(self, start: int, end: int) -> float:
         """D([start, end)), Eqs. (T6) and (T7)."""

@@ -12,12 +12,19 @@ from gracekv.tree.engines.base import Engine
 from gracekv.tree.engines.triton_blocks import LARGEST_DIM
 
 
-def select_engine(engine: Engine, values: Tensor) -> Engine:
-    """The engine for a cache with these values [..., d]; never "auto".
+def select_engine(engine: Engine, values: Tensor, softcap: float | None = None) -> Engine:
+    """The engine for a cache with these values [..., d] and this cap of logits; never "auto".
 
     "auto" takes the fastest that can run there: "numba" on CPUs, "triton" on GPUs, "torch" where
     neither is available. Raises `BackendUnavailableError` if `engine` names one that cannot run.
     """
+    if softcap is not None:
+        if engine in ("numba", "triton"):
+            raise BackendUnavailableError(
+                f"The distortion's engine {engine!r} does not cap logits, as this model does at "
+                f"{softcap:g}. Choose engine='torch' or 'auto'."
+            )
+        return "torch"
     device = values.device
     # Kernels read memory, which a tensor subclass (traced, sharded ...) need not have.
     plain = type(values) is Tensor

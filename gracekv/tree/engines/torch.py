@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gracekv.kernels.logits import capped
 from gracekv.linalg import linear
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import MAX_EXPONENT, EngineInputs
@@ -122,9 +123,15 @@ class TorchEvaluator(DistortionEvaluator):
         self.inputs.rope.rotate(mean_key, position, out=features[..., :dim])
         features[..., dim], features[..., dim + 1] = multiplicity.log(), 1.0
         ones = torch.ones_like(attention.max_logit)[..., None]
-        queries = torch.cat([attention.queries, ones, -attention.max_logit[..., None]], dim=-1)
+        others = torch.cat([ones, -attention.max_logit[..., None]], dim=-1)
+        if (cap := self.inputs.softcap) is not None:
+            # The cap comes between the product and the other two features.
+            z_tilde = capped(torch.bmm(features[..., :dim], attention.queries[head].mT), cap)
+            z_tilde += torch.bmm(features[..., dim:], others[head].mT)
+            return z_tilde.clamp_(max=MAX_EXPONENT).exp_()
+        queries = torch.cat([attention.queries, others], dim=-1)
         if row.device.type == "cuda":
-            z_tilde: Tensor = torch.bmm(features, queries[head].mT)
+            z_tilde = torch.bmm(features, queries[head].mT)
         else:
             # One product per head: a CPU multiplies tall matrices faster than many small ones.
             z_tilde = self.workspace.take(sequences, width, probes)

@@ -1,0 +1,90 @@
+"""What layers without full attention hold, as a stock cache would: it is kept, not compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gracekv.errors import ShapeError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptLayer:
+    """The state of one decoder layer after some tokens, of S sequences.
+
+    Attributes:
+        number: 0-based, in the model.
+        kind: as transformers names it, such as "sliding_attention".
+        window: of a sliding layer, in tokens; None for others.
+        tensors: of a sliding layer "keys" and "values" [S, G, n, d] of the last n tokens, n at most
+            window - 1; of a linear one its states [S, ...].
+
+    Raises:
+        ShapeError: the tensors do not fit one another.
+    """
+
+    number: int
+    kind: str
+    window: int | None
+    tensors: Mapping[str, Tensor]
+
+    def __post_init__(self) -> None:
+        shapes = {name: list(x.shape) for name, x in self.tensors.items()}
+        sliding = self.window is not None
+        if (
+            len({len(x) for x in self.tensors.values()}) != 1
+            or (sliding and shapes.keys() != {"keys", "values"})
+            or (sliding and any(x.ndim != 4 for x in self.tensors.values()))
+            or (sliding and shapes["keys"] != shapes["values"])
+        ):
+            raise ShapeError(
+                f"KeptLayer takes states of as many sequences, those of a sliding layer keys and "
+                f"values [S, G, n, d]; layer {self.number} has {shapes}."
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Of all its tensors."""
+        return sum(x.numel() * x.element_size() for x in self.tensors.values())
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        return replace(self, tensors={name: x.to(device) for name, x in self.tensors.items()})
+
+    def sequence(self, s: int, length: int) -> Self:
+        """Views of sequence s alone, which covers `length` tokens."""
+        own = {name: x[s : s + 1] for name, x in self.tensors.items()}
+        if self.window is not None:
+            # Shorter sequences are padded on their left.
+            most = min(length, self.window - 1)
+            own = {name: x[:, :, max(0, x.shape[2] - most) :] for name, x in own.items()}
+        return replace(self, tensors=own)
+
+    @classmethod
+    def stack(cls, layers: Sequence[Self]) -> Self:
+        """The sequences of all `layers`, of one model layer, in one; padded on their left."""
+        first = layers[0]
+        names = first.tensors.keys()
+        if len({(x.number, x.kind, x.window) for x in layers}) != 1:
+            raise ShapeError("Only states of one model layer can be stacked.")
+        columns = {name: [x.tensors[name] for x in layers] for name in names}
+        if first.window is not None:
+            width = max(x.shape[2] for x in columns["keys"])
+            columns = {
+                name: [functional.pad(x, (0, 0, width - x.shape[2], 0)) for x in parts]
+                for name, parts in columns.items()
+            }
+        return replace(first, tensors={name: torch.cat(parts) for name, parts in columns.items()})
+
+
+def bytes_by_kind(layers: Sequence[KeptLayer]) -> dict[str, int]:
+    """Bytes of `layers`, such as {"sliding_attention": ...}."""
+    total: dict[str, int] = {}
+    for layer in layers:
+        total[layer.kind] = total.get(layer.kind, 0) + layer.bytes
+    return total

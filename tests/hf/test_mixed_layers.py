@@ -1,0 +1,205 @@
+"""Layers that are compressed beside layers that keep their own window."""
+
+import dataclasses
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import gracekv  # noqa: E402
+from gracekv.errors import CacheError, SavedCacheError, UnsupportedModelError  # noqa: E402
+from gracekv.hf import attach  # noqa: E402
+from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.testing.models import tiny_model  # noqa: E402
+from gracekv.testing.tokenizers import tiny_tokenizer  # noqa: E402
+from support.families import FAMILIES  # noqa: E402
+from support.margins import assert_same_steps, assert_same_tokens, logits_over  # noqa: E402
+
+MIXED = [name for name, family in FAMILIES.items() if family.is_mixed]
+WINDOW, VOCABULARY = 24, 300
+TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer(vocabulary=VOCABULARY)
+
+
+def model_of(family, **options):
+    return FAMILIES[family].model(vocabulary=VOCABULARY, **options)
+
+
+def stock(model, ids, tokens):
+    """New ids and their logits without any compression; the model was never attached."""
+    output = model.generate(
+        ids[None],
+        attention_mask=torch.ones_like(ids)[None],
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[0, len(ids) :], torch.cat(output.logits)
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_questions_turns_and_passages_at_ratio_one_are_the_stock_model(family, tokenizer):
+    """Several tokens at once over every kind of layer: questions, further turns, extensions."""
+    model, plain = model_of(family), model_of(family)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=1)
+    cache = book.new_cache()
+    ids = book.prompt.ids[: book.prompt.spans.context_end]
+    more = torch.arange(40, 59)
+    for part in (more[:7], more[7:]):
+        ids = torch.cat([ids, part])
+        attach(model)
+        output = model.generate(
+            ids[None],
+            past_key_values=cache,
+            attention_mask=torch.ones_like(ids)[None],
+            max_new_tokens=5,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        got, logits = output.sequences[0, len(ids) :], torch.cat(output.logits)
+        want, want_logits = stock(plain, ids, 5)
+        assert_same_steps(got, logits, want, want_logits, margin=5e-4)
+        ids = torch.cat([ids, got[:-1]])
+    if family == "gemma2":
+        with pytest.raises(CacheError, match="caps its attention logits"):
+            book.extend(more, ratio=1)
+        return
+    longer = book.extend(more, ratio=1)
+    ids = torch.cat([longer.prompt.ids[: longer.prompt.spans.context_end], more[:3]])
+    want, _ = stock(plain, ids, 5)
+    attach(model)
+    got = model.generate(
+        ids[None],
+        past_key_values=longer.new_cache(),
+        attention_mask=torch.ones_like(ids)[None],
+        max_new_tokens=5,
+        do_sample=False,
+        pad_token_id=0,
+    )[0, len(ids) :]
+    assert_same_tokens(got, want, lambda before: stock(plain, torch.cat([ids, before]), 1)[1][0])
+    assert longer.accounting.kept_bytes == book.accounting.kept_bytes
+
+
+def test_questions_of_different_lengths_are_answered_as_alone(tokenizer):
+    model = model_of("gemma3_text")
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=3)
+    questions = ["Who?", "Where is the longest word of all these words?"]
+    assert book.ask(questions, 6) == [book.ask(question, 6) for question in questions]
+
+
+def test_a_turn_that_fails_is_undone_in_all_layers(tokenizer, monkeypatch):
+    model = model_of("olmo3")
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=3)
+    with book.chat() as chat, book.chat() as other:
+        first = chat.ask("Who?", 5)
+        assert other.ask("Who?", 5) == first
+        calls = []
+        own = model.lm_head.forward
+
+        def failing(x):
+            calls.append(x)
+            if len(calls) == 3:
+                raise RuntimeError("no power")
+            return own(x)
+
+        monkeypatch.setattr(model.lm_head, "forward", failing)
+        with pytest.raises(RuntimeError, match="no power"):
+            chat.ask("And then?", 5)
+        monkeypatch.undo()
+        assert chat.ask("And then?", 5) == other.ask("And then?", 5)
+
+
+def test_assisted_decoding_and_resets_go_back_to_the_prompt():
+    model = model_of("gemma3_text")
+    ids = torch.arange(100) * 13 % VOCABULARY
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=3)
+    want = result.generate_ids(8)
+    got = result.generate_ids(8, prompt_lookup_num_tokens=3)
+    assert_same_tokens(got, want, logits_over(result))
+    cache = result.new_cache()
+    options = {"past_key_values": cache, "max_new_tokens": 4, "do_sample": False}
+    first = model.generate(**result.inputs, **options)
+    cache.reset()
+    assert torch.equal(model.generate(**result.inputs, **options), first)
+
+
+def test_budgets_and_numbers_count_compressed_layers_alone():
+    model = model_of("gpt_oss")
+    ids = torch.arange(100) * 13 % VOCABULARY
+    prompt = gracekv.Prompt.from_ids(ids, (4, 90))
+    result = gracekv.compress(model, prompt, entries_per_head=20, pipeline="streaming-llm")
+    kept = result.accounting
+    assert kept.entries.shape == (2, 2)
+    assert kept.budget == kept.spent == 2 * 2 * 20
+    assert result.packed.model_layers == (1, 3)
+    # Two layers, keys and values, two heads of 16 numbers over 23 tokens.
+    size = 2 * 2 * 2 * (WINDOW - 1) * 16 * 4
+    assert kept.kept_bytes == {"sliding_attention": size}
+    assert sum(kept.held_bytes.values()) >= kept.bytes + size
+    both = gracekv.compress(model, [prompt, prompt], ratio=4).accounting
+    assert both.kept_bytes == {"sliding_attention": 2 * size}
+
+
+def test_what_needs_every_token_of_every_layer_is_refused_by_name(tokenizer, tmp_path):
+    model = model_of("ministral")
+    ids = torch.arange(100) * 13 % VOCABULARY
+    prompt = gracekv.Prompt.from_ids(ids, (4, 90))
+    for recipe in ("gracekv-draft", "kvzip-two-pass"):
+        with pytest.raises(UnsupportedModelError, match=r"Layer 0 of Ministral.* sliding_"):
+            gracekv.compress(model, prompt, ratio=2, pipeline=recipe)
+    result = gracekv.compress(model, prompt, ratio=2)
+    with pytest.raises(CacheError, match="static tail needs compressed layers"):
+        result.new_cache().with_static_tail(16)
+    with pytest.raises(UnsupportedModelError, match=r"Layer 0 of Ministral.* vLLM"):
+        result.export(tmp_path / "context")
+    capped = model_of("gemma2")
+    with pytest.raises(UnsupportedModelError, match="'expected_attention' has a closed form"):
+        gracekv.compress(capped, prompt, ratio=2, pipeline="expected-attention")
+
+
+def test_a_file_whose_states_are_not_whole_is_refused(tmp_path, monkeypatch):
+    model = model_of("cohere2")
+    ids = torch.arange(100) * 13 % VOCABULARY
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=2)
+    state, *others = result.packed.kept
+    short = dataclasses.replace(
+        state, tensors={name: x[:, :, 1:] for name, x in state.tensors.items()}
+    )
+    for states, message in (((short, *others), "layer 0 does not hold"), (others, "3 layers")):
+        broken = dataclasses.replace(result.packed, kept=tuple(states))
+        monkeypatch.setattr(type(result), "packed", broken)
+        result.save(tmp_path / "cache")
+        monkeypatch.undo()
+        with pytest.raises(SavedCacheError, match=message):
+            gracekv.load(tmp_path / "cache", model)
+
+
+@pytest.mark.parametrize("length", [12, 23, 24, 25, 26])
+def test_prompts_around_the_window(length):
+    model, plain = (tiny_model("gemma3_text", layers=2, window=WINDOW, seed=3) for _ in range(2))
+    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(1))
+    prompt = gracekv.Prompt.from_ids(ids, (1, length - 2))
+    want, want_logits = stock(plain, ids, 4)
+    result = gracekv.compress(model, prompt, prefill=capture(model, prompt, chunk=5), ratio=1)
+    attach(model)
+    output = model.generate(
+        ids[None],
+        past_key_values=result.new_cache(),
+        attention_mask=torch.ones_like(ids)[None],
+        max_new_tokens=4,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    got = output.sequences[0, length:]
+    assert_same_steps(got, torch.cat(output.logits), want, want_logits, margin=5e-4)

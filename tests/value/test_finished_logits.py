@@ -1,0 +1,60 @@
+"""Scores where the model caps its logits, or adds sinks to the softmax; against float64."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from gracekv.errors import BackendUnavailableError
+from gracekv.kernels.softmax_sums import softmax_columns
+from gracekv.testing import synthetic_prefill
+from gracekv.value import BlockReplay, ColumnSums, Replay, WindowAttention, reference
+from gracekv.value.attention import attention_probabilities
+
+LOGITS = {"capped": (1.5, False), "with sinks": (None, True), "both": (1.5, True)}
+
+
+def prefill_of(case, **sizes):
+    softcap, has_sinks = LOGITS[case]
+    sizes = {"layers": 2, "prefix": 2, "context": 30, "question": 4, "tail": 2, "dim": 8} | sizes
+    prefill = synthetic_prefill(**sizes)
+    rng = torch.Generator().manual_seed(5)
+    # Some sinks hardly matter, others take most of the attention.
+    sinks = [torch.randn(prefill.query_heads, generator=rng) * 3 for _ in range(prefill.layers)]
+    return dataclasses.replace(
+        prefill, softcap=softcap, sink_logits=tuple(sinks) if has_sinks else ()
+    )
+
+
+@pytest.mark.parametrize("case", LOGITS)
+def test_scores_equal_their_references(case):
+    prefill = prefill_of(case)
+    plain = dataclasses.replace(prefill, softcap=None, sink_logits=())
+    region, probe = prefill.spans.region(2), prefill.spans.length - 3
+    for layer in range(prefill.layers):
+        rows = attention_probabilities(prefill, layer, [probe])
+        for head in range(prefill.query_heads):
+            want = torch.tensor(reference.attention_probability(prefill, layer, head, probe))
+            torch.testing.assert_close(rows[head, 0].double(), want.double(), rtol=1e-4, atol=1e-7)
+    replay = Replay(uniform_weight=1.0, max_queries=9)
+    at, weights = replay.select_queries(prefill, region)
+    window, columns, blocks = WindowAttention(window=5), ColumnSums(), BlockReplay(12)
+    pairs = [
+        (window, reference.window_attention(window, prefill, region).scores),
+        (columns, reference.column_sums(prefill, region).scores),
+        (replay, reference.replay(prefill, at, weights, region, replay.mean_power)),
+        (blocks, reference.block_replay(prefill, 12, blocks.mean_power, region)),
+    ]
+    captured = dataclasses.replace(prefill, column_sums=None, block_replays={})
+    for scorer, want in pairs:
+        got = scorer(captured, region).scores
+        torch.testing.assert_close(got.double(), want.double(), rtol=3e-4, atol=1e-6)
+        other = scorer(dataclasses.replace(plain, column_sums=None, block_replays={}), region)
+        assert (other.scores - got).abs().max() > 1e-3
+
+
+def test_engines_without_caps_and_sinks_say_so():
+    queries, keys, seen = torch.randn(2, 3, 8), torch.randn(1, 5, 8), torch.tensor([3, 4, 5])
+    for options in ({"softcap": 2.0}, {"sinks": torch.zeros(2)}):
+        with pytest.raises(BackendUnavailableError, match="neither capped logits nor sinks"):
+            softmax_columns(queries, keys, seen, engine="numba", **options)
