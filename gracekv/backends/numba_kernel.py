@@ -24,11 +24,12 @@ from gracekv.backends import attention_args, numba_codes, numba_products, numba_
 from gracekv.backends.attention_args import AttentionArgs, CodedArgs
 from gracekv.backends.numba_codes import codes_of, stored_rows
 from gracekv.backends.numba_products import mixtures, products
-from gracekv.backends.numba_softmax import LANES, exponentials, largest, merge
+from gracekv.backends.numba_softmax import exponentials, largest, merge
 from gracekv.kernels import cap_logits as capping
 from gracekv.kernels import code_vectors, exponential, half_precision, intrinsics, row_vectors
 from gracekv.kernels.cap_logits import cap_logits
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
+from gracekv.kernels.row_vectors import WIDTH
 from gracekv.kernels.source_digest import digest
 
 _ARGS, _PART = np.dtype(AttentionArgs), np.dtype(CodedArgs)
@@ -41,8 +42,8 @@ _LOWEST = np.finfo(np.float32).min
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def aligned(rows: int, columns: int) -> Any:
     """float32 [rows, columns], not initialised, from the start of a cache line."""
-    buffer = np.empty(rows * columns + LANES, np.float32)
-    first = -(buffer.ctypes.data // 4) % LANES
+    buffer = np.empty(rows * columns + WIDTH, np.float32)
+    first = -(buffer.ctypes.data // 4) % WIDTH
     return buffer[first : first + rows * columns].reshape(rows, columns)
 
 
@@ -76,7 +77,6 @@ def _run_splits(
     weights = aligned(args.most_queries, args.longest)
     bits = np.empty(args.longest, np.int32)
     power, mantissa = bits.view(np.float32), np.empty(args.longest, np.float32)
-    lanes = np.empty(LANES, np.float32)
     slots = np.empty(args.packed_splits + tail_splits, np.int64)
 
     all_splits = args.packed_splits + args.batch * heads * tail_splits
@@ -128,7 +128,7 @@ def _run_splits(
             if place < 0 or args.mask != 0:
                 for e in range(entries):
                     weights[j, e] += added[added_from + e]
-            top = largest(weights[j], entries, lanes)
+            top = largest(weights[j], entries)
             partial[slot + j, dim] = top
             # Where all entries are hidden any finite maximum will do: the weights are 0.
             total = exponentials(weights[j], entries, max(top, _LOWEST), bits, power)

@@ -9,9 +9,7 @@ import numpy as np
 from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels.exponential import LEAST, exponential_parts
-
-LANES = 16
-"""float32 numbers of a vector, and of a cache line."""
+from gracekv.kernels.row_vectors import WIDTH, largest_of
 
 
 @njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
@@ -30,25 +28,11 @@ def exponentials(x: Any, count: int, top: Any, bits: Any, power: Any) -> Any:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def largest(x: Any, count: int, lanes: Any) -> Any:
-    """The largest of the first `count` numbers; any number or NaN if one is NaN.
-
-    `lanes` (float32 [16]) is overwritten: a maximum of its own for each place of a vector.
-    """
-    if count < LANES:
-        top = x[0]
-        for e in range(1, count):
-            top = max(top, x[e])
-        return top
-    for i in range(LANES):
-        lanes[i] = x[i]
-    for e in range(LANES, count - LANES + 1, LANES):
-        for i in range(LANES):
-            lanes[i] = x[e + i] if x[e + i] > lanes[i] else lanes[i]
-    top = lanes[0]
-    for i in range(1, LANES):
-        top = max(top, lanes[i])
-    for e in range(count // LANES * LANES, count):
+def largest(x: Any, count: int) -> Any:
+    """The largest of the first `count` numbers; any number or NaN if one is NaN."""
+    vectors = count // WIDTH
+    top = largest_of(x, vectors) if vectors > 0 else x[0]
+    for e in range(vectors * WIDTH, count):
         top = max(top, x[e])
     return top
 

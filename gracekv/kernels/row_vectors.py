@@ -93,6 +93,31 @@ def dot_four(
     return types.void(queries, number, keys, number, number, out, number), generate
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def largest_of(context: Any, x: Any, vectors: Any) -> Any:
+    """The largest of the first 16 `vectors` numbers, `vectors` > 0; any or NaN if one is NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, (x, vectors) = signature.args[0], arguments
+
+        def larger(a: Any, b: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+        first = vector_at(context, builder, array, x, _INT(0))
+        top = cgutils.alloca_once_value(builder, builder.load(first, align=4))
+        with cgutils.for_range(builder, vectors) as loop:
+            at = vector_at(context, builder, array, x, builder.mul(loop.index, _INT(WIDTH)))
+            builder.store(larger(builder.load(top), builder.load(at, align=4)), top)
+        found, lanes = builder.load(top), WIDTH
+        while lanes > 1:
+            lanes //= 2
+            low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
+            found = larger(_pick(builder, found, found, low), _pick(builder, found, found, high))
+        return builder.extract_element(found, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(x, types.int64), generate
+
+
 def _adder(channels: int) -> Any:
     def add(
         context: Any,
