@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
 from gracekv.allocate.top_tokens import entry_gains
-from gracekv.errors import BudgetError, ConfigError
+from gracekv.errors import BudgetError, ConfigError, NonFiniteError
 from gracekv.pipeline import Pipeline
 from gracekv.precision import AllocatedPrecision, reference
 from gracekv.precision.rounding_loss import rounding_loss
@@ -165,6 +165,22 @@ def test_what_fits_as_it_is_stays():
     pipeline = Pipeline.from_dict({"precision": "allocated"}, base="gracekv-plus")
     kept = pipeline.run(prefill, Budget.ratio(1)).accounting
     assert (kept.spent, [share.bits for share in kept.widths]) == (400, [16])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_cannot_be_rounded_are_refused(bad):
+    prefill = synthetic_prefill(context=60, dim=8, layers=2)
+    prefill.keys[1][:, 8:50, 3] = bad
+    with pytest.raises(NonFiniteError, match="Use precision 'full'"):
+        rounding_loss(prefill, prefill.spans.region(4), AllocatedPrecision(group=8).codings)
+
+
+def test_values_that_are_all_alike_lose_nothing_but_by_their_keys():
+    prefill = synthetic_prefill(context=60, dim=8, layers=1)
+    prefill.keys[0].fill_(1.5)
+    prefill.values[0].fill_(-0.75)
+    loss = rounding_loss(prefill, prefill.spans.region(4), AllocatedPrecision(group=8).codings)
+    assert torch.equal(loss, torch.zeros_like(loss))
 
 
 def test_what_cannot_work_is_refused():

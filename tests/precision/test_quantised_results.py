@@ -14,6 +14,7 @@ from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import (
     BackendUnavailableError,
     BudgetError,
+    CacheError,
     SavedCacheError,
     ShapeError,
 )
@@ -145,3 +146,14 @@ def test_what_cannot_work_is_refused_before_the_model_runs(model, monkeypatch):
 def test_a_backend_without_codes_is_refused(model):
     with pytest.raises(BackendUnavailableError, match="'triton' cannot run"):
         gracekv.compress(model, prompt(), ratio=3, pipeline=pipeline(), backend="triton")
+
+
+@pytest.mark.parametrize("fields", [{}, ALLOCATED])
+def test_extending_is_refused_by_name(model, fields):
+    ids = prompt().ids
+    one = gracekv.Prompt.from_ids(ids[:100], context=(4, 90), question_end=90)
+    coded = dataclasses.replace(
+        Pipeline.named("gracekv-agnostic"), precision=pipeline(**fields).precision
+    )
+    with pytest.raises(CacheError, match="quantised entries cannot be extended yet"):
+        gracekv.compress(model, one, ratio=2, pipeline=coded).extend(ids[100:], ratio=2)
