@@ -163,18 +163,24 @@ def _finish(
     """
     entry, source = operations.entry[begin:], operations.source[begin:]
     target, head = operations.target[begin:], entries.head[operations.entry[begin:]]
-    counts = torch.zeros(len(entries.loss), len(costs.bits) + 1, dtype=torch.int64)
+    levels = len(costs.bits) + 1
+    counts = torch.zeros(len(entries.loss), levels, dtype=torch.int64)
     counts.index_put_((entries.head, level), torch.ones_like(level), accumulate=True)
     price, block = torch.tensor((0, *costs.entry)), torch.tensor((0, *costs.block))
+    # Costs follow from head, level before and level after.
+    kind = (head * levels + source) * levels + target
+    waiting = level[entry] == source
     while True:
         grown = block * (costs.blocks(counts + 1) - costs.blocks(counts))
         shrunk = block * (costs.blocks(counts) - costs.blocks(counts - 1))
-        cost = price[target] - price[source] + grown[head, target] - shrunk[head, source]
-        fits = ((level[entry] == source) & (cost <= left)).nonzero()
+        cost = ((price + grown)[:, None] - (price + shrunk)[:, :, None]).flatten()
+        fits = (waiting & (cost <= left)[kind]).nonzero()
         if not len(fits):
             return
         chosen = int(fits[0])
-        left -= int(cost[chosen])
+        left -= int(cost[kind[chosen]])
         level[entry[chosen]] = target[chosen]
         counts[head[chosen], source[chosen]] -= 1
         counts[head[chosen], target[chosen]] += 1
+        of_entry = entry == entry[chosen]
+        waiting[of_entry] = source[of_entry] == target[chosen]
