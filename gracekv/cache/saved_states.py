@@ -17,6 +17,8 @@ def read_kept(
 ) -> tuple[KeptLayer, ...]:
     """The states that `header` lists, each on its layer's device; taken out of `tensors`.
 
+    Tensors have the shapes [S, ...] that `KeptLayer` describes.
+
     Raises `ShapeError` or `KeyError` if they are not what `write_cache` wrote.
     """
     facts = header.get("kept", [])

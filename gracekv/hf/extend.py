@@ -48,7 +48,8 @@ def extended_run(
         pipeline: compresses the passage.
         passage: text, or token ids [n].
 
-    The other arguments and errors are those of `CompressionResult.extend`.
+    The other arguments and errors are those of `CompressionResult.extend`; `CacheError` also if the
+    model caps its logits.
     """
     old, prompt = run.cache, before.extended(passage)
     old_layers = _unquantised(old, pipeline)

@@ -184,7 +184,8 @@ class CompressionResult(BaseResult):
             UnsupportedModelError: the model's heads are spread over processes.
             PromptError: the prompt has a question, or the passage is empty or cannot be encoded.
             BudgetError: not exactly one budget is given, or it is too small for the passage.
-            CacheError: the passage does not fit the positions of the model.
+            CacheError: the passage does not fit the positions of the model, or the model caps its
+                attention logits.
             ConfigError: the pipeline runs the model a second time, which needs the whole context.
             MissingCaptureError: the passage is shorter than the pipeline looks back.
             CaptureMemoryError: memory ran out.

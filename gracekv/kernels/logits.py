@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """c tanh(x / c) of scaled products x, in place; as they are without a cap."""
+    """c tanh(x / c) of scaled products x [..., T], in place; as they are without a cap."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 

@@ -67,7 +67,10 @@ class KeptLayer:
 
     @classmethod
     def stack(cls, layers: Sequence[Self]) -> Self:
-        """The sequences of all `layers`, of one model layer, in one; padded on their left."""
+        """The sequences of all `layers`, of one model layer, in one; padded on their left.
+
+        Raises `ShapeError` if they are of several model layers.
+        """
         first = layers[0]
         names = first.tensors.keys()
         if len({(x.number, x.kind, x.window) for x in layers}) != 1:

@@ -27,7 +27,7 @@ class PassedOn(CacheLayerMixin):  # type: ignore[misc]
         self._seen = seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is held."""
+        """Nothing is held of the states [1, G, q, d]."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
