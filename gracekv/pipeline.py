@@ -231,7 +231,7 @@ class Pipeline(Configurable):
             # Freed unless the caller holds the prefill, too.
             prefill = prefill.without("hidden")
             if grows:
-                candidates = self.floor.candidates(relevance.scores, plan)
+                candidates = self.floor.candidates(relevance.scores, plan, prefill.shard)
                 context = TreeContext(
                     prefill=prefill,
                     partition=partition,

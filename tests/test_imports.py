@@ -25,7 +25,8 @@ KNOWS = {
     "prefill": {"gracekv.distributed", "gracekv.kernels"},
     "segment": {"gracekv.prefill"},
     "value": {"gracekv.distributed", "gracekv.kernels", "gracekv.prefill"},
-    "tree": {"gracekv.kernels", "gracekv.prefill", "gracekv.segment", "gracekv.value"},
+    "tree": {"gracekv.kernels", "gracekv.prefill", "gracekv.segment", "gracekv.value"}
+    | {"gracekv.distributed"},
     "allocate": {"gracekv.distributed", "gracekv.tree.base"},
     # The packer reads the nodes and merges their tokens by the trees' own rule.
     "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"}

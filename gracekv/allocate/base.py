@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.budget import BudgetPlan
+from gracekv.distributed.head_shard import HeadShard
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.base import Forest
 
@@ -91,10 +92,12 @@ class Floor(Strategy, abc.ABC):
     """
 
     @abc.abstractmethod
-    def candidates(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
+    def candidates(
+        self, scores: Tensor, plan: BudgetPlan, shard: HeadShard | None = None
+    ) -> Tensor | None:
         """Score f of each candidate token, -inf elsewhere: [L, G, N] float64; None: no floor.
 
-        `scores` is R^tok [L, G, N].
+        `scores` is R^tok [L, G, N], of the heads that `shard` says; None: of all.
         """
 
     @abc.abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
+from gracekv.allocate.global_cut import first_fitting
 from gracekv.allocate.operations import Operations, RemainingBudget
-from gracekv.allocate.ranking import dense_rank, descending, where_true
+from gracekv.allocate.purchase_queue import PurchaseQueue
+from gracekv.allocate.ranking import descending, where_true
+from gracekv.distributed.head_shard import HeadShard
 from gracekv.ragged import offsets
 
 
@@ -59,7 +62,15 @@ class Greedy(Allocator):
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
         ops = Operations.of(start.forest)
         left = RemainingBudget.of(ops, start, quota)
-        return ops.frontier(start, auction(ops, ops.executed(start), left, elastic=self.elastic))
+        executed, shard = ops.executed(start), start.forest.shard
+        if shard is not None:
+            # What the floors of all processes left over.
+            total = start.budget - shard.total(start.budget - left.total)
+            left = dataclasses.replace(left, total=total)
+            return ops.frontier(
+                start, auction_over_processes(ops, executed, left, shard, elastic=self.elastic)
+            )
+        return ops.frontier(start, auction(ops, executed, left, elastic=self.elastic))
 
 
 def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic: bool) -> Tensor:
@@ -82,6 +93,52 @@ def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic
         return by_quota
     bought = _cut(ops, bought, key, torch.tensor([left.total], device=key.device))
     return _finish(ops, executed | bought, left.after(ops, bought), elastic)
+
+
+def auction_over_processes(
+    ops: Operations, executed: Tensor, left: RemainingBudget, shard: HeadShard, *, elastic: bool
+) -> Tensor:
+    """`auction` of one budget in all processes; bool [M], of this process's operations.
+
+    The cut is found among the operations of all, and the queues of all go on as one: the first of
+    their first operations is bought, in turn.
+
+    Args:
+        ops: of this process's heads.
+        executed: bool [M].
+        left: `total` of all processes, `per_head` of this one's heads.
+        shard: reaches the other processes.
+        elastic: whether operations of gain <= 0 are never bought.
+    """
+    if left.total == 0:
+        return executed
+    key = ops.path_minimum(executed)
+    wanted = (key > 0) & ~executed if elastic else ~executed
+    if left.per_head is not None:
+        # What the quotas alone would allow needs no other process.
+        unlimited = RemainingBudget(int(ops.cost.sum()), left.per_head)
+        wanted = auction(ops, executed, unlimited, elastic=elastic) & ~executed
+    at = where_true(wanted)
+    tree, slots = ops.tree[at], ops.forest.slots
+    place = shard.among_all(tree // slots, ops.forest.heads) * slots + tree % slots
+    fits = first_fitting(key[at], place, ops.cost[at], left.total, shard)
+    bought = torch.zeros_like(executed)
+    bought[at[fits]] = True
+    own = left.after(ops, bought)
+    total = left.total - shard.total(left.total - own.total)
+    queue = PurchaseQueue(ops, executed | bought, RemainingBudget(total, own.per_head), elastic)
+    while total > 0:
+        unit, tree_here, cost = queue.first(total) or (-1.0, 0, 0)
+        whole = shard.among_all(torch.tensor(tree_here // slots), ops.forest.heads)
+        offer = (unit, int(whole) * slots + tree_here % slots, cost)
+        offers = shard.gather(torch.tensor(offer, dtype=torch.float64)).tolist()
+        first = min(range(shard.ranks), key=lambda rank: (-offers[rank][0], offers[rank][1]))
+        if offers[first][0] < 0:
+            break
+        total -= int(offers[first][2])
+        if first == shard.rank:
+            queue.buy()
+    return queue.executed()
 
 
 def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor:
@@ -124,78 +181,11 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
 
 
 def _finish(ops: Operations, executed: Tensor, left: RemainingBudget, elastic: bool) -> Tensor:
-    """bool [M]: what the priority queue makes of `executed`, run on a shortlist.
-
-    What was discarded earlier may be offered again: it did not fit then and fits even less now.
-    """
+    """bool [M]: what the priority queue makes of `executed`, run on a shortlist."""
     if left.total == 0:
         return executed
-    index = _shortlist(ops, executed, left, elastic)
-    if not len(index):
-        return executed
-    # Only these trees can still change, so only they go to the host.
-    touched = torch.zeros(ops.forest.trees, dtype=torch.bool, device=index.device)
-    touched[ops.tree[index]] = True
-    local = where_true(touched.index_select(0, ops.tree))
-    parent = ops.parent[local]
-    unit, cost = ops.unit[local].tolist(), ops.cost[local].tolist()
-    tree, head = ops.tree[local].tolist(), ops.head(local).tolist()
-    first_token = ops.forest.start[ops.node[local]].tolist()
-    # Parents never decrease, so an operation's children are a range.
-    child_begin = torch.searchsorted(parent, local).tolist()
-    child_end = torch.searchsorted(parent, local, right=True).tolist()
-
-    queue = [
-        (-unit[i], tree[i], first_token[i], i) for i in torch.searchsorted(local, index).tolist()
-    ]
-    heapq.heapify(queue)
-    total = left.total
-    per_head = None if left.per_head is None else left.per_head.tolist()
-    chosen = []
-    while queue and total > 0:
-        negative, _, _, i = heapq.heappop(queue)
-        if elastic and negative >= 0:
-            break
-        if cost[i] > total or (per_head is not None and cost[i] > per_head[head[i]]):
-            continue
-        chosen.append(i)
-        total -= cost[i]
-        if per_head is not None:
-            per_head[head[i]] -= cost[i]
-        for child in range(child_begin[i], child_end[i]):
-            heapq.heappush(queue, (-unit[child], tree[child], first_token[child], child))
-    result = executed.clone()
-    result[local[torch.tensor(chosen, dtype=torch.int64, device=local.device)]] = True
-    return result
-
-
-def _shortlist(ops: Operations, executed: Tensor, left: RemainingBudget, elastic: bool) -> Tensor:
-    """int64, ascending: the available operations that the queue could still buy.
-
-    Among available operations of one cost c (and head, under quotas) at most floor(left / c) can
-    be bought, and those are the first ones: an earlier one that did not fit leaves less for them.
-    """
-    fits = ops.available(executed) & (ops.cost <= left.total)
-    if elastic:
-        fits &= ops.gain > 0
-    if left.per_head is not None:
-        fits &= ops.cost <= left.per_head.index_select(0, ops.head())
-    index = where_true(fits)
-    if not len(index):
-        return index
-    cost = ops.cost[index]
-    if left.per_head is None:
-        group, limit = cost, torch.full_like(cost, left.total)
-    else:
-        head = ops.head(index)
-        group = head * (int(cost.max()) + 1) + cost
-        limit = left.per_head[head].clamp(max=left.total)
-    # One integer that sorts by group, then falling utility, then the tie order.
-    count = len(index)
-    group = dense_rank(group)
-    utility = dense_rank(ops.unit.index_select(0, index), falling=True)
-    tie = dense_rank(ops.tie_order(index))
-    order = descending(-((group * count + utility) * count + tie))
-    ordered = group[order]
-    rank = torch.arange(count, device=order.device) - torch.searchsorted(ordered, ordered)
-    return index[order[rank < (limit // cost)[order]]].sort().values
+    queue, total = PurchaseQueue(ops, executed, left, elastic), left.total
+    while (best := queue.first(total)) is not None:
+        queue.buy()
+        total -= best[2]
+    return queue.executed()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import FLOORS, Floor, Frontier
 from gracekv.allocate.budget import BudgetPlan
+from gracekv.distributed.head_shard import HeadShard
 from gracekv.tree.base import Forest
 
 
@@ -25,7 +26,9 @@ class NoFloor(Floor):
 
     works_sharded: ClassVar[bool] = True
 
-    def candidates(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
+    def candidates(
+        self, scores: Tensor, plan: BudgetPlan, shard: HeadShard | None = None
+    ) -> Tensor | None:
         return None
 
     def realize(

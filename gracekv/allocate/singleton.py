@@ -7,7 +7,7 @@ import importlib.util
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from gracekv.allocate.base import FLOORS, Floor, Frontier
 from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.floor_paths import Paths
 from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.ranking import where_true
+from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import ShapeError
 from gracekv.hyperparameter import bounded
 from gracekv.ragged import rows_and_steps
@@ -50,6 +52,8 @@ class Singleton(Floor):
             (ours 2.0; the paper has such a cap but not its value).
     """
 
+    works_sharded: ClassVar[bool] = True
+
     alpha: float = bounded(0.6, at_least=0, at_most=1, hint="Without a floor use the floor 'none'.")
     gamma: float = bounded(1.2, at_least=0)
     eta: float = bounded(0.95, at_least=0, at_most=1)
@@ -66,27 +70,33 @@ class Singleton(Floor):
         caps = Fraction(str(self.head_cap)) * Fraction(str(self.alpha))
         return math.floor(caps * plan.base / (plan.layers * plan.heads))
 
-    def candidates(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
+    def candidates(
+        self, scores: Tensor, plan: BudgetPlan, shard: HeadShard | None = None
+    ) -> Tensor | None:
         limit = self.limit(plan)
         if limit <= 0:
             return None
         relevance = scores.double()
-        score = self._score(relevance)
+        score = self._score(relevance, shard)
         order = score.sort(dim=-1, descending=True, stable=True)
         passes = order.values >= self.gamma / scores.shape[-1]
         before = relevance.gather(-1, order.indices).cumsum(-1) <= self.eta
         # Scores fall and sums rise along the order, so both conditions hold on a prefix.
         counts = (passes & before).sum(-1).maximum(passes[..., 0].long())
         total = int(counts.sum())
+        if shard is not None:
+            total = shard.total(total)
         if total > limit:
             counts = torch.where(counts > 0, (counts * limit // total).clamp(min=1), 0)
         chosen = torch.arange(scores.shape[-1], device=relevance.device) < counts[..., None]
         kept = torch.where(chosen, order.values, -torch.inf)
         return torch.full_like(score, -torch.inf).scatter_(-1, order.indices, kept)
 
-    def _score(self, relevance: Tensor) -> Tensor:
+    def _score(self, relevance: Tensor, shard: HeadShard | None) -> Tensor:
         """f [L, G, N]: relevance mixed with its mean over heads, then max pooled (in float64)."""
         mean = relevance.mean(dim=(0, 1))
+        if shard is not None:
+            mean = shard.sum(mean) / shard.ranks
         mixed = (1 - self.consensus) * relevance + self.consensus * mean
         half = self.pool // 2
         return torch.nn.functional.max_pool1d(mixed, self.pool, stride=1, padding=half)
@@ -108,14 +118,18 @@ class Singleton(Floor):
         if quotas is not None:
             caps = [min(own, cap) for own, cap in zip(caps, quotas.tolist(), strict=True)]
         executed = torch.zeros(len(ops), dtype=torch.bool, device=ops.cost.device)
-        last = _last_operation(ops, candidates)
-        executed[_buy_paths(ops, last, self.limit(plan), caps)] = True
+        last, place = _last_operation(ops, candidates)
+        score = candidates.flatten()[place]
+        executed[_buy_paths(ops, last, score, place, self.limit(plan), caps)] = True
         spent = int(ops.cost[executed].sum())
         return dataclasses.replace(ops.frontier(start, executed), floor_spent=spent)
 
 
-def _last_operation(ops: Operations, candidates: Tensor) -> Tensor:
-    """int64: per candidate in order of purchase, the operation that makes its token exact."""
+def _last_operation(ops: Operations, candidates: Tensor) -> tuple[Tensor, Tensor]:
+    """In order of purchase, the operation that makes each candidate's token exact, and its place.
+
+    Both int64 [n]; places are those in `candidates` [L, G, N], flat.
+    """
     forest = ops.forest
     first = int(forest.start[0])
     tokens = int(forest.end[forest.slots - 1]) - first
@@ -140,19 +154,22 @@ def _last_operation(ops: Operations, candidates: Tensor) -> Tensor:
     node_of = torch.full_like(flat, -1, dtype=torch.int64)
     node_of[place] = holder
     node = node_of[wanted]
-    node = node[node >= 0]
+    wanted, node = wanted[node >= 0], node[node >= 0]
 
     # A root appears by its own Add, any other node by its parent's Split.
     split_of = torch.full((forest.nodes,), -1, device=node.device)
     splits = torch.arange(forest.trees, len(ops), device=node.device)
     split_of[ops.node[forest.trees :]] = splits
-    return torch.where(node < forest.trees, node, split_of[forest.parent[node]])
+    return torch.where(node < forest.trees, node, split_of[forest.parent[node]]), wanted
 
 
-def _buy_paths(ops: Operations, last: Tensor, budget: int, caps: list[int]) -> Tensor:
+def _buy_paths(
+    ops: Operations, last: Tensor, score: Tensor, place: Tensor, budget: int, caps: list[int]
+) -> Tensor:
     """int64: operations executed when each path up from `last` is bought whole or not at all.
 
-    One path after the other, in the order of `last`; `caps` are entries left in each head.
+    One path after the other, in the order of `last` [n], whose candidates have `score` [n] and lie
+    at `place` [n]; `caps` are entries left in each head.
     """
     # Only the paths' operations are numbered and go to the host.
     on_path = torch.zeros(len(ops), dtype=torch.bool, device=last.device)
@@ -167,8 +184,13 @@ def _buy_paths(ops: Operations, last: Tensor, budget: int, caps: list[int]) -> T
     order, parents, costs, heads = (
         x.cpu().numpy() for x in (number[last], parent, ops.cost[local], ops.head(local))
     )
-    done = np.zeros(len(local), dtype=bool)
-    if len(local) >= _COMPILED and importlib.util.find_spec("numba") is not None:
+    done, shard = np.zeros(len(local), dtype=bool), ops.forest.shard
+    if shard is not None:
+        tokens = int(ops.forest.end.max() - ops.forest.start.min())
+        ties = shard.among_all(place // tokens, ops.forest.heads) * tokens + place % tokens
+        paths = Paths(parents.tolist(), costs.tolist(), heads.tolist())
+        done[:] = paths.bought(order.tolist(), score, ties, budget, caps, shard)
+    elif len(local) >= _COMPILED and importlib.util.find_spec("numba") is not None:
         from gracekv.allocate.paths_numba import buy_paths
 
         buy_paths(order, parents, costs, heads, budget, np.array(caps), done)

@@ -94,11 +94,8 @@ def _cut_over_processes(
     chosen, tied = at[coarse > cut[0]], at[coarse == cut[0]]
     row, token = tied // tokens, tied % tokens
     exact = _gains(scores.flatten()[tied], omega.flatten()[row])
-    # The place among the tokens of all heads of all processes.
-    unit = row // heads * heads * shard.ranks + shard.rank * heads + row % heads
-    fits = first_fitting(
-        exact, unit * tokens + token, torch.ones_like(tied), budget - cut[1], shard
-    )
+    place = shard.among_all(row, heads) * tokens + token
+    fits = first_fitting(exact, place, torch.ones_like(tied), budget - cut[1], shard)
     result = torch.zeros_like(kept).flatten()
     result[chosen] = True
     result[tied[fits]] = True

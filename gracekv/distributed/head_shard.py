@@ -80,6 +80,14 @@ class HeadShard:
         heads = tensor.shape[dim] // self.ranks
         return tensor.narrow(dim, self.rank * heads, heads)
 
+    def among_all(self, units: Tensor, heads: int) -> Tensor:
+        """int64 [n]: layer * R G + head in the whole model, of `units` [n], layer * G + head here.
+
+        `heads` is G.
+        """
+        layer, head = units // heads, units % heads
+        return (layer * self.ranks + self.rank) * heads + head
+
     def agree(self, **facts: bytes) -> None:
         """Raise `RankError` on every process unless all give the same `facts`."""
         digests = [hashlib.sha256(fact).digest() for fact in facts.values()]

@@ -123,6 +123,9 @@ def _problem(model: Any) -> str | None:
             return f"{name} is {getattr(plan, name)}"
     if size == 1:
         return "not by transformers' tensor parallelism"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if len(kinds) > 1:
+        return f"its layers are of several kinds ({', '.join(sorted(kinds))})"
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % size:
         return f"{heads} KV heads cannot be divided by {size} processes"

@@ -21,7 +21,7 @@ def check_works_sharded(pipeline: Configurable, shard: HeadShard | None) -> None
         raise ConfigError(
             f"This model's attention heads are spread over processes, and {', '.join(names)} would "
             f"need all of them in one. Take a recipe that works on such models, among them "
-            f"'gracekv-plus', 'gracekv-agnostic', 'snapkv' and 'h2o', or load the model with "
+            f"'gracekv-plus', 'gracekv-agnostic', 'gracekv' and 'snapkv', or load the model with "
             f"device_map in one process."
         )
 

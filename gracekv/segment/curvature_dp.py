@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ class CurvatureDP(Segmenter):
             and robust normalisation, as in the paper.
     """
 
+    works_sharded: ClassVar[bool] = True
+
     min_length: int = bounded(16, at_least=1, hint="It is in tokens; the paper's is 16.")
     max_length: int = bounded(128, at_least=1, hint="It is in tokens; the paper's is 128.")
     target_length: int = bounded(64, at_least=1, hint="It is in tokens; the paper's is 64.")
@@ -87,6 +89,9 @@ class CurvatureDP(Segmenter):
             ],
         )
         _, bounds = best_partition(profit, self.min_length)
+        if prefill.shard is not None:
+            # All processes see the same hidden states; that they cut alike must not rest on it.
+            bounds, kappa = map(prefill.shard.from_first, (bounds, kappa))
         return Partition(bounds + region.start, curvature=kappa)
 
     def boundary_score(self, kappa: Tensor, surprisal: Tensor | None) -> Tensor:

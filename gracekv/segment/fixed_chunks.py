@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -25,6 +25,8 @@ class FixedChunks(Segmenter):
     Attributes:
         size: tokens per chunk (ChunkKV's 10).
     """
+
+    works_sharded: ClassVar[bool] = True
 
     size: int = bounded(10, at_least=1, hint="It is in tokens; ChunkKV's is 10.")
 

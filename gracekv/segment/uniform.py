@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -27,6 +27,8 @@ class Uniform(Segmenter):
     Attributes:
         target_length: tokens per slot (the paper's 64).
     """
+
+    works_sharded: ClassVar[bool] = True
 
     target_length: int = bounded(64, at_least=1, hint="It is in tokens; the paper's is 64.")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import ShapeError
 
 
@@ -39,6 +40,7 @@ class Forest:
             prototype or singleton; its token count for a node kept as its original tokens.
         add_gain: float64 [R], Delta_add, Eq. (A5) (not clipped).
         split_gain: float64 [V], Delta_split (not clipped); 0 for leaves.
+        shard: which of all processes' KV heads these are, which G counts; None: all.
 
     Raises:
         ShapeError: an array has another length than its nodes or trees.
@@ -60,6 +62,7 @@ class Forest:
     entries: Tensor
     add_gain: Tensor
     split_gain: Tensor
+    shard: HeadShard | None = None
 
     def __post_init__(self) -> None:
         nodes, trees = len(self.start), self.layers * self.heads * self.slots

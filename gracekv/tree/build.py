@@ -122,4 +122,5 @@ def _forest(context: TreeContext, levels: list[Level], drop: Tensor, exact_roots
         entries=entries,
         add_gain=weighted * (drop - distortion[:trees]),
         split_gain=whole.split_gain,
+        shard=prefill.shard,
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -62,6 +62,8 @@ class Prototype(Distortion):
             `gracekv[triton]`), "torch" (any device), or "auto": a kernel where one is available,
             else torch (ours). They agree to float32's rounding.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     lambda_z: float = bounded(0.25, at_least=0)
     lambda_m: float = bounded(0.75, at_least=0)

@@ -31,7 +31,7 @@ PROMPTS = [
     )
     for length in (180, 150)
 ]
-RECIPES = ("gracekv-plus", "gracekv-agnostic", "snapkv", "pyramidkv", "global-eviction")
+RECIPES = ("gracekv-plus", "gracekv", "gracekv-agnostic", "snapkv", "pyramidkv", "global-eviction")
 RATIO = 3
 TOKENS = 4
 
@@ -131,9 +131,12 @@ def main(folder):
     found["after failures"] = facts(gracekv.compress(model, one, ratio=RATIO))
 
     pair = sharded_by_two(folder, rank)
-    for name in RECIPES[:1]:
+    for name in RECIPES[:2]:
         found[f"two {name}"] = facts(gracekv.compress(pair, one, ratio=RATIO, pipeline=name))
     found["two loaded"] = facts(gracekv.load(folder / "whole.safetensors", pair))
+    pair.config.layer_types = ["sliding_attention", "full_attention"]
+    found["mixed layers"] = message(lambda: check_sharding(pair))
+    pair.config.layer_types = None
     pair._tp_plan["model.layers.*.self_attn.q_proj"] = "colwise_gather_output"
     found["gathered"] = message(lambda: check_sharding(pair))
     pair._tp_size = None

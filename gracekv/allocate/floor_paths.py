@@ -1,0 +1,101 @@
+"""The floor's purchases where heads are spread over processes and share one budget."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.global_cut import first_fitting
+from gracekv.distributed.head_shard import HeadShard
+
+
+class Paths:
+    """Operations of this process's trees, bought path by path from an operation up to its root.
+
+    Args:
+        parent: of each operation, -1 for the topmost.
+        cost: entries of each.
+        head: layer * G + head of each.
+    """
+
+    def __init__(self, parent: list[int], cost: list[int], head: list[int]) -> None:
+        self._parent, self._cost, self._head = parent, cost, head
+
+    def bought(
+        self,
+        last: list[int],
+        score: Tensor,
+        ties: Tensor,
+        budget: int,
+        caps: list[int],
+        shard: HeadShard,
+    ) -> list[bool]:
+        """Which operations are bought when each path of all processes is bought whole or not.
+
+        As `gracekv.allocate.paths_numba.buy_paths`, path by path in one order over all processes.
+        While the budget suffices each process decides alone; where that ends is found by one cut.
+        After it they go on together, one purchase a round.
+
+        Args:
+            last: the lowest operation of each of n paths of this process, in order.
+            score: float64 [n], at least 0; paths are bought by falling score.
+            ties: int64 [n], their order among equal scores, in all processes.
+            budget: most entries in all processes.
+            caps: most entries of each head of this process.
+            shard: reaches the other processes.
+        """
+        done, prices = self._alone(last, caps)
+        price = torch.tensor(prices, dtype=torch.int64)
+        if shard.total(int(price.sum())) <= budget:
+            return done
+        fits = first_fitting(score.cpu(), ties.cpu(), price, budget, shard)
+        at, caps = int(fits.sum()), list(caps)
+        done, prices = self._alone(last[:at], caps)
+        for lowest, paid in zip(last, prices, strict=False):
+            caps[self._head[lowest]] -= paid
+        left = budget - shard.total(sum(prices))
+        while left > 0:
+            while at < len(last) and not self._fits(last[at], done, left, caps):
+                at += 1
+            offer = [-1.0, 0.0, 0.0]
+            if at < len(last):
+                offer = [float(score[at]), float(ties[at]), float(self._price(last[at], done))]
+            offers = shard.gather(torch.tensor(offer, dtype=torch.float64)).tolist()
+            first = min(range(shard.ranks), key=lambda rank: (-offers[rank][0], offers[rank][1]))
+            if offers[first][0] < 0:
+                break
+            left -= int(offers[first][2])
+            if first == shard.rank:
+                caps[self._head[last[at]]] -= int(offers[first][2])
+                self._buy(last[at], done)
+                at += 1
+        return done
+
+    def _alone(self, last: list[int], caps: list[int]) -> tuple[list[bool], list[int]]:
+        """What is bought under the caps alone, and what each path then costs; 0: not bought."""
+        done, left, prices = [False] * len(self._parent), list(caps), []
+        for lowest in last:
+            price = self._price(lowest, done)
+            if price > left[self._head[lowest]]:
+                price = 0
+            else:
+                left[self._head[lowest]] -= price
+                self._buy(lowest, done)
+            prices.append(price)
+        return done, prices
+
+    def _fits(self, lowest: int, done: list[bool], left: int, caps: list[int]) -> bool:
+        return 0 < self._price(lowest, done) <= min(left, caps[self._head[lowest]])
+
+    def _price(self, lowest: int, done: list[bool]) -> int:
+        price, op = 0, lowest
+        while op >= 0 and not done[op]:
+            price += self._cost[op]
+            op = self._parent[op]
+        return price
+
+    def _buy(self, lowest: int, done: list[bool]) -> None:
+        op = lowest
+        while op >= 0 and not done[op]:
+            done[op] = True
+            op = self._parent[op]

@@ -1,0 +1,98 @@
+"""The paper's floor and auction over heads in several processes buy what one process buys."""
+
+import dataclasses
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate import Frontier, Greedy, Singleton
+from gracekv.allocate.budget import BudgetPlan
+from gracekv.testing.forests import random_forest
+from support.thread_exchange import in_threads
+
+
+def part(forest, shard):
+    """The trees of this process's heads; and which nodes and trees of `forest` they are."""
+    heads, slots = forest.heads // shard.ranks, forest.slots
+    unit = torch.arange(forest.trees) // slots
+    trees = unit % forest.heads // heads == shard.rank
+    nodes = trees[forest.tree]
+    number = torch.cat([nodes.cumsum(0) - 1, torch.tensor([-1])])
+    tree = trees.cumsum(0) - 1
+    kept = {
+        name: getattr(forest, name)[nodes]
+        for name in (
+            "start", "end", "child_count", "level", "relevance", "distortion", "entries",
+            "split_gain",
+        )
+    }  # fmt: skip
+    own = dataclasses.replace(
+        forest,
+        heads=heads,
+        shard=shard,
+        tree=tree[forest.tree[nodes]],
+        parent=number[forest.parent[nodes]],
+        first_child=number[forest.first_child[nodes]],
+        drop=forest.drop[trees],
+        add_gain=forest.add_gain[trees],
+        **kept,
+    )
+    return own, nodes, trees
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.booleans(), st.booleans(),
+    st.sampled_from(["normal", "heavy", "ties", "zeros"]), st.floats(0, 1),
+)  # fmt: skip
+@settings(max_examples=80)
+def test_floor_and_auction(seed, ranks, capped, elastic, gains, share):
+    rng = torch.Generator().manual_seed(seed)
+    forest = random_forest(seed, layers=2, heads=4, gains=gains)
+    tokens = int(forest.end.max() - forest.start.min())
+    plan = BudgetPlan(2, 4, tokens, max(1, round(share * 8 * tokens)), 0)
+    quota = torch.randint(0, tokens + 1, (2, 4), generator=rng) if capped else None
+    scores = torch.rand(2, 4, tokens, generator=rng)
+    if gains == "ties":
+        scores = (scores * 4).round() / 4
+    candidates = torch.where(
+        torch.rand(scores.shape, generator=rng) < 0.3, scores.double(), -torch.inf
+    )
+    floor, greedy = Singleton(), Greedy(elastic=elastic)
+    start = floor.realize(forest, candidates, plan, quota)
+    whole = greedy(start, quota)
+
+    def one(shard):
+        own, nodes, trees = part(forest, shard)
+        caps = None if quota is None else shard.own_heads(quota, 1)
+        begun = floor.realize(own, shard.own_heads(candidates, 1), plan, caps)
+        return begun, greedy(begun, caps), nodes, trees
+
+    for begun, bought, nodes, trees in in_threads(ranks, one):
+        for mine, other in ((begun, start), (bought, whole)):
+            assert torch.equal(mine.added, other.added[trees])
+            assert torch.equal(mine.split, other.split[nodes])
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 4]))
+@settings(max_examples=15)
+def test_floor_candidates_where_values_are_exact(seed, ranks):
+    # Sixteenths add up without rounding, in any order.
+    rng = torch.Generator().manual_seed(seed)
+    scores = torch.randint(0, 5, (2, 4, 40), generator=rng) / 16
+    plan = BudgetPlan(2, 4, 40, 60, 0)
+    whole = Singleton().candidates(scores, plan)
+    parts = in_threads(
+        ranks, lambda shard: Singleton().candidates(shard.own_heads(scores, 1), plan, shard)
+    )
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+def test_an_empty_frontier_of_a_part():
+    forest = random_forest(3, layers=2, heads=4)
+
+    def one(shard):
+        own, _, _ = part(forest, shard)
+        return Greedy()(Frontier.empty(own, 0), None).spent
+
+    assert in_threads(2, one) == [0, 0]
