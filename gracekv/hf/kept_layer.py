@@ -32,7 +32,7 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As the stock layer; rows are repeated for samples and beams, as their prompts' are.
+        """As the stock layer, for states [B, G, q, d]; rows are repeated for samples and beams.
 
         Raises `CacheError` if the rows do not fit.
         """
