@@ -59,7 +59,7 @@ class BlockReplay(Scorer):
         if sums is None:
             sums = _from_queries(prefill, self._spec)
         inside = sums[..., region.start : region.end] / region.length
-        return TokenScores.from_scores(inside.pow(1 / self.mean_power))
+        return TokenScores.from_scores(inside.pow(1 / self.mean_power), shard=prefill.shard)
 
 
 def _from_queries(prefill: Prefill, replay: BlockReplaySpec) -> Tensor:

@@ -40,4 +40,4 @@ class ColumnSums(Scorer):
         columns = all_column_sums(prefill)
         inside = columns[..., region.start : region.end]
         scores = reduce(inside, "l (g n) t -> l g t", "mean", g=prefill.kv_heads)
-        return TokenScores.from_scores(scores, columns)
+        return TokenScores.from_scores(scores, columns, shard=prefill.shard)

@@ -48,4 +48,6 @@ class DraftAttention(Scorer):
             )
         first = region.start - prefill.spans.context_start
         rows = prefill.draft[:, :, : self.max_tokens, first : first + region.length]
-        return TokenScores.from_scores(rows.float().mean(dim=2).to(prefill.keys[0].device))
+        return TokenScores.from_scores(
+            rows.float().mean(dim=2).to(prefill.keys[0].device), shard=prefill.shard
+        )

@@ -90,7 +90,7 @@ class ExpectedAttention(Scorer):
             whole = seen.new_full((prefill.kv_heads, end), float(seen.max()) + 1)
             whole[:, first:] = seen
             scores.append(whole[:, region.start : region.end].to(device))
-        return TokenScores.from_scores(torch.stack(scores))
+        return TokenScores.from_scores(torch.stack(scores), shard=prefill.shard)
 
     def _layer(
         self, prefill: Prefill, layer: int, moments: QueryMoments, rotation: Tensor

@@ -39,4 +39,6 @@ class KeyDifference(Scorer):
             likeness = (unit[:, region.start : region.end] * mean).sum(dim=-1)
             return (1 - likeness).clamp_min(0).to(device)
 
-        return TokenScores.from_scores(torch.stack([layer(keys) for keys in prefill.keys]))
+        return TokenScores.from_scores(
+            torch.stack([layer(keys) for keys in prefill.keys]), shard=prefill.shard
+        )

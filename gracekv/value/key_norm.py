@@ -34,4 +34,4 @@ class KeyNorm(Scorer):
             [keys[:, region.start : region.end].float().norm(dim=-1).to(device)
              for keys in prefill.keys]
         )  # fmt: skip
-        return TokenScores.from_scores(1 / norms.clamp_min(1e-12))
+        return TokenScores.from_scores(1 / norms.clamp_min(1e-12), shard=prefill.shard)

@@ -60,7 +60,9 @@ class LagRelative(Scorer):
                 scores = torch.zeros(order.shape, device=order.device)
                 scores.scatter_(-1, order, ranks.expand_as(order))
                 whole[layer, :, first : first + ranked] = scores.flatten(1).to(device)
-        return TokenScores.from_scores(whole[..., region.start : region.end].contiguous())
+        return TokenScores.from_scores(
+            whole[..., region.start : region.end].contiguous(), shard=prefill.shard
+        )
 
 
 def _spread(states: Tensor, lag: int) -> Tensor:

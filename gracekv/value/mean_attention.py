@@ -56,4 +56,4 @@ class MeanAttention(Scorer):
             per_head = attention_sums(prefill, layer, inside, region) / count
             score = reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads)
             scores.append(score.to(device))
-        return TokenScores.from_scores(torch.stack(scores))
+        return TokenScores.from_scores(torch.stack(scores), shard=prefill.shard)

@@ -70,7 +70,7 @@ class Mixture(Scorer):
         columns = next(
             (score.column_sums for score in scores if score.column_sums is not None), None
         )
-        return TokenScores.from_scores(mixed, columns)
+        return TokenScores.from_scores(mixed, columns, shard=prefill.shard)
 
 
 def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule) -> Tensor:

@@ -89,7 +89,7 @@ class ReadAhead(Scorer):
                 for layer in range(prefill.layers)
             ]
         )
-        return TokenScores.from_scores(tokens)
+        return TokenScores.from_scores(tokens, shard=prefill.shard)
 
     def _layer(self, prefill: Prefill, layer: int, probes: list[int], region: Region) -> Tensor:
         """[G, N]."""

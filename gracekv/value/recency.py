@@ -41,4 +41,6 @@ class Recency(Scorer):
         # Sinks rank above all others, the earliest first.
         rank[:sinks] = region.length + torch.arange(sinks, 0, -1, device=device)
         row = (rank / rank.sum()).float()
-        return TokenScores.from_scores(row.repeat(prefill.layers, prefill.kv_heads, 1))
+        return TokenScores.from_scores(
+            row.repeat(prefill.layers, prefill.kv_heads, 1), shard=prefill.shard
+        )

@@ -81,7 +81,9 @@ class Replay(Scorer):
             replayed_powers(prefill, layer, at, weights, region, self.mean_power).to(device)
             for layer in range(prefill.layers)
         ]
-        return TokenScores.from_scores(torch.stack(powers).pow_(1 / self.mean_power))
+        return TokenScores.from_scores(
+            torch.stack(powers).pow_(1 / self.mean_power), shard=prefill.shard
+        )
 
     def select_queries(self, prefill: Prefill, region: Region) -> tuple[Tensor, Tensor]:
         """Positions of the queries, int64 [Q] ascending on the CPU; weights float32 [Q], sum 1."""

@@ -61,7 +61,9 @@ class Scissorhands(Scorer):
         # Two stable sorts: if both are equal, the earlier token stays first.
         by_sum = sums.sort(dim=-1, descending=True, stable=True).indices
         by_count = counts.gather(-1, by_sum).sort(dim=-1, descending=True, stable=True).indices
-        return TokenScores.from_scores(rank_scores(by_sum.gather(-1, by_count)), columns)
+        return TokenScores.from_scores(
+            rank_scores(by_sum.gather(-1, by_count)), columns, shard=prefill.shard
+        )
 
     def _counts(self, prefill: Prefill, layer: int, region: Region) -> Tensor:
         """int64 [G, N]: queries and query heads that find each token important."""

@@ -64,4 +64,6 @@ class ValueNorm(Scorer):
             norms = norms / layer.clamp_min(1e-12) ** self.relative
         if self.power != 1:
             norms = norms**self.power
-        return TokenScores.from_scores(scores.scores * norms, scores.column_sums)
+        return TokenScores.from_scores(
+            scores.scores * norms, scores.column_sums, shard=prefill.shard
+        )

@@ -75,7 +75,7 @@ class WindowAttention(Scorer):
             per_head = attention_sums(prefill, layer, observers, region) / len(observers)
             score = reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads)
             scores.append(self._pooled(score).to(device))
-        return TokenScores.from_scores(torch.stack(scores))
+        return TokenScores.from_scores(torch.stack(scores), shard=prefill.shard)
 
     def _pooled(self, score: Tensor) -> Tensor:
         """[G, N] -> [G, N]."""

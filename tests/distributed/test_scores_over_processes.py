@@ -1,0 +1,59 @@
+"""Scores and sensitivities of some heads are those of one process that holds all heads."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from gracekv.fit.queries import ReferenceQueries
+from gracekv.testing.prefills import synthetic_prefill
+from gracekv.value import SCORERS, SENSITIVITIES, Replay
+from support.thread_exchange import in_threads
+
+PREFILL = synthetic_prefill(kv_heads=4)
+REGION = PREFILL.spans.region(4)
+# Their scores are ranks, which rounding may exchange.
+RANKS = {"scissorhands", "lag_relative"}
+CASES = {name: {} for name in SCORERS if SCORERS.get(name).works_sharded and name not in RANKS}
+CASES["value_norm"] = {"relative": 0.5}
+CASES["replay"] = {"max_queries": 16}
+
+
+def part(shard):
+    """What the capture of one process holds."""
+    own = {
+        name: tuple(shard.own_heads(x, 0) for x in getattr(PREFILL, name))
+        for name in ("keys", "values", "queries")
+    } | {
+        name: shard.own_heads(getattr(PREFILL, name), 1)
+        for name in ("head_outputs", "projected_norms", "projection_norms", "draft")
+    }
+    return dataclasses.replace(PREFILL, shard=shard, **own)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_scorers(name, ranks):
+    scorer = SCORERS.build(name, **CASES[name])
+    whole = scorer(PREFILL, REGION)
+    parts = in_threads(ranks, lambda shard: scorer(part(shard), REGION))
+    found = torch.cat([x.scores for x in parts], dim=1)
+    torch.testing.assert_close(found, whole.scores, rtol=1e-4, atol=1e-7)
+    for mine in parts:
+        assert torch.equal(mine.seed_scores, parts[0].seed_scores)
+        torch.testing.assert_close(mine.seed_scores, whole.seed_scores, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [x for x in SENSITIVITIES if SENSITIVITIES.get(x).works_sharded])
+def test_sensitivities(name):
+    sensitivity = SENSITIVITIES.build(name)
+    parts = in_threads(2, lambda shard: sensitivity(part(shard)))
+    torch.testing.assert_close(torch.cat(parts, dim=1), sensitivity(PREFILL))
+
+
+def test_reference_queries_are_the_same_in_every_process():
+    queries = ReferenceQueries(replay=Replay(max_queries=12), tail=4)
+    whole = queries(PREFILL, REGION)
+    for mine in in_threads(4, lambda shard: queries(part(shard), REGION)):
+        assert torch.equal(mine.positions, whole.positions)
+        torch.testing.assert_close(mine.weights, whole.weights)
