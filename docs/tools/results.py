@@ -85,6 +85,7 @@ KNOWN = {
     "rivals": Known("python benchmarks/rivals.py"),
     "allocation_quality": Known("python benchmarks/allocation_quality.py", "allocation.md"),
     "allocate": Known("python benchmarks/allocate.py"),
+    "vllm": Known("python benchmarks/vllm_serving.py"),
 }
 
 _PLOT = re.compile(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*")

@@ -1,0 +1,113 @@
+"""Tables of `benchmarks/vllm_serving.py`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+from dataclasses import dataclass
+
+import torch
+
+from gracekv.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one context in one way.
+
+    Attributes:
+        first: seconds to the first token.
+        each: seconds for each request.
+        tokens: of the prompt, in pages.
+        shared: of these, those that requests about one context share.
+        beside: bytes that lie beside the pages.
+    """
+
+    first: float
+    each: float
+    tokens: int
+    shared: int = 0
+    beside: int = 0
+
+
+def write(
+    options: argparse.Namespace,
+    answer: int,
+    rounds: int,
+    needles: int,
+    found: dict[tuple[int, str], Row],
+    answers: dict[str, int],
+    cost: list[float],
+    calls: float,
+    size: int,
+) -> None:
+    """Print the tables, and write them to `options.out`."""
+    import vllm
+
+    block_bytes = 2 * 30 * 3 * 64 * 4 * size
+    rows = []
+    for (length, way), row in found.items():
+        cold, warm = found[length, "cold prefill"], found[length, "prefix caching"]
+        blocks = -(-(row.tokens + answer) // size)
+        # Whole blocks of the context are held once, and so are entries beside the pages.
+        once = row.shared // size * block_bytes
+        fit = (2**30 - once - row.beside) // (blocks * block_bytes - once)
+        rows.append(
+            f"| {length:,} | {way} | {cold.first / row.first:.1f}x | "
+            f"{warm.first / row.first:.2f}x | {cold.each / row.each:.1f}x | "
+            f"{warm.each / row.each:.2f}x | {blocks} | {fit:,} |"
+        )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    notes = [
+        f"machine: {platform.machine()}, {os.cpu_count()} cores, CPU, {torch.get_num_threads()} "
+        f"thread(s); torch {torch.__version__}, vLLM {vllm.__version__}, Python "
+        f"{platform.python_version()}",
+        f"commit: {commit}",
+        f"SmolLM2-135M-Instruct in float32, vLLM eager, blocks of {size} tokens. Ratios of CPU "
+        f"seconds of the engine's process, more is better: to the first token of one request, and "
+        f"a request's share of {options.requests} at once about one context (of one alone with "
+        f"cold prefill), each a short question and {answer} tokens of answer. Medians of {rounds} "
+        f"rounds after one of warming up, once with cold prefill. Cold prefill and prefix "
+        f"caching: stock attention over the whole context, which no page holds, or all are held.",
+        "Blocks: what a request refers to. Requests in 1 GiB: pages for requests about one "
+        "context, and what they share once: pages of the context, or its entries beside them.",
+        f"The plugin's cost: {len(cost)} pairs of runs of {options.requests} plain requests of 24 "
+        f"tokens in one engine, with our attention and with stock attention, in turn; they scatter "
+        f"with what else the machine does. By its calls alone: what our `forward` adds in all "
+        f"layers where no request has a context, measured with the stock one left out.",
+    ]
+    lines = [
+        "# Serving with vLLM",
+        "",
+        *(f"- {note}" for note in notes),
+        "",
+        "| context | engine | first token, against cold | against prefix caching "
+        "| requests/s, against cold | against prefix caching | KV blocks a request "
+        "| requests in 1 GiB |",
+        "|--:|---|--:|--:|--:|--:|--:|--:|",
+        *rows,
+        "",
+        "## What the plugin costs plain requests",
+        "",
+        "| median | least | most | added to a step by its calls alone |",
+        "|--:|--:|--:|--:|",
+        f"| {statistics.median(cost) - 1:+.1%} | {min(cost) - 1:+.1%} | {max(cost) - 1:+.1%} | "
+        f"{calls * 1e6:.0f} microseconds |",
+        "",
+        "## Answers kept",
+        "",
+        f"Of {needles} numbers in about 850 tokens, each asked for after compression.",
+        "",
+        "| cache | found |",
+        "|---|--:|",
+        *(f"| {way} | {count} |" for way, count in answers.items()),
+        "",
+    ]
+    text = "\n".join(lines)
+    print(text)
+    write_atomically(options.out, text.encode())

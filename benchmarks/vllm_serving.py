@@ -1,0 +1,258 @@
+"""What compressed contexts bring in vLLM. Prints tables and writes `benchmarks/results/vllm.md`.
+
+    VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_serving.py
+
+Needs the environment of `make test-vllm`. One engine that goes to and fro between stock attention,
+for prompts with the whole context, and ours. Times are CPU seconds of the engine's process on one
+thread, so that other work on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import tempfile
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from vllm_page import Row, write
+
+import gracekv
+from gracekv.hf.smollm2 import load_smollm2
+from gracekv.vllm import ContextStore, kv_transfer_config, request
+
+QUESTION = "Who is the story about, and what happens to her first?"
+ANSWER = 16  # tokens
+ROUNDS = 3
+PAIRS = 8  # of runs with our attention and with the stock one
+NEEDLES = {
+    "Paris": "4817263", "Lima": "9052746", "Oslo": "3361908", "Cairo": "7724150",
+    "Delhi": "6183947", "Quito": "2590481",
+}  # fmt: skip
+# Name in the tables, recipe, ratio, shares.
+WAYS = (
+    ("ragged 2x", "gracekv-agnostic", 2, "ragged"),
+    ("ragged 4x", "gracekv-agnostic", 4, "ragged"),
+    ("equal 4x", "gracekv-agnostic-equal", 4, "equal"),
+)
+
+
+def compress(model: Any, prompt: Any, store: Path, name: str) -> None:
+    """Put the prompt's contexts into the store, unless they are there."""
+    if all((store / _key(name, way) / "header.json").is_file() for way, *_ in WAYS):
+        return
+    prefill = gracekv.capture(model, prompt, gracekv.Pipeline.named(WAYS[0][1]).needs())
+    for way, recipe, ratio, shares in WAYS:
+        made = gracekv.compress(model, prompt, prefill=prefill, ratio=ratio, pipeline=recipe)
+        made.export(store / _key(name, way), shares=shares)
+
+
+def _key(name: str, way: str) -> str:
+    return f"{name}-{way.replace(' ', '-')}"
+
+
+def story(tokenizer: Any, length: int) -> str:
+    """Text of so many tokens."""
+    text = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
+    ids = tokenizer(text * (1 + length // 2000), truncation=True, max_length=length).input_ids
+    return tokenizer.decode(ids)
+
+
+def hidden(text: str, number: int, city: str) -> str:
+    """`text` with the number of a city somewhere in it."""
+    paragraphs = text.split("\n\n")
+    place = (number + 1) * len(paragraphs) // (len(NEEDLES) + 1)
+    told = f"The special number of {city} is {NEEDLES[city]}."
+    return "\n\n".join([*paragraphs[:place], told, *paragraphs[place:]])
+
+
+def asks_for(city: str) -> str:
+    return f"What is the special number of {city}?"
+
+
+def holds(city: str, answer: str) -> bool:
+    return NEEDLES[city] in answer.replace(",", "")
+
+
+def engine(folder: str, options: argparse.Namespace, store: Path) -> Any:
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    return LLM(
+        folder,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=max(options.lengths) + 256,
+        max_num_seqs=options.requests,
+        kv_transfer_config=KVTransferConfig(**kv_transfer_config(store)),
+    )
+
+
+def _cpu_seconds(worker: Any) -> float:
+    return time.process_time()
+
+
+def seconds(llm: Any, prompts: list[dict[str, Any]], params: Any) -> float:
+    """CPU seconds of the engine's process for all prompts at once."""
+    (before,) = llm.collective_rpc(_cpu_seconds)
+    llm.generate(prompts, params, use_tqdm=False)
+    (after,) = llm.collective_rpc(_cpu_seconds)
+    return after - before
+
+
+def parameters(tokens: int, extra: dict[str, Any] | None = None) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
+
+
+def cold(llm: Any, prompt: dict[str, Any]) -> dict[str, float]:
+    """Seconds to the first token, and for all of an answer, of a prompt that no page holds."""
+    other = {**prompt, "cache_salt": "other"}
+    return {
+        "first": seconds(llm, [prompt], parameters(1)),
+        "each": seconds(llm, [other], parameters(ANSWER)),
+    }
+
+
+def warm(
+    llm: Any, prompt: dict[str, Any], count: int, extra: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """Seconds to the first token of one request, and for each of `count` requests at once.
+
+    Medians of rounds; the first one warms up.
+    """
+
+    def run(requests: int, tokens: int) -> float:
+        return seconds(llm, [prompt] * requests, parameters(tokens, extra)) / requests
+
+    taken = [(run(1, 1), run(count, ANSWER)) for _ in range(ROUNDS + 1)][1:]
+    first, each = zip(*taken, strict=True)
+    return {"first": statistics.median(first), "each": statistics.median(each)}
+
+
+def plugin_cost(llm: Any, tokenizer: Any, count: int) -> list[float]:
+    """Seconds with our attention over seconds with stock attention, plain requests, in pairs."""
+    prompts = [{"prompt_token_ids": tokenizer(QUESTION * 4).input_ids}] * count
+
+    def run(stock: bool) -> float:
+        llm.collective_rpc(_take_stock if stock else _take_ours)
+        return seconds(llm, prompts, parameters(24))
+
+    run(True), run(False)
+    ratios = []
+    for number in range(PAIRS):
+        order = (True, False) if number % 2 else (False, True)
+        taken = {stock: run(stock) for stock in order}
+        ratios.append(taken[False] / taken[True])
+    return ratios
+
+
+def _take_stock(worker: Any) -> None:
+    from gracekv.vllm.backend import GraceCPUAttentionImpl as ours
+
+    if "forward" in vars(ours):
+        ours.kept = ours.forward
+        del ours.forward
+
+
+def _take_ours(worker: Any) -> None:
+    from gracekv.vllm.backend import GraceCPUAttentionImpl as ours
+
+    if "forward" not in vars(ours):
+        ours.forward = ours.kept
+
+
+def added_by_calls(layers: int, count: int = 20_000) -> float:
+    """Seconds that our `forward` adds to a step of plain requests, the stock one left out."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl as stock
+
+    from gracekv.vllm.backend import GraceCPUAttentionImpl as ours
+
+    kept, stock.forward = stock.forward, lambda self, *args: args[-3]
+    try:
+        impl, taken = object.__new__(ours), {}
+        for made in (ours, stock, ours, stock):
+            start = time.process_time()
+            for _ in range(count):
+                made.forward(impl, None, None, None, None, None, impl, None, None, None)
+            taken[made] = time.process_time() - start
+    finally:
+        stock.forward = kept
+    return layers * (taken[ours] - taken[stock]) / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--store", type=Path, help="where contexts stay between runs")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm.md"))
+    options = parser.parse_args()
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the functions of collective_rpc
+    with tempfile.TemporaryDirectory() as scratch:
+        run(options, options.store or Path(scratch))
+
+
+def run(options: argparse.Namespace, store: Path) -> None:
+    model, tokenizer = load_smollm2()
+    prompts = {}
+    for length in options.lengths:
+        text = story(tokenizer, length)
+        prompts[f"c{length}"] = gracekv.Prompt.from_chat(tokenizer, context=text)
+    for number, city in enumerate(NEEDLES):
+        text = hidden(story(tokenizer, 800), number, city)
+        prompts[city] = gracekv.Prompt.from_chat(tokenizer, context=text)
+    for name, prompt in prompts.items():
+        compress(model, prompt, store, name)
+    layers = model.config.num_hidden_layers
+    del model
+
+    def whole(name: str, question: str) -> list[int]:
+        asked = request(store, _key(name, WAYS[0][0]), question, tokenizer)
+        context = prompts[name].ids[: prompts[name].spans.context_end].tolist()
+        return [*context, *asked.prompt_ids]
+
+    llm = engine(tokenizer.name_or_path, options, store)
+    found: dict[tuple[int, str], Row] = {}
+    llm.collective_rpc(_take_stock)
+    for length in options.lengths:
+        prompt = {"prompt_token_ids": whole(f"c{length}", QUESTION)}
+        tokens = len(prompt["prompt_token_ids"])
+        shared = prompts[f"c{length}"].spans.context_end
+        found[length, "cold prefill"] = Row(**cold(llm, prompt), tokens=tokens)
+        taken = warm(llm, prompt, options.requests)
+        found[length, "prefix caching"] = Row(**taken, tokens=tokens, shared=shared)
+    asked = [{"prompt_token_ids": whole(city, asks_for(city))} for city in NEEDLES]
+    texts = [made.outputs[0].text for made in llm.generate(asked, parameters(24), use_tqdm=False)]
+    answers = {"full cache": sum(map(holds, NEEDLES, texts))}
+
+    llm.collective_rpc(_take_ours)
+    contexts = ContextStore(store)
+    for length, (way, *_) in itertools.product(options.lengths, WAYS):
+        about = request(store, _key(f"c{length}", way), QUESTION, tokenizer)
+        taken = warm(llm, about.prompt, options.requests, about.extra_args)
+        header = contexts.header(about.context)
+        beside = 0 if header.share else header.bytes
+        tokens = len(about.prompt_ids)
+        found[length, way] = Row(**taken, tokens=tokens, shared=header.share, beside=beside)
+    for way, *_ in WAYS:
+        answers[way] = 0
+        for city in NEEDLES:
+            about = request(store, _key(city, way), asks_for(city), tokenizer)
+            params = parameters(24, about.extra_args)
+            (made,) = llm.generate(about.prompt, params, use_tqdm=False)
+            answers[way] += holds(city, made.outputs[0].text)
+    cost = plugin_cost(llm, tokenizer, options.requests)
+    size = llm.llm_engine.vllm_config.cache_config.block_size
+    llm.llm_engine.engine_core.shutdown()
+    calls = added_by_calls(layers)
+    write(options, ANSWER, ROUNDS, len(NEEDLES), found, answers, cost, calls, size)
+
+
+if __name__ == "__main__":
+    main()
