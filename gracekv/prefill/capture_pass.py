@@ -25,7 +25,7 @@ from gracekv.prefill.capture_memory import (
 )
 from gracekv.prefill.draft import draft
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.model_layers import compressed_layers, rotation_kind
+from gracekv.prefill.model_layers import compressed_layers, rotation_kind, text_config
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.partial_attention import PartialAttention, rotations
 from gracekv.prefill.past import Past, reflected
@@ -169,7 +169,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """Fill `record`, chunk by chunk; the last logits [vocabulary], and the surprisal [T]."""
     length, start, device = prompt.spans.length, prompt.spans.past, input_device(model)
-    head, vocabulary = model.get_output_embeddings(), model.config.vocab_size
+    head, vocabulary = model.get_output_embeddings(), text_config(model).vocab_size
     ids, parts = prompt.ids[None].to(device), []
     places = whole = torch.arange(length, device=device)[None]
     if past is not None:
