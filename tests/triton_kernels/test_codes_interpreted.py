@@ -9,10 +9,22 @@ from hypothesis import strategies as st
 
 from gracekv.backends import Eager, Triton
 from gracekv.backends.reference import attention
+from gracekv.cache.quantised import QuantisedCache, dequantised
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 from support.quantised_layers import of_mixed_widths, quantised
 
 BACKEND = Triton(processors=3)
+
+
+def rounding(layer, query, scale):
+    """What a logit moves by at most, where the kernel rounds what it reads to a half dtype."""
+    if query.dtype == torch.float32:
+        return 0.0
+    keys = dequantised(QuantisedCache((layer,), 1000, (0,) * layer.sequences)).layers[0].keys
+    if not len(keys):
+        return 0.0
+    largest = [float(x.double().norm(dim=-1).max()) for x in (query, keys)]
+    return torch.finfo(query.dtype).eps / 2 * scale * largest[0] * largest[1]
 
 
 def check(layer, query, keys, values, mask, rows, options):
@@ -20,16 +32,16 @@ def check(layer, query, keys, values, mask, rows, options):
     cap = {"softcap": options["softcap"]}
     want, lse = attention(query, layer, *asked, **options)
     prepared = BACKEND.prepare(layer)
-    bound = TOLERANCES[query.dtype]
+    bound, moved = TOLERANCES[query.dtype], rounding(layer, query, 0.2)
     output = BACKEND(query, prepared, *asked, **options)
     assert output.dtype == query.dtype
-    assert relative_error(output, want) <= bound.output
+    assert relative_error(output, want) <= bound.output + 2 * moved
     part = BACKEND.packed(query, prepared, 0.2, rows, **cap)
-    torch.testing.assert_close(part.lse.double(), lse[0], rtol=0, atol=bound.lse)
+    torch.testing.assert_close(part.lse.double(), lse[0], rtol=0, atol=bound.lse + moved)
     assert bool((part.output[lse[0] == -math.inf] == 0).all())
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 100), min_size=2, max_size=2),
