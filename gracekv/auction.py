@@ -115,9 +115,12 @@ class Auction:
         region = prefill.spans.region(plan.recent)
         widths = precision.allocate(prefill, region, selection, worth, plan)
         kept = widths > 0
-        chosen = replace(candidates, selection=selection.where(kept), widths=widths[kept])
-        if candidates.frontier is None:
-            chosen = replace(chosen, utility=float(worth[kept.to(worth.device)].sum()))
+        chosen = replace(
+            candidates,
+            selection=selection.where(kept),
+            widths=widths[kept],
+            utility=float(worth[kept.to(worth.device)].sum()),
+        )
         recent = plan.layers * plan.heads * plan.recent
         return replace(plan, total=recent + chosen.selection.entries), chosen
 

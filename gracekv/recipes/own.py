@@ -103,7 +103,7 @@ OWN: Mapping[str, Recipe] = {
     "gracekv-plus-allocated": Recipe(
         "gracekv-plus whose entries take 4, 8 or 16 bits a number, by what each byte brings",
         "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
-        {**_PLUS, "precision": "allocated"},
+        {**_PLUS, "window": {"size": 2, "minimum": 2}, "precision": "allocated"},
     ),
     "gracekv-draft": Recipe(
         "gracekv-plus after a look at what 16 drafted answer tokens read",

@@ -60,4 +60,9 @@ def _value(hint: Any, bounds: Any, rng: Random, depth: int) -> Any:
     if hint is int:
         value = rng.randint(int(low), max(int(low), int(high)))
         return value | 1 if bounds and bounds.odd else value
-    return rng.choice([low, high, rng.uniform(low, high)]) if hint is float else "x"
+    if hint is not float:
+        return "x"
+    # A bound that is no value itself is drawn, too, but seldom.
+    ends = [x for x, no in ((low, "above"), (high, "below")) if getattr(bounds, no, None) != x]
+    inside = [*ends, *(rng.uniform(low, high) for _ in range(2))]
+    return rng.choice([low, high]) if rng.random() < 0.1 else rng.choice(inside)
