@@ -14,7 +14,7 @@ from gracekv.backends import Auto, Backend
 from gracekv.cache import CompressedCache
 from gracekv.distributed import head_shard
 from gracekv.errors import CacheError
-from gracekv.hf.kept_layer import KeptSlidingLayer, is_kept
+from gracekv.hf.kept_layer import KeptLinearLayer, is_kept, kept_layer
 from gracekv.hf.layer import GraceLayer, PackedLayer
 from gracekv.hf.static_layer import StaticGraceLayer
 
@@ -54,7 +54,7 @@ class GraceCache(Cache):  # type: ignore[misc]
     def _place(self, compressed: Sequence[GraceLayer], length: int) -> None:
         """Make `layers`, in the model's order."""
         self.grace_layers = tuple(compressed)
-        stock = {state.number: KeptSlidingLayer(state, length) for state in self._kept}
+        stock = {state.number: kept_layer(state, length) for state in self._kept}
         own = iter(compressed)
         count = len(compressed) + len(stock)
         self.layers = [stock[x] if x in stock else next(own) for x in range(count)]
@@ -109,6 +109,15 @@ class GraceCache(Cache):  # type: ignore[misc]
         """The compressed entries of all layers."""
         layers = tuple(layer.packed.ragged for layer in self.grace_layers)
         return CompressedCache(layers, self.packed_length, self.padding, self._kept)
+
+    def fit_rows(self, rows: int) -> None:
+        """Repeat states of linear layers for `rows` rows; the other layers see rows as they come.
+
+        Raises `CacheError` if so many rows cannot continue the packed prompts.
+        """
+        for layer in self.layers:
+            if isinstance(layer, KeptLinearLayer):
+                layer.fit(rows)
 
     @property
     def has_stock_layers(self) -> bool:

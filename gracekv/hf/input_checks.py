@@ -23,6 +23,7 @@ def before_forward(
     - Tokens that are cached already are removed. Assisted decoding and prompt lookup pass the whole
       sequence in their first step; its mask is then as long as the ids, or its positions start at
       0.
+    - States of linear layers are repeated for samples and beams.
     - A batch of prompts of several lengths gets its mask and positions if it comes without.
 
     Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, or the
@@ -41,6 +42,7 @@ def before_forward(
     flat = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
     cached = int(cache.get_seq_length())
     rows, new = kwargs[name].shape[:2]
+    cache.fit_rows(rows)
     if new > cached and _is_whole(flat, positions, new):
         kwargs[name] = kwargs[name][:, cached:]
         new -= cached

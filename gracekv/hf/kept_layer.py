@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from gracekv.errors import CacheError
 from gracekv.prefill.kept import KeptLayer
-from gracekv.prefill.stock_cache import fill
+from gracekv.prefill.stock_cache import fill, fill_linear
 
 
 class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -38,10 +38,7 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         """
         known, rows = len(self.keys), len(key_states)
         if rows % known:
-            raise CacheError(
-                f"The cache holds {known} prompts, the model was given {rows} rows. Use as many "
-                f"rows, a multiple of them, or cache.batch_select_indices first."
-            )
+            raise CacheError(_misfit(known, rows))
         self.batch_repeat_interleave(rows // known)
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
         return states
@@ -59,6 +56,71 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         self.keys, self.values, self.cumulative_length = state
 
 
+class KeptLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
+    """A linear layer that goes on from copies of its states after the prompt.
+
+    Args:
+        kept: its states, of S prompts.
+        length: tokens that the prompts cover.
+    """
+
+    is_croppable = False
+
+    def __init__(self, kept: KeptLayer, length: int) -> None:
+        super().__init__()
+        self._kept, self._length = kept, length
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what came after the prompt."""
+        fill(self, self._kept, self._length)
+
+    def fit(self, rows: int) -> None:
+        """Repeat the states for samples and beams; raises `CacheError` if `rows` do not fit."""
+        known = len(self.conv_states[0])
+        if rows % known:
+            raise CacheError(_misfit(known, rows))
+        self.batch_repeat_interleave(rows // known)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises `CacheError`, unless no token is to be removed."""
+        if tokens_to_remove:
+            raise CacheError(
+                f"Layer {self._kept.number} is of kind {self._kept.kind}: its state cannot go back "
+                f"by tokens. Begin again with result.new_cache()."
+            )
+
+    def activate_past_recording(self) -> None:
+        """Nothing is recorded: single tokens take the model's own single steps."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if repeats > 1:
+            fill_linear(self, *(x.repeat_interleave(repeats, dim=0) for x in self.state()))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        fill_linear(self, *(x[indices.to(x.device)] for x in self.state()))
+
+    def state(self) -> Any:
+        """What `set_state` takes to come back here; copies, since steps change the states."""
+        return self.conv_states[0].clone(), self.recurrent_states[0].clone()
+
+    def set_state(self, state: Any) -> None:
+        """Go back to what `state` returned."""
+        fill_linear(self, *state)
+
+
+def kept_layer(kept: KeptLayer, length: int) -> KeptLinearLayer | KeptSlidingLayer:
+    """The layer that goes on from `kept`."""
+    return (KeptLinearLayer if kept.window is None else KeptSlidingLayer)(kept, length)
+
+
 def is_kept(layer: Any) -> bool:
     """Whether `layer` is one of these."""
-    return isinstance(layer, KeptSlidingLayer)
+    return isinstance(layer, KeptLinearLayer | KeptSlidingLayer)
+
+
+def _misfit(known: int, rows: int) -> str:
+    return (
+        f"The cache holds {known} prompts, the model was given {rows} rows. Use as many rows, a "
+        f"multiple of them, or cache.batch_select_indices first."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -174,7 +175,8 @@ def _run(
     places = whole = torch.arange(length, device=device)[None]
     if past is not None:
         whole = torch.where(places < start, places, places - start + past.length)
-    in_parts = size < length or past is not None
+    edges = others.edges(start, length, size)
+    in_parts = len(edges) > 2 or past is not None
     output: Any = None
     with ExitStack() as undo:
         base = base_attention(model)
@@ -186,8 +188,7 @@ def _run(
             rotary, kind = model.get_decoder().rotary_emb, rotation_kind(model)
             rotation = rotary(past.keys[0], places[:, :start], *kind)
             record.follow(past, rotation)
-        for first in range(start, length, size):
-            stop = min(first + size, length)
+        for first, stop in itertools.pairwise(edges):
             options = others.options()
             partial = None
             if in_parts:
@@ -196,7 +197,7 @@ def _run(
             record.begin(Region(first, stop), partial)
             with _clock(seconds, "prefill", device):
                 output = model(input_ids=ids[:, first:stop], logits_to_keep=1, **options)
-            others.read(stop == length)
+            others.read(length - stop)
             if needs.surprisal:
                 with _clock(seconds, "surprisal", device):
                     following = prompt.ids[first + 1 : stop + 1]

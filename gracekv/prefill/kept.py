@@ -22,7 +22,8 @@ class KeptLayer:
         kind: as transformers names it, such as "sliding_attention".
         window: of a sliding layer, in tokens; None for others.
         tensors: of a sliding layer "keys" and "values" [S, G, n, d] of the last n tokens, n at most
-            window - 1; of a linear one its states [S, ...].
+            window - 1; of a linear one its states "conv" [S, C, k], the last inputs of its
+            convolution, and "recurrent" [S, heads, d_k, d_v].
 
     Raises:
         ShapeError: the tensors do not fit one another.
@@ -41,10 +42,13 @@ class KeptLayer:
             or (sliding and shapes.keys() != {"keys", "values"})
             or (sliding and any(x.ndim != 4 for x in self.tensors.values()))
             or (sliding and shapes["keys"] != shapes["values"])
+            or (not sliding and shapes.keys() != {"conv", "recurrent"})
+            or (not sliding and (len(shapes["conv"]), len(shapes["recurrent"])) != (3, 4))
         ):
             raise ShapeError(
-                f"KeptLayer takes states of as many sequences, those of a sliding layer keys and "
-                f"values [S, G, n, d]; layer {self.number} has {shapes}."
+                f"KeptLayer takes states of as many sequences, of a sliding layer keys and values "
+                f"[S, G, n, d], of a linear one conv [S, C, k] and recurrent [S, heads, d_k, d_v]; "
+                f"layer {self.number} has {shapes}."
             )
 
     @property

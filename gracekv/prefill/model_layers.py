@@ -50,6 +50,11 @@ class ModelLayer:
     window: int | None
     rotation: Rotation
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether it holds states in place of keys and values."""
+        return self.kind == "linear_attention"
+
 
 def model_layers(model: Any) -> tuple[ModelLayer, ...]:
     """All decoder layers of `model`."""

@@ -25,7 +25,9 @@ class StockLayers:
     def __init__(self, model: Any, before: Sequence[KeptLayer], seen: int) -> None:
         self._kept = kept_layers(model)
         self._cache: Any = None
-        self.states: tuple[KeptLayer, ...] = ()
+        # The state of a linear layer cannot go back by a token.
+        self._last_alone = any(layer.is_linear for layer in self._kept)
+        self.states: tuple[KeptLayer, ...] = tuple(before) if self._last_alone else ()
         if self._kept:
             from gracekv.prefill.stock_cache import reading_cache
 
@@ -37,13 +39,18 @@ class StockLayers:
             return {"use_cache": False}
         return {"use_cache": True, "past_key_values": self._cache}
 
-    def read(self, is_last: bool) -> None:
-        """One chunk has been read; after the last, `states` are set."""
+    def edges(self, start: int, stop: int, size: int) -> list[int]:
+        """Where chunks of at most `size` of the tokens from `start` to `stop` begin and end."""
+        end = stop - 1 if self._last_alone else stop
+        return [*range(start, end, size), *([end] if self._last_alone else []), stop]
+
+    def read(self, left: int) -> None:
+        """One chunk has been read, `left` tokens follow; at the end `states` are set."""
         if self._cache is None:
             return
         # Decoding feeds the last token again.
-        self._cache.crop(-1 if is_last else 0)
-        if is_last:
+        self._cache.crop(-1 if left == 0 and not self._last_alone else 0)
+        if left == self._last_alone:
             from gracekv.prefill.stock_cache import states_of
 
             self.states = states_of(self._cache, self._kept)

@@ -30,6 +30,7 @@ TESTED_MODEL_TYPES = frozenset(
         "qwen2",
         "qwen3",
         "qwen3_moe",
+        "qwen3_next",
         "smollm3",
         "starcoder2",
     }
@@ -42,6 +43,9 @@ also depend on the sequence's length: see `gracekv.prefill.length_limits`."""
 
 KINDS = frozenset({"full_attention", "sliding_attention"})
 """Kinds of layers, as transformers names them, that a cache may hold."""
+
+LINEAR_MODEL_TYPES = frozenset({"qwen3_next"})
+"""`config.model_type`s whose layers of kind linear_attention a cache may hold, too."""
 
 
 def check_model(model: Any) -> None:
@@ -66,14 +70,22 @@ def check_model(model: Any) -> None:
             f"prompt makes. gracekv takes decoder-only models; tested families: "
             f"{_listed(TESTED_MODEL_TYPES)}."
         )
-    for number, kind in enumerate(layer_kinds(text_config(model))):
-        if kind not in KINDS:
+    kinds = layer_kinds(text_config(model))
+    known = KINDS | ({"linear_attention"} if family in LINEAR_MODEL_TYPES else frozenset())
+    for number, kind in enumerate(kinds):
+        if kind not in known:
             raise UnsupportedModelError(
                 f"Layer {number} of {name} ({family}) is of kind {kind}; gracekv compresses layers "
                 f"of kind full_attention and leaves those of kind "
-                f"{_listed(KINDS - {'full_attention'})} as they are, and knows no others. Tested "
-                f"families: {_listed(TESTED_MODEL_TYPES)}."
+                f"{_listed(known - {'full_attention'})} as they are, and knows no others (of kind "
+                f"linear_attention those of {_listed(LINEAR_MODEL_TYPES)} alone). Tested families: "
+                f"{_listed(TESTED_MODEL_TYPES)}."
             )
+    if "linear_attention" in kinds and "full_attention" not in kinds:
+        raise UnsupportedModelError(
+            f"{name} ({family}) has no layer of kind full_attention, so nothing of its cache grows "
+            f"with the prompt and there is nothing to compress."
+        )
     others = kept_layers(model) if is_sharded(model) else ()
     if others:
         raise UnsupportedModelError(

@@ -24,6 +24,7 @@ _CONFIGS = {
     "olmo2": "Olmo2Config",
     "olmo3": "Olmo3Config",
     "qwen3_moe": "Qwen3MoeConfig",
+    "qwen3_next": "Qwen3NextConfig",
     "smollm3": "SmolLM3Config",
     "starcoder2": "Starcoder2Config",
 }
@@ -63,7 +64,7 @@ def tiny_model(
         vocabulary: number of token ids; none of them ends a sequence.
         rope: "default", "linear", "dynamic", "llama3" (scaled frequencies), "yarn" (scaled, with
             an attention factor) or "longrope" (two sets of frequencies, with an attention factor).
-        partial: the share of a head's features that rotate ("phi3" and "glm4" only).
+        partial: the share of a head's features that rotate ("phi3", "glm4", "qwen3_next").
         positions: `max_position_embeddings`.
         original: tokens that the model was trained on before its RoPE was stretched ("llama3",
             "yarn", "longrope"; 32 for "llama3").
@@ -101,6 +102,15 @@ def tiny_model(
     elif family in ("mixtral", "qwen3_moe", "gpt_oss"):
         experts = "num_experts" if family == "qwen3_moe" else "num_local_experts"
         extra |= {experts: 4, "num_experts_per_tok": 2, "moe_intermediate_size": heads * dim}
+    elif family == "qwen3_next":
+        kinds = ("linear_attention", "full_attention")
+        extra = {"layer_types": [kinds[i % 2] for i in range(layers)]}
+        extra |= {"linear_num_key_heads": kv_heads, "linear_num_value_heads": heads}
+        extra |= {"linear_key_head_dim": dim, "linear_value_head_dim": dim}
+        extra |= {"num_experts": 4, "num_experts_per_tok": 2}
+        extra |= {"moe_intermediate_size": heads * dim}
+        extra |= {"shared_expert_intermediate_size": heads * dim}
+        parameters["partial_rotary_factor"] = partial
     elif family == "smollm3":
         # Every other layer has no RoPE.
         extra = {"no_rope_layers": [1 - i % 2 for i in range(layers)], "use_sliding_window": False}
@@ -139,6 +149,9 @@ def tiny_model(
                 elif name.endswith(
                     (
                         "proj.weight",
+                        "in_proj_qkvz.weight",
+                        "in_proj_ba.weight",
+                        "conv1d.weight",
                         "lm_head.weight",
                         "fc.weight",
                         "experts.gate_up_proj",
@@ -151,6 +164,9 @@ def tiny_model(
                     weight.normal_(std=embedding)
                 elif name.endswith(("bias", "sinks")):
                     weight.normal_()
+                elif name.endswith("A_log"):
+                    # States that last for some tokens.
+                    weight.uniform_(-4.0, -1.0)
                 elif name.endswith(("q_norm.weight", "k_norm.weight")):
                     weight.uniform_(0.5, 2.0)
     return model.to(dtype).eval()

@@ -1,5 +1,6 @@
-"""Layers that are compressed beside layers that keep their own window."""
+"""Layers that are compressed beside layers that keep their own window or state."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -96,8 +97,9 @@ def test_questions_of_different_lengths_are_answered_as_alone(tokenizer):
     assert book.ask(questions, 6) == [book.ask(question, 6) for question in questions]
 
 
-def test_a_turn_that_fails_is_undone_in_all_layers(tokenizer, monkeypatch):
-    model = model_of("olmo3")
+@pytest.mark.parametrize("family", ["olmo3", "qwen3_next"])
+def test_a_turn_that_fails_is_undone_in_all_layers(family, tokenizer, monkeypatch):
+    model = model_of(family)
     book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=3)
     with book.chat() as chat, book.chat() as other:
         first = chat.ask("Who?", 5)
@@ -132,6 +134,37 @@ def test_assisted_decoding_and_resets_go_back_to_the_prompt():
     assert torch.equal(model.generate(**result.inputs, **options), first)
 
 
+def test_each_continuation_has_its_own_states_of_linear_layers():
+    model = model_of("qwen3_next")
+    ids = torch.arange(100) * 13 % VOCABULARY
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=3)
+    before = copy.deepcopy(result.packed.kept)
+    attach(model)
+    one, two = result.new_cache(), result.new_cache()
+    last, token = ids[-1:][None], torch.tensor([[5]])
+    with torch.no_grad():
+        model(last, past_key_values=one)
+        twin = copy.deepcopy(one)
+        want = model(token, past_key_values=one).logits
+        assert torch.equal(model(token, past_key_values=twin).logits, want)
+        model(last.repeat(3, 1), past_key_values=two)
+        two.batch_select_indices(torch.tensor([2, 0]))
+        got = model(token.repeat(2, 1), past_key_values=two).logits
+        torch.testing.assert_close(got, want.repeat(2, 1, 1), rtol=0, atol=1e-4)
+        with pytest.raises(CacheError, match="2 prompts, the model was given 3 rows"):
+            model(token.repeat(3, 1), past_key_values=two)
+    for old, state in zip(before, result.packed.kept, strict=True):
+        for name, tensor in state.tensors.items():
+            assert torch.equal(tensor, old.tensors[name])
+    with pytest.raises(CacheError, match=r"Layer 0 .* cannot go back"):
+        two.crop(-1)
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        result.generate_ids(4, prompt_lookup_num_tokens=3)
+    model.config.layer_types = ["linear_attention"] * 4
+    with pytest.raises(UnsupportedModelError, match="no layer of kind full_attention"):
+        gracekv.compress(model, result.prompt, ratio=3)
+
+
 def test_budgets_and_numbers_count_compressed_layers_alone():
     model = model_of("gpt_oss")
     ids = torch.arange(100) * 13 % VOCABULARY
@@ -149,17 +182,20 @@ def test_budgets_and_numbers_count_compressed_layers_alone():
     assert both.kept_bytes == {"sliding_attention": 2 * size}
 
 
-def test_what_needs_every_token_of_every_layer_is_refused_by_name(tokenizer, tmp_path):
-    model = model_of("ministral")
+@pytest.mark.parametrize("family", ["ministral", "qwen3_next"])
+def test_what_needs_every_token_of_every_layer_is_refused_by_name(family, tmp_path):
+    model = model_of(family)
     ids = torch.arange(100) * 13 % VOCABULARY
     prompt = gracekv.Prompt.from_ids(ids, (4, 90))
     for recipe in ("gracekv-draft", "kvzip-two-pass"):
-        with pytest.raises(UnsupportedModelError, match=r"Layer 0 of Ministral.* sliding_"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"Layer 0 of (Ministral.* sliding|Qwen3Next.* linear)_"
+        ):
             gracekv.compress(model, prompt, ratio=2, pipeline=recipe)
     result = gracekv.compress(model, prompt, ratio=2)
     with pytest.raises(CacheError, match="static tail needs compressed layers"):
         result.new_cache().with_static_tail(16)
-    with pytest.raises(UnsupportedModelError, match=r"Layer 0 of Ministral.* vLLM"):
+    with pytest.raises(UnsupportedModelError, match=r"Layer 0 of .* vLLM"):
         result.export(tmp_path / "context")
     capped = model_of("gemma2")
     with pytest.raises(UnsupportedModelError, match="'expected_attention' has a closed form"):

@@ -37,10 +37,16 @@ def dense_logits(
             module.forward = _rms_norm(module)
         elif type(module).__name__ == "Cohere2LayerNorm":
             module.forward = _layer_norm(module)
-    past = DynamicCache()
+    linear = [x for x in cache.kept if x.window is None]
+    past = DynamicCache(config=precise.config) if linear else DynamicCache()
+    for state in linear:
+        past.update_conv_state(state.tensors["conv"].double(), state.number)
+        past.update_recurrent_state(state.tensors["recurrent"].double(), state.number)
     biases: dict[int, Tensor] = {}
     held: dict[int, tuple[Tensor, Tensor]] = {
-        x.number: (x.tensors["keys"].double(), x.tensors["values"].double()) for x in cache.kept
+        x.number: (x.tensors["keys"].double(), x.tensors["values"].double())
+        for x in cache.kept
+        if x.window is not None
     }
     for number, layer in zip(cache.model_layers, cache.layers, strict=True):
         keys, values, bias = _dense(layer, cache.length)
@@ -72,8 +78,9 @@ def _dense(layer: RaggedLayer, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _rms_norm(module: Any) -> Any:
     eps = getattr(module, "variance_epsilon", None) or module.eps
-    # Gemma stores the distance from one.
-    weight = module.weight + 1.0 if "Gemma" in type(module).__name__ else module.weight
+    # Gemma and Qwen3-Next store the distance from one.
+    far = type(module).__name__.startswith(("Gemma", "Qwen3Next"))
+    weight = module.weight + 1.0 if far else module.weight
     return lambda x: weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 

@@ -30,7 +30,12 @@ class Family:
     @property
     def is_mixed(self) -> bool:
         """Whether not all of its layers are compressed."""
-        return "window" in self.options
+        return "window" in self.options or self.is_linear
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the layers that are not compressed hold states."""
+        return self.options["family"] == "qwen3_next"
 
 
 _SLIDING: dict[str, Any] = {"layers": 4, "window": 24}
@@ -52,6 +57,11 @@ FAMILIES = {
         Family("Qwen2, Qwen2.5", "biases", {"family": "qwen2"}),
         Family("Qwen3", "norms of queries and keys", {"family": "qwen3"}),
         Family("Qwen3-MoE", "experts; norms of queries and keys", {"family": "qwen3_moe"}),
+        Family(
+            "Qwen3-Next",
+            "linear layers beside full ones, whose output is gated; experts",
+            {"family": "qwen3_next", "layers": 4, "partial": 0.5},
+        ),
         Family("Phi-3, Phi-4", "partial rotation, LongRoPE", {"family": "phi3", "partial": 0.75}),
         Family("Gemma", "large heads", {"family": "gemma"}),
         Family(
