@@ -1,7 +1,6 @@
 """Every family and RoPE kind: capture, full and compressed decoding against the stock model."""
 
 import copy
-import dataclasses
 import warnings
 
 import pytest
@@ -11,11 +10,12 @@ transformers = pytest.importorskip("transformers")
 
 import gracekv  # noqa: E402
 from gracekv.errors import CacheError, LengthWarning, UnsupportedModelError  # noqa: E402
-from gracekv.hf import GraceCache, attach, detach  # noqa: E402
+from gracekv.hf import GraceCache  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.model_layers import compressed_layers  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
 from support.dense import dense_logits  # noqa: E402
+from support.greedy_decoding import greedy, heavier  # noqa: E402
 from support.margins import assert_same_steps  # noqa: E402
 
 LENGTH = 150
@@ -62,30 +62,8 @@ def compress(model, ratio):
         return gracekv.compress(model, PROMPT, ratio=ratio)
 
 
-def heavier(cache):
-    """The same entries with multiplicities that matter: tiny models attend to few tokens."""
-    rng = torch.Generator().manual_seed(1)
-    layers = [
-        dataclasses.replace(layer, log_multiplicity=torch.rand(layer.entries, generator=rng) * 5)
-        for layer in cache.layers
-    ]
-    return dataclasses.replace(cache, layers=tuple(layers))
-
-
 def generated(model, cache=None, tokens=16):
-    """New ids [n] and the logits [n, vocabulary] they were chosen by; stock without a cache."""
-    (detach if cache is None else attach)(model)
-    output = model.generate(
-        IDS[None],
-        attention_mask=torch.ones_like(IDS)[None],
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return output.sequences[0, LENGTH:], torch.cat(output.logits)
+    return greedy(model, IDS, cache, tokens)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,7 +1,6 @@
 """Every listed family: all that `compress` promises, against the stock model."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -9,12 +8,13 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import gracekv  # noqa: E402
-from gracekv.hf import GraceCache, attach, detach  # noqa: E402
+from gracekv.hf import GraceCache  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.model_layers import compressed_layers  # noqa: E402
 from gracekv.prefill.supported import TESTED_MODEL_TYPES  # noqa: E402
 from support.dense import dense_logits  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
+from support.greedy_decoding import greedy, heavier  # noqa: E402
 from support.margins import (  # noqa: E402
     assert_same_beams,
     assert_same_steps,
@@ -31,19 +31,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def generated(model, cache=None, tokens=8):
-    """New ids [n] and the logits [n, vocabulary] they were chosen by; stock without a cache."""
-    (detach if cache is None else attach)(model)
-    output = model.generate(
-        IDS[None],
-        attention_mask=torch.ones_like(IDS)[None],
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return output.sequences[0, LENGTH:], torch.cat(output.logits)
+    return greedy(model, IDS, cache, tokens)
 
 
 def test_the_list_is_that_of_the_check():
@@ -138,16 +126,6 @@ def test_ratio_one_generates_what_the_stock_model_does(family):
     result = gracekv.compress(FAMILIES[family].model(), PROMPT, ratio=1)
     ids, logits = generated(result.model, result.new_cache())
     assert_same_steps(ids, logits, expected, expected_logits, margin=3e-4)
-
-
-def heavier(cache):
-    """The same entries with multiplicities that matter: tiny models attend to few tokens."""
-    rng = torch.Generator().manual_seed(1)
-    layers = [
-        dataclasses.replace(layer, log_multiplicity=torch.rand(layer.entries, generator=rng) * 5)
-        for layer in cache.layers
-    ]
-    return dataclasses.replace(cache, layers=tuple(layers))
 
 
 @every_family

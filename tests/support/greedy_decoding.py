@@ -1,0 +1,40 @@
+"""Greedy generation over stock and compressed caches, with the logits that it chose by."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.base import RaggedCache
+from gracekv.hf import GraceCache, attach, detach
+
+
+def greedy(
+    model: Any, ids: Tensor, cache: GraceCache | None = None, tokens: int = 16
+) -> tuple[Tensor, Tensor]:
+    """New ids [n] and the logits [n, vocabulary] they were chosen by; stock without a cache."""
+    (detach if cache is None else attach)(model)
+    output = model.generate(
+        ids[None],
+        attention_mask=torch.ones_like(ids)[None],
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[0, len(ids) :], torch.cat(output.logits)
+
+
+def heavier(cache: RaggedCache) -> RaggedCache:
+    """The same entries with multiplicities that matter: tiny models attend to few tokens."""
+    rng = torch.Generator().manual_seed(1)
+    layers = [
+        dataclasses.replace(layer, log_multiplicity=torch.rand(layer.entries, generator=rng) * 5)
+        for layer in cache.layers
+    ]
+    return dataclasses.replace(cache, layers=tuple(layers))
