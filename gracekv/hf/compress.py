@@ -273,7 +273,8 @@ def chosen_pipeline(
         pipeline = Pipeline.named(pipeline)
     if not isinstance(pipeline, Pipeline):
         raise ConfigError(
-            f"pipeline takes a name or a gracekv.pipeline.Pipeline; got {pipeline!r}."
+            f"pipeline takes a recipe's name or a gracekv.Pipeline, which Pipeline.from_dict makes "
+            f"of a mapping; got {pipeline!r}."
         )
     if backend is None:
         return pipeline

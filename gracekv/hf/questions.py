@@ -30,8 +30,9 @@ def ask_ids(
     """
     prompt = result.prompts[0]
     check_context(prompt)
-    if not questions:
-        raise PromptError("ask takes a question or a list of at least one; got an empty list.")
+    if not isinstance(questions, Sequence) or not questions:
+        given = "an empty list" if questions == [] else repr(questions)
+        raise PromptError(f"ask takes a question or a list of at least one; got {given}.")
     context = prompt.ids[: prompt.spans.context_end]
     rows = []
     for question in questions:

@@ -136,7 +136,7 @@ class CompressionResult(BaseResult):
             ConfigError: several answers to one question, or a stream of several questions.
         """
         _check_one_answer(kwargs)
-        questions = [question] if isinstance(question, str) else list(question)
+        questions = [question] if isinstance(question, str) else question
         if not stream:
             rows = ask_ids(self, questions, max_new_tokens, kwargs)
             answers = decode_rows(self.tokenizer, rows)

@@ -157,6 +157,7 @@ def test_a_base_model_is_asked_in_plain_text(model, tokenizer):
         ({"question": " \n"}, PromptError, "not empty; got ' "),
         ({"question": ["Who?", ""]}, PromptError, "not empty; got ''"),
         ({"question": []}, PromptError, "at least one; got an empty list"),
+        ({"question": None}, PromptError, "at least one; got None"),
         ({"question": [3]}, PromptError, "not empty; got 3"),
         ({"question": "Who?", "num_return_sequences": 2}, ConfigError, "One text is returned"),
         ({"question": ["Who?"], "stream": True}, ConfigError, "one question, a text"),
