@@ -183,7 +183,7 @@ def test_a_pipeline_may_be_a_name_or_a_value(model, prompt):
         ({"ratio": 0.5}, BudgetError, "at least 1"),
         ({"ratio": 1000}, BudgetError, "ratio of at most"),
         ({"ratio": 2, "pipeline": "gracekw"}, UnknownStrategyError, "Did you mean 'gracekv'"),
-        ({"ratio": 2, "pipeline": 3}, ConfigError, r"a name or a gracekv\.pipeline\.Pipeline"),
+        ({"ratio": 2, "pipeline": 3}, ConfigError, r"a recipe.s name or a gracekv\.Pipeline"),
         ({"ratio": 2, "backend": "sdpaa"}, UnknownStrategyError, "Did you mean 'sdpa'"),
     ],
 )
