@@ -87,6 +87,8 @@ def read_header(path: Path) -> dict[str, Any]:
         with open_file(path, "pt") as file:
             metadata = file.metadata() or {}
     except (OSError, SafetensorError) as error:
+        if path.is_dir():
+            raise SavedCacheError(f"{path} is a folder, not what result.save wrote.") from error
         raise SavedCacheError(f"Cannot read the saved cache {path}: {error}. {AGAIN}") from error
     if "gracekv_format" not in metadata:
         raise SavedCacheError(

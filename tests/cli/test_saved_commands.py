@@ -142,4 +142,5 @@ def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(run, story, 
         status, _, err = run(*argv)
         assert status == 2
         assert "SavedCacheError: Cannot read the saved cache" in err
+    assert "is a folder" in run("generate", story.parent)[2]
     assert not loads.seen
