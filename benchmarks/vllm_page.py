@@ -1,17 +1,19 @@
-"""Tables of `benchmarks/vllm_serving.py`."""
+"""`benchmarks/results/vllm.md`: tables of `vllm_serving.py`, and a section of another script."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
-import statistics
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from gracekv.files import write_atomically
+
+COST = "## What the plugin costs plain requests"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,34 @@ class Row:
     beside: int = 0
 
 
+def code_state() -> str:
+    """The commit that is checked out."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def processor() -> str:
+    """Its name as the system gives it."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def section(path: Path, heading: str) -> str:
+    """A page's section, its heading first; empty if there is no such section."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    _, found, after = text.partition(f"{heading}\n")
+    return f"{found}{after.partition(chr(10) + '## ')[0]}".strip()
+
+
+def put_section(path: Path, heading: str, lines: list[str]) -> None:
+    """Write a section in the place of the page's section of the same heading, or at its end."""
+    text = path.read_text(encoding="utf-8")
+    old, new = section(path, heading), "\n".join([heading, "", *lines])
+    text = text.replace(old, new) if old else f"{text.rstrip()}\n\n{new}\n"
+    write_atomically(path, text.encode())
+
+
 def write(
     options: argparse.Namespace,
     answer: int,
@@ -40,11 +70,9 @@ def write(
     needles: int,
     found: dict[tuple[int, str], Row],
     answers: dict[str, int],
-    cost: list[float],
-    calls: float,
     size: int,
 ) -> None:
-    """Print the tables, and write them to `options.out`."""
+    """Print the tables, and write them to `options.out`; what the plugin costs stays there."""
     import vllm
 
     block_bytes = 2 * 30 * 3 * 64 * 4 * size
@@ -60,14 +88,11 @@ def write(
             f"{warm.first / row.first:.2f}x | {cold.each / row.each:.1f}x | "
             f"{warm.each / row.each:.2f}x | {blocks} | {fit:,} |"
         )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
     notes = [
-        f"machine: {platform.machine()}, {os.cpu_count()} cores, CPU, {torch.get_num_threads()} "
-        f"thread(s); torch {torch.__version__}, vLLM {vllm.__version__}, Python "
-        f"{platform.python_version()}",
-        f"commit: {commit}",
+        f"machine: {processor()}, {platform.machine()}, {os.cpu_count()} cores, CPU, "
+        f"{torch.get_num_threads()} thread(s); torch {torch.__version__}, vLLM {vllm.__version__}, "
+        f"Python {platform.python_version()}",
+        f"commit: {code_state()}",
         f"SmolLM2-135M-Instruct in float32, vLLM eager, blocks of {size} tokens. Ratios of CPU "
         f"seconds of the engine's process, more is better: to the first token of one request, and "
         f"a request's share of {options.requests} at once about one context (of one alone with "
@@ -76,10 +101,6 @@ def write(
         f"caching: stock attention over the whole context, which no page holds, or all are held.",
         "Blocks: what a request refers to. Requests in 1 GiB: pages for requests about one "
         "context, and what they share once: pages of the context, or its entries beside them.",
-        f"The plugin's cost: {len(cost)} pairs of runs of {options.requests} plain requests of 24 "
-        f"tokens in one engine, with our attention and with stock attention, in turn; they scatter "
-        f"with what else the machine does. By its calls alone: what our `forward` adds in all "
-        f"layers where no request has a context, measured with the stock one left out.",
     ]
     lines = [
         "# Serving with vLLM",
@@ -92,12 +113,7 @@ def write(
         "|--:|---|--:|--:|--:|--:|--:|--:|",
         *rows,
         "",
-        "## What the plugin costs plain requests",
-        "",
-        "| median | least | most | added to a step by its calls alone |",
-        "|--:|--:|--:|--:|",
-        f"| {statistics.median(cost) - 1:+.1%} | {min(cost) - 1:+.1%} | {max(cost) - 1:+.1%} | "
-        f"{calls * 1e6:.0f} microseconds |",
+        section(options.out, COST),
         "",
         "## Answers kept",
         "",
