@@ -105,7 +105,7 @@ class Auction:
             return self._with_widths(plan, self.choose(plan, quota), precision, prefill)
         if costs is None or plan.bytes is None:
             return plan, self.choose(plan, quota)
-        return within_bytes(plan, costs, lambda p: self.choose(p, quota_of(p)))
+        return within_bytes(plan, costs, lambda p: self.choose(p, quota_of(p)), self.shard)
 
     def _with_widths(
         self, plan: BudgetPlan, candidates: Choice, precision: Precision, prefill: Prefill
@@ -121,8 +121,10 @@ class Auction:
             widths=widths[kept],
             utility=float(worth[kept.to(worth.device)].sum()),
         )
-        recent = plan.layers * plan.heads * plan.recent
-        return replace(plan, total=recent + chosen.selection.entries), chosen
+        total = chosen.selection.entries
+        if self.shard is not None:
+            total = self.shard.total(total)
+        return replace(plan, total=plan.layers * plan.heads * plan.recent + total), chosen
 
     def choose(self, plan: BudgetPlan, quota: Tensor | None) -> Choice:
         """Spend `plan.base` entries, at most `quota` (int64 [L, G]) in each head.

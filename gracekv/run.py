@@ -18,7 +18,7 @@ from gracekv.cache import (
     Timings,
     WidthShare,
 )
-from gracekv.distributed.head_shard import all_heads
+from gracekv.distributed.head_shard import HeadShard, all_heads
 from gracekv.precision import Precision
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.kept import bytes_by_kind
@@ -125,30 +125,33 @@ def accounted(
     result counts those of all of them.
     """
     spans, units = prefill.spans, prefill.layers * all_heads(prefill.kv_heads, prefill.shard)
-    sizes = [cache.kv_bytes, cache.metadata_bytes]
-    widths = WidthShare.of(cache)
+    sizes = physical_sizes(cache, prefill.shard)
     if prefill.shard is not None:
         entries = prefill.shard.all_heads(entries, dim=1)
-        sizes = prefill.shard.sum(torch.tensor(sizes)).tolist()
-        widths = WidthShare.over_processes(widths, prefill.shard)
         gains = torch.tensor([results.pop("utility", 0.0)], dtype=torch.float64)
         results["utility"] = float(prefill.shard.sum(gains))
         results["floor_spent"] = prefill.shard.total(results.get("floor_spent", 0))
     covered = spans.length - 1
     beside = spans.context_start + max(0, covered - spans.context_end)
-    spent = None if plan.bytes is None else sizes[0] - units * beside * prefill.entry_bytes
+    spent = None if plan.bytes is None else sizes["bytes"] - units * beside * prefill.entry_bytes
     return Accounting(
         budget=plan.total,
         spent=int(entries.sum()),
         recent=plan.recent,
         entries=entries,
-        bytes=sizes[0],
-        metadata_bytes=sizes[1],
         # All tokens but the last, which decoding feeds again.
         full_bytes=units * covered * (prefill.entry_bytes if costs is None else costs.full),
-        widths=widths,
-        kept_bytes=bytes_by_kind(cache.kept),
         budget_bytes=plan.bytes,
         spent_bytes=spent,
-        **{"floor_spent": 0, **results},
+        **{"floor_spent": 0, **sizes, **results},
     )
+
+
+def physical_sizes(cache: CompressedCache, shard: HeadShard | None) -> dict[str, Any]:
+    """What `Accounting` says of the tensors of `cache`, by its names; all heads with `shard`."""
+    sizes, widths = [cache.kv_bytes, cache.metadata_bytes], WidthShare.of(cache)
+    if shard is not None:
+        sizes = shard.sum(torch.tensor(sizes)).tolist()
+        widths = WidthShare.over_processes(widths, shard)
+    kept = {kind: all_heads(size, shard) for kind, size in bytes_by_kind(cache.kept).items()}
+    return {"bytes": sizes[0], "metadata_bytes": sizes[1], "widths": widths, "kept_bytes": kept}

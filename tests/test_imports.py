@@ -38,6 +38,7 @@ KNOWS = {
         "gracekv.cache.coded",
         "gracekv.cache.entries",
         "gracekv.cache.quantised",
+        "gracekv.distributed",
         "gracekv.prefill",
     },
     "backends": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv.allocate.global_cut import first_fitting
+from gracekv.allocate.global_cut import first_fitting, first_offer
 from gracekv.distributed.head_shard import HeadShard
 
 
@@ -57,16 +57,15 @@ class Paths:
         while left > 0:
             while at < len(last) and not self._fits(last[at], done, left, caps):
                 at += 1
-            offer = [-1.0, 0.0, 0.0]
+            offer = None
             if at < len(last):
-                offer = [float(score[at]), float(ties[at]), float(self._price(last[at], done))]
-            offers = shard.gather(torch.tensor(offer, dtype=torch.float64)).tolist()
-            first = min(range(shard.ranks), key=lambda rank: (-offers[rank][0], offers[rank][1]))
-            if offers[first][0] < 0:
+                offer = (float(score[at]), int(ties[at]), self._price(last[at], done))
+            first = first_offer(offer, shard)
+            if first is None:
                 break
-            left -= int(offers[first][2])
-            if first == shard.rank:
-                caps[self._head[last[at]]] -= int(offers[first][2])
+            left -= first[1]
+            if first[0] == shard.rank:
+                caps[self._head[last[at]]] -= first[1]
                 self._buy(last[at], done)
                 at += 1
         return done

@@ -5,6 +5,9 @@ processes are added, and the 16 bins say which value of these bits the cut has; 
 bits, among the candidates that share those. So the cut is exact after at most 16 rounds of 128
 bytes, however many candidates there are.
 
+Where some candidates free what others need, cuts are made one after the other, each with what the
+last one left.
+
 Source: ours (radix selection, all-reduced).
 """
 
@@ -87,3 +90,46 @@ def first_fitting(
         raise AssertionError("The tied candidates alone exceed what is left.")
     fits[tied[order > last[0]]] = True
     return fits
+
+
+def affordable(
+    keys: Tensor, ties: Tensor, costs: Tensor, limit: int, shard: HeadShard
+) -> tuple[int, int]:
+    """How many of this process's candidates come before the first whose sum exceeds `limit`.
+
+    Candidates of all processes are in one order, each process's own in that order already. No two
+    have one key and tie.
+
+    Args:
+        keys: float64 [n], at least 0; the larger come first.
+        ties: int64 [n], at least 0; of equal keys the smaller tie comes first.
+        costs: int64 [n] of this process's candidates; those below 0 free something.
+        limit: at least 0.
+        shard: reaches the other processes.
+
+    Returns:
+        The number, and what all processes' candidates before that one leave of `limit`.
+    """
+    begin = 0
+    while True:
+        # Sums without what is freed exceed the limit no later than sums with it.
+        rest = costs[begin:]
+        fits = first_fitting(keys[begin:], ties[begin:], rest.clamp(min=0), limit, shard)
+        count = int(fits.sum())
+        taken, spent = shard.sum(torch.tensor([count, int(rest[:count].sum())])).tolist()
+        if not taken:
+            return begin, limit
+        begin, limit = begin + count, limit - int(spent)
+
+
+def first_offer(offer: tuple[float, int, int] | None, shard: HeadShard) -> tuple[int, int] | None:
+    """The process whose offer comes first, and its price; None if no process has one.
+
+    Args:
+        offer: key, tie and price; the larger key comes first, of equal keys the smaller tie.
+        shard: reaches the other processes.
+    """
+    own = (-1.0, 0, 0) if offer is None else offer
+    offers = shard.gather(torch.tensor(own, dtype=torch.float64)).tolist()
+    first = min(range(shard.ranks), key=lambda rank: (-offers[rank][0], offers[rank][1]))
+    return None if offers[first][0] < 0 else (first, int(offers[first][2]))

@@ -11,6 +11,7 @@ import torch
 from gracekv.allocate.budget import BudgetPlan
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.selection import Selection
+from gracekv.distributed.head_shard import HeadShard
 
 
 class HasSelection(Protocol):
@@ -25,7 +26,10 @@ Chosen = TypeVar("Chosen", bound=HasSelection)
 
 
 def within_bytes(
-    plan: BudgetPlan, costs: EntryBytes, choose: Callable[[BudgetPlan], Chosen]
+    plan: BudgetPlan,
+    costs: EntryBytes,
+    choose: Callable[[BudgetPlan], Chosen],
+    shard: HeadShard | None = None,
 ) -> tuple[BudgetPlan, Chosen]:
     """The most entries whose selection takes at most `plan.bytes`, and that selection.
 
@@ -40,6 +44,7 @@ def within_bytes(
         plan: with `bytes`; its `total` is an upper bound.
         costs: bytes of the entries.
         choose: the selection for a plan of fewer entries.
+        shard: which heads the selections are of; None: all.
     """
     if plan.bytes is None:
         raise AssertionError("The plan counts entries, not bytes.")
@@ -47,7 +52,7 @@ def within_bytes(
 
     def attempt(total: int) -> tuple[int, Chosen]:
         found = choose(replace(plan, total=total))
-        return limit - selection_bytes(found.selection, plan, costs), found
+        return limit - selection_bytes(found.selection, plan, costs, shard), found
 
     low, high = none, plan.total
     left, found = attempt(high)
@@ -69,12 +74,19 @@ def within_bytes(
     return replace(plan, total=low), chosen
 
 
-def selection_bytes(selection: Selection, plan: BudgetPlan, costs: EntryBytes) -> int:
-    """Bytes of the context's entries: those of `selection`, and the recent window of `plan`."""
-    counts = selection.offsets.diff()
-    exact = plan.layers * plan.heads * plan.recent
+def selection_bytes(
+    selection: Selection, plan: BudgetPlan, costs: EntryBytes, shard: HeadShard | None
+) -> int:
+    """Bytes of the context's entries: those of `selection`, and the recent window of `plan`.
+
+    With `shard`, of the selections of all processes.
+    """
+    counts, exact = selection.offsets.diff(), 0
     if costs.sinks:
         stays = (selection.start < selection.region[0] + costs.sinks).cpu()
         own = torch.bincount(selection.head_of_entry()[stays], minlength=len(counts))
-        counts, exact = counts - own, exact + int(own.sum())
-    return costs.heads(exact, counts)
+        counts, exact = counts - own, int(own.sum())
+    size = costs.heads(exact, counts)
+    if shard is not None:
+        size = shard.total(size)
+    return plan.layers * plan.heads * plan.recent * costs.exact + size

@@ -2,79 +2,133 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedCache, RaggedLayer
-from gracekv.cache.entries import CompressedCache
+from gracekv.cache.base import RaggedLayer
+from gracekv.cache.coded import CodedEntries
+from gracekv.cache.entries import CompressedCache, LayerEntries
+from gracekv.cache.quantised import QuantisedLayer
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import CacheError
+from gracekv.prefill.kept import KeptLayer
 from gracekv.ragged import offsets, rows_and_steps
 
-_PARTS = ("keys", "values", "positions", "log_multiplicity")
+Part = TypeVar("Part", RaggedLayer, CodedEntries)
 
 
-def whole_cache(cache: CompressedCache, shard: HeadShard) -> RaggedCache:
+def whole_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
     """The cache of all heads, on the CPU; all processes call this together.
 
     One layer of all processes is held beside the result.
     """
-    layers = tuple(_whole_layer(layer, shard) for layer in _plain(cache))
-    return RaggedCache(layers, cache.length, cache.padding)
+    return _mapped(
+        cache,
+        lambda part: _whole_part(part, shard),
+        lambda x: shard.all_heads(x.cpu(), 1),
+    )
 
 
-def own_cache(cache: CompressedCache, shard: HeadShard) -> RaggedCache:
+def own_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
     """The part of a cache of all heads that belongs to this process.
 
     Raises `CacheError` if the heads cannot be divided among the processes.
     """
-    layers = tuple(_own_layer(layer, shard) for layer in _plain(cache))
-    return RaggedCache(layers, cache.length, cache.padding)
+    return _mapped(
+        cache,
+        lambda part: _own_part(part, shard),
+        lambda x: shard.own_heads(x, 1).contiguous(),
+    )
 
 
-def _plain(cache: CompressedCache) -> list[RaggedLayer]:
-    layers = [layer for layer in cache.layers if isinstance(layer, RaggedLayer)]
-    if len(layers) < len(cache.layers):
+def _mapped(
+    cache: CompressedCache,
+    parts: Callable[[Any], Any],
+    states: Callable[[Tensor], Tensor],
+) -> CompressedCache:
+    """The cache with every part, and every state [S, G, ...] of other layers, replaced."""
+
+    def layer(old: LayerEntries) -> LayerEntries:
+        if isinstance(old, QuantisedLayer):
+            return QuantisedLayer(parts(old.exact), tuple(map(parts, old.coded)))
+        made: RaggedLayer = parts(old)
+        return made
+
+    def kept(old: KeptLayer) -> KeptLayer:
+        return replace(old, tensors={name: states(x) for name, x in old.tensors.items()})
+
+    layers = tuple(map(layer, cache.layers))
+    return CompressedCache(layers, cache.length, cache.padding, tuple(map(kept, cache.kept)))
+
+
+def _whole_part(part: Part, shard: HeadShard) -> Part:
+    lengths, made = shard.gather(part.lengths), {}
+    for name, own in _tensors(part).items():
+        counts = _counts(part, name, lengths)
+        totals = counts.sum(dim=1).tolist()
+        # Where each row begins among the rows of all processes, one after the other.
+        begins = offsets(counts.flatten())[:-1].view_as(counts)
+        at = _ranges(_in_order(begins, part), _in_order(counts, part))
+        made[name] = _gathered(own, totals, shard)[at]
+    return _part_of(part, made, _in_order(lengths, part))
+
+
+def _own_part(part: Part, shard: HeadShard) -> Part:
+    heads = len(part.lengths) // part.sequences
+    if heads % shard.ranks:
         raise CacheError(
-            "Quantised entries cannot be divided among processes yet. Use a recipe with the "
-            "precision 'full'."
+            f"The cache has {heads} KV heads, which cannot be divided among {shard.ranks} "
+            f"processes. Use a number of processes that divides them."
         )
-    return layers
+
+    def own(numbers: Tensor) -> Tensor:
+        return shard.own_heads(numbers.view(part.sequences, heads), 1).flatten()
+
+    made = {}
+    for name, tensor in _tensors(part).items():
+        counts = _counts(part, name, part.lengths)
+        at = _ranges(own(offsets(counts)[:-1]), own(counts))
+        made[name] = tensor[at.to(tensor.device)]
+    return _part_of(part, made, own(part.lengths))
 
 
-def _whole_layer(layer: RaggedLayer, shard: HeadShard) -> RaggedLayer:
-    counts = shard.gather(layer.lengths)
-    totals = counts.sum(dim=1).tolist()
-    # Row s G + g of process r becomes row (s R + r) G + g.
-    order = counts.view(shard.ranks, layer.sequences, -1).transpose(0, 1)
-    # Where each of these rows begins among the entries of all processes, one after the other.
-    begins = torch.cat([torch.zeros(1, dtype=torch.int64), counts.flatten().cumsum(0)[:-1]])
-    begins = begins.view(shard.ranks, layer.sequences, -1).transpose(0, 1).flatten()
-    at = _ranges(begins, order.flatten())
-    parts = {name: _gathered(getattr(layer, name), totals, shard)[at] for name in _PARTS}
-    return RaggedLayer(**parts, offsets=offsets(order.flatten()), sequences=layer.sequences)
+def _tensors(part: RaggedLayer | CodedEntries) -> dict[str, Tensor]:
+    """All tensors [n, ...] of `part` but its offsets."""
+    return {name: tensor for name, tensor in part.tensors().items() if name != "offsets"}
+
+
+def _counts(part: RaggedLayer | CodedEntries, name: str, lengths: Tensor) -> Tensor:
+    """int64 [any shape]: rows of the tensor `name` for heads of `lengths` entries, as `lengths`."""
+    if isinstance(part, RaggedLayer):
+        return lengths
+    side, _, kind = name.partition(".")
+    by_block = kind in ("scale", "zero") and getattr(part.coding, side) == "channel"
+    return part.coding.blocks(lengths) if by_block else lengths
+
+
+def _in_order(numbers: Tensor, part: RaggedLayer | CodedEntries) -> Tensor:
+    """int64 [S R G] of numbers [R, S G]: row s G + g of process r becomes row (s R + r) G + g."""
+    return numbers.view(len(numbers), part.sequences, -1).transpose(0, 1).flatten()
+
+
+def _part_of(like: Part, tensors: Mapping[str, Tensor], lengths: Tensor) -> Part:
+    """A part as `like`, of `tensors` [n, ...] and rows of `lengths` (int64 [rows]) entries."""
+    made = {**tensors, "offsets": offsets(lengths)}
+    if isinstance(like, CodedEntries):
+        return CodedEntries.of_tensors(made, like.coding, like.sequences)
+    return RaggedLayer(**made, sequences=like.sequences)
 
 
 def _gathered(own: Tensor, totals: list[int], shard: HeadShard) -> Tensor:
-    """`own` [E, ...] of all processes one after the other, on the CPU."""
+    """`own` [n, ...] of all processes one after the other, on the CPU."""
     padded = own.new_zeros(max(totals), *own.shape[1:], device="cpu")
     padded[: len(own)] = own
     every = shard.gather(padded)
     return torch.cat([part[:total] for part, total in zip(every, totals, strict=True)])
-
-
-def _own_layer(layer: RaggedLayer, shard: HeadShard) -> RaggedLayer:
-    if layer.heads % shard.ranks:
-        raise CacheError(
-            f"The cache has {layer.heads} KV heads, which cannot be divided among {shard.ranks} "
-            f"processes. Use a number of processes that divides them."
-        )
-    lengths = layer.lengths.view(layer.sequences, -1)
-    begins = layer.offsets[:-1].view(layer.sequences, -1)
-    counts = shard.own_heads(lengths, 1).flatten()
-    at = _ranges(shard.own_heads(begins, 1).flatten(), counts)
-    parts = {name: getattr(layer, name)[at.to(layer.device)] for name in _PARTS}
-    return RaggedLayer(**parts, offsets=offsets(counts), sequences=layer.sequences)
 
 
 def _ranges(begins: Tensor, counts: Tensor) -> Tensor:

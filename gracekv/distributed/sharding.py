@@ -123,9 +123,6 @@ def _problem(model: Any) -> str | None:
             return f"{name} is {getattr(plan, name)}"
     if size == 1:
         return "not by transformers' tensor parallelism"
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if len(kinds) > 1:
-        return f"its layers are of several kinds ({', '.join(sorted(kinds))})"
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads % size:
         return f"{heads} KV heads cannot be divided by {size} processes"
@@ -135,6 +132,8 @@ def _problem(model: Any) -> str | None:
             return f"{place} is sharded as {style!r}"
     for number, layer in enumerate(model.get_decoder().layers):
         attention = getattr(layer, "self_attn", None)
+        if attention is None:
+            return f"layer {number} has no attention whose heads they could share"
         for name, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
             weight: Any = getattr(getattr(attention, name, None), "weight", None)
             if (

@@ -18,6 +18,7 @@ from gracekv.precision.storing import EXACT
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
 from gracekv.prefill import Prefill, PromptSpans, Region
+from gracekv.ragged import rows_and_steps
 
 
 @final
@@ -48,6 +49,7 @@ class AllocatedPrecision(Precision):
     """
 
     allocates: ClassVar[bool] = True
+    works_sharded: ClassVar[bool] = True
 
     group: int = bounded(32, at_least=1)
     keys: Literal["channel", "token"] = "channel"
@@ -90,15 +92,30 @@ class AllocatedPrecision(Precision):
             per_block=self.group,
         )
         loss = self.rounding * rounding_loss(prefill, region, self.codings[::-1])
+        head = candidates.head_of_entry()
         entries = Entries(
             worth=worth.double().cpu().square(),
-            head=candidates.head_of_entry(),
+            head=head,
             loss=torch.nn.functional.pad(loss.square(), (0, 1)),
             fixed=(candidates.start < self.sinks).cpu(),
+            place=_places(head, prefill),
         )
         recent = plan.layers * plan.heads * plan.recent * four.exact
-        level = allocated_widths(entries, costs, plan.bytes - recent)
+        level = allocated_widths(entries, costs, plan.bytes - recent, prefill.shard)
         return torch.tensor((0, *costs.bits), dtype=torch.uint8)[level]
 
     def _uniform(self, bits: Literal[8, 4]) -> UniformPrecision:
         return UniformPrecision(bits, self.group, self.keys, self.values, self.sinks)
+
+
+def _places(head: Tensor, prefill: Prefill) -> Tensor | None:
+    """int64 [E]: the order of entries of `head` int64 [E] among those of all processes.
+
+    None without other processes.
+    """
+    if prefill.shard is None:
+        return None
+    counts = torch.bincount(head, minlength=prefill.layers * prefill.kv_heads)
+    most = int(prefill.shard.maximum(counts.max()))
+    _, step = rows_and_steps(counts)
+    return prefill.shard.among_all(head, prefill.kv_heads) * most + step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class UniformPrecision(Precision):
         sinks: the prompt's first tokens stay as they are (ours): models give them keys unlike all
             others, which would widen the range of their block.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     bits: Literal[8, 4] = 8
     group: int = bounded(32, at_least=1)

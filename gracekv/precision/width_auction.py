@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from gracekv import ragged
+from gracekv.allocate.global_cut import affordable, first_offer
+from gracekv.distributed.head_shard import HeadShard
 
 _NEVER = -1.0
 
@@ -47,15 +49,19 @@ class Entries:
         head: int64 [E], rising.
         loss: float64 [H, W], the share of an entry's worth that is lost at each width, by head.
         fixed: bool [E], entries that are dropped or get the last width, nothing between.
+        place: int64 [E], rising: their order among those of all processes; None: these are all.
     """
 
     worth: Tensor
     head: Tensor
     loss: Tensor
     fixed: Tensor
+    place: Tensor | None = None
 
 
-def allocated_widths(entries: Entries, costs: WidthCosts, budget: int) -> Tensor:
+def allocated_widths(
+    entries: Entries, costs: WidthCosts, budget: int, shard: HeadShard | None = None
+) -> Tensor:
     """int64 [E]: 0 for what is dropped, else 1 + the index of its width in `costs.bits`.
 
     An operation gives an entry its first or its next width. Operations are bought by falling gain
@@ -66,18 +72,24 @@ def allocated_widths(entries: Entries, costs: WidthCosts, budget: int) -> Tensor
     entry. What an operation really costs depends on the blocks of its head: it may open one, or
     empty another.
 
+    Where heads are spread over processes, `budget` is that of all. They find by cuts where it
+    ends, and go on one purchase a round.
+
     Source: ours; see `gracekv.precision.reference.allocated_widths`.
     """
     operation = _Operations.of(entries, costs)
     change = operation.bytes(entries, costs)
-    # Moving to a wider block may free bytes: what counts is the first sum that exceeds the budget.
-    over = (change.cumsum(0) > budget).nonzero()
-    bought = int(over[0]) if len(over) else len(change)
+    if shard is None:
+        # Moving to a wider block may free bytes: what counts is the first sum above the budget.
+        over = (change.cumsum(0) > budget).nonzero()
+        bought = int(over[0]) if len(over) else len(change)
+        left = budget - int(change[:bought].sum())
+    else:
+        bought, left = affordable(operation.rate, operation.tie, change, max(0, budget), shard)
     level = torch.zeros_like(entries.head)
     level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
-    if bought < len(change):
-        left = budget - int(change[:bought].sum())
-        _finish(level, operation, bought, entries, costs, left)
+    if bought < len(change) or shard is not None:
+        _finish(level, operation, bought, entries, costs, left, shard)
     return level
 
 
@@ -89,11 +101,15 @@ class _Operations:
         entry: int64 [M].
         source: int64 [M], the level before; 0 is dropped.
         target: int64 [M], the level after.
+        rate: float64 [M], falling: loss saved per byte.
+        tie: int64 [M], their order among equal rates.
     """
 
     entry: Tensor
     source: Tensor
     target: Tensor
+    rate: Tensor
+    tie: Tensor
 
     @classmethod
     def of(cls, entries: Entries, costs: WidthCosts) -> _Operations:
@@ -103,9 +119,12 @@ class _Operations:
         rate[entries.fixed] = _NEVER
         rate[entries.fixed, -1] = entries.worth[entries.fixed] / last
         falling = rate.flatten().sort(descending=True, stable=True)
-        order = falling.indices[falling.values != _NEVER]
+        offered = falling.values != _NEVER
+        order = falling.indices[offered]
         entry, target = order // widths, order % widths + 1
-        return cls(entry, torch.where(entries.fixed[entry], 0, target - 1), target)
+        place = entry if entries.place is None else entries.place[entry]
+        source = torch.where(entries.fixed[entry], 0, target - 1)
+        return cls(entry, source, target, falling.values[offered], place * widths + target - 1)
 
     def bytes(self, entries: Entries, costs: WidthCosts) -> Tensor:
         """int64 [M]: what each operation costs after all before it."""
@@ -156,10 +175,11 @@ def _finish(
     entries: Entries,
     costs: WidthCosts,
     left: int,
+    shard: HeadShard | None,
 ) -> None:
     """Buy the first operation from `begin` on that fits into `left` bytes, until none does.
 
-    Changes `level` int64 [E].
+    Changes `level` int64 [E]. With `shard`, the first of all processes.
     """
     entry, source = operations.entry[begin:], operations.source[begin:]
     target, head = operations.target[begin:], entries.head[operations.entry[begin:]]
@@ -175,10 +195,22 @@ def _finish(
         shrunk = block * (costs.blocks(counts) - costs.blocks(counts - 1))
         cost = ((price + grown)[:, None] - (price + shrunk)[:, :, None]).flatten()
         fits = (waiting & (cost <= left)[kind]).nonzero()
-        if not len(fits):
+        offer = None
+        if len(fits):
+            chosen = int(fits[0])
+            rate, tie = operations.rate[begin + chosen], operations.tie[begin + chosen]
+            offer = float(rate), int(tie), int(cost[kind[chosen]])
+        if shard is not None:
+            found = first_offer(offer, shard)
+            if found is None:
+                return
+            left -= found[1]
+            if found[0] != shard.rank:
+                continue
+        elif offer is None:
             return
-        chosen = int(fits[0])
-        left -= int(cost[kind[chosen]])
+        else:
+            left -= offer[2]
         level[entry[chosen]] = target[chosen]
         counts[head[chosen], source[chosen]] -= 1
         counts[head[chosen], target[chosen]] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gracekv.distributed.sharding import check_sharding, is_sharded
+from gracekv.distributed.sharding import check_sharding
 from gracekv.errors import UnsupportedModelError
 from gracekv.prefill.model_layers import kept_layers, layer_kinds, rope_parameters, text_config
 from gracekv.prefill.needs import Needs
@@ -85,12 +85,6 @@ def check_model(model: Any) -> None:
         raise UnsupportedModelError(
             f"{name} ({family}) has no layer of kind full_attention, so nothing of its cache grows "
             f"with the prompt and there is nothing to compress."
-        )
-    others = kept_layers(model) if is_sharded(model) else ()
-    if others:
-        raise UnsupportedModelError(
-            f"Layer {others[0].number} of {name} is of kind {others[0].kind}; on models sharded "
-            f"over processes all layers have to be compressed so far. Load it without tp_plan."
         )
     rope = rope_parameters(model)
     if not isinstance(rope, dict) or "rope_type" not in rope:

@@ -1,6 +1,5 @@
 """Processes that share a model by transformers' tensor parallelism, against one process."""
 
-import dataclasses
 import json
 import os
 import re
@@ -13,13 +12,12 @@ import pytest
 import torch
 
 import gracekv
-from gracekv.allocate.top_tokens import token_gains
 from gracekv.testing.models import tiny_llama
-from support import sharded_process
-from support.margins import LOGITS, SCORES
+from support import sharded_books, sharded_process
+from support.sharded_books import RATIO, facts
+from support.sharded_results import assert_same, whole
 
 RANKS = 4
-_STATES = ("keys", "values", "queries")
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +30,9 @@ def folder(model, tmp_path_factory):
     """Where the processes found their model, and left what they found."""
     place = tmp_path_factory.mktemp("ranks")
     model.save_pretrained(place / "model")
+    sharded_books.save_models(place)
     prompt = sharded_process.PROMPTS[0]
-    gracekv.compress(model, prompt, ratio=sharded_process.RATIO).save(place / "whole.safetensors")
+    gracekv.compress(model, prompt, ratio=RATIO).save(place / "whole.safetensors")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -75,113 +74,87 @@ def found(folder):
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def whole(model, prompt=None, **options):
-    """One process's result, after a check that no other choice lies within rounding."""
-    options = {"ratio": sharded_process.RATIO, "keep_run": True} | options
-    result = gracekv.compress(model, prompt or sharded_process.PROMPTS[0], **options)
-    runs = result.details if isinstance(result.details, tuple) else (result.details,)
-    for run in runs:
-        if run.forest is not None:
-            _assert_stable(model, result)
-        elif run.selection is not None:
-            _assert_clear(run)
-    # Of each step, the best logit leads by more than rounding.
-    cache, ids = result.new_cache(), result.inputs["input_ids"]
-    told = result.generate_ids(sharded_process.TOKENS)
-    if len(ids) == 1:
-        every = torch.cat([ids, told.view(1, -1)], dim=1)[:, cache.packed_length : -1]
-        with torch.no_grad():
-            logits = model(every, past_key_values=cache).logits[0]
-        best = logits.double().topk(2).values
-        assert float((best[:, 0] - best[:, 1]).min()) > LOGITS
-    return result
-
-
-def _assert_clear(run):
-    """No dropped token has a gain within rounding of a kept one that it competes with."""
-    relevance, chosen = run.relevance, run.selection
-    gains = (relevance.scores.double() * relevance.sensitivity.double()[..., None]).flatten(0, 1)
-    kept = torch.zeros_like(gains, dtype=torch.bool)
-    kept[chosen.head_of_entry(), chosen.start.long() - chosen.region[0]] = True
-    assert torch.equal(gains[kept], token_gains(relevance.scores, relevance.sensitivity, chosen))
-    if kept.sum(1).unique().numel() > 1 + chosen.layers:  # one cut over all heads
-        gains, kept = gains.view(1, -1), kept.view(1, -1)
-    for gain, stays in zip(gains, kept, strict=True):
-        low, high = float(gain[stays].min()), float(gain[~stays].max())
-        # Max pooling gives neighbours one score, on every path.
-        assert low > high * (1 + SCORES) or low == high
-
-
-def _assert_stable(model, result):
-    """Slots, trees and auction give the same entries when all that was captured is off by 1e-6."""
-    rng = torch.Generator().manual_seed(0)
-    prefill = gracekv.capture(model, result.prompt, result.pipeline.needs())
-
-    def off(x):
-        return x * (1 + 1e-6 * torch.randn(x.shape, generator=rng).clamp(-3, 3))
-
-    for _ in range(2):
-        near = dataclasses.replace(
-            prefill,
-            hidden={layer: off(x) for layer, x in prefill.hidden.items()},
-            **{name: tuple(map(off, getattr(prefill, name))) for name in _STATES},
-            **{name: off(getattr(prefill, name)) for name in ("surprisal", "projected_norms")},
-        )
-        again = gracekv.compress(
-            model,
-            result.prompt,
-            ratio=sharded_process.RATIO,
-            pipeline=result.pipeline,
-            prefill=near,
-        )
-        assert positions(again) == positions(result)
-
-
-def positions(result):
-    return sharded_process.facts(result)["positions"]
-
-
-def assert_same(found, result, ranks):
-    """Entries, answers and numbers of all processes are those of one that holds all heads."""
-    want = sharded_process.facts(result)
-    for rank, mine in enumerate(found):
-        own = rank % ranks
-        for layers, expected in zip(mine["positions"], want["positions"], strict=True):
-            for heads, all_heads in zip(layers, expected, strict=True):
-                share = len(all_heads) // ranks
-                assert heads == all_heads[own * share : (own + 1) * share]
-        for name in ("ids", "entries", "numbers", "widths"):
-            assert mine[name] == want[name], name
+@pytest.fixture(scope="module")
+def bits(folder):
+    """What one process makes of entries of fewer bits."""
+    want, *near = (
+        sharded_books.bits_facts(model, sharded_process.PROMPTS[0])
+        for model in sharded_books.near_models(folder, "model")
+    )
+    assert near == [want, want], "rounding would choose otherwise"
+    return want
 
 
 @pytest.mark.parametrize("name", sharded_process.RECIPES)
 def test_four_processes(name, model, found):
-    assert_same([x[f"four {name}"] for x in found], whole(model, pipeline=name), 4)
+    assert_same([x[f"four {name}"] for x in found], facts(whole(model, pipeline=name)), 4)
 
 
 @pytest.mark.parametrize("name", sharded_process.RECIPES[:2])
 def test_two_processes(name, model, found):
-    assert_same([x[f"two {name}"] for x in found], whole(model, pipeline=name), 2)
+    assert_same([x[f"two {name}"] for x in found], facts(whole(model, pipeline=name)), 2)
 
 
 def test_a_batch_saved_by_four_and_loaded_by_one(model, found, folder):
     batch = whole(model, sharded_process.PROMPTS)
-    assert_same([x["four batch"] for x in found], batch, 4)
+    assert_same([x["four batch"] for x in found], facts(batch), 4)
     loaded = gracekv.load(folder / "batch.safetensors", model)
-    assert_same([sharded_process.facts(loaded)], batch, 1)
+    assert_same([facts(loaded)], facts(batch), 1)
     for mine, other in zip(loaded.packed.layers, batch.packed.layers, strict=True):
         for part, tensor in mine.tensors().items():
             torch.testing.assert_close(tensor, other.tensors()[part], atol=1e-4, rtol=1e-4)
 
 
 def test_saved_by_one_and_loaded_by_four_and_by_two(model, found):
-    result = whole(model)
+    result = facts(whole(model))
     assert_same([x["four loaded"] for x in found], result, 4)
     assert_same([x["two loaded"] for x in found], result, 2)
 
 
+@pytest.mark.parametrize("name", sharded_books.BITS)
+def test_entries_of_fewer_bits(name, bits, found):
+    assert_same([x[f"bits {name}"] for x in found], bits[name], 4)
+
+
+def test_quantised_entries_saved_by_four_and_loaded_by_one_two_and_four(model, found, folder):
+    recipe = "gracekv-plus-allocated"
+    batch = gracekv.compress(model, sharded_process.PROMPTS, ratio=RATIO, pipeline=recipe)
+    loaded = gracekv.load(folder / "quantised.safetensors", model)
+    want = facts(batch)
+    assert {share[0] for share in want["widths"]} == {32, 8, 4}
+    assert_same([facts(loaded)], want, 1)
+    assert_same([x["two quantised"] for x in found], want, 2)
+    for name in ("four quantised", "four quantised again"):
+        assert_same([x[name] for x in found], want, 4)
+    for mine, other in zip(loaded.packed.layers, batch.packed.layers, strict=True):
+        for g in range(mine.heads):
+            for one, two in zip(mine.head(g, 1)[:2], other.head(g, 1)[:2], strict=True):
+                # A number between two codes may be read as either.
+                assert float(((one - two).abs() > 1e-3).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("name", sharded_books.MIXED)
+def test_sliding_layers_beside_full_ones(name, found, folder, tmp_path):
+    """Only full layers are compressed; every process keeps its heads of the sliding ones."""
+    want, *near = (
+        sharded_books.book_facts(model, tmp_path / "book")
+        for model in sharded_books.near_models(folder, name)
+    )
+    assert near == [want, want], "rounding would choose otherwise"
+    assert want["compressed"]["kept"]["sliding_attention"] > 0
+    for case in ("compressed", "loaded"):
+        assert_same([x[f"book {name}"][case] for x in found], want[case], 4)
+    for case in ("asked", "chat"):
+        assert [x[f"book {name}"][case] for x in found] == [want[case]] * RANKS
+    # What four processes wrote is a file of all heads.
+    loaded = gracekv.load(folder / f"{name}.safetensors", sharded_books.load_model(folder, name))
+    assert_same([facts(loaded)], want["compressed"], 1)
+    loaded.report(tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size > 10_000
+
+
 def test_a_budget_that_keeps_everything(model, found):
-    assert_same([x["four full"] for x in found], whole(model, ratio=1), 4)
+    assert_same([x["four full"] for x in found], facts(whole(model, ratio=1)), 4)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +167,7 @@ def test_a_budget_that_keeps_everything(model, found):
         ("refused export", "UnsupportedModelError: export needs all"),
         ("other budget", "RankError: .*budget of process 3 is not that of process 0"),
         ("other prompt", "RankError: .*prompt of process 3 is not that of process 0"),
-        ("mixed layers", "UnsupportedModelError: .*of several kinds .full_attention, sliding_"),
+        ("no attention", "UnsupportedModelError: .*layer 1 has no attention whose heads"),
         ("gathered", "UnsupportedModelError: .*q_proj is sharded as 'colwise_gather_output'"),
         ("other sharding", "UnsupportedModelError: .*not by transformers' tensor parallelism"),
         ("too late", r"RankError: .*not answer within 1\.5 seconds"),

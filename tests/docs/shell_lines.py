@@ -13,8 +13,8 @@ from gracekv.cli import main
 
 # Commands that a page shows and nobody here runs, with the reason.
 NOT_RUN = {
-    "torchrun": "starts processes of its own; the variables that it sets are tested in "
-    "tests/evaluate",
+    "torchrun": "starts processes of its own: tests/docs/test_torchrun.py runs the guide's, and "
+    "tests/evaluate the variables that it sets",
     "vllm": "needs an environment of its own; tests/vllm starts the same server there",
     "curl": "asks that server; tests/vllm sends it the same request",
 }

@@ -2,8 +2,9 @@
 
     RANK=0 WORLD_SIZE=4 ... python sharded_process.py FOLDER
 
-FOLDER holds the checkpoint `model` and a saved result `whole.safetensors`; the findings go to
-FOLDER/found-RANK.json. Started by tests/distributed/test_processes.py.
+FOLDER holds the checkpoints `model` and those of `sharded_books`, and a saved result
+`whole.safetensors`; the findings go to FOLDER/found-RANK.json. Started by
+tests/distributed/test_processes.py.
 """
 
 import json
@@ -22,6 +23,7 @@ import gracekv
 from gracekv.distributed import connect
 from gracekv.distributed.sharding import check_sharding
 from gracekv.errors import GracekvError, NonFiniteError
+from support.sharded_books import MIXED, PLANS, RATIO, bits_facts, book_facts, facts, load_model
 
 PROMPTS = [
     gracekv.Prompt.from_ids(
@@ -32,28 +34,6 @@ PROMPTS = [
     for length in (180, 150)
 ]
 RECIPES = ("gracekv-plus", "gracekv", "gracekv-agnostic", "snapkv", "pyramidkv", "global-eviction")
-RATIO = 3
-TOKENS = 4
-
-
-def facts(result):
-    """What a result kept, as plain data: positions by sequence, layer and head, and ids."""
-    packed = result.packed
-    positions = [
-        [
-            [layer.head(g, s)[2].tolist() for g in range(layer.heads)]
-            for layer in packed.layers
-        ]
-        for s in range(packed.sequences)
-    ]  # fmt: skip
-    kept = result.accounting
-    return {
-        "positions": positions,
-        "ids": result.generate_ids(TOKENS).tolist(),
-        "entries": kept.entries.tolist(),
-        "numbers": [kept.budget, kept.spent, kept.bytes, kept.full_bytes],
-        "widths": [[share.bits, share.entries, share.bytes] for share in kept.widths],
-    }
 
 
 def sharded_by_two(folder, rank):
@@ -95,6 +75,15 @@ def main(folder):
     found["four full"] = facts(gracekv.compress(model, one, ratio=1))
     found["four loaded"] = facts(gracekv.load(folder / "whole.safetensors", model))
     result = gracekv.compress(model, one, ratio=RATIO)
+    found |= {f"bits {name}": made for name, made in bits_facts(model, one).items()}
+    quantised = gracekv.compress(model, PROMPTS, ratio=RATIO, pipeline="gracekv-plus-allocated")
+    quantised.save(folder / "quantised.safetensors")
+    found["four quantised"] = facts(quantised)
+    found["four quantised again"] = facts(gracekv.load(folder / "quantised.safetensors", model))
+    for name in MIXED:
+        plan = DistributedConfig(tp_size=world, tp_plan=PLANS.get(name))
+        mixed = load_model(folder, name, distributed_config=plan)
+        found[f"book {name}"] = book_facts(mixed, folder / f"{name}.safetensors")
 
     # Calls that cannot be made.
     for name in ("lagrangian", "d2o"):
@@ -134,9 +123,11 @@ def main(folder):
     for name in RECIPES[:2]:
         found[f"two {name}"] = facts(gracekv.compress(pair, one, ratio=RATIO, pipeline=name))
     found["two loaded"] = facts(gracekv.load(folder / "whole.safetensors", pair))
-    pair.config.layer_types = ["sliding_attention", "full_attention"]
-    found["mixed layers"] = message(lambda: check_sharding(pair))
-    pair.config.layer_types = None
+    found["two quantised"] = facts(gracekv.load(folder / "quantised.safetensors", pair))
+    attention = pair.get_decoder().layers[1].self_attn
+    pair.get_decoder().layers[1].self_attn = None
+    found["no attention"] = message(lambda: check_sharding(pair))
+    pair.get_decoder().layers[1].self_attn = attention
     pair._tp_plan["model.layers.*.self_attn.q_proj"] = "colwise_gather_output"
     found["gathered"] = message(lambda: check_sharding(pair))
     pair._tp_size = None

@@ -1,0 +1,157 @@
+"""Bytes and bits of some heads in each process are bought as by one that holds all heads."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.allocate.global_cut import affordable, first_offer
+from gracekv.allocate.selection import Selection
+from gracekv.allocate.top_tokens import top_tokens
+from gracekv.allocate.within_bytes import within_bytes
+from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
+from support.thread_exchange import in_threads
+
+LAYERS, HEADS = 2, 4
+
+
+def entries_of(seed, kind):
+    """Up to twelve entries in each of the heads, some fixed; and the costs of their widths."""
+    rng = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 13, (LAYERS * HEADS,), generator=rng)
+    head = torch.arange(LAYERS * HEADS).repeat_interleave(counts)
+    worth = torch.rand(len(head), generator=rng, dtype=torch.float64)
+    if kind == "ties":
+        worth = (worth * 3).round() / 3
+    loss = torch.rand(LAYERS * HEADS, 3, generator=rng, dtype=torch.float64)
+    loss = loss.sort(dim=1, descending=True).values * torch.tensor([1.0, 1.0, 0.0])
+    if kind == "ties":
+        loss = loss[:1].expand_as(loss)
+    fixed = torch.rand(len(head), generator=rng) < 0.1
+    # A block of the narrowest width is dearer than an entry: widening one may free bytes.
+    costs = WidthCosts((4, 8, 16), (5, 9, 16), (13, 13, 0), per_block=4)
+    return Entries(worth, head, loss, fixed), costs
+
+
+@given(
+    st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4]), st.sampled_from(["random", "ties"]),
+    st.floats(0, 1.1),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_allocated_widths(seed, ranks, kind, share):
+    entries, costs = entries_of(seed, kind)
+    budget = round(share * 16 * len(entries.head))
+    whole = allocated_widths(entries, costs, budget)
+    within = (entries.head[:, None] == entries.head).tril(-1).sum(1)
+
+    def one(shard):
+        own = entries.head % HEADS // (HEADS // shard.ranks) == shard.rank
+        layer, head = entries.head[own] // HEADS, entries.head[own] % HEADS
+        heads = HEADS // shard.ranks
+        unit = layer * heads + head - shard.rank * heads
+        part = dataclasses.replace(
+            entries,
+            worth=entries.worth[own],
+            head=unit,
+            loss=shard.own_heads(entries.loss.view(LAYERS, HEADS, -1), 1).flatten(0, 1),
+            fixed=entries.fixed[own],
+            place=shard.among_all(unit, heads) * 13 + within[own],
+        )
+        return own, allocated_widths(part, costs, budget, shard)
+
+    for own, level in in_threads(ranks, one):
+        assert level.tolist() == whole[own].tolist()
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 3]))
+@settings(max_examples=60)
+def test_affordable_against_its_definition(seed, ranks):
+    rng = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(1, 20, (), generator=rng))
+    keys = torch.randint(0, 4, (ranks, count), generator=rng).double() / 3
+    ties = torch.randperm(ranks * count, generator=rng).view(ranks, count)
+    costs = torch.randint(-3, 6, (ranks, count), generator=rng)
+    limit = int(torch.randint(0, 20, (), generator=rng))
+    order = sorted((-float(k), int(t), r) for r in range(ranks) for k, t in zip(keys[r], ties[r]))  # noqa: B905
+    price = {int(t): int(c) for t, c in zip(ties.flatten(), costs.flatten(), strict=True)}
+    taken, left = [0] * ranks, limit
+    for _, tie, rank in order:
+        if price[tie] > left:
+            break
+        taken[rank], left = taken[rank] + 1, left - price[tie]
+
+    def one(shard):
+        own = sorted((-float(k), int(t)) for k, t in zip(keys[shard.rank], ties[shard.rank]))  # noqa: B905
+        tie = torch.tensor([t for _, t in own])
+        key = torch.tensor([-k for k, _ in own], dtype=torch.float64)
+        cost = torch.tensor([price[t] for _, t in own])
+        return affordable(key, tie, cost, limit, shard)
+
+    assert in_threads(ranks, one) == [(count, left) for count in taken]
+
+
+def test_what_allocated_widths_send():
+    sent = []
+    entries, costs = entries_of(3, "random")
+    many = torch.rand(40_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    head = torch.arange(8).repeat_interleave(5_000)
+    entries = dataclasses.replace(
+        entries, worth=many, head=head, fixed=many < 0, place=torch.arange(40_000)
+    )
+
+    def run(shard):
+        inner = shard.exchange
+        object.__setattr__(shard, "exchange", lambda x: sent.append(x.nbytes) or inner(x))
+        own = dataclasses.replace(entries, place=entries.place + 40_000 * shard.rank)
+        return int(allocated_widths(own, costs, 500_000, shard).bincount().sum())
+
+    assert in_threads(2, run) == [40_000] * 2
+    assert sum(sent) / 2 <= 32 * 1024
+
+
+@pytest.mark.parametrize(
+    ("offers", "first"),
+    [
+        ([(0.5, 3, 7), (0.5, 1, 9), (0.25, 0, 2)], (1, 9)),
+        ([(0.5, 1, 9), (0.5, 3, 7), None], (0, 9)),
+        ([None, (0.0, 8, -4), None], (1, -4)),
+        ([None, None, None], None),
+    ],
+)
+def test_equal_offers_go_to_the_earlier(offers, first):
+    assert in_threads(3, lambda shard: first_offer(offers[shard.rank], shard)) == [first] * 3
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 4]), st.integers(0, 3))
+@settings(max_examples=30)
+def test_entries_within_bytes(seed, ranks, sinks):
+    rng = torch.Generator().manual_seed(seed)
+    scores = torch.rand(LAYERS, HEADS, 20, generator=rng)
+    costs = EntryBytes(exact=16, coded=5, block=13, per_block=4, full=16, sinks=sinks)
+    limit = int(torch.randint(8 * 16, 8 * 16 * 20, (), generator=rng))
+    plan = BudgetPlan(LAYERS, HEADS, 21, LAYERS * HEADS * 21, 1, limit)
+
+    def chosen(part, shard):
+        @dataclasses.dataclass
+        class Found:
+            selection: Selection
+
+        omega = torch.ones(part.shape[:2])
+        return within_bytes(
+            plan,
+            costs,
+            lambda p: Found(
+                Selection.of_tokens(top_tokens(part, omega, p.base, None, shard=shard), 3)
+            ),
+            shard,
+        )
+
+    want_plan, want = chosen(scores, None)
+    parts = in_threads(ranks, lambda shard: chosen(shard.own_heads(scores, 1), shard))
+    counts = [found.selection.per_head() for _, found in parts]
+    assert torch.equal(torch.cat(counts, dim=1), want.selection.per_head())
+    assert [found_plan for found_plan, _ in parts] == [want_plan] * ranks

@@ -1,0 +1,68 @@
+"""The guide's script for several processes, started as the guide says."""
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from page_blocks import ROOT, blocks
+
+import gracekv
+from gracekv.hf.generation import decode_rows
+from support.margins import LOGITS
+
+TOKENS = 64  # of `generate`
+GUIDE = blocks(ROOT / "docs" / "more-than-one-gpu.md")
+
+
+@pytest.fixture
+def printed(reader, tiny):
+    """What two processes of the guide's script print, and the folder that they ran in."""
+    [script] = [block for block in GUIDE if block.title == "ranks.py"]
+    [line] = [block.code for block in GUIDE if block.language == "bash"]
+    for part in tiny:
+        part.save_pretrained(reader / "tiny")
+    (reader / script.title).write_text(script.code, encoding="utf-8")
+    tool, option, _, name, _ = shlex.split(line)
+    assert (tool, option, name) == ("torchrun", "--nproc-per-node", script.title)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    paths = [str(Path(gracekv.__file__).parents[1]), *sys.path]
+    # The tool's own module; a port of its own lets several such tests run at once.
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-port", port, option, "2"]
+    run = subprocess.run(
+        [*command, name, "tiny"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        cwd=reader,
+        capture_output=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr.decode()[-3000:]
+    return run.stdout.decode()
+
+
+def test_the_script_of_the_guide(printed, reader, tiny):
+    model, tokenizer = tiny
+    context = (reader / "book.txt").read_text(encoding="utf-8")
+    prompt = gracekv.Prompt.from_chat(tokenizer, context=context, question="Who is Dinah?")
+    with gracekv.attached(model):
+        result = gracekv.load(reader / "book.gracekv", model, tokenizer=tokenizer)
+        assert torch.equal(result.prompt.ids, prompt.ids)
+        answer = result.generate_ids(TOKENS)
+        # The tokens before the first that another rounding might replace.
+        cache, ids = result.new_cache(), torch.cat([prompt.ids[None], answer], dim=1)
+        with torch.no_grad():
+            logits = model(ids[:, cache.packed_length : -1], past_key_values=cache).logits[0]
+    best = logits.double().topk(2).values
+    unclear = (best[:, 0] - best[:, 1] <= LOGITS).nonzero().flatten().tolist()
+    sure = decode_rows(tokenizer, answer[:, : min([TOKENS, *unclear])])[0].rstrip("\ufffd")
+    assert len(sure) > 20
+    assert printed.startswith(sure)
+    spent = result.accounting.spent
+    assert printed.endswith(f" {spent}\n")
+    assert 0 < spent <= result.accounting.budget

@@ -1,0 +1,112 @@
+"""What is asked of models of several kinds, in one process and in several that share one.
+
+`near_models` answers how far rounding could change it: results that count as equal must be those of
+models whose weights are off by one part in a million, too.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import gracekv
+from gracekv.hf.questions import ask_ids
+from gracekv.testing.models import tiny_model
+from gracekv.testing.tokenizers import tiny_tokenizer
+
+VOCABULARY, RATIO, TOKENS = 300, 3, 4
+TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(24))
+QUESTIONS = ["Where is word7?", "And what of word11 and word3?"]
+PASSAGE = torch.randint(5, VOCABULARY, (48,), generator=torch.Generator().manual_seed(5))
+SIZES = {"layers": 4, "heads": 8, "kv_heads": 4, "dim": 8, "vocabulary": VOCABULARY}
+BITS = ("gracekv-plus-8bit", "gracekv-plus-4bit", "gracekv-plus-allocated", "gracekv")
+# transformers has no plan for the attention of GPT-OSS.
+PLANS = {
+    "gpt_oss": {
+        **{f"model.layers.*.self_attn.{x}_proj": "colwise" for x in "qkv"},
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.self_attn.sinks": "colwise",
+        "model.layers.*.self_attn": "local_params",
+    }
+}
+EAGER = {"gpt_oss": {"attn_implementation": "eager"}}
+MIXED = {
+    "gemma3_text": {"window": 24},
+    "gpt_oss": {"window": 24, "attention": "eager", "bias": True},
+}
+
+
+def save_models(folder: Path) -> None:
+    """Write the checkpoints."""
+    for name, options in MIXED.items():
+        tiny_model(name, seed=3, **SIZES, **options).save_pretrained(folder / name)
+
+
+def load_model(folder: Path, name: str, **options):
+    return AutoModelForCausalLM.from_pretrained(
+        folder / name, **EAGER.get(name, {}), **options
+    ).eval()
+
+
+def near_models(folder: Path, name: str):
+    """The model, and two whose weights are off by 1e-6 of their size."""
+    for seed in range(3):
+        model, rng = load_model(folder, name), torch.Generator().manual_seed(seed)
+        if seed:
+            with torch.no_grad():
+                for weight in model.parameters():
+                    noise = torch.randn(weight.shape, generator=rng).clamp(-3, 3)
+                    weight.mul_(1 + 1e-6 * noise)
+        yield model
+
+
+def positions(packed):
+    """Of each entry, by sequence, layer and head."""
+    return [
+        [
+            [layer.head(g, s)[2].tolist() for g in range(layer.heads)]
+            for layer in packed.layers
+        ]
+        for s in range(packed.sequences)
+    ]  # fmt: skip
+
+
+def facts(result):
+    """What a result kept, as plain data."""
+    kept = result.accounting
+    return {
+        "positions": positions(result.packed),
+        "ids": result.generate_ids(TOKENS).tolist(),
+        "entries": kept.entries.tolist(),
+        "numbers": [kept.budget, kept.spent, kept.bytes, kept.full_bytes, kept.spent_bytes],
+        "widths": [[share.bits, share.entries, share.bytes] for share in kept.widths],
+        "kept": dict(kept.kept_bytes),
+    }
+
+
+def book_facts(model, path: Path):
+    """One context: compressed, saved to `path`, loaded again, asked, talked about and extended."""
+    prompt = gracekv.Prompt.from_chat(tiny_tokenizer(vocabulary=VOCABULARY), context=TEXT)
+    book = gracekv.compress(model, prompt, ratio=RATIO)
+    found = {"compressed": facts(book)}
+    book.save(path)
+    loaded = gracekv.load(path, model, tokenizer=prompt.tokenizer)
+    found["loaded"] = facts(loaded)
+    found["asked"] = ask_ids(loaded, QUESTIONS, TOKENS, {}).tolist()
+    chat = loaded.chat()
+    found["chat"] = [chat.ask(question, TOKENS) for question in QUESTIONS]
+    return found
+
+
+def bits_facts(model, prompt):
+    """One prompt with entries of fewer bits, by recipe."""
+    found = {}
+    for name in BITS:
+        pipeline = gracekv.Pipeline.named(name)
+        if name == "gracekv":
+            # Trees, whose auction has to end at the budget in bytes.
+            pipeline = gracekv.Pipeline.from_dict({"precision": {"name": "uniform", "bits": 4}})
+        found[name] = facts(gracekv.compress(model, prompt, ratio=RATIO, pipeline=pipeline))
+    return found
