@@ -13,6 +13,7 @@ import torch
 
 from gracekv.files import write_atomically
 
+ROOM = 96  # tokens that a context leaves to chat format, question and answer
 COST = "## What the plugin costs plain requests"
 
 
@@ -77,7 +78,7 @@ def write(
 
     block_bytes = 2 * 30 * 3 * 64 * 4 * size
     rows = []
-    for (length, way), row in found.items():
+    for (length, way), row in sorted(found.items(), key=lambda item: item[0][0]):
         cold, warm = found[length, "cold prefill"], found[length, "prefix caching"]
         blocks = -(-(row.tokens + answer) // size)
         # Whole blocks of the context are held once, and so are entries beside the pages.
@@ -98,7 +99,9 @@ def write(
         f"a request's share of {options.requests} at once about one context (of one alone with "
         f"cold prefill), each a short question and {answer} tokens of answer. Medians of {rounds} "
         f"rounds after one of warming up, once with cold prefill. Cold prefill and prefix "
-        f"caching: stock attention over the whole context, which no page holds, or all are held.",
+        f"caching: stock attention over the whole context, which no page holds, or all are held. "
+        f"The longest context leaves {ROOM} of the model's positions to chat format, question and "
+        f"answer.",
         "Blocks: what a request refers to. Requests in 1 GiB: pages for requests about one "
         "context, and what they share once: pages of the context, or its entries beside them.",
     ]

@@ -197,12 +197,13 @@ def main() -> None:
             cells += [f"{1e6 * calls:.0f} µs", f"{1e6 * connector:.0f} µs"]
             rows.append(f"| {count} | " + " | ".join(cells) + " |")
     lines = [
-        f"Commit {code_state()}. One engine decodes plain requests; of each three steps one runs "
-        f"with vLLM's attention, one with ours, one with ours and the connector, in random order; "
-        f"CPU time of the whole step, {options.threes:,} threes a row: median difference to the "
-        f"stock step of the same three, with its 95 % bootstrap interval. By calls alone: what our "
-        f"`forward` adds in all layers, and what a step spends in the connector's methods, timers "
-        f"included; vLLM's own bookkeeping for connectors is in the steps alone.",
+        f"`python benchmarks/vllm_plugin_cost.py`, commit {code_state()}. One engine decodes plain "
+        f"requests; of each three steps one runs with vLLM's attention, one with ours, one with "
+        f"ours and the connector, in random order; CPU time of the whole step, {options.threes:,} "
+        f"threes a row: median difference to the stock step of the same three, with its 95 % "
+        f"bootstrap interval. By calls alone: what our `forward` adds in all layers, and what a "
+        f"step spends in the connector's methods, timers included; vLLM's own bookkeeping for "
+        f"connectors is in the steps alone.",
         "",
         "| requests | a stock step | with our attention | and with the connector "
         "| attention's calls | connector's calls |",

@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from vllm_page import Row, write
+from vllm_page import ROOM, Row, write
 
 import gracekv
 from gracekv.hf.smollm2 import load_smollm2
@@ -28,7 +28,6 @@ from gracekv.vllm import ContextStore, kv_transfer_config, request
 QUESTION = "Who is the story about, and what happens to her first?"
 ANSWER = 16  # tokens
 ROUNDS = 3
-ROOM = 96  # tokens that a context leaves to chat template, question and answer
 NEEDLES = {
     "Paris": "4817263", "Lima": "9052746", "Oslo": "3361908", "Cairo": "7724150",
     "Delhi": "6183947", "Quito": "2590481",
