@@ -191,7 +191,7 @@ class Pipeline(Configurable):
 
     def _entry_bytes(self, prefill: Prefill) -> EntryBytes | None:
         itemsize = prefill.keys[0].element_size()
-        return self.precision.entry_bytes(prefill.head_dim, itemsize, prefill.spans)
+        return self.precision.entry_bytes(prefill.entry_dim, itemsize, prefill.spans)
 
     def run(self, prefill: Prefill, budget: Budget, partition: Partition | None = None) -> Run:
         """Compress one prefill: segment, value, tree, allocate, pack, fit, precision.
@@ -256,14 +256,15 @@ class Pipeline(Configurable):
             cache = self.pack(prefill, selection, relevance.scores, self.prototype, column_sums)
         with clock("precision"):
             widths = chosen.packed_widths(prefill, region, self.precision)
-            read = self.precision.keys_as_read(cache, widths)
+            read = self.precision.keys_as_read(cache, widths, prefill.entry_dim)
         with full_float32(), clock("fit"):
             # Values make up for what decoding will read, rounded keys included.
             fitted = self.fit(prefill, region, read)
             change = None if fitted is read else value_change(cache, fitted)
         with clock("precision"):
-            stored = self.precision(fitted.with_keys_of(cache), widths).with_kept(prefill.kept)
-            del cache, read, fitted
+            exact = fitted.with_keys_of(cache).narrowed(prefill.entry_dim)
+            stored = self.precision(exact, widths).with_kept(prefill.kept)
+            del cache, read, fitted, exact
         accounting = accounted(
             prefill,
             plan,

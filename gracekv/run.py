@@ -88,11 +88,11 @@ def full_run(
         quantise: also where the budget has room for all entries as they are.
     """
     clock = StageClock(prefill.keys[0].device)
-    covered = prefill.spans.length - 1
+    covered, dim = prefill.spans.length - 1, prefill.entry_dim
     with clock("pack"):
         cache = RaggedCache(
             tuple(
-                RaggedLayer.dense(k[:, :covered], v[:, :covered])
+                RaggedLayer.dense(k[:, :covered, :dim], v[:, :covered, :dim])
                 for k, v in zip(prefill.keys, prefill.values, strict=True)
             ),
             length=covered,

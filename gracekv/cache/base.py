@@ -177,6 +177,14 @@ class RaggedCache(CompressedCache):
 
     layers: tuple[RaggedLayer, ...]
 
+    def narrowed(self, dim: int) -> RaggedCache:
+        """This cache with the first `dim` coordinates of all keys and values [E, d]; a view."""
+        layers = tuple(
+            replace(layer, keys=layer.keys[:, :dim], values=layer.values[:, :dim])
+            for layer in self.layers
+        )
+        return replace(self, layers=layers) if self.layers[0].dim > dim else self
+
     def with_keys_of(self, other: RaggedCache) -> RaggedCache:
         """This cache with the keys of `other`, which holds the same entries."""
         layers = tuple(

@@ -23,10 +23,10 @@ class QuantisedLayer(LayerEntries):
 
     Attributes:
         exact: entries as they are: prefix, recent window, question.
-        coded: quantised entries, a part for each width, the widest first.
+        coded: quantised entries, the widest first: a part for each width, and where a context was
+            extended, for each width of each passage, whose blocks are its own.
 
-    Raises `ShapeError` if the parts differ in heads, sequences or dimension, or two coded parts
-    have one width.
+    Raises `ShapeError` if the parts differ in heads, sequences or dimension, or are not in order.
     """
 
     exact: RaggedLayer
@@ -40,10 +40,9 @@ class QuantisedLayer(LayerEntries):
                 f"dimension; got {sorted(shapes)}."
             )
         bits = [coding.bits for coding in self.codings]
-        if not bits or bits != sorted(set(bits), reverse=True):
+        if not bits or bits != sorted(bits, reverse=True):
             raise ShapeError(
-                f"A quantised layer takes a coded part for each width, the widest first; got parts "
-                f"of {bits} bits."
+                f"A quantised layer takes coded parts, the widest first; got parts of {bits} bits."
             )
 
     @property
@@ -83,7 +82,7 @@ class QuantisedLayer(LayerEntries):
 
     @property
     def codings(self) -> tuple[Coding, ...]:
-        """How quantised entries are to be read, a coding for each width, the widest first."""
+        """How quantised entries are to be read, a coding for each part, the widest first."""
         return tuple(part.coding for part in self.coded)
 
     def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -116,13 +115,16 @@ class QuantisedLayer(LayerEntries):
 
     def widths(self) -> Mapping[int, tuple[int, int]]:
         """Entries and bytes of keys and values by the bits of a number."""
-        coded = {part.coding.bits: (part.entries, part.kv_bytes) for part in self.coded}
-        return {**self.exact.widths(), **coded}
+        found = dict(self.exact.widths())
+        for part in self.coded:
+            entries, size = found.get(part.coding.bits, (0, 0))
+            found[part.coding.bits] = (entries + part.entries, size + part.kv_bytes)
+        return found
 
     def tensors(self) -> Mapping[str, Tensor]:
         """All that is stored, by name: [E, d] exact keys, "coded.keys.codes" [E, bytes], ...
 
-        Of several widths, "coded.8.keys.codes", "coded.4.keys.codes" and so on.
+        For several coded parts see `coded_prefixes`.
         """
         coded = {
             f"{prefix}{name}": tensor
@@ -154,10 +156,17 @@ class QuantisedLayer(LayerEntries):
 
 
 def coded_prefixes(codings: Sequence[Coding]) -> list[str]:
-    """What the names of each coded part's tensors begin with."""
+    """What the names of each coded part's tensors begin with.
+
+    "coded." if it is the only one, "coded.8.", "coded.4." of several widths, and where two parts
+    have one width, "coded.0.", "coded.1." and so on.
+    """
     if len(codings) == 1:
         return ["coded."]
-    return [f"coded.{coding.bits}." for coding in codings]
+    names = [coding.bits for coding in codings]
+    if len(set(names)) < len(names):
+        names = list(range(len(codings)))
+    return [f"coded.{name}." for name in names]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from gracekv.errors import GracekvError, MissingDependencyError, SavedCacheError
 from gracekv.files import replacing
 from gracekv.hyperparameter import check_values
 
-FORMAT = 3
+FORMAT = 4
 """Raise it when files of an older version could be misread.
 
 Caches without quantised entries are written in format 1, those with entries of one width in format
-2, which earlier versions read too.
+2, those with several widths in format 3, which earlier versions read too.
 """
 
 # What the header holds beside what `write_cache` is given.
@@ -67,11 +67,17 @@ def write_cache(
     text = json.dumps(record, sort_keys=True)
     metadata = {
         "gracekv": text,
-        "gracekv_format": str(min(1 + len(codings), FORMAT)),
+        "gracekv_format": str(_format(codings)),
         "gracekv_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
     with replacing(path) as scratch:
         save_file(everything, scratch, metadata=metadata)
+
+
+def _format(codings: Sequence[Coding]) -> int:
+    """The first format that has a place for parts of these codings."""
+    repeated = len({coding.bits for coding in codings}) < len(codings)
+    return FORMAT if repeated else min(1 + len(codings), 3)
 
 
 def read_header(path: Path) -> dict[str, Any]:

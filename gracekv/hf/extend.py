@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
-from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
+from gracekv.cache import Accounting, CompressedCache, LayerEntries, Timings, WidthShare
 from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.coded import CodedEntries
+from gracekv.cache.quantised import QuantisedCache, QuantisedLayer
 from gracekv.errors import CacheError
 from gracekv.hf.budgets import check_budget
 from gracekv.pipeline import Pipeline
@@ -52,7 +53,6 @@ def extended_run(
     model caps its logits.
     """
     old, prompt = run.cache, before.extended(passage)
-    old_layers = _unquantised(old, pipeline)
     read = prompt.without_tail()
     _check_length(model, before.without_tail().spans.length, read.spans.length)
     if getattr(text_config(model), "attn_logit_softcapping", None) is not None:
@@ -60,7 +60,7 @@ def extended_run(
             f"{type(model).__name__} caps its attention logits, and a cap would count the "
             f"multiplicities of what is packed. Compress the whole text anew."
         )
-    past = Past.padded([_heads(layer) for layer in old_layers], old.length, old.kept)
+    past = Past.padded([_heads(layer) for layer in old.layers], old.length, old.kept)
     # A context that was not followed by anything has a last token without an entry.
     last = before.spans.context_end - old.length
     ids = torch.cat([read.ids.new_zeros(past.places), read.ids[old.length :]])
@@ -77,27 +77,13 @@ def extended_run(
         memory_limit=memory_limit,
         progress=progress,
     )
-    dim = old_layers[0].dim
-    if budget.kind == "kv_bytes":
-        # The prefill's entries have the coordinates of `Past`, too.
-        budget = Budget("kv_bytes", budget.amount * Fraction(prefill.head_dim, dim))
-    return prompt, _joined(run, pipeline.run(prefill, budget), past.places, pipeline)
+    return prompt, _joined(run, pipeline.run(prefill, budget), past.places)
 
 
-def _unquantised(cache: CompressedCache, pipeline: Pipeline) -> list[RaggedLayer]:
-    """The layers of `cache`; raises `CacheError` if it or `pipeline` is quantised."""
-    layers = [layer for layer in cache.layers if isinstance(layer, RaggedLayer)]
-    if len(layers) < len(cache.layers) or pipeline.precision.name != "full":
-        raise CacheError(
-            "A cache with quantised entries cannot be extended yet. Compress and extend with "
-            "precision 'full', or compress the whole text anew."
-        )
-    return layers
-
-
-def _heads(layer: RaggedLayer) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _heads(layer: LayerEntries) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Keys, values and log m of each head in the model's dtype, codes as they are read."""
     heads = (layer.head(g) for g in range(layer.heads))
-    return [(keys, values, log_m) for keys, values, _, log_m in heads]
+    return [(k.to(layer.dtype), v.to(layer.dtype), log_m) for k, v, _, log_m in heads]
 
 
 def _check_length(model: Any, before: int, length: int) -> None:
@@ -112,17 +98,10 @@ def _check_length(model: Any, before: int, length: int) -> None:
     check_prompt_length(model, length)
 
 
-def _joined(before: Run, run: Run, places: int, pipeline: Pipeline) -> Run:
+def _joined(before: Run, run: Run, places: int) -> Run:
     """The entries of `before`, bit for bit, and behind them in each head those of the passage."""
     old = before.cache
-    layers = tuple(
-        _joined_layer(one, other, places, old.length)
-        for one, other in zip(
-            _unquantised(old, pipeline), _unquantised(run.cache, pipeline), strict=True
-        )
-    )
-    length = run.cache.length - places + old.length
-    packed = RaggedCache(layers, length, kept=run.cache.kept)
+    packed = _joined_cache(old, run.cache, places)
     plans, kept = (before.plan, run.plan), (before.accounting, run.accounting)
     plan = BudgetPlan(
         run.plan.layers,
@@ -130,10 +109,9 @@ def _joined(before: Run, run: Run, places: int, pipeline: Pipeline) -> Run:
         sum(x.context for x in plans),
         sum(x.total for x in plans),
         run.plan.recent,
+        _sum([x.bytes for x in plans]),
     )
-    layer = layers[0]
-    full = len(layers) * layer.heads * packed.length * 2 * layer.keys[:1].nbytes
-    bounds = [x.bound for x in kept if x.bound is not None]
+    spent = None if kept[1].spent_bytes is None else kept[0].spent_bytes
     accounting = Accounting(
         budget=plan.total,
         spent=sum(x.spent for x in kept),
@@ -142,11 +120,14 @@ def _joined(before: Run, run: Run, places: int, pipeline: Pipeline) -> Run:
         entries=kept[0].entries + kept[1].entries,
         bytes=packed.kv_bytes,
         metadata_bytes=packed.metadata_bytes,
-        full_bytes=full,
+        # A token has the same bytes in every full cache.
+        full_bytes=kept[0].full_bytes // old.length * packed.length,
         utility=sum(x.utility for x in kept),
-        bound=sum(bounds) if len(bounds) == len(kept) else None,
+        bound=_sum([x.bound for x in kept]),
         widths=WidthShare.of(packed),
         kept_bytes=bytes_by_kind(packed.kept),
+        budget_bytes=_sum([x.budget_bytes for x in kept]),
+        spent_bytes=None if spent is None else spent + packed.kv_bytes - kept[0].bytes,
     )
     seconds = before.timings.as_dict()
     added = run.timings.as_dict()
@@ -154,13 +135,53 @@ def _joined(before: Run, run: Run, places: int, pipeline: Pipeline) -> Run:
     return Run(plan, packed, accounting, timings)
 
 
-def _joined_layer(old: RaggedLayer, new: RaggedLayer, places: int, length: int) -> RaggedLayer:
-    """Per head the entries of `old`, then those of `new` after the `places` that stand for them."""
-    dim, parts = old.keys.shape[1], []
+def _sum(parts: Sequence[Any]) -> Any:
+    """The sum of `parts`, None if one is None."""
+    return None if None in parts else sum(parts)
+
+
+def _joined_cache(old: CompressedCache, new: CompressedCache, places: int) -> CompressedCache:
+    """The entries of `old`, then those of `new` after the `places` that stand for them."""
+    shift, pairs = old.length - places, list(zip(old.layers, new.layers, strict=True))
+    length, kept = new.length + shift, new.kept
+    coded = [
+        (one, other)
+        for one, other in pairs
+        if isinstance(one, QuantisedLayer) and isinstance(other, QuantisedLayer)
+    ]
+    if not coded:
+        plain = (
+            _joined_layer(one, other, places, shift)
+            for one, other in pairs
+            if isinstance(one, RaggedLayer) and isinstance(other, RaggedLayer)
+        )
+        return RaggedCache(tuple(plain), length, kept=kept)
+    # A width that the passage uses nowhere needs no part.
+    used = {n for _, layer in coded for n, part in enumerate(layer.coded) if part.entries}
+    layers = (
+        QuantisedLayer(
+            _joined_layer(one.exact, other.exact, places, shift),
+            _joined_codes(one.coded, [other.coded[n] for n in sorted(used)], shift),
+        )
+        for one, other in coded
+    )
+    return QuantisedCache(tuple(layers), length, kept=kept)
+
+
+def _joined_layer(old: RaggedLayer, new: RaggedLayer, places: int, shift: int) -> RaggedLayer:
+    """Per head the entries of `old`, then those of `new` after its first `places`."""
+    parts = []
     for g in range(old.heads):
         keys, values, positions, log_m = (x[places:] for x in new.head(g))
-        added = (keys[:, :dim], values[:, :dim], positions + (length - places), log_m)
-        parts += [old.head(g), added]
+        parts += [old.head(g), (keys, values, positions + shift, log_m)]
     keys, values, positions, log_m = (torch.cat(column) for column in zip(*parts, strict=True))
     bounds = offsets(old.lengths + new.lengths - places)
     return RaggedLayer(keys, values, positions, log_m, bounds)
+
+
+def _joined_codes(
+    old: Sequence[CodedEntries], new: Sequence[CodedEntries], shift: int
+) -> tuple[CodedEntries, ...]:
+    """The parts of `old`, and those of `new` beside them: blocks cannot grow without new codes."""
+    moved = [dataclasses.replace(part, positions=part.positions + shift) for part in new]
+    return tuple(sorted([*old, *moved], key=lambda part: -part.coding.bits))

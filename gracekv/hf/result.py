@@ -163,10 +163,11 @@ class CompressionResult(BaseResult):
 
             book = book.extend(text, ratio=4)
 
-        The passage alone is read, over the entries that are packed; they stay as they are, bit for
-        bit, and this result stays usable. Exactly one of the five budgets is given, for the passage
-        alone. While it runs, packed entries are held once more, each layer's heads padded to the
-        longest head, and no other thread may use the model.
+        The passage alone is read, over the entries that are packed; they stay as they are, codes
+        of fewer bits included, and this result stays usable. Exactly one of the five budgets is
+        given, for the passage alone. While it runs, packed entries are held once more in the
+        model's dtype, each layer's heads padded to the longest head, and no other thread may use
+        the model.
 
         Args:
             passage: text, which is added as it is, separators included; or token ids [n].

@@ -83,7 +83,7 @@ class AllocatedPrecision(Precision):
     ) -> Tensor:
         if plan.bytes is None:
             return torch.full_like(candidates.start, EXACT, dtype=torch.uint8)
-        shape = (prefill.head_dim, prefill.keys[0].element_size(), prefill.spans)
+        shape = (prefill.entry_dim, prefill.keys[0].element_size(), prefill.spans)
         four, eight = (self._uniform(bits).entry_bytes(*shape) for bits in (4, 8))
         costs = WidthCosts(
             bits=(4, 8, EXACT),

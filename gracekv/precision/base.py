@@ -82,16 +82,19 @@ class Precision(Strategy, abc.ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} declares `allocates` without doing so.")
 
-    def keys_as_read(self, cache: RaggedCache, widths: Sequence[Tensor]) -> RaggedCache:
+    def keys_as_read(
+        self, cache: RaggedCache, widths: Sequence[Tensor], dim: int | None = None
+    ) -> RaggedCache:
         """`cache` with float32 keys [E, d] as decoding will read them: what values are fitted to.
 
         Args:
             cache: the packed cache of one sequence.
             widths: for each layer uint8 [E], of `widths`.
+            dim: how many of a key's coordinates are stored, the others stay; None: all.
 
         Raises `NonFiniteError` if keys cannot be quantised.
         """
-        return keys_as_read(cache, widths, self.codings) if self.codings else cache
+        return keys_as_read(cache, widths, self.codings, dim) if self.codings else cache
 
     def __call__(self, cache: RaggedCache, widths: Sequence[Tensor]) -> CompressedCache:
         """Store every entry at its width.

@@ -33,12 +33,12 @@ def rounding_loss(prefill: Prefill, region: Region, codings: Sequence[Coding]) -
     count = min(_TOKENS, region.length)
     at = region.start + torch.arange(count) * region.length // max(1, count)
     asking = list(prefill.spans.last(_QUERIES))
-    lengths = torch.full((prefill.kv_heads,), count)
+    lengths, dim = torch.full((prefill.kv_heads,), count), prefill.entry_dim
     found = []
     for layer, (all_keys, all_values) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
         place = at.to(all_keys.device)
-        keys, values = (x[:, place].flatten(0, 1) for x in (all_keys, all_values))
-        queries = prefill.queries_at(layer, asking).float() * prefill.scale
+        keys, values = (x[:, place, :dim].flatten(0, 1) for x in (all_keys, all_values))
+        queries = prefill.queries_at(layer, asking)[..., :dim].float() * prefill.scale
         queries = rearrange(queries, "(g n) p d -> g (n p) d", g=prefill.kv_heads)
         spread = values.float().unflatten(0, (-1, count))
         spread = (spread - spread.mean(dim=1, keepdim=True)).square().sum(dim=(1, 2))

@@ -30,9 +30,14 @@ def quantised(
 
 
 def keys_as_read(
-    cache: RaggedCache, widths: Sequence[Tensor], codings: Sequence[Coding]
+    cache: RaggedCache,
+    widths: Sequence[Tensor],
+    codings: Sequence[Coding],
+    dim: int | None = None,
 ) -> RaggedCache:
     """`cache` with the keys, float32 [E, d], that `quantised` would store.
+
+    Coordinates from `dim` on stay as they are.
 
     Raises `NonFiniteError` if keys cannot be quantised.
     """
@@ -42,7 +47,7 @@ def keys_as_read(
         for coding in codings:
             mask = own == coding.bits
             part = _subset(layer, mask)
-            keys[mask] = as_read(part.keys, part.lengths, coding, coding.keys)
+            keys[mask, :dim] = as_read(part.keys[:, :dim], part.lengths, coding, coding.keys)
         layers.append(dataclasses.replace(layer, keys=keys))
     return dataclasses.replace(cache, layers=tuple(layers))
 

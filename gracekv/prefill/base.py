@@ -48,6 +48,7 @@ class Prefill:
             value; empty if there are none.
         kept: what the model's other layers hold after all tokens but the last.
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).
+        added: how many of the d coordinates are those of `Past`, which entries are stored without.
         hidden: layer -> block-input residual stream [T, D] (empty if not captured).
         surprisal: [T] float32, position 0 holds 0; None if not captured.
         head_outputs: [L, H, P_q, d] attention outputs before the output projection at
@@ -91,6 +92,7 @@ class Prefill:
     unrotated: frozenset[int] = frozenset()
     softcap: float | None = None
     sink_logits: tuple[Tensor, ...] = ()
+    added: int = 0
     kept: tuple[KeptLayer, ...] = ()
     hidden: Mapping[int, Tensor] = field(default_factory=dict)
     surprisal: Tensor | None = None
@@ -138,6 +140,11 @@ class Prefill:
         """d."""
         return self.keys[0].shape[-1]
 
+    @property
+    def entry_dim(self) -> int:
+        """Numbers of a stored key: d without the coordinates that `Past` adds."""
+        return self.head_dim - self.added
+
     def rope_of(self, layer: int) -> Rope:
         """The rotations that made the keys of `layer`."""
         table = self.rope.cos
@@ -150,8 +157,8 @@ class Prefill:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one K/V pair."""
-        return 2 * self.head_dim * self.keys[0].element_size()
+        """Bytes of one K/V pair as it is stored."""
+        return 2 * self.entry_dim * self.keys[0].element_size()
 
     def seconds_for(self, needs: Needs) -> dict[str, float]:
         """Seconds of the forward pass and of what was captured for `needs`.

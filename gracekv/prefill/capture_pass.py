@@ -29,7 +29,7 @@ from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.model_layers import compressed_layers, rotation_kind, text_config
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.partial_attention import PartialAttention, rotations
-from gracekv.prefill.past import Past, reflected
+from gracekv.prefill.past import ADDED, Past, reflected
 from gracekv.prefill.projection import projected_norms, projection_norms, written_norms
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.query_pass import QueryPass
@@ -136,6 +136,7 @@ def _captured(
         unrotated=record.unrotated(),
         softcap=record.softcap,
         sink_logits=tuple(record.sinks[layer] for layer in sorted(record.sinks)),
+        added=0 if past is None else ADDED,
         kept=others.states,
         hidden={x: reflected(rows, prompt.spans.past) for x, rows in record.hidden.items()},
         surprisal=surprisal,

@@ -24,7 +24,7 @@ from torch.nn import functional
 from gracekv.prefill.kept import KeptLayer
 
 # Coordinates added to a head; GPUs want a multiple of 8.
-_ADDED = 8
+ADDED = 8
 # The logit of a place without an entry.
 _NOWHERE = -1e4
 
@@ -62,7 +62,7 @@ class Past:
         keys, values = [], []
         for heads in layers:
             like = heads[0][0]
-            shape = (len(heads), places, like.shape[1] + _ADDED)
+            shape = (len(heads), places, like.shape[1] + ADDED)
             keys.append(like.new_zeros(shape))
             values.append(like.new_zeros(shape))
             keys[-1][..., like.shape[1]] = _NOWHERE

@@ -254,7 +254,7 @@ def reheaded(**fields):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p.metadata.update(gracekv_format="4"), "format '4', .* reads formats 1 to 3"),
+        (lambda p: p.metadata.update(gracekv_format="5"), "format '5', .* reads formats 1 to 4"),
         (lambda p: p.metadata.clear(), "not a cache that gracekv saved"),
         (
             lambda p: p.metadata.update(gracekv=p.metadata["gracekv"].replace("spans", "sqans")),

@@ -14,7 +14,6 @@ from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import (
     BackendUnavailableError,
     BudgetError,
-    CacheError,
     SavedCacheError,
     ShapeError,
 )
@@ -121,6 +120,20 @@ def test_a_file_with_codes_that_cannot_be_is_refused(model, tmp_path, monkeypatc
             gracekv.load(path, model)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fields", [{}, {"bits": 4}, ALLOCATED])
+def test_ratio_1_of_a_16_bit_model_is_the_full_cache_bit_for_bit(dtype, fields):
+    model = tiny_llama(layers=2, dtype=dtype)
+    result = gracekv.compress(model, prompt(), ratio=1, pipeline=pipeline(**fields))
+    full = gracekv.compress(model, prompt(), ratio=1, pipeline="fullkv")
+    for layer, own in zip(result.packed.layers, full.packed.layers, strict=True):
+        assert not any(part.entries for part in layer.coded)
+        assert layer.exact.dtype == dtype
+        for name, tensor in own.tensors().items():
+            assert torch.equal(layer.exact.tensors()[name], tensor)
+    assert result.accounting.bytes == full.accounting.bytes
+
+
 def test_a_report_shows_the_same_entries_as_without_codes(model, tmp_path):
     pytest.importorskip("gracekv.report")
     one = prompt()
@@ -146,14 +159,3 @@ def test_what_cannot_work_is_refused_before_the_model_runs(model, monkeypatch):
 def test_a_backend_without_codes_is_refused(model):
     with pytest.raises(BackendUnavailableError, match="'triton' cannot run"):
         gracekv.compress(model, prompt(), ratio=3, pipeline=pipeline(), backend="triton")
-
-
-@pytest.mark.parametrize("fields", [{}, ALLOCATED])
-def test_extending_is_refused_by_name(model, fields):
-    ids = prompt().ids
-    one = gracekv.Prompt.from_ids(ids[:100], context=(4, 90), question_end=90)
-    coded = dataclasses.replace(
-        Pipeline.named("gracekv-agnostic"), precision=pipeline(**fields).precision
-    )
-    with pytest.raises(CacheError, match="quantised entries cannot be extended yet"):
-        gracekv.compress(model, one, ratio=2, pipeline=coded).extend(ids[100:], ratio=2)

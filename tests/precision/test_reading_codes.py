@@ -12,7 +12,7 @@ from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError
 from gracekv.hf.layer import PackedLayer
 from gracekv.testing.tolerance import TOLERANCES, relative_error
-from support.quantised_layers import of_mixed_widths, quantised
+from support.quantised_layers import of_mixed_widths, of_two_passages, quantised
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
     shuffled=st.booleans(),
     dim=st.sampled_from([16, 64]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    bits=st.sampled_from([4, 8, "mixed"]),
+    bits=st.sampled_from([4, 8, "mixed", "passages"]),
     size=st.sampled_from([1, 8, 32]),
     keys=st.sampled_from(["channel", "token"]),
     values=st.sampled_from(["channel", "token"]),
@@ -42,12 +42,13 @@ def test_equal_attention_in_float64(
     keys, values, most, softcap, sinks,
 ):  # fmt: skip
     rng = torch.Generator().manual_seed(seed)
-    layer = quantised(
-        rng, lengths * sequences, dim, dtype, sequences,
-        bits=8 if bits == "mixed" else bits, group=size, keys=keys, values=values,
-    )  # fmt: skip
-    if bits == "mixed":
-        layer = of_mixed_widths(rng, layer, group=size, keys=keys, values=values)
+    fields = {"group": size, "keys": keys, "values": values}
+    shape = (lengths * sequences, dim, dtype, sequences)
+    layer = quantised(rng, *shape, bits=bits if bits in (4, 8) else 8, **fields)
+    if bits in ("mixed", "passages"):
+        layer = of_mixed_widths(rng, layer, **fields)
+    if bits == "passages":
+        layer = of_two_passages(layer, quantised(rng, *shape, **fields))
     batch, kv_heads = sequences * repeats, len(lengths)
     query = torch.randn(batch, kv_heads * group, tokens, dim, generator=rng).to(dtype)
     tail_keys, tail_values = (

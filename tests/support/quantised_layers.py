@@ -49,3 +49,9 @@ def of_mixed_widths(rng: torch.Generator, layer: QuantisedLayer, **fields: Any) 
     found = AllocatedPrecision(**fields)(plain, [widths]).layers[0]
     assert isinstance(found, QuantisedLayer)
     return found
+
+
+def of_two_passages(one: QuantisedLayer, other: QuantisedLayer) -> QuantisedLayer:
+    """The exact entries of `one` and the codes of both, as after a passage: widths come twice."""
+    coded = sorted([*one.coded, *other.coded], key=lambda part: -part.coding.bits)
+    return QuantisedLayer(one.exact, tuple(coded))

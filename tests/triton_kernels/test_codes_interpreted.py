@@ -11,7 +11,7 @@ from gracekv.backends import Eager, Triton
 from gracekv.backends.reference import attention
 from gracekv.cache.quantised import QuantisedCache, dequantised
 from gracekv.testing.tolerance import TOLERANCES, relative_error
-from support.quantised_layers import of_mixed_widths, quantised
+from support.quantised_layers import of_mixed_widths, of_two_passages, quantised
 
 BACKEND = Triton(processors=3)
 
@@ -91,10 +91,13 @@ def test_splits_that_begin_inside_a_block(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_entries_of_several_widths(dtype):
+@pytest.mark.parametrize("passages", [1, 2])
+def test_entries_of_several_widths(dtype, passages):
     rng = torch.Generator().manual_seed(4)
     layer = quantised(rng, [30, 41, 0, 9], 16, dtype, 2, group=4)
     layer = of_mixed_widths(rng, layer, group=4)
+    if passages == 2:
+        layer = of_two_passages(layer, quantised(rng, [13, 0, 5, 30], 16, dtype, 2, group=4))
     query = torch.randn(2, 4, 1, 16, generator=rng).to(dtype)
     tail = [torch.randn(2, 2, 5, 16, generator=rng).to(dtype) for _ in "kv"]
     check(layer, query, *tail, None, None, {"softcap": None, "sink_logits": None})

@@ -1,0 +1,209 @@
+"""Extending contexts whose entries are codes: what is read, what stays, what it costs."""
+
+import dataclasses
+from importlib.resources import files
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.margins import assert_same_choice
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from safetensors import safe_open
+
+import gracekv
+from gracekv import Prompt
+from gracekv.cache import dequantised
+from gracekv.cache.quantised import QuantisedLayer
+from gracekv.hf import GraceCache
+from gracekv.pipeline import Pipeline
+from gracekv.precision import AllocatedPrecision, UniformPrecision
+from gracekv.testing.models import tiny_llama
+from gracekv.testing.tokenizers import tiny_tokenizer
+
+TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
+IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))
+START, END, TAIL = 4, 90, 5
+PASSAGE = IDS[END : END + 80]
+
+PRECISIONS = {
+    "allocated": AllocatedPrecision(group=8),
+    "allocated by token": AllocatedPrecision(group=4, keys="token", values="channel"),
+    "8 bits": UniformPrecision(group=8),
+    "4 bits": UniformPrecision(bits=4, group=4, values="channel", sinks=0),
+}
+every_precision = pytest.mark.parametrize("name", PRECISIONS)
+
+
+def pipeline(name):
+    recipe = Pipeline.named("gracekv-agnostic")
+    return dataclasses.replace(recipe, precision=PRECISIONS[name])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama(layers=3, vocabulary=97)
+
+
+def compressed(model, name, tail=TAIL, **budget):
+    ids = torch.cat([IDS[:END], IDS[:tail]])
+    prompt = Prompt.from_ids(ids, context=(START, END), question_end=END)
+    return gracekv.compress(model, prompt, pipeline=pipeline(name), **(budget or {"ratio": 3}))
+
+
+def stored_bytes(layer):
+    """Counted from the tensors: keys and values, with what it takes to read them."""
+    beside = ("positions", "log_multiplicity", "offsets")
+    return sum(
+        x.numel() * x.element_size() for n, x in layer.tensors().items() if not n.endswith(beside)
+    )
+
+
+@every_precision
+def test_the_passage_is_read_over_what_the_codes_say(model, name):
+    """A passage that stays exact has the keys and values that decoding over the codes gives it."""
+    book = compressed(model, name)
+    longer = book.extend(PASSAGE, kv_bytes="1MB")
+    caches = [book.new_cache(), GraceCache(dequantised(book.packed), book.pipeline.backend)]
+    with torch.no_grad():
+        for cache in caches:
+            model(PASSAGE[None], past_key_values=cache)
+    for number, (old, new) in enumerate(zip(book.packed.layers, longer.packed.layers, strict=True)):
+        for cache in caches:
+            keys, values = cache.layers[number]._tail(len(PASSAGE))
+            for g in range(old.heads):
+                added = [part[int(old.lengths[g]) :] for part in new.head(g)]
+                torch.testing.assert_close(added[0], keys[0, g], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(added[1], values[0, g], atol=1e-4, rtol=1e-4)
+                assert added[2].tolist() == list(range(END, END + len(PASSAGE)))
+
+
+@pytest.mark.parametrize("name", ["8 bits", "4 bits"])
+def test_after_a_whole_past_it_keeps_what_the_full_cache_would(model, name):
+    context = (END, END + len(PASSAGE))
+    got = compressed(model, name, kv_bytes="1MB").extend(PASSAGE, ratio=4)
+    prompt = Prompt.from_ids(
+        torch.cat([IDS[: context[1]], IDS[:TAIL]]), context=context, question_end=context[1]
+    )
+    want = gracekv.compress(model, prompt, ratio=4, pipeline=pipeline(name), keep_run=True)
+    relevance, recent = want.details.relevance, want.accounting.recent
+    scores = (relevance.scores * relevance.sensitivity[..., None]).flatten()[None]
+    kept = []
+    for result in (got, want):
+        mask = torch.zeros(3, 2, len(PASSAGE) - recent, dtype=torch.bool)
+        for n, layer in enumerate(result.packed.layers):
+            row, position, _ = layer.index()
+            inside = (position >= END) & (position < context[1] - recent)
+            mask[n, row[inside], position[inside] - END] = True
+        kept.append(mask.flatten()[None])
+    assert 0 < int(kept[0].sum()) < kept[0].numel()
+    assert_same_choice(*kept, scores)
+
+
+@every_precision
+@pytest.mark.parametrize("tail", [0, TAIL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_stay_and_budgets_are_in_bytes(name, tail, dtype):
+    model = tiny_llama(layers=2, vocabulary=97, dtype=dtype)
+    longer = compressed(model, name, tail)
+    for number, amount in enumerate([{"ratio": 4}, {"kv_bytes": 6000}, {"compression_ratio": 0.7}]):
+        before, added = longer, IDS[100 + 70 * number : 170 + 70 * number]
+        longer = before.extend(added, **amount)
+        for old, new in zip(before.packed.layers, longer.packed.layers, strict=True):
+            parts = list(new.coded)
+            for part in old.coded:
+                # Parts of one width are in the order of the passages.
+                same = next(x for x in parts if x.coding == part.coding)
+                parts.remove(same)
+                assert all(torch.equal(x, same.tensors()[n]) for n, x in part.tensors().items())
+            for g in range(old.heads):
+                for one, other in zip(old.exact.head(g), new.exact.head(g), strict=True):
+                    assert torch.equal(one, other[: len(one)])
+                assert bool((new.head(g)[2].diff() > 0).all())
+        was, kept = before.accounting, longer.accounting
+        units, dim = kept.entries.numel(), longer.packed.layers[0].dim
+        budget = kept.budget_bytes - was.budget_bytes
+        full = units * len(added) * 4 * dim
+        assert budget == amount.get("kv_bytes", int(full / amount.get("ratio", 1 / 0.3)))
+        least = units * 6 * dim
+        assert budget - least < kept.spent_bytes - was.spent_bytes <= budget
+        assert kept.bytes == sum(map(stored_bytes, longer.packed.layers))
+        assert kept.bytes - was.bytes >= kept.spent_bytes - was.spent_bytes
+        assert kept.bytes == sum(share.bytes for share in kept.widths)
+        beside = longer.packed.length - longer.prompt.spans.context_length
+        assert torch.equal(longer.packed.entries() - beside, kept.entries)
+        assert kept.full_bytes == units * longer.packed.length * 4 * dim
+
+
+@settings(max_examples=12)
+@given(
+    name=st.sampled_from(sorted(PRECISIONS)),
+    backend=st.sampled_from(["auto", "numba", "sdpa", "eager"]),
+    first=st.integers(20, END),
+    passages=st.lists(st.tuples(st.integers(1, 60), st.floats(1, 4)), min_size=1, max_size=3),
+    tokens=st.sampled_from([1, 6]),
+)
+def test_decoding_reads_what_the_codes_say(model, name, backend, first, passages, tokens):
+    prompt = Prompt.from_ids(IDS[: first + TAIL], context=(START, first), question_end=first)
+    result = gracekv.compress(model, prompt, ratio=2, pipeline=pipeline(name), backend=backend)
+    for length, ratio in passages:
+        # A passage that is too short to be compressed is taken as it is.
+        budget = {"ratio": ratio} if length > 35 else {"kv_bytes": "1MB"}
+        result = result.extend(IDS[200 : 200 + length], **budget)
+    plain = GraceCache(dequantised(result.packed), Pipeline.named("gracekv").backend)
+    asked = result.prompt.ids[result.packed.length :][None]
+    asked = torch.cat([asked, IDS[None, :tokens]], dim=1)
+    with torch.no_grad():
+        found = [model(asked, past_key_values=x).logits for x in (result.new_cache(), plain)]
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_is_asked_saved_chatted_about_and_extended_again(tmp_path):
+    reader, tokenizer = tiny_llama(layers=3, vocabulary=2000), tiny_tokenizer(vocabulary=2000)
+    prompt = Prompt.from_chat(tokenizer, context=TEXT[:600])
+    book = gracekv.compress(reader, prompt, ratio=3, pipeline=pipeline("allocated"))
+    longer = book.extend(TEXT[600:1200], ratio=3).extend(TEXT[1200:1500], ratio=4)
+    codings = longer.packed.layers[0].codings
+    bits = [coding.bits for coding in codings]
+    assert bits == sorted(bits, reverse=True)
+    assert len(set(bits)) < len(bits)
+    path = tmp_path / "book.gracekv"
+    longer.save(path)
+    again = gracekv.load(path, reader, tokenizer=tokenizer)
+    for ours, theirs in zip(again.packed.layers, longer.packed.layers, strict=True):
+        assert isinstance(ours, QuantisedLayer)
+        assert ours.codings == theirs.codings
+        assert ours.tensors().keys() == theirs.tensors().keys()
+        assert all(torch.equal(x, theirs.tensors()[n]) for n, x in ours.tensors().items())
+    for field in ("bytes", "full_bytes", "widths", "budget_bytes", "spent_bytes"):
+        assert getattr(again.accounting, field) == getattr(longer.accounting, field)
+    questions = ["Who fell?", "Where is Alice sitting, and why?"]
+    assert again.ask(questions, max_new_tokens=6) == longer.ask(questions, max_new_tokens=6)
+    with longer.chat() as chat:
+        answer = chat.ask(questions[0], max_new_tokens=6)
+        assert answer == longer.ask(questions[0], max_new_tokens=6)
+        chat.compress(kv_bytes="1MB")
+        assert chat.ask(questions[1], max_new_tokens=3)
+    further = [x.extend(TEXT[1500:1800], ratio=4) for x in (again, longer)]
+    for one, other in zip(*(x.packed.layers for x in further), strict=True):
+        assert all(torch.equal(x, other.tensors()[n]) for n, x in one.tensors().items())
+    further[0].report(tmp_path / "page.html")
+
+
+@pytest.mark.parametrize(
+    ("name", "passages", "version"),
+    [("8 bits", 0, "2"), ("8 bits", 1, "4"), ("allocated", 0, "3"), ("allocated", 1, "4")],
+)
+def test_files_say_what_their_reader_must_know(model, tmp_path, name, passages, version):
+    result = compressed(model, name)
+    for _ in range(passages):
+        result = result.extend(PASSAGE, ratio=3)
+    result.save(tmp_path / "cache")
+    with safe_open(tmp_path / "cache", "pt") as file:
+        assert file.metadata()["gracekv_format"] == version
+    again = gracekv.load(tmp_path / "cache", model).packed
+    assert again.layers[0].codings == result.packed.layers[0].codings
