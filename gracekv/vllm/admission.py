@@ -43,6 +43,32 @@ def install(processor: type[Any]) -> None:
     processor.process_inputs = process_inputs
 
 
+def refuse_beam_search(request: type[Any]) -> None:
+    """Let `request.to_beam_search_params` refuse contexts; a second call changes nothing.
+
+    vLLM's beam search asks by requests of its own, which say nothing of a context.
+
+    Args:
+        request: a class of the OpenAI-compatible server's requests.
+    """
+    stock = request.to_beam_search_params
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if PARAMETER in (self.kv_transfer_params or {}):
+            from vllm.exceptions import VLLMValidationError
+
+            raise VLLMValidationError(
+                "vLLM's beam search cannot read a stored context. Leave use_beam_search out.",
+                parameter="use_beam_search",
+            )
+        return stock(self, *args, **kwargs)
+
+    request.to_beam_search_params = to_beam_search_params
+
+
 def check(processor: Any, params: Any) -> ContextHeader | None:
     """The header of the request's context, if it asks for one.
 

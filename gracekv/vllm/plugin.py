@@ -25,6 +25,8 @@ def register() -> None:
             stacklevel=2,
         )
     try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
         from vllm.v1.engine.input_processor import InputProcessor
 
@@ -32,6 +34,8 @@ def register() -> None:
         from gracekv.vllm.serving import BACKEND
 
         admission.install(InputProcessor)
+        for request in (ChatCompletionRequest, CompletionRequest):
+            admission.refuse_beam_search(request)
         if current_platform.is_cpu():
             register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
     except (ImportError, AttributeError) as error:

@@ -74,8 +74,9 @@ def ask(client, server, **options):
 
     asked = request(server.store, "book", QUESTION, server.tokenizer)
     body = asked.body(NAME, TOKENS, **options)
-    return client.completions.create(extra_body={"kv_transfer_params": body.pop(
-        "kv_transfer_params")}, **body)  # fmt: skip
+    ours = ("kv_transfer_params", "use_beam_search")  # Fields that OpenAI's client does not know.
+    extra = {name: body.pop(name) for name in ours if name in body}
+    return client.completions.create(extra_body=extra, **body)
 
 
 def test_a_client_streams_the_answer(client, server):
@@ -112,5 +113,7 @@ def test_an_unusable_context_is_a_client_s_error(client, server):
                 model=NAME, prompt=[1, 2], extra_body={"kv_transfer_params": {"gracekv": name}}
             )
         assert str(server.store) not in str(caught.value)
+    with pytest.raises(BadRequestError, match="beam search cannot read"):
+        ask(client, server, use_beam_search=True)
     plain = client.completions.create(model=NAME, prompt="Alice was", max_tokens=4, temperature=0)
     assert plain.choices[0].text

@@ -1,6 +1,7 @@
-"""Engines of a tiny model: tensor-parallel ranks that hold their own heads, and no plugin."""
+"""Engines of a tiny model: tensor-parallel ranks that hold their own heads, compiled, no plugin."""
 
 import contextlib
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -49,10 +50,9 @@ def engine(served, **options):
     made = LLM(
         str(served.folder),
         dtype="float32",
-        enforce_eager=True,
         max_model_len=256,
         kv_transfer_config=KVTransferConfig(**kv_transfer_config(served.store)),
-        **options,
+        **{"enforce_eager": True, **options},
     )
     try:
         yield made
@@ -82,6 +82,15 @@ def test_two_ranks_answer_as_one_model(served):
         check_answer(served, name, "Why?", answer)
     with pytest.raises(AssertionError):
         check_answer(served, "c8", "Why?", found["c2"])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+def test_a_compiled_model_answers_the_same(served):
+    with engine(served, enforce_eager=False) as made:
+        assert made.llm_engine.vllm_config.compilation_config.mode
+        found = answers(made, served)
+    for name, answer in found.items():
+        check_answer(served, name, "Why?", answer)
 
 
 def test_without_the_plugin_stock_attention_reads_equal_shares(served, monkeypatch):
