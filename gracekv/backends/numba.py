@@ -198,7 +198,7 @@ def _attend(
     folded = query.float().contiguous()
     output = torch.empty_like(folded)
     partial = torch.empty(splits.slots + batch * heads * tail_splits, dim + 2)
-    counters = (ctypes.c_int64 * (2 + len(layer.lengths)))()
+    counters = (ctypes.c_int64 * (1 + len(splits.row_splits)))()
     args = AttentionArgs.from_buffer_copy(splits.args)
     args.query, args.output = folded.data_ptr(), output.data_ptr()
     args.tail_keys, args.tail_values = keys.data_ptr(), values.data_ptr()

@@ -1,9 +1,9 @@
 """Quantised rows as float32 numbers, for the kernel of the `numba` backend.
 
-The rows of a split are dequantised into a scratch array that stays in the processor's cache, as
-rows in half precision are: from memory only codes, scales and zero points are read. Heads and
-groups of whole vectors (`code_vectors`) are dequantised by vector instructions, others one number
-at a time.
+For groupings whose scales do not go into queries and weights (`numba_code_products`). Rows are
+dequantised into a scratch array that stays in the processor's cache, as rows in half precision are:
+from memory only codes, scales and zero points are read. Heads and groups of whole vectors
+(`code_vectors`) are dequantised by vector instructions, others one number at a time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from gracekv.kernels.code_vectors import (
     widen_one,
     widen_vector,
 )
-from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics import pointer
 from gracekv.kernels.row_vectors import WIDTH
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def stored_rows(
-    rows: Any,
+def coded_rows(
     half: Any,
     parts: Any,
     part: int,
@@ -41,44 +39,31 @@ def stored_rows(
     wide: Any,
     s: Any,
     z: Any,
-) -> Any:
-    """`count` rows of one head as float32: the array that holds them, and the first one's index.
+) -> None:
+    """wide[:count] <- `count` quantised rows of one head.
 
     Args:
-        rows: [E, d] in the layer's dtype, for part 0; see `as_float32`.
         half: an array of the numbers that scales and zero points are.
         parts: `CodedArgs`.
-        part: 0, or which coded part it is, counted from 1.
+        part: which coded part it is, counted from 1.
         of_keys: whether keys are asked for, or values.
         row: of the part, the head's.
         first: index of the first one in the part.
         count: of rows.
-        wide: float32 [count or more, d] for rows that are not float32.
+        wide: float32 [count or more, d].
         s: float32 [1, count * d or more] for scales; overwritten, as is `z`.
         z: for zero points.
     """
-    if part == 0:
-        return as_float32(rows, first, count, wide)
     p, dim = parts[part - 1], wide.shape[1]
-    if of_keys:
-        scale, zero, by_channel = p.key_scale, p.key_zero, p.keys_by_channel
-    else:
-        scale, zero, by_channel = p.value_scale, p.value_zero, p.values_by_channel
     codes = codes_of(parts, part, of_keys, dim)
-    shape = (p.block_count, dim) if by_channel else (p.entries, p.columns)
-    scales, zeros = (
-        carray(pointer(scale), shape, half.dtype),
-        carray(pointer(zero), shape, half.dtype),
-    )
-    if by_channel:
-        inside = first - carray(pointer(p.offsets), row + 1, np.int64)[row]
-        block = carray(pointer(p.blocks), row + 1, np.int64)[row]
+    scales, zeros = scales_of(half, parts, part, of_keys, dim)
+    if p.keys_by_channel if of_keys else p.values_by_channel:
+        inside, block = place_of(parts, part, row, first)
         _by_channel(
             codes, scales, zeros, p.bits, p.group_size, inside, block, first, count, wide, s, z
         )
     else:
         _by_token(codes, scales, zeros, p.bits, first, count, wide, s, z)
-    return wide, 0
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -87,6 +72,29 @@ def codes_of(parts: Any, part: int, of_keys: bool, dim: int) -> Any:
     p = parts[part - 1]
     address = p.key_codes if of_keys else p.value_codes
     return carray(pointer(address), (p.entries, dim * p.bits // 8), np.uint8)
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def scales_of(half: Any, parts: Any, part: int, of_keys: bool, dim: int) -> Any:
+    """Scales and zero points of the coded part `part`, [N, d] by channel, else [E, C]."""
+    p = parts[part - 1]
+    if of_keys:
+        scale, zero, by_channel = p.key_scale, p.key_zero, p.keys_by_channel
+    else:
+        scale, zero, by_channel = p.value_scale, p.value_zero, p.values_by_channel
+    shape = (p.block_count, dim) if by_channel else (p.entries, p.columns)
+    return (
+        carray(pointer(scale), shape, half.dtype),
+        carray(pointer(zero), shape, half.dtype),
+    )
+
+
+@njit(nogil=True)  # type: ignore[untyped-decorator]
+def place_of(parts: Any, part: int, row: int, first: int) -> Any:
+    """The place of entry `first` in its head, row `row` of the part, and the head's first block."""
+    p = parts[part - 1]
+    begin = carray(pointer(p.offsets), row + 1, np.int64)[row]
+    return first - begin, carray(pointer(p.blocks), row + 1, np.int64)[row]
 
 
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
@@ -113,8 +121,8 @@ def _by_channel(
     done = 0
     while done < count:
         own = (inside + done) // size
-        _widened(scale, (block + own) * dim, dim, s)
-        _widened(zero, (block + own) * dim, dim, z)
+        widened(scale, (block + own) * dim, dim, s)
+        widened(zero, (block + own) * dim, dim, z)
         stop = min(count, (own + 1) * size - inside)
         at, to, rows = (first + done) * step, done * dim, stop - done
         if bits == 8 and dim % WIDTH == 0:
@@ -147,8 +155,8 @@ def _by_token(
     """wide[e] <- zero + scale * code for rows with scales of their own."""
     dim, groups = wide.shape[1], scale.shape[1]
     half, width, step = dim // 2, dim // groups, codes.shape[1]
-    _widened(scale, first * groups, count * groups, s)
-    _widened(zero, first * groups, count * groups, z)
+    widened(scale, first * groups, count * groups, s)
+    widened(zero, first * groups, count * groups, z)
     at = first * step
     if width % WIDTH == 0 and bits == 8:
         for c in range(0, dim, WIDTH):
@@ -169,7 +177,7 @@ def _by_token(
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def _widened(numbers: Any, first: int, count: int, out: Any) -> None:
+def widened(numbers: Any, first: int, count: int, out: Any) -> None:
     """out[0, i] <- number first + i of the 16-bit `numbers`, in the order in which they lie."""
     done = count // WIDTH * WIDTH
     for i in range(0, done, WIDTH):

@@ -20,14 +20,28 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.backends import attention_args, numba_codes, numba_products, numba_softmax
+from gracekv.backends import (
+    attention_args,
+    numba_code_products,
+    numba_codes,
+    numba_products,
+    numba_softmax,
+)
 from gracekv.backends.attention_args import AttentionArgs, CodedArgs
-from gracekv.backends.numba_codes import codes_of, stored_rows
+from gracekv.backends.numba_code_products import coded_mixtures, coded_products
 from gracekv.backends.numba_products import mixtures, products
 from gracekv.backends.numba_softmax import exponentials, largest, merge
 from gracekv.kernels import cap_logits as capping
-from gracekv.kernels import code_vectors, exponential, half_precision, intrinsics, row_vectors
+from gracekv.kernels import (
+    code_matmul,
+    code_vectors,
+    exponential,
+    half_precision,
+    intrinsics,
+    row_vectors,
+)
 from gracekv.kernels.cap_logits import cap_logits
+from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.row_vectors import WIDTH
 from gracekv.kernels.source_digest import digest
@@ -40,18 +54,21 @@ _LOWEST = np.finfo(np.float32).min
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def aligned(rows: int, columns: int) -> Any:
-    """float32 [rows, columns], not initialised, from the start of a cache line."""
-    buffer = np.empty(rows * columns + WIDTH, np.float32)
-    first = -(buffer.ctypes.data // 4) % WIDTH
-    return buffer[first : first + rows * columns].reshape(rows, columns)
+def _floats(begin: int, rows: int, columns: int) -> Any:
+    """float32 [rows, columns] from address `begin` on, and the cache line after it.
+
+    The array owns nothing: numba counts references to arrays that do, with locked instructions
+    that took a tenth of a step.
+    """
+    size = (rows * columns + WIDTH - 1) // WIDTH * WIDTH * 4
+    return carray(pointer(begin), (rows, columns), np.float32), begin + size
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
 def _run_splits(
     args: Any, keys: Any, values: Any, tail_keys: Any, tail_values: Any, half: Any
 ) -> None:
-    """Take splits from the shared counter until none is left; for `half` see `stored_rows`."""
+    """Take splits from the shared counter until none is left; for `half` see `coded_rows`."""
     dim, heads, group, tail_splits = args.dim, args.heads, args.group, args.tail_splits
     sequences, all_queries = args.rows // heads, args.batch * heads * group
     bias = carray(pointer(args.bias), (args.entries,), np.float32)
@@ -71,12 +88,21 @@ def _run_splits(
     softcap = np.float32(args.softcap)
 
     piece = max(4, _PIECE_NUMBERS // dim // 4 * 4)
-    scratch, s, z = aligned(piece, dim), aligned(1, piece * dim), aligned(1, piece * dim)
-    queries = aligned(args.most_queries, dim)
-    mixed = aligned(args.most_queries, dim)
-    weights = aligned(args.most_queries, args.longest)
-    bits = np.empty(args.longest, np.int32)
-    power, mantissa = bits.view(np.float32), np.empty(args.longest, np.float32)
+    most, longest, columns = args.most_queries, args.longest, max(dim, piece * dim // WIDTH)
+    numbers = 3 * piece * dim + most * (2 * dim + columns + longest + 1) + 2 * longest
+    work = np.empty(numbers + 11 * WIDTH, np.float32)
+    free = (work.ctypes.data + 4 * WIDTH - 1) // (4 * WIDTH) * (4 * WIDTH)
+    scratch, free = _floats(free, piece, dim)
+    s, free = _floats(free, 1, piece * dim)
+    z, free = _floats(free, 1, piece * dim)
+    folded, free = _floats(free, most, columns)
+    fixed, free = _floats(free, 1, most)
+    queries, free = _floats(free, most, dim)
+    mixed, free = _floats(free, most, dim)
+    weights, free = _floats(free, most, longest)
+    mantissa, free = _floats(free, 1, longest)
+    bits = carray(pointer(free), (longest,), np.int32)
+    power, free = _floats(free, 1, longest)
     slots = np.empty(args.packed_splits + tail_splits, np.int64)
 
     all_splits = args.packed_splits + args.batch * heads * tail_splits
@@ -107,6 +133,8 @@ def _run_splits(
             added_from = continuations[begin] * args.tail + start
             k_rows, v_rows, added = tail_keys, tail_values, mask
         entries, count = stop - first, 0
+        # With an index that may be negative for all that a compiler knows, numbers are gathered.
+        extra = added[added_from : added_from + entries]
         for c in range(begin, end):
             for j in range(group):
                 of = (continuations[c] * heads + head) * group + j
@@ -116,32 +144,36 @@ def _run_splits(
 
         for start in range(0, entries, piece):
             n, begins = min(piece, entries - start), first + start
-            k, at = stored_rows(k_rows, half, parts, stored, True, row, begins, n, scratch, s, z)
             if stored != 0:
-                codes = codes_of(parts, stored, False, dim)
-                products(queries, count, k, at, n, codes, begins, weights, start)
+                coded_products(
+                    queries, count, half, parts, stored, row, begins, n, weights, start,
+                    folded, fixed, scratch, s, z,
+                )  # fmt: skip
             else:
+                k, at = as_float32(k_rows, begins, n, scratch)
                 products(queries, count, k, at, n, v_rows, begins, weights, start)
         for j in range(count):
             if softcap > 0:
-                cap_logits(weights[j], entries, softcap, mantissa, bits, power)
+                cap_logits(weights[j], entries, softcap, mantissa[0], bits, power[0])
             if place < 0 or args.mask != 0:
                 for e in range(entries):
-                    weights[j, e] += added[added_from + e]
+                    weights[j, e] += extra[e]
             top = largest(weights[j], entries)
             partial[slot + j, dim] = top
             # Where all entries are hidden any finite maximum will do: the weights are 0.
-            total = exponentials(weights[j], entries, max(top, _LOWEST), bits, power)
+            total = exponentials(weights[j], entries, max(top, _LOWEST), bits, power[0])
             partial[slot + j, dim + 1] = total
         # Tails are short and often still in the processor's cache; their keys are not prefetched.
         ahead = splits[upcoming, 1] if upcoming < args.packed_splits else first
         for start in range(0, entries, piece):
             n, begins = min(piece, entries - start), first + start
-            v, at = stored_rows(v_rows, half, parts, stored, False, row, begins, n, scratch, s, z)
             if stored != 0:
-                codes = codes_of(parts, stored, True, dim)
-                mixtures(weights, count, v, at, n, codes, ahead + start, mixed, start)
+                coded_mixtures(
+                    weights, count, half, parts, stored, row, begins, n, ahead + start, mixed,
+                    start, folded, scratch, s, z,
+                )  # fmt: skip
             else:
+                v, at = as_float32(v_rows, begins, n, scratch)
                 mixtures(weights, count, v, at, n, keys, ahead + start, mixed, start)
         for j in range(count):
             for i in range(dim):
@@ -162,16 +194,20 @@ def _run_splits(
                 of = (continuations[c] * heads + head) * group + j
                 sink = sink_logits[head * group + j] if args.sink_logits != 0 else _NO_SINK
                 merge(partial, slots, packed + tail_splits, output, of, sink)
+    # Its views hold no reference; until here it must live.
+    work[0] = 0
 
 
 # Modules beside this one that its compiled functions come from.
 _SOURCES = (
     attention_args,
     capping,
+    code_matmul,
     code_vectors,
     exponential,
     half_precision,
     intrinsics,
+    numba_code_products,
     numba_codes,
     numba_products,
     numba_softmax,

@@ -25,34 +25,37 @@ def _all(number: int, lanes: int = WIDTH) -> Any:
     return ir.Constant(ir.VectorType(ir.IntType(32), lanes), [number] * lanes)
 
 
+def _wide(builder: Any, kind: Any, found: Any) -> Any:
+    """Vectors of 16-bit integers, which stand for numbers of the array `kind`, as float32."""
+    lanes = found.type.count
+    number, ints = (ir.VectorType(x, lanes) for x in (ir.FloatType(), ir.IntType(32)))
+
+    def constant(bits: int) -> Any:
+        return _all(bits, lanes)
+
+    bits = builder.zext(found, ints)
+    if kind.dtype == types.uint16:
+        return builder.bitcast(builder.shl(bits, constant(16)), number)
+    small = builder.shl(builder.and_(bits, constant(0x7FFF)), constant(13))
+    scale = ir.Constant(number, [_HALF_SCALE] * lanes)
+    wide = builder.bitcast(builder.fmul(builder.bitcast(small, number), scale), ints)
+    exponent = builder.and_(bits, constant(0x7C00))
+    infinite = builder.icmp_unsigned("==", exponent, constant(0x7C00))
+    wide = builder.or_(wide, builder.select(infinite, constant(0x7F800000), constant(0)))
+    sign = builder.shl(builder.and_(bits, constant(0x8000)), constant(16))
+    return builder.bitcast(builder.or_(wide, sign), number)
+
+
 def _widener(lanes: int) -> Any:
     def widen(context: Any, rows: Any, first: Any, out: Any, to: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             kinds = signature.args
             rows, first, out, to = arguments
-            half, number = (ir.VectorType(x, lanes) for x in (ir.IntType(16), ir.FloatType()))
-            ints = ir.VectorType(ir.IntType(32), lanes)
-
-            def constant(bits: int) -> Any:
-                return _all(bits, lanes)
-
+            half = ir.VectorType(ir.IntType(16), lanes)
             at = vector_at(context, builder, kinds[0], rows, first, half)
-            bits = builder.zext(builder.load(at, align=2), ints)
-            if kinds[0].dtype == types.uint16:
-                found = builder.shl(bits, constant(16))
-            else:
-                small = builder.shl(builder.and_(bits, constant(0x7FFF)), constant(13))
-                scale = ir.Constant(number, [_HALF_SCALE] * lanes)
-                found = builder.bitcast(builder.fmul(builder.bitcast(small, number), scale), ints)
-                exponent = builder.and_(bits, constant(0x7C00))
-                infinite = builder.icmp_unsigned("==", exponent, constant(0x7C00))
-                found = builder.or_(
-                    found, builder.select(infinite, constant(0x7F800000), constant(0))
-                )
-                sign = builder.shl(builder.and_(bits, constant(0x8000)), constant(16))
-                found = builder.or_(found, sign)
-            place = vector_at(context, builder, kinds[2], out, to, number)
-            builder.store(builder.bitcast(found, number), place, align=4)
+            found = _wide(builder, kinds[0], builder.load(at, align=2))
+            place = vector_at(context, builder, kinds[2], out, to, found.type)
+            builder.store(found, place, align=4)
             return context.get_dummy_value()
 
         return types.void(rows, types.int64, out, types.int64), generate
@@ -60,9 +63,34 @@ def _widener(lanes: int) -> Any:
     return intrinsic(widen)
 
 
+def _separator(columns: int) -> Any:
+    def widen(context: Any, rows: Any, first: Any, out: Any, to: Any, apart: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            kinds = signature.args
+            rows, first, out, to, apart = arguments
+            halves = ir.VectorType(ir.IntType(16), WIDTH * columns)
+            at = vector_at(context, builder, kinds[0], rows, first, halves)
+            found = builder.load(at, align=2)
+            for column in range(columns):
+                lanes = [column + columns * i for i in range(WIDTH)]
+                mask = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), lanes)
+                wide = _wide(builder, kinds[0], builder.shuffle_vector(found, found, mask))
+                place = vector_at(context, builder, kinds[2], out, to, wide.type)
+                builder.store(wide, place, align=4)
+                to = builder.add(to, apart)
+            return context.get_dummy_value()
+
+        given = (rows, types.int64, out, types.int64, types.int64)
+        return types.void(*given), generate
+
+    return intrinsic(widen)
+
+
 # out[to + i] = rows[first + i], of 16 numbers and of one: uint16 is bfloat16, int16 float16. Exact;
 # see `as_float32`.
 widen_vector, widen_one = _widener(WIDTH), _widener(1)
+# out[to + g apart + i] = rows[first + columns i + g], of 16 rows i of two or four columns g.
+separate_two, separate_four = _separator(2), _separator(4)
 
 
 def _decoder(half: str, *, by_channel: bool) -> Any:

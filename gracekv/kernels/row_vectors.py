@@ -45,24 +45,25 @@ def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
 
-def _pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+def pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    """The numbers of `a` and `b`, one after the other, at `lanes`."""
     mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
     return builder.shuffle_vector(a, b, mask)
 
 
-def _sums(builder: Any, vectors: list[Any]) -> Any:
+def sums_of_four(builder: Any, vectors: list[Any]) -> Any:
     """<4 x float>: the sums of four <16 x float>."""
     low, high = list(range(8)), list(range(8, 16))
-    halves = [builder.fadd(_pick(builder, v, v, low), _pick(builder, v, v, high)) for v in vectors]
+    halves = [builder.fadd(pick(builder, v, v, low), pick(builder, v, v, high)) for v in vectors]
     # Neighbours are added inside quarters, so that no number crosses a 128-bit lane.
     even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
     while len(halves) > 1:
         pairs = zip(halves[::2], halves[1::2], strict=True)
         halves = [
-            builder.fadd(_pick(builder, a, b, even), _pick(builder, a, b, odd)) for a, b in pairs
+            builder.fadd(pick(builder, a, b, even), pick(builder, a, b, odd)) for a, b in pairs
         ]
     (last,) = halves
-    return builder.fadd(_pick(builder, last, last, low[:4]), _pick(builder, last, last, low[4:]))
+    return builder.fadd(pick(builder, last, last, low[:4]), pick(builder, last, last, low[4:]))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -84,7 +85,7 @@ def dot_four(
                 k = builder.load(at, align=4)
                 builder.store(multiply_add(builder, q, k, builder.load(total)), total)
                 row = builder.add(row, dim)
-        found = _sums(builder, [builder.load(total) for total in sums])
+        found = sums_of_four(builder, [builder.load(total) for total in sums])
         place = vector_at(context, builder, kinds[5], out, to, found.type)
         builder.store(found, place, align=4)
         return context.get_dummy_value()
@@ -112,7 +113,7 @@ def largest_of(context: Any, x: Any, vectors: Any) -> Any:
         while lanes > 1:
             lanes //= 2
             low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
-            found = larger(_pick(builder, found, found, low), _pick(builder, found, found, high))
+            found = larger(pick(builder, found, found, low), pick(builder, found, found, high))
         return builder.extract_element(found, ir.Constant(ir.IntType(32), 0))
 
     return types.float32(x, types.int64), generate
