@@ -6,13 +6,11 @@ The greedy allocator is timed against the heap in one run and must buy the same 
 from __future__ import annotations
 
 import gc
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import machine
 import numpy as np
 import torch
 from rich.console import Console
@@ -91,14 +89,9 @@ def rows() -> list[list[str]]:
 
 
 def header() -> list[str]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     return [
-        f"machine: {platform.machine()}, {os.cpu_count()} cores, CPU, "
-        f"{torch.get_num_threads()} thread(s); "
-        f"torch {torch.__version__}, numpy {np.__version__}, Python {platform.python_version()}",
-        f"commit: {commit}",
+        f"machine: {machine.threads()}; {machine.versions()}, numpy {np.__version__}",
+        f"commit: {machine.commit()}",
         "dtype: gains float64, indices int64",
         f"config: random_forest(0, layers={LAYERS}, heads={HEADS}, slot_tokens={SLOT_TOKENS}, "
         f"explode=0, prune=0.02, whole=0), slots {', '.join(map(str, SLOTS.values()))}; "

@@ -5,12 +5,10 @@ Compares the compiled walk with the plain Python one on made-up forests; both mu
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
 import time
 from pathlib import Path
 
+import machine
 import torch
 
 from gracekv.allocate import BudgetPlan, Frontier, Singleton, singleton
@@ -56,15 +54,11 @@ def row(slots: int) -> list[str]:
 
 
 def main() -> None:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     lines = [
         "# The floor's purchase",
         "",
-        f"- machine: {platform.machine()}, {os.cpu_count()} cores, CPU, "
-        f"{torch.get_num_threads()} thread(s); torch {torch.__version__}",
-        f"- commit: {commit}",
+        f"- machine: {machine.threads()}; torch {torch.__version__}",
+        f"- commit: {machine.commit()}",
         f"- forests: {LAYERS} layers, {HEADS} KV heads, slots of about {SLOT_TOKENS // 2} tokens, "
         f"made up; {Singleton()!r}; {RATIO}x",
         "- seconds of `Singleton.realize`, best of three: everything from candidates to frontier. "

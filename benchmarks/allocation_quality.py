@@ -7,11 +7,8 @@ Real captures of SmolLM2-135M-Instruct. Prints tables and writes
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,8 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
-import transformers
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -229,15 +226,9 @@ def tables(done: list[Cell]) -> dict[str, Rows]:
 
 
 def header(seconds: float, facts: list[str]) -> list[str]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     return [
-        f"machine: {platform.machine()}, {os.cpu_count()} cores, CPU, "
-        f"{torch.get_num_threads()} thread(s); torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}; "
-        f"{seconds:.0f} s in all",
-        f"commit: {commit}",
+        f"machine: {machine.threads()}; {machine.versions()}; {seconds:.0f} s in all",
+        f"commit: {machine.commit()}",
         "model: SmolLM2-135M-Instruct, float32",
         f"config: {PIPELINES['floor']!r}; no floor: {PIPELINES['no floor'].floor!r}; "
         f"lagrangian: {Lagrangian()!r}",

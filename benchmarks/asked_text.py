@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
 import random
-import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-import torch
-import transformers
+import machine
 from torch import Tensor
 
 import gracekv
@@ -103,14 +99,9 @@ def fidelity(result: CompressionResult, asked: Reference) -> tuple[float, bool]:
 
 def facts() -> list[str]:
     """Lines for the head of a page: machine and commit."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     return [
-        f"- machine: {platform.machine()}, {os.cpu_count()} cores, CPU, "
-        f"{torch.get_num_threads()} thread(s); torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, gracekv {gracekv.__version__}",
-        f"- commit: {commit}",
+        f"- machine: {machine.threads()}; {machine.versions()}, gracekv {gracekv.__version__}",
+        f"- commit: {machine.commit()}",
         f"- command: `python {' '.join(sys.argv)}`",
         "- model: SmolLM2-135M-Instruct, float32",
     ]

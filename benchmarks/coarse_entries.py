@@ -16,12 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
-import subprocess
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 from torch import Tensor
 
@@ -165,9 +164,6 @@ def measure(model: Any, prompt: Any) -> list[dict[str, float]]:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     cells: dict[tuple[bool, float, float], list[float]] = defaultdict(list)
     for row in rows:
         cells[row["fitted"], row["share"], row["ratio"]].append(math.log(max(row["kl"], 1e-6)))
@@ -175,8 +171,8 @@ def report(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Coarse entries beside exact ones",
         "",
-        f"- machine: {platform.machine()}, {torch.get_num_threads()} threads",
-        f"- commit: {commit}",
+        f"- machine: {machine.threads()}",
+        f"- commit: {machine.commit()}",
         f"- {prompts} tuning prompts (seed {SEED}, the second sample of each task, about 1,000 "
         f"tokens; `benchmarks/coarse_entries.py`), SmolLM2-135M, float32. Mean log KL to FullKV "
         f"over its own {ANSWER} tokens at the same number of entries; lower is better.",

@@ -11,12 +11,11 @@ prompts are better, and the task with the largest loss.
 from __future__ import annotations
 
 import argparse
-import platform
-import subprocess
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
+import machine
 import numpy as np
 
 from gracekv.evaluate.measures import measure
@@ -81,14 +80,11 @@ def main() -> None:
     parser.add_argument("--commit", help="of the rows; default: of this checkout")
     args = parser.parse_args()
     before = read(args.before)
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     lines = [
         f"# {args.title}",
         "",
-        f"- machine: {platform.machine()}, 2 cores",
-        f"- commit: {args.commit or commit}",
+        f"- machine: {machine.cores()}",
+        f"- commit: {args.commit or machine.commit()}",
         "- Mean log KL to FullKV over the reference answer, by prompt; not below log 1e-4. Paired "
         "differences with 95 % bootstrap intervals over prompts; below 0: better after.",
     ]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import machine
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -51,20 +49,16 @@ def write(
 
 
 def _header(args: argparse.Namespace, pipeline: Pipeline) -> list[str]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     cuda = args.device == "cuda"
-    machine = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
+    device = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
     what = (
         f"synthetic {args.geometry}, bfloat16"
         if args.geometry
         else "SmolLM2-135M-Instruct, float32, a book chapter repeated to length"
     )
     return [
-        f"machine: {platform.machine()}, {os.cpu_count()} cores, {machine}; torch "
-        f"{torch.__version__}, Python {platform.python_version()}",
-        f"commit: {commit}",
+        f"machine: {machine.cores()}, {device}; {machine.versions()}",
+        f"commit: {machine.commit()}",
         f"model: {what}; ratio {args.ratio}; medians of {args.repeats} runs",
         f"config: {pipeline!r}",
         "Construction is all that compression adds to a prefill that makes one position's logits: "

@@ -10,11 +10,12 @@ include threads that wait. Writes `benchmarks/results/construction-plus.md`, row
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
+import machine
 import torch
 from construction_inputs import prompt_of
 
@@ -25,20 +26,13 @@ from gracekv.prefill.capture import capture
 PAGE = Path(__file__).parent / "results" / "construction-plus.md"
 HEAD = """# Construction of gracekv-plus beside the prefill
 
-{machine}, {threads} thread(s), torch {torch}, float32, commit {commit},
+{cpu}, {cores} cores, {threads} thread(s), torch {torch}, float32, commit {commit},
 SmolLM2-135M, ratio {ratio}. CPU seconds of the process, medians of {repeats} alternating
 runs. {note}
 
 | tokens | prefill | construction | construction / prefill |
 |--:|--:|--:|--:|
 """
-
-
-def machine() -> str:
-    """The CPU's name and cores, as Linux tells them."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else "unknown CPU"
 
 
 def row(model: object, tokenizer: object, length: int, args: argparse.Namespace) -> str:
@@ -65,12 +59,10 @@ def main() -> None:
     parser.add_argument("--note", default="", help="a sentence for the page's head")
     args = parser.parse_args()
     model, tokenizer = load_smollm2()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     page = HEAD.format(
-        machine=machine(), threads=torch.get_num_threads(), torch=torch.__version__,
-        commit=commit or "unknown", ratio=args.ratio, repeats=args.repeats, note=args.note,
+        cpu=machine.cpu(), cores=os.cpu_count(), threads=torch.get_num_threads(),
+        torch=torch.__version__, commit=machine.commit(), ratio=args.ratio, repeats=args.repeats,
+        note=args.note,
     )  # fmt: skip
     for length in args.lengths:
         page += row(model, tokenizer, length, args) + "\n"

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import platform
-import subprocess
 from collections.abc import Iterable
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
-import transformers
 from decode_shapes import GEOMETRIES, TAIL, Attention, compressed, full_cache, model_of
 from decode_steps import copy_speed, graphed, interleaved, timed_caches
 from rich.console import Console
@@ -136,16 +133,12 @@ REAL = (
 
 
 def header(options: argparse.Namespace, copy: float) -> list[str]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     where = "CPU" if options.device == "cpu" else torch.cuda.get_device_name()
     return [
-        f"machine: {platform.machine()}, {os.cpu_count()} cores, {where}, "
+        f"machine: {machine.cores()}, {where}, "
         f"{torch.get_num_threads()} thread(s), a copy moves {copy / 1e9:.1f} GB/s; "
-        f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}",
-        f"commit: {commit}",
+        f"{machine.versions()}",
+        f"commit: {machine.commit()}",
         f"dtype: {options.dtype}",
         f"config: {options.geometry}, {GEOMETRIES[options.geometry]}; "
         f"{Auto().describe(options.device)}",

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from gracekv.backends import Auto
+from gracekv.backends import AttentionSpec, Auto
 from gracekv.cache import LayerEntries, RaggedCache, RaggedLayer
 from gracekv.hf import GraceCache
 from gracekv.hf.smollm2 import load_smollm2
@@ -96,7 +96,8 @@ class Attention:
         self.full_bytes = self.position_bytes * (self.length + TAIL)
         room = WORKING_SET[self.like.device.type] // self.full_bytes
         self.copies = max(1, min(geometry.layers, room))
-        self.backend = Auto().resolve(self.like.device, self.like.dtype, geometry.dim)
+        spec = AttentionSpec(self.like.device, self.like.dtype, geometry.dim)
+        self.backend = Auto().resolve(spec)
         self.query = random((self.batch, geometry.heads, 1, geometry.dim), self.like)
         tail = (*groups, 2 * TAIL, geometry.dim)
         self.tails = [

@@ -19,7 +19,7 @@ from gpu_report import OutOfTime, Row
 import gracekv
 from gracekv import recipes
 from gracekv.allocate import Budget
-from gracekv.backends import Auto
+from gracekv.backends import AttentionSpec, Auto
 from gracekv.hf import graph_replay
 from gracekv.pipeline import Pipeline
 from gracekv.prefill import Prefill
@@ -36,7 +36,7 @@ _NO_TESTS = 5
 
 def kernels(bench: Bench) -> None:
     """Ragged attention against float64, by head dimension and dtype, with and without a mask."""
-    backend = Auto().resolve(torch.device(bench.options.device))
+    backend = Auto().resolve(AttentionSpec(torch.device(bench.options.device)))
     cases = [(64, dtype, "none") for dtype in TOLERANCES] + [(64, torch.bfloat16, "bool")]
     if not bench.options.tiny:
         cases += [(dim, torch.bfloat16, "none") for dim in (80, 128, 256)]

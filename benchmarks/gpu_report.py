@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import platform
-import subprocess
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
 import transformers
 from decode_shapes import GEOMETRIES
@@ -107,20 +106,9 @@ class Rows:
 def header(options: argparse.Namespace) -> Row:
     """The machine, the versions, and the speed of a copy."""
     cuda = options.device == "cuda"
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=Path(__file__).parent,
-        )
-        commit = described.stdout.strip()
-    except OSError:
-        commit = ""
     found = torch.cuda.get_device_properties(0) if cuda else None
     return {
-        "device": found.name if found else f"CPU, {platform.machine()}, {os.cpu_count()} cores",
+        "device": found.name if found else f"CPU, {machine.cores()}",
         "capability": f"{found.major}.{found.minor}" if found else "",
         "memory GiB": round(found.total_memory / 2**30, 1) if found else "",
         "copy GB/s": round(copy_speed(options.device, (1024 if cuda else 8) << 20) / 1e9, 1),
@@ -129,7 +117,7 @@ def header(options: argparse.Namespace) -> Row:
         "transformers": transformers.__version__,
         "triton": _triton_version(),
         "python": platform.python_version(),
-        "gracekv": f"{gracekv.__version__} {commit}".strip(),
+        "gracekv": f"{gracekv.__version__} {machine.commit()}".strip(),
         "geometry": f"{options.geometry}: {GEOMETRIES[options.geometry]}",
         "weights": str(options.weights or "random, with scaled projections"),
         "backend": Auto().describe(options.device),

@@ -20,7 +20,6 @@ import ctypes
 import gc
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import machine
 import memory_model
 import torch
 
@@ -131,7 +131,7 @@ def measure(name: str, length: int, row: str, ratio: str, device: str) -> dict[s
         "held": round(meter.held(), 1),
         "seconds": round(seconds, 1),
         "threads": torch.get_num_threads(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": machine.cores(),
         "allocator": "direct" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "default",
     }
     if row != PREFILL:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
+
+import machine
 
 from gracekv.prefill.capture_memory import CaptureSizes, held_positions
 from gracekv.prefill.needs import Needs
@@ -86,9 +87,6 @@ def compressed(shape: Shape, length: int, needs: Needs, ratio: float) -> tuple[f
 
 def report(rows: list[dict[str, Any]]) -> str:
     """The page."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     lines = [
         "# Memory of a compression",
         "",
@@ -97,7 +95,7 @@ def report(rows: list[dict[str, Any]]) -> str:
         "torch's allocated memory. `prefill` is a plain forward pass with a cache and the last "
         "logits; held is what its cache keeps.",
         f"- machine: {', '.join(sorted({row['machine'] for row in rows}))}",
-        f"- commit: {commit}",
+        f"- commit: {machine.commit()}",
         "- Models: smollm2 is SmolLM2-135M in float32; grouped has random weights and "
         f"{GROUPED['num_attention_heads']} query heads over {GROUPED['num_key_value_heads']} KV "
         f"heads in {GROUPED['num_hidden_layers']} layers, float32.",

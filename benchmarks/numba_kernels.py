@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import machine
 import numpy as np
 import torch
 from construction_inputs import GEOMETRIES, synthetic
@@ -160,18 +160,11 @@ def main() -> None:
         times = json.loads(done.stdout.splitlines()[-1])
         lines.append(f"| {variant} | {' | '.join(f'{x:.0f} ms' for x in times)} |")
         print(lines[-1], flush=True)
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    cpu = next(
-        (x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines()
-         if x.startswith("model name")), platform.machine(),
-    )  # fmt: skip
     head = [
         "# Hand-written parts of the compiled kernels",
         "",
-        f"- machine: {cpu}, 1 thread; torch {torch.__version__}",
-        f"- commit: {commit}; float32; CPU time, best of {args.repeats} runs",
+        f"- machine: {machine.cpu()}, 1 thread; torch {torch.__version__}",
+        f"- commit: {machine.commit()}; float32; CPU time, best of {args.repeats} runs",
         "- `python benchmarks/numba_kernels.py`; trees of a synthetic SmolLM2 prefill, ratio 8",
         "",
     ]

@@ -10,17 +10,14 @@ import argparse
 import ctypes
 import dataclasses
 import gc
-import os
-import platform
 import re
-import subprocess
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import machine
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -121,15 +118,10 @@ COLUMNS = (
 
 
 def header(length: int, ratio: str, prefill: Prefill) -> list[str]:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     changes = [f"{name}: {dict(recipe.pipeline)}" for name, recipe in recipes.RECIPES.items()]
     return [
-        f"machine: {platform.machine()}, {os.cpu_count()} cores, CPU, "
-        f"{torch.get_num_threads()} thread(s); torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, Python {platform.python_version()}",
-        f"commit: {commit}",
+        f"machine: {machine.threads()}; {machine.versions()}",
+        f"commit: {machine.commit()}",
         f"model: SmolLM2-135M-Instruct, {str(prefill.keys[0].dtype)[6:]}; {length:,} prompt tokens "
         f"(prefix {PREFIX}, suffix {SUFFIX}); ratio {ratio}; prefill "
         f"{prefill.seconds['prefill']:.1f} s; captured once per recipe",

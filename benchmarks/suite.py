@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import platform
-import subprocess
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from statistics import median
 
+import machine
 from rich.console import Console
 from suite_halves import HALVES, NEEDLES, TEXTS, Half, half_of
 
@@ -168,19 +167,14 @@ def costs(rows: Sequence[Row], methods: Sequence[str]) -> str:
 
 
 def head(rows: Sequence[Row], half: Half) -> str:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parent,
-    ).stdout.strip()  # fmt: skip
     samples = len({row["sample"] for row in rows})
     protocol = rows[0]["settings"]["protocol"].replace("_", "-")
     return "\n".join(
         [
             f"# {half.title}",
             "",
-            f"- machine: {platform.machine()}, 2 cores, CPU; other work ran beside it, so no times "
-            f"are shown",
-            f"- commit: {commit}",
+            f"- machine: {machine.cores()}, CPU; other work ran beside it, so no times are shown",
+            f"- commit: {machine.commit()}",
             f"- model: SmolLM2-135M-Instruct, float32; {samples} prompts, {len(rows):,} cells; "
             f"{protocol}; recent window at most half of the budget",
             *half.about,
