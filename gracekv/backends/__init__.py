@@ -1,5 +1,6 @@
 """Attention over the ragged cache."""
 
+from gracekv.backends.attention_spec import AttentionSpec
 from gracekv.backends.auto import Auto
 from gracekv.backends.base import BACKENDS, AttentionBackend, Backend, Partial, combine
 from gracekv.backends.eager import Eager
@@ -10,6 +11,7 @@ from gracekv.backends.triton import Triton
 __all__ = [
     "BACKENDS",
     "AttentionBackend",
+    "AttentionSpec",
     "Auto",
     "Backend",
     "Eager",

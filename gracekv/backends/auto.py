@@ -7,8 +7,8 @@ from typing import final
 
 import torch
 
-from gracekv.backends.base import BACKENDS, AttentionBackend, Backend, given
-from gracekv.cache.coded import Coding
+from gracekv.backends.attention_spec import AttentionSpec
+from gracekv.backends.base import BACKENDS, AttentionBackend, Backend
 
 # Fastest first; one that cannot run there is passed over.
 _PREFERRED = {"cuda": ("triton", "sdpa"), "cpu": ("numba", "sdpa")}
@@ -26,32 +26,22 @@ class Auto(Backend):
     Cost: that of the backend that it resolves to.
     """
 
-    def resolve(
-        self,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        dim: int | None = None,
-        coding: Coding | None = None,
-        *,
-        softcap: bool = False,
-        sink_logits: bool = False,
-    ) -> AttentionBackend:
-        """The first preferred backend that reads such a cache; "sdpa" reads all of them."""
-        options = given(softcap=softcap, sink_logits=sink_logits)
-        for name in _PREFERRED.get(device.type, _ELSEWHERE):
-            backend = BACKENDS.build(name).resolve(device, dtype, dim, coding, **options)
-            if backend.obstacle(device, dtype, dim, coding, **options) is None:
+    def resolve(self, spec: AttentionSpec) -> AttentionBackend:
+        """The first preferred backend that reads such a layer; "sdpa" reads all of them."""
+        for name in _PREFERRED.get(spec.device.type, _ELSEWHERE):
+            backend = BACKENDS.build(name).resolve(spec)
+            if backend.obstacle(spec) is None:
                 break
         return backend
 
     def describe(self, device: torch.device | str) -> str:
         """What is used on `device`, and why not something faster, as one line."""
-        device = torch.device(device)
-        backend = self.resolve(device)
-        line = f"auto -> {backend.name} on {device}: {backend.summary()}"
-        for name in _PREFERRED.get(device.type, ()):
+        spec = AttentionSpec(torch.device(device))
+        backend = self.resolve(spec)
+        line = f"auto -> {backend.name} on {spec.device}: {backend.summary()}"
+        for name in _PREFERRED.get(spec.device.type, ()):
             if name == backend.name:
                 break
-            faster = BACKENDS.build(name).resolve(device)
-            line += f" Not {name}: {faster.obstacle(device)}"
+            faster = BACKENDS.build(name).resolve(spec)
+            line += f" Not {name}: {faster.obstacle(spec)}"
         return line

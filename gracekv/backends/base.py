@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gracekv.cache.coded import Coding
-from gracekv.errors import ShapeError
+from gracekv.backends.attention_spec import AttentionSpec
+from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.registry import Registry, Strategy
 
 
@@ -54,9 +54,9 @@ def united(first: Partial, second: Partial) -> Partial:
     return Partial(combine(first, second), torch.logaddexp(first.lse, second.lse))
 
 
-def given(**options: Any) -> dict[str, Any]:
-    """The options that are not None or False: a backend that does not know one is not given it."""
-    return {name: x for name, x in options.items() if x is not None and x is not False}
+def without_none(**options: Any) -> dict[str, Any]:
+    """The options that are not None: a backend that does not know one is not given it."""
+    return {name: x for name, x in options.items() if x is not None}
 
 
 def sequence_of_row(
@@ -84,22 +84,8 @@ class Backend(Strategy, abc.ABC):
     works_sharded: ClassVar[bool] = True
 
     @abc.abstractmethod
-    def resolve(
-        self,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        dim: int | None = None,
-        coding: Coding | None = None,
-        *,
-        softcap: bool = False,
-        sink_logits: bool = False,
-    ) -> AttentionBackend:
-        """The backend that reads caches on `device`, of `dtype` and head dimension `dim`.
-
-        None for `dtype` or `dim` stands for any. `coding` is that of quantised entries, None where
-        there are none; `softcap` and `sink_logits`, whether the model's attention has them. A cache
-        resolves its backend once, when it is made.
-        """
+    def resolve(self, spec: AttentionSpec) -> AttentionBackend:
+        """The backend for a layer of `spec`; a cache resolves it once, when it is made."""
 
 
 class AttentionBackend(Backend):
@@ -122,41 +108,28 @@ class AttentionBackend(Backend):
     takes_softcap: ClassVar[bool] = False
     takes_sink_logits: ClassVar[bool] = False
 
-    def resolve(
-        self,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        dim: int | None = None,
-        coding: Coding | None = None,
-        *,
-        softcap: bool = False,
-        sink_logits: bool = False,
-    ) -> AttentionBackend:
+    def resolve(self, spec: AttentionSpec) -> AttentionBackend:
         return self
 
-    def obstacle(
-        self,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        dim: int | None = None,
-        coding: Coding | None = None,
-        *,
-        softcap: bool = False,
-        sink_logits: bool = False,
-    ) -> str | None:
-        """Why caches on `device`, of `dtype` and dimension `dim`, cannot be read; None if they can.
+    def obstacle(self, spec: AttentionSpec) -> str | None:
+        """Why a layer of `spec` cannot be read, and what to do about it; None if it can.
 
-        `coding` is that of quantised entries; `softcap` and `sink_logits` say whether the model's
-        attention has them. The line also says what to do about it.
+        A class that adds reasons of its own calls this first.
         """
         others = "Use backend 'auto', 'sdpa' or 'eager'"
-        if coding is not None and not self.reads_codes:
+        if spec.codings and not self.reads_codes:
             return f"It does not read quantised entries. {others}, or precision 'full'."
-        if softcap and not self.takes_softcap:
+        if spec.softcap and not self.takes_softcap:
             return f"It does not cap logits, as this model's attention does. {others}."
-        if sink_logits and not self.takes_sink_logits:
+        if spec.sink_logits and not self.takes_sink_logits:
             return f"It takes no sink logits, which this model's attention has. {others}."
         return None
+
+    def require(self, spec: AttentionSpec) -> None:
+        """Raise `BackendUnavailableError` with the `obstacle` if there is one."""
+        obstacle = self.obstacle(spec)
+        if obstacle is not None:
+            raise BackendUnavailableError(f"Backend {self.name!r} cannot run. {obstacle}")
 
     @abc.abstractmethod
     def prepare(self, layer: Any) -> Any:
@@ -241,7 +214,7 @@ class AttentionBackend(Backend):
             sink_logits: [H], of a token without a value that each query head sees besides all
                 others (GPT-OSS): part of the softmax's denominator alone.
         """
-        cap = given(softcap=softcap)
+        cap = without_none(softcap=softcap)
         packed = self.packed(query, prepared, scale, rows, **cap)
         tail = self.tail(query, keys, values, mask, scale, **cap)
         return combine(packed, tail, sink_logits)
@@ -277,7 +250,7 @@ class AttentionBackend(Backend):
         query_places = torch.arange(-query.shape[2], 0, device=length.device) + length[:, None]
         places = torch.arange(keys.shape[2], device=length.device)
         seen = places <= query_places[..., None]
-        options = given(softcap=softcap, sink_logits=sink_logits)
+        options = without_none(softcap=softcap, sink_logits=sink_logits)
         return self(query, prepared, keys, values, seen[:, None], scale, rows, **options)
 
 

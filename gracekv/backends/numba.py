@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from gracekv.backends.attention_args import AttentionArgs
+from gracekv.backends.attention_spec import AttentionSpec
 from gracekv.backends.base import BACKENDS, AttentionBackend, Partial
 from gracekv.backends.coded_pieces import QuantisedWindows
 from gracekv.backends.eager import additive_mask
 from gracekv.backends.kv_windows import WindowedLayer
 from gracekv.backends.sdpa import Sdpa
 from gracekv.backends.split_kv import Layer, SplitKV, SplitLayer
-from gracekv.cache.coded import Coding
-from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import omp_threads
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -60,22 +59,17 @@ class Numba(AttentionBackend):
     takes_softcap: ClassVar[bool] = True
     takes_sink_logits: ClassVar[bool] = True
 
-    def obstacle(
-        self,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        dim: int | None = None,
-        coding: Coding | None = None,
-        *,
-        softcap: bool = False,
-        sink_logits: bool = False,
-    ) -> str | None:
+    def obstacle(self, spec: AttentionSpec) -> str | None:
         """Why the kernel cannot run there and what to do about it; None if it can."""
-        if device.type != "cpu":
-            return f"The cache lies on {device}; the kernel is for CPUs. Use backend 'sdpa'."
-        if dtype is not None and dtype not in _DTYPES:
+        reason = super().obstacle(spec)
+        if reason is not None:
+            return reason
+        if spec.device.type != "cpu":
+            return f"The cache lies on {spec.device}; the kernel is for CPUs. Use backend 'sdpa'."
+        if spec.dtype is not None and spec.dtype not in _DTYPES:
             return (
-                f"The kernel reads float32, float16 and bfloat16; got {dtype}. Use backend 'sdpa'."
+                f"The kernel reads float32, float16 and bfloat16; got {spec.dtype}. "
+                f"Use backend 'sdpa'."
             )
         if importlib.util.find_spec("numba") is None:
             return "numba is not installed. Run: pip install 'gracekv[cpu]', or use backend 'sdpa'."
@@ -83,9 +77,7 @@ class Numba(AttentionBackend):
 
     def prepare(self, layer: Layer) -> NumbaLayer:
         """The layer; `BackendUnavailableError` where the kernel cannot run, saying why."""
-        found = self.obstacle(layer.device, layer.dtype)
-        if found is not None:
-            raise BackendUnavailableError(f"Backend 'numba' cannot run here. {found}")
+        self.require(AttentionSpec.of(layer))
         return NumbaLayer(SplitLayer(layer), Sdpa().prepare(layer))
 
     def held_bytes(self, prepared: NumbaLayer) -> int:

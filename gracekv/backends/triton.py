@@ -8,12 +8,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from gracekv.backends.attention_spec import AttentionSpec
 from gracekv.backends.base import BACKENDS, AttentionBackend, Partial
 from gracekv.backends.triton_layer import TritonLayer, check_packed, check_tail
 from gracekv.backends.triton_splits import split_tables
 from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.base import RaggedLayer
-from gracekv.cache.coded import Coding
 from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.hyperparameter import bounded
@@ -47,23 +47,12 @@ class Triton(AttentionBackend):
     splits_per_processor: int = bounded(2, at_least=1)
     processors: int | None = bounded(None, at_least=1, hint="None takes the GPU's own number.")
 
-    def obstacle(
-        self,
-        device: torch.device,
-        dtype: torch.dtype | None = None,
-        dim: int | None = None,
-        coding: Coding | None = None,
-        *,
-        softcap: bool = False,
-        sink_logits: bool = False,
-    ) -> str | None:
-        """Why this backend cannot read such a cache, and what to do about it; None if it can."""
-        reason = super().obstacle(
-            device, dtype, dim, coding, softcap=softcap, sink_logits=sink_logits
-        ) or gpu.obstacle(device, _OTHERWISE)
-        if reason is None and dtype is not None and dim is not None:
+    def obstacle(self, spec: AttentionSpec) -> str | None:
+        """Why this backend cannot read such a layer, and what to do about it; None if it can."""
+        reason = super().obstacle(spec) or gpu.obstacle(spec.device, _OTHERWISE)
+        if reason is None and spec.dtype is not None and spec.dim is not None:
             try:
-                tiles(dim, dtype, (8, 0))
+                tiles(spec.dim, spec.dtype, (8, 0))
             except BackendUnavailableError as error:
                 reason = str(error)
         return reason
@@ -73,7 +62,7 @@ class Triton(AttentionBackend):
             (layer.exact, layer.coded) if isinstance(layer, QuantisedLayer) else (layer, ())
         )
         device = exact.keys.device
-        _require(device)
+        self.require(AttentionSpec(device))
         capability = gpu.capability(device)
         block = tiles(exact.dim, exact.keys.dtype, capability).keys
         keys, values = (_rows_contiguous(x) for x in (exact.keys, exact.values))
@@ -127,7 +116,7 @@ class Triton(AttentionBackend):
         *,
         softcap: float | None = None,
     ) -> Partial:
-        _require(query.device)
+        self.require(AttentionSpec(query.device))
         return Partial(*self._run(query, None, keys, values, None, mask, scale, None, softcap))
 
     def __call__(
@@ -257,12 +246,6 @@ class Triton(AttentionBackend):
 
 
 _OTHERWISE = "backend 'sdpa'"
-
-
-def _require(device: torch.device) -> None:
-    reason = gpu.obstacle(device, _OTHERWISE)
-    if reason is not None:
-        raise BackendUnavailableError(f"Backend 'triton' cannot run. {reason}")
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

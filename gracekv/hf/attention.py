@@ -14,11 +14,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from gracekv.backends import AttentionBackend
-from gracekv.backends.base import given
-from gracekv.errors import BackendUnavailableError, CacheError
+from gracekv.backends import AttentionSpec
+from gracekv.backends.base import without_none
+from gracekv.errors import CacheError
 from gracekv.hf.input_checks import before_forward, check_positions
 from gracekv.hf.layer import PackedStates
+from gracekv.hf.packed_layer import PackedLayer
 from gracekv.hf.static_layer import tail_is_full
 from gracekv.prefill.attention_patch import base_attention, remember_base
 from gracekv.prefill.supported import check_model
@@ -124,9 +125,8 @@ def attention(
             f"covers {attention_mask.shape[-1]}. Pass a 2D mask over all tokens, or none."
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = given(softcap=kwargs.get("softcap"), sink_logits=kwargs.get("s_aux"))
-    if options:
-        _check_backend(packed.backend, query.device, options)
+    options = without_none(softcap=kwargs.get("softcap"), sink_logits=kwargs.get("s_aux"))
+    _check_options(packed, **options)
     asked = (query, packed.prepared, key.keys, key.values)
     if attention_mask is None and layer.length is not None:
         mixed = packed.backend.decode(*asked, layer.length, scale, layer.rows, **options)
@@ -193,12 +193,13 @@ def tail_mask(
     return mask
 
 
-def _check_backend(backend: AttentionBackend, device: torch.device, options: Any) -> None:
-    obstacle = AttentionBackend.obstacle(
-        backend, device, softcap="softcap" in options, sink_logits="sink_logits" in options
-    )
-    if obstacle is not None:
-        raise BackendUnavailableError(f"Backend {backend.name!r} cannot run. {obstacle}")
+def _check_options(
+    packed: PackedLayer, *, softcap: float | None = None, sink_logits: Tensor | None = None
+) -> None:
+    """Raise `BackendUnavailableError` if the backend does not take what the model asks for."""
+    capped, sinks, backend = softcap is not None, sink_logits is not None, packed.backend
+    if capped > backend.takes_softcap or sinks > backend.takes_sink_logits:
+        backend.require(AttentionSpec.of(packed.ragged, softcap=capped, sink_logits=sinks))
 
 
 def _check_window(window: int | None, seen: int) -> None:

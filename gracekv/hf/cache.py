@@ -15,7 +15,8 @@ from gracekv.cache import CompressedCache
 from gracekv.distributed import head_shard
 from gracekv.errors import CacheError
 from gracekv.hf.kept_layer import KeptLinearLayer, is_kept, kept_layer
-from gracekv.hf.layer import GraceLayer, PackedLayer
+from gracekv.hf.layer import GraceLayer
+from gracekv.hf.packed_layer import PackedLayer
 from gracekv.hf.static_layer import StaticGraceLayer
 
 

@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from gracekv.backends import AttentionBackend, Backend
 from gracekv.backends.base import sequence_of_row
-from gracekv.cache import LayerEntries
-from gracekv.errors import BackendUnavailableError, CacheError
+from gracekv.errors import CacheError
+from gracekv.hf.packed_layer import PackedLayer
 
 # Places that the tail starts with; it doubles from there.
 _FIRST_CAPACITY = 64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedLayer:
-    """The compressed part of one layer; immutable and shared by every cache made from it.
-
-    Attributes:
-        ragged: the entries.
-        prepared: what the backend holds for them.
-        backend: what attends to them.
-        length: logical tokens that the entries stand for.
-    """
-
-    ragged: LayerEntries
-    prepared: Any
-    backend: AttentionBackend
-    length: int
-
-    @classmethod
-    def of(cls, ragged: LayerEntries, backend: Backend, length: int) -> PackedLayer:
-        """The layer with `backend` resolved for its device, dtype, head dimension and coding.
-
-        Raises `BackendUnavailableError` if the backend does not read quantised entries.
-        """
-        kind = (ragged.device, ragged.dtype, ragged.dim)
-        reader = backend.resolve(*kind, *ragged.codings[:1])
-        for coding in ragged.codings:
-            obstacle = reader.obstacle(*kind, coding)
-            if obstacle is not None:
-                raise BackendUnavailableError(f"Backend {reader.name!r} cannot run. {obstacle}")
-        return cls(ragged, reader.prepare(ragged), reader, length)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
-        # `copy.deepcopy(cache)` is how users fork a conversation: only the tail need be copied.
-        return self
 
 
 class PackedStates:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import AttentionBackend, given
+from gracekv.backends.base import AttentionBackend, without_none
 from gracekv.backends.reference import attention
 from gracekv.cache.base import RaggedLayer
 from gracekv.testing.tolerance import TOLERANCES, relative_error
@@ -125,8 +125,8 @@ def check_attention(
     p = problem
     output_bound = TOLERANCES[p.query.dtype].output if bound is None else bound
     prepared = backend.prepare(p.layer)
-    cap = given(softcap=p.softcap)
-    options = given(softcap=p.softcap, sink_logits=p.sink_logits)
+    cap = without_none(softcap=p.softcap)
+    options = without_none(softcap=p.softcap, sink_logits=p.sink_logits)
     asked = (p.keys, p.values, p.mask, p.scale, p.rows)
     want, lse = attention(p.query, p.layer, *asked, **options)
     output = backend(p.query, prepared, *asked, **options)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Allocator, Budget, BudgetPlan, Floor, Frontier, Quota
-from gracekv.backends import Backend
+from gracekv.backends import AttentionSpec, Backend
 from gracekv.errors import ShapeError
 from gracekv.pipeline import REGISTRIES, Pipeline
 from gracekv.prefill import Prefill, Region
@@ -221,8 +221,9 @@ def check_backend(backend: Backend, seed: int) -> None:
     Raises `AssertionError` otherwise, and if what a mask or a cache hides was read.
     """
     for case, dtype in enumerate((torch.float32, torch.bfloat16)):
-        chosen = backend.resolve(torch.device("cpu"), dtype, 64)
-        if chosen.obstacle(torch.device("cpu"), dtype, 64) is None:
+        spec = AttentionSpec(torch.device("cpu"), dtype, 64)
+        chosen = backend.resolve(spec)
+        if chosen.obstacle(spec) is None:
             problem = attention_problem(
                 seed, [5, 0, 17, 1], group=2, batch=2, tokens=1 + seed % 3, tail=4,
                 mask=("none", "bool", "float")[(seed + case) % 3], dtype=dtype,

@@ -6,23 +6,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gracekv.backends import BACKENDS, Auto, Eager, Numba, Sdpa
+from gracekv.backends import BACKENDS, AttentionSpec, Auto, Eager, Numba, Sdpa
 from gracekv.backends.base import AttentionBackend
 from gracekv.errors import BackendUnavailableError
 from gracekv.hf.attention import attention
-from gracekv.hf.layer import GraceLayer, PackedLayer
+from gracekv.hf.layer import GraceLayer
+from gracekv.hf.packed_layer import PackedLayer
 from support.decode_steps import ragged, step
 
 CPU = torch.device("cpu")
 VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()]
 
 
-class Old:
+class Old(AttentionBackend):
     """A backend that was written without either: it has no arguments for them."""
 
     name = "old"
-    takes_softcap = takes_sink_logits = False
-    reads_codes = True
+    prepare = held_bytes = packed = tail = None
 
     def __call__(self, query, prepared, keys, values, mask, scale, rows=None):
         return Eager()(query, prepared, keys, values, mask, scale, rows)
@@ -63,21 +63,21 @@ def test_a_huge_sink_takes_everything_and_a_tiny_one_nothing(backend):
 
 @pytest.mark.parametrize("name", sorted(BACKENDS))
 def test_auto_and_every_backend_say_what_they_take(name):
-    backend = BACKENDS.build(name).resolve(CPU, softcap=True, sink_logits=True)
+    spec = AttentionSpec(CPU, softcap=True, sink_logits=True)
+    backend = BACKENDS.build(name).resolve(spec)
     if name == "auto":
         assert backend.takes_softcap
         assert backend.takes_sink_logits
     for option in ("softcap", "sink_logits"):
-        obstacle = AttentionBackend.obstacle(backend, CPU, **{option: True})
+        obstacle = AttentionBackend.obstacle(backend, AttentionSpec(CPU, **{option: True}))
         assert (obstacle is None) == getattr(backend, f"takes_{option}")
         assert obstacle is None or "Use backend 'auto', 'sdpa' or 'eager'." in obstacle
 
 
 def test_auto_passes_over_a_backend_that_does_not_take_them(monkeypatch):
     monkeypatch.setattr(Numba, "takes_softcap", False)
-    monkeypatch.setattr(Numba, "obstacle", AttentionBackend.obstacle)
-    assert Auto().resolve(CPU, softcap=True) == Sdpa()
-    assert Auto().resolve(CPU, sink_logits=True) == Numba()
+    assert Auto().resolve(AttentionSpec(CPU, softcap=True)) == Sdpa()
+    assert Auto().resolve(AttentionSpec(CPU, sink_logits=True)) == Numba()
 
 
 def states(backend):

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from gracekv.backends import Auto, Eager, Numba, Sdpa
+from gracekv.backends import AttentionSpec, Auto, Eager, Numba, Sdpa
 from gracekv.backends import numba as backend_module
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError
@@ -140,14 +140,14 @@ def _without_numba(monkeypatch):
 
 
 def test_auto_takes_it_on_the_cpu_and_says_why_where_not(monkeypatch):
-    assert Auto().resolve(CPU, torch.float32, 64) == Numba()
-    assert Auto().resolve(CPU, torch.float64, 64) == Sdpa()
+    assert Auto().resolve(AttentionSpec(CPU, torch.float32, 64)) == Numba()
+    assert Auto().resolve(AttentionSpec(CPU, torch.float64, 64)) == Sdpa()
     assert Auto().describe("cpu").startswith("auto -> numba on cpu: ")
     assert "Not" not in Auto().describe("cpu")
 
     _without_numba(monkeypatch)
 
-    assert Auto().resolve(CPU, torch.float32, 64) == Sdpa()
+    assert Auto().resolve(AttentionSpec(CPU, torch.float32, 64)) == Sdpa()
     line = Auto().describe("cpu")
     assert line.startswith("auto -> sdpa on cpu: ")
     assert "Not numba: numba is not installed. Run: pip install 'gracekv[cpu]'" in line
@@ -161,7 +161,7 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch, threads):
     )  # fmt: skip
     with pytest.raises(BackendUnavailableError, match=r"got torch.float64. Use backend 'sdpa'"):
         Numba().prepare(doubled)
-    assert "the kernel is for CPUs" in Numba().obstacle(torch.device("meta"))
+    assert "the kernel is for CPUs" in Numba().obstacle(AttentionSpec(torch.device("meta")))
     threads(2)
     monkeypatch.setattr(omp_threads, "_parallel", lambda: None)
     with pytest.raises(BackendUnavailableError, match=r"Call torch.set_num_threads\(1\)"):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gracekv.backends import Auto, Sdpa, Triton
+from gracekv.backends import AttentionSpec, Auto, Sdpa, Triton
 from gracekv.backends.reference import attention
 from gracekv.testing.attention import attention_problem, check_attention
 from gracekv.testing.tolerance import TOLERANCES, relative_error
@@ -13,10 +13,9 @@ from support.quantised_layers import quantised
 
 GPU = torch.device("cuda")
 BACKEND = Triton()
+OBSTACLE = BACKEND.obstacle(AttentionSpec(GPU))
 
-pytestmark = pytest.mark.skipif(
-    BACKEND.obstacle(GPU) is not None, reason=f"no GPU here: {BACKEND.obstacle(GPU)}"
-)
+pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=f"no GPU here: {OBSTACLE}")
 
 # float32 products on tensor cores are three tf32 ones; what they leave out is near 1e-6.
 BOUNDS = {dtype: bound.output for dtype, bound in TOLERANCES.items()} | {torch.float32: 1e-5}
@@ -110,7 +109,7 @@ def test_repeats_to_the_bit(dtype):
 
 def test_auto_takes_it_and_agrees_with_sdpa():
     problem = attention_problem(3, [500, 20], group=4, tail=9, device="cuda")
-    assert Auto().resolve(GPU, torch.float32, 64) == BACKEND
+    assert Auto().resolve(AttentionSpec(GPU, torch.float32, 64)) == BACKEND
     torch.testing.assert_close(ask(problem), ask(problem, Sdpa()), rtol=0, atol=1e-5)
 
 

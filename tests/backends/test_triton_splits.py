@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.backends import Auto, Triton
+from gracekv.backends import AttentionSpec, Auto, Triton
 from gracekv.backends.triton_splits import split_size, split_table, split_tables, tail_splits
 from gracekv.backends.triton_tiles import padded_dim, tiles
 from gracekv.cache.base import RaggedLayer
@@ -165,7 +165,7 @@ def test_off_the_gpu_it_is_refused(monkeypatch, device):
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_an_old_gpu_and_a_missing_one_are_told_apart(monkeypatch):
-    gpu = torch.device("cuda")
+    gpu = AttentionSpec(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees no CUDA GPU" in Triton().obstacle(gpu)
     assert "Not triton: torch sees no CUDA GPU" in Auto().describe("cuda")
@@ -183,9 +183,9 @@ def test_auto_takes_it_where_it_can_read_the_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(host, "capability", lambda device: (9, 0))
     assert Auto().describe(gpu).startswith("auto -> triton on cuda: ")
-    assert Auto().resolve(gpu, torch.bfloat16, 128).name == "triton"
-    assert Auto().resolve(gpu, torch.float64, 128).name == "sdpa"
-    assert Auto().resolve(gpu, torch.bfloat16, 512).name == "sdpa"
+    assert Auto().resolve(AttentionSpec(gpu, torch.bfloat16, 128)).name == "triton"
+    assert Auto().resolve(AttentionSpec(gpu, torch.float64, 128)).name == "sdpa"
+    assert Auto().resolve(AttentionSpec(gpu, torch.bfloat16, 512)).name == "sdpa"
 
 
 def test_hyperparameters_out_of_range_are_refused():

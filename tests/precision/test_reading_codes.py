@@ -1,5 +1,6 @@
 """Backends read quantised layers: equal to attention in float64 over what the codes say."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.backends import Auto, Eager, Numba, Sdpa, coded_pieces, split_kv
+from gracekv.backends import AttentionSpec, Auto, Eager, Numba, Sdpa, coded_pieces, split_kv
 from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError
-from gracekv.hf.layer import PackedLayer
+from gracekv.hf.packed_layer import PackedLayer
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 from support.quantised_layers import of_mixed_widths, of_two_passages, quantised
 
@@ -109,14 +110,15 @@ def test_a_step_dequantises_pieces_and_never_a_whole_layer(monkeypatch):
 
 def test_auto_takes_a_backend_that_reads_codes():
     layer = quantised(torch.Generator().manual_seed(3), [9], 16, torch.float32, 1)
-    assert Auto().resolve(CPU, torch.float32, 16, *layer.codings) == Numba()
-    assert Auto().resolve(CPU, torch.float64, 16, *layer.codings) == Sdpa()
+    spec = AttentionSpec.of(layer)
+    assert Auto().resolve(spec) == Numba()
+    assert Auto().resolve(dataclasses.replace(spec, dtype=torch.float64)) == Sdpa()
     assert PackedLayer.of(layer, Auto(), 9).backend == Numba()
 
 
 def test_a_backend_that_cannot_read_codes_says_so(monkeypatch):
     monkeypatch.setattr(Eager, "reads_codes", False)
     layer = quantised(torch.Generator().manual_seed(4), [9], 16, torch.float32, 1)
-    assert "Use backend 'auto'" in Eager().obstacle(CPU, torch.float32, 16, *layer.codings)
+    assert "Use backend 'auto'" in Eager().obstacle(AttentionSpec.of(layer))
     with pytest.raises(BackendUnavailableError, match=r"'eager' cannot run\. It does not read"):
         PackedLayer.of(layer, Eager(), 9)

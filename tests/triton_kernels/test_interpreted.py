@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.backends import Auto, Eager, Triton
+from gracekv.backends import AttentionSpec, Auto, Eager, Triton
 from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.testing.attention import attention_problem, check_attention
@@ -166,7 +166,7 @@ def test_nothing_is_copied_and_only_tables_are_held():
 
 
 def test_auto_on_the_cpu_does_not_take_the_interpreter():
-    assert Auto().resolve(torch.device("cpu")).name != "triton"
+    assert Auto().resolve(AttentionSpec(torch.device("cpu"))).name != "triton"
 
 
 def test_what_the_kernels_cannot_read_is_refused():
