@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from gracekv.hf.compress import compress
     from gracekv.hf.load_result import load
     from gracekv.hf.result import CompressionResult
-    from gracekv.pipeline import Pipeline, strategies
+    from gracekv.pipeline import Pipeline
     from gracekv.prefill import Prefill, PromptSpans
     from gracekv.prefill.capture import capture
     from gracekv.prefill.prompt import Prompt
     from gracekv.run import Run
+    from gracekv.stages import strategies
 
 __version__ = "0.1.0"
 
@@ -36,7 +37,7 @@ _HOMES = {
     "capture": "gracekv.prefill.capture",
     "compress": "gracekv.hf.compress",
     "load": "gracekv.hf.load_result",
-    "strategies": "gracekv.pipeline",
+    "strategies": "gracekv.stages",
 }
 
 __all__ = [

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from gracekv import recipes
 from gracekv.allocate import (
-    ALLOCATORS,
-    FLOORS,
-    QUOTAS,
     Allocator,
     Budget,
     BudgetPlan,
@@ -24,23 +21,21 @@ from gracekv.allocate import (
 )
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.auction import Auction
-from gracekv.backends import BACKENDS, Auto, Backend
-from gracekv.cache import PACKERS, Packer, Timings
+from gracekv.backends import Auto, Backend
+from gracekv.cache import Packer, Timings
 from gracekv.distributed.head_shard import all_heads
 from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import ConfigError, ShapeError
-from gracekv.fit import FITTERS, Fitter, NoFit
+from gracekv.fit import Fitter, NoFit
 from gracekv.fit.change import value_change
 from gracekv.linalg import full_float32
-from gracekv.precision import PRECISIONS, FullPrecision, Precision
-from gracekv.prefill import Needs, Prefill
-from gracekv.registry import Configurable, Registry
+from gracekv.precision import FullPrecision, Precision
+from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import Configurable
 from gracekv.run import Run, accounted, full_run
-from gracekv.segment import SEGMENTERS, Curvature, Partition, Segmenter
+from gracekv.segment import Curvature, Partition, Segmenter
 from gracekv.timing import StageClock
 from gracekv.tree import (
-    DISTORTIONS,
-    REFINERS,
     Distortion,
     PrototypeRule,
     Refiner,
@@ -49,36 +44,11 @@ from gracekv.tree import (
     build_forest,
 )
 from gracekv.value import (
-    SCORERS,
-    SENSITIVITIES,
     Relevance,
     Scorer,
     Sensitivity,
 )
 from gracekv.value.attention import all_column_sums
-
-REGISTRIES: dict[str, Registry[Any]] = {
-    "segment": SEGMENTERS,
-    "value": SCORERS,
-    "sensitivity": SENSITIVITIES,
-    "distortion": DISTORTIONS,
-    "refine": REFINERS,
-    "floor": FLOORS,
-    "quota": QUOTAS,
-    "allocate": ALLOCATORS,
-    "pack": PACKERS,
-    "fit": FITTERS,
-    "precision": PRECISIONS,
-    "backend": BACKENDS,
-}
-
-
-def strategies() -> dict[str, dict[str, str]]:
-    """Every registered strategy: {stage: {name: one-line description}}."""
-    return {
-        stage: {name: registry.get(name).summary() for name in registry}
-        for stage, registry in REGISTRIES.items()
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,11 +187,7 @@ class Pipeline(Configurable):
                 f"to compress. Segment again, or keep context and budget the same."
             )
         with full_float32(), clock("value"):
-            scores = self.value(prefill, region)
-            relevance = Relevance(scores.scores, scores.seed_scores, self.sensitivity(prefill))
-            column_sums = scores.column_sums
-            if column_sums is None and self.uses_column_sums:
-                column_sums = all_column_sums(prefill)
+            relevance, column_sums = self._relevance(prefill, region)
         with full_float32(), clock("tree"):
             quota = self.quota(relevance.scores, plan, column_sums)
             forest, candidates, curvature = None, None, partition.curvature
@@ -289,6 +255,14 @@ class Pipeline(Configurable):
             elastic=auction.elastic,
             value_change=change,
         )
+
+    def _relevance(self, prefill: Prefill, region: Region) -> tuple[Relevance, Tensor | None]:
+        """Scores and sensitivity; column sums [L, H, T] if some stage reads them."""
+        found = self.value(prefill, region)
+        relevance = Relevance(found.scores, found.seed_scores, self.sensitivity(prefill))
+        if found.column_sums is None and self.uses_column_sums:
+            return relevance, all_column_sums(prefill)
+        return relevance, found.column_sums
 
     def _selects_tokens(self, partition: Partition) -> bool:
         """Whether slots are single tokens that stay or go, each at a gain of omega R."""

@@ -7,7 +7,7 @@ import pytest
 from gracekv import Pipeline, recipes
 from gracekv.config import load_pipeline, save_pipeline
 from gracekv.errors import ConfigError, UnknownStrategyError
-from gracekv.pipeline import REGISTRIES
+from gracekv.stages import REGISTRIES
 
 FILES = {
     "p.yaml": "floor: none\nwindow: {size: 16}\n",

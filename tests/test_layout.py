@@ -8,8 +8,8 @@ import pkgutil
 import pytest
 
 import gracekv
-from gracekv.pipeline import REGISTRIES
 from gracekv.registry import Strategy
+from gracekv.stages import REGISTRIES
 
 EVERY = [(stage, name) for stage, registry in REGISTRIES.items() for name in registry]
 

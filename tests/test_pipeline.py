@@ -1,21 +1,17 @@
-"""The composed method: budgets, FullKV recovery, isolation of the ablations, plain data."""
+"""The composed method: budgets, FullKV recovery, isolation of the ablations, what is refused."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv import Budget, Pipeline, recipes, strategies
-from gracekv.allocate import ALLOCATORS, RecentWindow
+from gracekv import Budget, Pipeline, recipes
+from gracekv.allocate import ALLOCATORS
 from gracekv.allocate.reference import greedy_heap
-from gracekv.backends import Eager
 from gracekv.errors import BudgetError, ConfigError, MissingCaptureError, UnknownStrategyError
-from gracekv.pipeline import REGISTRIES
 from gracekv.prefill import Prefill
-from gracekv.registry import Strategy
 from gracekv.run import Run
 from gracekv.testing import synthetic_prefill
 
@@ -205,42 +201,6 @@ def test_ablations_isolate_one_component(recipe: str, changed: set[str]) -> None
     assert len(switched) == (2 if recipe == "gracekv-no-curvature" else 1)
 
 
-@pytest.mark.parametrize("recipe", recipes.names())
-def test_recipes_are_plain_data(recipe: str) -> None:
-    pipeline = Pipeline.named(recipe)
-    data = json.loads(json.dumps(pipeline.to_dict()))
-    assert Pipeline.from_dict(data) == pipeline
-    assert recipes.describe(recipe)
-
-
-def test_the_paper_and_the_default_are_named() -> None:
-    assert Pipeline.from_dict({}) == Pipeline.named("gracekv")
-    assert Pipeline.default() == Pipeline.named(recipes.DEFAULT) != Pipeline.named("gracekv")
-    assert Pipeline.from_dict({"floor": "none"}, base="h2o") == Pipeline.named("h2o")
-    with pytest.raises(TypeError, match="segment"):
-        Pipeline()  # type: ignore[call-arg]
-
-
-def test_the_papers_recipe_is_made_of_defaults() -> None:
-    """Every strategy of the paper's recipe has its default fields, which are the paper's."""
-    paper = Pipeline.named("gracekv")
-    for field in dataclasses.fields(paper):
-        strategy = getattr(paper, field.name)
-        if not isinstance(strategy, bool):
-            assert strategy == type(strategy)()
-
-
-def test_strategies_lists_every_stage_with_descriptions() -> None:
-    listed = strategies()
-    assert set(listed) == set(REGISTRIES)
-    for stage, names in listed.items():
-        assert names, stage
-        assert all(line and not line.endswith(("(", ",")) for line in names.values())
-    stages = {f.name for f in dataclasses.fields(Pipeline)} & set(REGISTRIES)
-    assert stages == set(REGISTRIES)
-    assert all(isinstance(getattr(Pipeline.named("gracekv"), stage), Strategy) for stage in stages)
-
-
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
@@ -259,11 +219,6 @@ def test_strategies_lists_every_stage_with_descriptions() -> None:
 def test_bad_configurations(data: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Pipeline.from_dict(data)
-
-
-def test_unknown_recipe_names_the_nearest() -> None:
-    with pytest.raises(UnknownStrategyError, match="Did you mean 'gracekv'"):
-        Pipeline.named("gracekw")
 
 
 @pytest.mark.parametrize("missing", ["surprisal", "hidden", "projected_norms"])
@@ -309,11 +264,3 @@ def test_no_pipeline_pays_for_what_another_captured() -> None:
     assert captured("h2o") == 1.0
     assert captured("kvzip-two-pass") == 9.0
     assert captured("fullkv") == captured("kvzip-two-pass", ratio=1) == 1.0
-
-
-@pytest.mark.parametrize("name", recipes.names())
-def test_a_pipeline_is_labelled_by_its_recipe(name: str) -> None:
-    pipeline = Pipeline.named(name)
-    assert recipes.label(pipeline) == name
-    assert recipes.label(dataclasses.replace(pipeline, backend=Eager(), certify=True)) == name
-    assert recipes.label(dataclasses.replace(pipeline, window=RecentWindow(size=7))) == "custom"

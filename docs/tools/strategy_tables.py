@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from gracekv import recipes
-from gracekv.pipeline import REGISTRIES, Pipeline
+from gracekv.pipeline import Pipeline
 from gracekv.prefill import Needs
 from gracekv.registry import Registry, Strategy
+from gracekv.stages import REGISTRIES
 
 # The page that describes the strategies of each stage.
 PAGES = {

@@ -14,7 +14,8 @@ import gracekv
 from gracekv import commands, recipes
 from gracekv.cache import Accounting, Timings
 from gracekv.errors import BudgetError
-from gracekv.pipeline import REGISTRIES, Pipeline
+from gracekv.pipeline import Pipeline
+from gracekv.stages import REGISTRIES
 
 
 class FakeResult:

@@ -24,8 +24,8 @@ from shell_lines import check
 from gracekv import recipes
 from gracekv.config import load_pipeline
 from gracekv.evaluate import Experiment
-from gracekv.pipeline import REGISTRIES
 from gracekv.plugins import GROUP
+from gracekv.stages import REGISTRIES
 
 PREAMBLES = Path(__file__).parent / "preambles"
 LANGUAGES = ("python", "bash", "yaml", "toml", "json", "text")

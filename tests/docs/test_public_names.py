@@ -14,7 +14,7 @@ from public_names import (
     without_units,
 )
 
-from gracekv.pipeline import REGISTRIES
+from gracekv.stages import REGISTRIES
 
 CLASSES, FUNCTIONS = classes_and_functions()
 STAGES = ("segment", "value", "tree", "allocate", "cache", "backends", "prefill")

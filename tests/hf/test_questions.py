@@ -8,31 +8,9 @@ pytest.importorskip("transformers")
 import gracekv
 from gracekv import recipes
 from gracekv.errors import ConfigError, PromptError
-from gracekv.testing.models import tiny_llama
-from gracekv.testing.tokenizers import tiny_tokenizer
 from support.asked_context import TEXT, same_greedy, steps
 
 QUESTIONS = ["Who fell?", "Where is Alice sitting, and what does she see first of all?", "Why?"]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(layers=3, vocabulary=2000, positions=4096)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer(vocabulary=2000)
-
-
-@pytest.fixture(scope="module")
-def prompt(tokenizer):
-    return gracekv.Prompt.from_chat(tokenizer, context=TEXT, instruction="Read.")
-
-
-@pytest.fixture(scope="module")
-def book(model, prompt):
-    return gracekv.compress(model, prompt, ratio=4)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,49 @@
+"""Named pipelines: plain data, the paper's and the default, labels."""
+
+import dataclasses
+import json
+
+import pytest
+
+from gracekv import Pipeline, recipes
+from gracekv.allocate import RecentWindow
+from gracekv.backends import Eager
+from gracekv.errors import UnknownStrategyError
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_recipes_are_plain_data(recipe: str) -> None:
+    pipeline = Pipeline.named(recipe)
+    data = json.loads(json.dumps(pipeline.to_dict()))
+    assert Pipeline.from_dict(data) == pipeline
+    assert recipes.describe(recipe)
+
+
+def test_the_paper_and_the_default_are_named() -> None:
+    assert Pipeline.from_dict({}) == Pipeline.named("gracekv")
+    assert Pipeline.default() == Pipeline.named(recipes.DEFAULT) != Pipeline.named("gracekv")
+    assert Pipeline.from_dict({"floor": "none"}, base="h2o") == Pipeline.named("h2o")
+    with pytest.raises(TypeError, match="segment"):
+        Pipeline()  # type: ignore[call-arg]
+
+
+def test_the_papers_recipe_is_made_of_defaults() -> None:
+    """Every strategy of the paper's recipe has its default fields, which are the paper's."""
+    paper = Pipeline.named("gracekv")
+    for field in dataclasses.fields(paper):
+        strategy = getattr(paper, field.name)
+        if not isinstance(strategy, bool):
+            assert strategy == type(strategy)()
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UnknownStrategyError, match="Did you mean 'gracekv'"):
+        Pipeline.named("gracekw")
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_pipeline_is_labelled_by_its_recipe(name: str) -> None:
+    pipeline = Pipeline.named(name)
+    assert recipes.label(pipeline) == name
+    assert recipes.label(dataclasses.replace(pipeline, backend=Eager(), certify=True)) == name
+    assert recipes.label(dataclasses.replace(pipeline, window=RecentWindow(size=7))) == "custom"

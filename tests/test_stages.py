@@ -1,0 +1,18 @@
+"""What is registered for each stage."""
+
+import dataclasses
+
+from gracekv import Pipeline, strategies
+from gracekv.registry import Strategy
+from gracekv.stages import REGISTRIES
+
+
+def test_strategies_lists_every_stage_with_descriptions() -> None:
+    listed = strategies()
+    assert set(listed) == set(REGISTRIES)
+    for stage, names in listed.items():
+        assert names, stage
+        assert all(line and not line.endswith(("(", ",")) for line in names.values())
+    stages = {f.name for f in dataclasses.fields(Pipeline)} & set(REGISTRIES)
+    assert stages == set(REGISTRIES)
+    assert all(isinstance(getattr(Pipeline.named("gracekv"), stage), Strategy) for stage in stages)
