@@ -44,12 +44,10 @@ class Cell:
 
     def options(self) -> dict[str, Any]:
         """The budget as `compress` takes it."""
-        return {"ratio": 1} if self.budget is None else {self.budget.kind: self._amount()}
-
-    def _amount(self) -> Any:
-        assert self.budget is not None  # options() has looked
-        amount = self.budget.amount
-        return amount if self.budget.kind == "ratio" else int(amount)
+        if self.budget is None:
+            return {"ratio": 1}
+        kind, amount = self.budget.kind, self.budget.amount
+        return {kind: amount if kind == "ratio" else int(amount)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,17 +136,12 @@ class GraceCache(Cache):  # type: ignore[misc]
         Raises `CacheError` if so many rows cannot continue the packed prompts.
         """
         layer = self.grace_layers[0]
-        known = len(self.padding) if layer.rows is None else len(layer.rows)
-        if rows % known:
-            raise CacheError(
-                f"The cache holds {known} prompts, the model was given {rows} rows. Use as many "
-                f"rows, a multiple of them, or cache.batch_select_indices first."
-            )
+        sequences = layer.rows_of(rows)
         device = layer.packed.ragged.device if device is None else device
         padding = torch.tensor(self.padding, device=device)
-        if layer.rows is not None:
-            padding = padding[layer.rows.to(device)]
-        return padding.repeat_interleave(rows // known)
+        if sequences is None:
+            return padding.repeat_interleave(rows // len(padding))
+        return padding[sequences.to(device)]
 
     def packed_mask(self, rows: int, device: torch.device) -> Tensor:
         """bool [rows, packed_length]: False where a row's prompt is padded.

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from gracekv.errors import CacheError
+from gracekv.hf.row_repeats import repeats
 from gracekv.prefill.kept import KeptLayer
 from gracekv.prefill.stock_cache import fill, fill_linear
 
@@ -36,10 +37,7 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
 
         Raises `CacheError` if the rows do not fit.
         """
-        known, rows = len(self.keys), len(key_states)
-        if rows % known:
-            raise CacheError(_misfit(known, rows))
-        self.batch_repeat_interleave(rows // known)
+        self.batch_repeat_interleave(repeats(len(self.keys), len(key_states)))
         states: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
         return states
 
@@ -77,10 +75,7 @@ class KeptLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
 
     def fit(self, rows: int) -> None:
         """Repeat the states for samples and beams; raises `CacheError` if `rows` do not fit."""
-        known = len(self.conv_states[0])
-        if rows % known:
-            raise CacheError(_misfit(known, rows))
-        self.batch_repeat_interleave(rows // known)
+        self.batch_repeat_interleave(repeats(len(self.conv_states[0]), rows))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises `CacheError`, unless no token is to be removed."""
@@ -117,10 +112,3 @@ def kept_layer(kept: KeptLayer, length: int) -> KeptLinearLayer | KeptSlidingLay
 def is_kept(layer: Any) -> bool:
     """Whether `layer` is one of these."""
     return isinstance(layer, KeptLinearLayer | KeptSlidingLayer)
-
-
-def _misfit(known: int, rows: int) -> str:
-    return (
-        f"The cache holds {known} prompts, the model was given {rows} rows. Use as many rows, a "
-        f"multiple of them, or cache.batch_select_indices first."
-    )

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from gracekv.backends.base import sequence_of_row
 from gracekv.errors import CacheError
 from gracekv.hf.packed_layer import PackedLayer
+from gracekv.hf.row_repeats import repeats
 
 # Places that the tail starts with; it doubles from there.
 _FIRST_CAPACITY = 64
@@ -157,18 +158,14 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         packed = self.packed.ragged
         old_rows = self.batch if used else batch
-        if batch % old_rows:
-            raise CacheError(
-                f"The cache holds {old_rows} continuations, the model was given {batch} rows. Use "
-                f"as many rows as before, a multiple of them, or cache.batch_select_indices first."
-            )
+        times = repeats(old_rows, batch, "continuations")
         buffers = []
         for old in (self._keys, self._values):
             shape = (batch, packed.heads, capacity, packed.dim)
             buffer = torch.zeros(shape, dtype=packed.dtype, device=packed.device)
             if old is not None and used:
                 # `generate` repeats its rows for beams and returned sequences, not the cache's.
-                rows = old[:, :, :used].repeat_interleave(batch // old_rows, dim=0)
+                rows = old[:, :, :used].repeat_interleave(times, dim=0)
                 buffer[:, :, :used] = rows
             buffers.append(buffer)
         return buffers[0], buffers[1]
@@ -179,12 +176,8 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         Raises `CacheError` if they do not fit.
         """
         known = self.packed.ragged.sequences if self.rows is None else len(self.rows)
-        if batch % known:
-            raise CacheError(
-                f"The cache holds {known} prompts, the model was given {batch} rows. Use as many "
-                f"rows, a multiple of them, or cache.batch_select_indices first."
-            )
-        return None if self.rows is None else self.rows.repeat_interleave(batch // known)
+        times = repeats(known, batch)
+        return None if self.rows is None else self.rows.repeat_interleave(times)
 
     @property
     def batch(self) -> int:

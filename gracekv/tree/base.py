@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gracekv.distributed.head_shard import HeadShard
@@ -98,10 +97,6 @@ class Forest:
         """bool [V]."""
         return self.child_count == 0
 
-    def head_of_tree(self) -> Tensor:
-        """int64 [R]: layer * G + head of each tree."""
-        return torch.arange(self.trees, device=self.start.device) // self.slots
-
     def head_of_node(self) -> Tensor:
         """int64 [V]: layer * G + head of each node."""
         return self.tree // self.slots
@@ -109,10 +104,3 @@ class Forest:
     def add_cost(self) -> Tensor:
         """int64 [R]: entries that Add(r) puts into the cache."""
         return self.entries[: self.trees]
-
-    def split_cost(self) -> Tensor:
-        """int64 [V]: entries of the children minus entries of the node; 0 for leaves."""
-        cost = torch.zeros_like(self.entries)
-        inner = self.parent >= 0
-        cost.index_add_(0, self.parent[inner], self.entries[inner])
-        return torch.where(self.is_leaf, 0, cost - self.entries)

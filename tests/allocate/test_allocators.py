@@ -44,7 +44,7 @@ def auctions(draw, slots=5, slot_tokens=20):
     )
     units = forest.layers * forest.heads
     count = int(forest.end.max() - forest.start.min())
-    most = int(forest.add_cost().sum() + forest.split_cost().sum())
+    most = int(Operations.of(forest).cost.sum())
     budget = draw(st.integers(0, most + 1))
     quota = None
     rng = torch.Generator().manual_seed(seed)
@@ -99,7 +99,7 @@ def test_greedy_buys_what_the_heap_buys(case, elastic):
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
 def test_greedy_buys_what_the_heap_buys_in_a_larger_forest(gains, share):
     forest = random_forest(7, layers=4, heads=4, slots=20, slot_tokens=100, gains=gains)
-    most = int(forest.add_cost().sum() + forest.split_cost().sum())
+    most = int(Operations.of(forest).cost.sum())
     start = Frontier.empty(forest, int(share * most))
     for quota in (None, torch.full((4, 4), start.budget // 16), torch.arange(16).view(4, 4) * 60):
         fast, slow = Greedy()(start, quota), greedy_heap(start, quota)
@@ -148,7 +148,7 @@ def test_heuristics_below_exact_below_bound(case, elastic):
 )
 def test_bound_is_tight_in_a_large_forest(seed, share, capped, gains):
     forest = random_forest(seed, layers=2, heads=2, slots=150, slot_tokens=12, gains=gains)
-    most = int(forest.add_cost().sum() + forest.split_cost().sum())
+    most = int(Operations.of(forest).cost.sum())
     start = Frontier.empty(forest, int(share * most))
     quota = torch.full((2, 2), start.budget // 5) if capped else None
     result = Lagrangian()(start, quota)
@@ -183,7 +183,7 @@ def test_rounding_of_prices_buys_nothing_beyond_the_budget(capped):
 def test_bound_is_met_where_most_steps_gain_nothing():
     # Many subtrees gain exactly the price here: all of them or none would be far off.
     forest = random_forest(0, layers=2, heads=2, slots=150, slot_tokens=60, gains="zeros")
-    most = int(forest.add_cost().sum() + forest.split_cost().sum())
+    most = int(Operations.of(forest).cost.sum())
     result = Lagrangian()(Frontier.empty(forest, most // 10), None)
     assert result.utility >= 0.997 * result.bound
 
@@ -199,7 +199,7 @@ def test_elastic_leaves_a_step_without_gain_that_a_late_purchase_opens():
 
 def test_budget_for_everything_keeps_everything():
     forest = random_forest(0, prune=0.0, whole=0.0)
-    most = int(forest.add_cost().sum() + forest.split_cost().sum())
+    most = int(Operations.of(forest).cost.sum())
     for name in ALLOCATORS:
         result = ALLOCATORS.build(name)(Frontier.empty(forest, most), None)
         assert result.added.all()
@@ -214,10 +214,10 @@ def test_a_valuable_leaf_behind_a_poor_step_is_found_by_price_not_by_greed():
 
 def test_forests_are_consistent():
     forest = random_forest(4, layers=2, heads=3, slots=4, slot_tokens=30, prune=0.3, whole=0.5)
-    ops = Operations.of(forest)
-    roots = forest.trees
+    ops, roots, entries = Operations.of(forest), forest.trees, forest.entries
     assert torch.equal(ops.cost[:roots], forest.add_cost())
-    assert torch.equal(ops.cost[roots:], forest.split_cost()[ops.node[roots:]])
+    below = torch.zeros_like(entries).index_add_(0, forest.parent[roots:], entries[roots:])
+    assert torch.equal(ops.cost[roots:], (below - entries)[ops.node[roots:]])
     assert torch.equal(ops.node[roots:], (~forest.is_leaf).nonzero().flatten())
     assert forest.entries[:roots].max() > 1
     for node in range(forest.nodes):

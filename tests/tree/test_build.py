@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gracekv.allocate.operations import Operations
 from gracekv.errors import ConfigError
 from gracekv.tree import (
     DISTORTIONS,
@@ -70,13 +71,13 @@ def test_forest_invariants(distortion: str, refiner: str, seed: int, floor: bool
         assert float(forest.relevance[kids].sum()) == pytest.approx(
             float(forest.relevance[v]), rel=1e-14
         )
-    # 1 + sum(cost) telescopes to n in every tree (FullKV recovery).
-    cost = torch.zeros(forest.trees, dtype=torch.int64)
-    cost.index_add_(0, forest.tree, forest.split_cost())
-    assert torch.equal(cost + forest.add_cost(), forest.length[: forest.trees])
+    # All operations of a tree together add an entry for each of its tokens (FullKV recovery).
+    ops = Operations.of(forest)
+    cost = torch.zeros(forest.trees, dtype=torch.int64).index_add_(0, ops.tree, ops.cost)
+    assert torch.equal(cost, forest.length[: forest.trees])
     whole = context.scores.double().sum(-1).flatten()
     per_head = torch.zeros_like(whole)
-    per_head.index_add_(0, forest.head_of_tree(), forest.relevance[: forest.trees])
+    per_head.index_add_(0, forest.head_of_node()[: forest.trees], forest.relevance[: forest.trees])
     torch.testing.assert_close(per_head, whole)
 
 
