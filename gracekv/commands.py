@@ -19,7 +19,7 @@ from gracekv.files import read_text, write_atomically
 from gracekv.options import Imports
 
 if TYPE_CHECKING:
-    from gracekv import CompressionResult
+    from gracekv import CompressionResult, Pipeline, Prompt
 
 app = typer.Typer(
     help="Compress a language model's KV cache once after prefill.",
@@ -114,19 +114,11 @@ def compress(
             "There is nothing to do with the cache: add --question, or --save to ask it later, or "
             "--report."
         )
-    from gracekv.config import load_pipeline
-
-    if pipeline is None:
-        pipeline = recipes.DEFAULT if question else recipes.DEFAULT_WITHOUT_QUESTION
-    chosen = load_pipeline(pipeline)
     if compare and report is None:
         raise ConfigError("--compare needs a page to show it on: add --report page.html.")
-    rivals = {name: load_pipeline(name) for name in compare or ()}
-    if pipeline in rivals or len(rivals) < len(compare or ()):
-        raise ConfigError(
-            f"--pipeline and each --compare must name different pipelines; got {pipeline!r} and "
-            f"{', '.join(map(repr, compare or ()))}."
-        )
+    if pipeline is None:
+        pipeline = recipes.DEFAULT if question else recipes.DEFAULT_WITHOUT_QUESTION
+    pipelines = _pipelines(pipeline, compare or [])
     budget: dict[str, Any] = {
         "ratio": ratio,
         "compression_ratio": compression_ratio,
@@ -139,21 +131,7 @@ def compress(
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction
     )
-    results = {}
-    with _progress() as progress:
-        if rivals:
-            # One prefill serves all of them.
-            pipes = {pipeline: chosen, **rivals}
-            needs = reduce(or_, (pipe.needs() for pipe in pipes.values()))
-            prefill = gracekv.capture(loaded, prompt, needs, progress=progress)
-            for name, pipe in pipes.items():
-                results[name] = gracekv.compress(
-                    loaded, prompt, prefill=prefill, **budget, pipeline=pipe
-                )
-        else:
-            results[pipeline] = gracekv.compress(
-                loaded, prompt, **budget, pipeline=chosen, progress=progress
-            )
+    results = _compressed(loaded, prompt, pipelines, budget)
     result = results[pipeline]
     if save is not None:
         result.save(save)
@@ -163,7 +141,7 @@ def compress(
             name: one.generate(max_new_tokens=max_new_tokens) for name, one in results.items()
         }
         typer.echo(answers[pipeline])
-    if report is not None and rivals:
+    if report is not None and compare:
         gracekv.report.compare(results, report, answers=answers)
     elif report is not None:
         result.report(report, answer=answers.get(pipeline))
@@ -180,10 +158,42 @@ def compress(
         record = {
             "answer": answers.get(pipeline),
             "model": model,
-            "pipeline": chosen.to_dict(),
+            "pipeline": pipelines[pipeline].to_dict(),
             **facts,
         }
         write_atomically(json_out, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def _pipelines(name: str, others: list[str]) -> dict[str, Pipeline]:
+    """The pipelines of these names or files, by name; raises `ConfigError` if one is twice."""
+    from gracekv.config import load_pipeline
+
+    found = {one: load_pipeline(one) for one in (name, *others)}
+    if len(found) <= len(others):
+        raise ConfigError(
+            f"--pipeline and each --compare must name different pipelines; got {name!r} and "
+            f"{', '.join(map(repr, others))}."
+        )
+    return found
+
+
+def _compressed(
+    model: Any, prompt: Prompt, pipelines: dict[str, Pipeline], budget: dict[str, Any]
+) -> dict[str, CompressionResult]:
+    """The prompt compressed by each of `pipelines`; several share one prefill."""
+    with _progress() as progress:
+        if len(pipelines) == 1:
+            # Without a prefill that is held, stages can free what later ones do not read.
+            return {
+                name: gracekv.compress(model, prompt, **budget, pipeline=pipe, progress=progress)
+                for name, pipe in pipelines.items()
+            }
+        needs = reduce(or_, (pipe.needs() for pipe in pipelines.values()))
+        prefill = gracekv.capture(model, prompt, needs, progress=progress)
+        return {
+            name: gracekv.compress(model, prompt, prefill=prefill, **budget, pipeline=pipe)
+            for name, pipe in pipelines.items()
+        }
 
 
 @contextmanager
