@@ -55,14 +55,14 @@ def attend_to_pieces(
     output = query.new_zeros(query.shape, dtype=torch.float32)
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
     for sequence in range(coded.sequences):
-        mine = (of_row == sequence).nonzero()[:, 0]
-        for head in range(kv_heads if len(mine) else 0):
+        of_sequence = (of_row == sequence).nonzero()[:, 0]
+        for head in range(kv_heads if len(of_sequence) else 0):
             row, at = sequence * kv_heads + head, slice(head * group, (head + 1) * group)
-            asked = query[mine, at].reshape(1, 1, -1, dim).float()
+            asked = query[of_sequence, at].reshape(1, 1, -1, dim).float()
             found = _row(attend, asked, coded, row, scale)
             if found is not None:
-                output[mine, at] = found.output.view(-1, group, tokens, dim)
-                lse[mine, at] = found.lse.view(-1, group, tokens)
+                output[of_sequence, at] = found.output.view(-1, group, tokens, dim)
+                lse[of_sequence, at] = found.lse.view(-1, group, tokens)
     return Partial(output, lse)
 
 

@@ -50,12 +50,12 @@ class Eager(AttentionBackend):
         output = torch.zeros_like(query)
         lse = query.new_full((batch, heads, tokens), -math.inf, dtype=torch.float32)
         for sequence in range(prepared.sequences):
-            mine = of_row == sequence
+            of_sequence = of_row == sequence
             for head in range(heads):
                 keys, values, _, log_multiplicity = prepared.head(head // group, sequence)
-                logits = capped(scale * query[mine, head].float() @ keys.float().T, softcap)
+                logits = capped(scale * query[of_sequence, head].float() @ keys.float().T, softcap)
                 mixed, total = _attend(logits + log_multiplicity, values.float())
-                output[mine, head], lse[mine, head] = mixed.to(query.dtype), total
+                output[of_sequence, head], lse[of_sequence, head] = mixed.to(query.dtype), total
         return Partial(output, lse)
 
     def tail(

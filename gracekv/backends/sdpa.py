@@ -160,8 +160,8 @@ class Sdpa(AttentionBackend):
         output = query.new_zeros(query.shape)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
         for sequence in range(layer.sequences):
-            mine = (of_row == sequence).nonzero()[:, 0]
-            folded = len(mine) * group * tokens
+            of_sequence = (of_row == sequence).nonzero()[:, 0]
+            folded = len(of_sequence) * group * tokens
             # The kernel gives each thread whole blocks of queries; few queries are one block.
             split = max(m for m in range(1, threads + 1) if folded % m == 0)
             for head in range(layer.heads if folded else 0):
@@ -169,15 +169,15 @@ class Sdpa(AttentionBackend):
                 at = slice(head * group, (head + 1) * group)
                 part, total = _attend(
                     attend,
-                    query[mine, at].reshape(1, split, folded // split, dim),
+                    query[of_sequence, at].reshape(1, split, folded // split, dim),
                     keys.expand(1, split, -1, -1),
                     values.expand(1, split, -1, -1),
                     log_multiplicity.expand(1, split, 1, -1),
                     scale,
                 )
                 if len(keys):
-                    output[mine, at] = part.reshape(-1, group, tokens, dim)
-                    lse[mine, at] = total.reshape(-1, group, tokens)
+                    output[of_sequence, at] = part.reshape(-1, group, tokens, dim)
+                    lse[of_sequence, at] = total.reshape(-1, group, tokens)
         return Partial(output, lse)
 
     def tail(

@@ -205,8 +205,8 @@ class Triton(AttentionBackend):
             readers = query.shape[0] * -(-count // tile.queries) // prepared.sequences
             table = prepared.tables.for_readers(readers)
             slots, splits, programs = table.slots, table.most, prepared.programs
-            for entries, mine in zip(prepared.coded, table.coded, strict=True):
-                tensors, numbers = mine.arguments(entries)
+            for entries, coded_splits in zip(prepared.coded, table.coded, strict=True):
+                tensors, numbers = coded_splits.arguments(entries)
                 codes += tensors
                 codings += numbers
             packed = (

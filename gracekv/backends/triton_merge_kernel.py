@@ -76,9 +76,9 @@ def merge_splits(
     dim = tl.arange(0, BLOCK_D)
     count = group * tokens
     width = slots + heads * tail_splits
-    mine = batch * width * count + m
-    parts = part_output + mine * D
-    lses = part_lse + mine
+    first_part = batch * width * count + m
+    parts = part_output + first_part * D
+    lses = part_lse + first_part
     query_head = head * group + m // tokens
     # Arrays of one element: plain numbers cannot be carried through the loop.
     one = tl.arange(0, 1)

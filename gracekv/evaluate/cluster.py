@@ -57,8 +57,8 @@ def spread(experiment: Experiment, samples: Sequence[PendingSample], workers: in
     ray: Any = importlib.import_module("ray")
     pools: Any = importlib.import_module("ray.util")
 
-    mine = not ray.is_initialized()
-    if mine:
+    started = not ray.is_initialized()
+    if started:
         ray.init(log_to_driver=False, include_dashboard=False)
     try:
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
@@ -72,5 +72,5 @@ def spread(experiment: Experiment, samples: Sequence[PendingSample], workers: in
         for rows in pool.map_unordered(lambda actor, sample: actor.rows.remote(sample), samples):
             yield from rows
     finally:
-        if mine:
+        if started:
             ray.shutdown()

@@ -145,7 +145,7 @@ def _bar(schedule: Schedule, shown: bool) -> Iterator[Tick]:
     # Cells come in bursts, a prefill before each: a short window would make the estimate jump.
     with Progress(*columns, speed_estimate_period=600) as bar:
         task = bar.add_task("starting", total=schedule.cells)
-        told: set[tuple[str, str]] = set()
+        printed: set[tuple[str, str]] = set()
 
         def tick(row: Row) -> None:
             place = "" if row["length"] is None else f" @{row['length']}"
@@ -154,8 +154,8 @@ def _bar(schedule: Schedule, shown: bool) -> Iterator[Tick]:
             )
             # A sample that fails as a whole fails in every cell: it is printed once.
             failed = (row["sample"], str(row["error"]))
-            if row["error"] is not None and failed not in told:
-                told.add(failed)
+            if row["error"] is not None and failed not in printed:
+                printed.add(failed)
                 bar.console.print(
                     f"failed: {row['task']} {row['index']} {row['method']} {row['column']}: "
                     f"{row['error']['type']}: {row['error']['message']}",

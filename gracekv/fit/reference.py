@@ -34,8 +34,8 @@ def fitted_head(
     outputs: list[Tensor] = []
     attended: list[Tensor] = []
     weights: list[float] = []
-    heard: list[Tensor] = []
-    silent: list[Tensor] = []
+    on_tokens: list[Tensor] = []
+    on_sink: list[Tensor] = []
     for number in range(prefill.group):
         for q, (at, asked) in enumerate(
             zip(queries.positions.tolist(), queries.asked_at.tolist(), strict=True)
@@ -54,14 +54,14 @@ def fitted_head(
             full = torch.exp(logits)
             kept = torch.exp(own_logits + log_m) * (positions <= asked)
             total = full.sum() + sink
-            heard.append(full.sum() / total)
-            silent.append(sink / total)
+            on_tokens.append(full.sum() / total)
+            on_sink.append(sink / total)
             again = full[-1] if asked == prefill.spans.length - 1 else torch.zeros(()).double()
             attended.append(torch.cat([kept, again[None]]) / total)
             outputs.append((full @ values[: asked + 1]) / total)
             weights.append(float(queries.weights[q]) / prefill.group)
     plain, targets = torch.stack(attended), torch.stack(outputs)
-    missing = torch.stack(heard)[:, None] - plain.sum(dim=1, keepdim=True)
+    missing = torch.stack(on_tokens)[:, None] - plain.sum(dim=1, keepdim=True)
     weight = torch.tensor(weights, dtype=torch.float64)
     everything = torch.cat([own_values, values[-1:]])
     columns = free.nonzero()[:, 0]
@@ -70,7 +70,7 @@ def fitted_head(
         change = _least_squares(plain[:, columns], missing, weight, mass_trust, trust_read)
         factor[columns] = (1 + change[:, 0]).clamp(LEAST, MOST)
     rows = plain * factor
-    rows = rows / (rows.sum(dim=1, keepdim=True) + torch.stack(silent)[:, None])
+    rows = rows / (rows.sum(dim=1, keepdim=True) + torch.stack(on_sink)[:, None])
     result = own_values.clone()
     if len(columns):
         error = targets - rows @ everything

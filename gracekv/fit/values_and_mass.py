@@ -75,8 +75,8 @@ class ValuesAndMass(Fitter):
 def multiplicities(attention: LayerAttention, trust: float, trust_read: float) -> Tensor:
     """float32 [G, W]: what the packed multiplicities are multiplied by; 1 for entries not free."""
     shares = attention.mass / attention.total[..., None]
-    heard = 1.0 - (attention.sink / attention.total)[..., None]
-    missing = heard - shares.sum(dim=-1, keepdim=True)
+    on_tokens = 1.0 - (attention.sink / attention.total)[..., None]
+    missing = on_tokens - shares.sum(dim=-1, keepdim=True)
     inverse = inverse_penalty(shares, attention, trust, trust_read)
     change = ridge(shares, missing, attention.weights, inverse)[..., 0]
     factor = (1.0 + change.nan_to_num_(0.0, 0.0, 0.0)).clamp_(LEAST, MOST)
