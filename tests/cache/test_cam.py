@@ -14,20 +14,7 @@ from gracekv.cache.reference import cam_probability, cam_replay
 from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.testing import synthetic_prefill
 from gracekv.value.attention import all_column_sums
-
-SELECTION = {
-    "segment": "tokens",
-    "value": "column_sums",
-    "sensitivity": "none",
-    "distortion": "unit",
-    "refine": "leaf_only",
-    "floor": "none",
-    "quota": "per_head",
-}
-
-
-def pipeline(pack, **changes):
-    return Pipeline.from_dict({**SELECTION, "pack": pack, **changes})
+from support.token_pipelines import pipeline
 
 
 def kept_tokens(run, prefill, layer, head):

@@ -8,27 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv import Budget, Pipeline
+from gracekv import Budget
 from gracekv.cache import PACKERS, D2OPacker
 from gracekv.cache.d2o import best_matches
 from gracekv.cache.reference import d2o_matches, d2o_merge, d2o_threshold
 from gracekv.errors import ConfigError
 from gracekv.testing import synthetic_prefill
+from support.token_pipelines import pipeline
 
-SELECTION = {
-    "segment": "tokens",
-    "value": "column_sums",
-    "sensitivity": "none",
-    "distortion": "unit",
-    "refine": "leaf_only",
-    "floor": "none",
-    "quota": "per_head",
-    "window": {"size": 4, "minimum": 1},
-}
-
-
-def pipeline(pack, **changes):
-    return Pipeline.from_dict({**SELECTION, "pack": pack, **changes})
+WINDOW = {"size": 4, "minimum": 1}
 
 
 @settings(max_examples=25)
@@ -85,7 +73,7 @@ def test_one_hot_clusters_merge_into_their_own():
     plain = synthetic_prefill(dim=8, context=40, prefix=2, question=3, tail=1, seed=1)
     clusters = [t % 6 for t in range(plain.spans.length)]
     prefill = one_hot_keys(plain, clusters)
-    run = pipeline("d2o").run(prefill, Budget.ratio(2))
+    run = pipeline("d2o", window=WINDOW).run(prefill, Budget.ratio(2))
     merged = 0
     for layer, packed in enumerate(run.cache.layers):
         for g in range(prefill.kv_heads):
@@ -113,7 +101,7 @@ def test_one_hot_clusters_merge_into_their_own():
 @given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_merged_entries_lie_between_what_was_merged(seed, dtype):
     prefill = synthetic_prefill(dim=8, context=60, seed=seed, dtype=dtype)
-    run = pipeline("d2o").run(prefill, Budget.ratio(4))
+    run = pipeline("d2o", window=WINDOW).run(prefill, Budget.ratio(4))
     context = slice(prefill.spans.context_start, prefill.spans.context_end)
     slack = 1e-5 if dtype == torch.float32 else 2e-2
     for layer, packed in enumerate(run.cache.layers):
@@ -129,7 +117,7 @@ def test_merged_entries_lie_between_what_was_merged(seed, dtype):
 def test_it_keeps_what_the_base_keeps(quota):
     prefill = synthetic_prefill(context=150, layers=3, seed=3, dtype=torch.bfloat16)
     base, none, values, both = (
-        pipeline(pack, quota=quota).run(prefill, Budget.ratio(4)).cache.layers
+        pipeline(pack, quota=quota, window=WINDOW).run(prefill, Budget.ratio(4)).cache.layers
         for pack in (
             "evict",
             {"name": "d2o", "merge": "none"},

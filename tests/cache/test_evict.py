@@ -8,21 +8,7 @@ from hypothesis import strategies as st
 from gracekv.allocate import Frontier, Selection
 from gracekv.cache import EvictPacker, PrototypePacker
 from gracekv.tree import REFINERS, PrototypeRule, Unit, build_forest
-from support.trees import tree_context
-
-
-def bought(context, seed, refiner):
-    """A random legal frontier."""
-    forest = build_forest(context, Unit(), REFINERS.build(refiner))
-    rng = torch.Generator().manual_seed(seed)
-    added = torch.rand(forest.trees, generator=rng) < 0.7
-    wish = torch.rand(forest.nodes, generator=rng) < 0.6
-    split = torch.zeros_like(wish)
-    for v in range(forest.nodes):
-        parent = int(forest.parent[v])
-        reached = bool(added[v]) if parent < 0 else bool(split[parent])
-        split[v] = reached and bool(wish[v]) and int(forest.child_count[v]) > 0
-    return Frontier(forest, added, split, budget=10**6)
+from support.trees import random_frontier, tree_context
 
 
 @settings(max_examples=20)
@@ -33,7 +19,7 @@ def bought(context, seed, refiner):
 )
 def test_every_entry_is_an_original_token(seed, refiner, tied):
     context = tree_context(seed)
-    frontier = bought(context, seed, refiner)
+    frontier = random_frontier(build_forest(context, Unit(), REFINERS.build(refiner)), seed)
     worth = (context.scores * 10).round() if tied else context.scores
     prefill, region, forest = context.prefill, context.partition.region, frontier.forest
     cache = EvictPacker()(prefill, Selection.of_frontier(frontier), worth, PrototypeRule())

@@ -13,21 +13,7 @@ from gracekv.errors import ShapeError
 from gracekv.tree import REFINERS, Prototype, TreeContext, build_forest
 from gracekv.tree.engines.reference import prototype_of
 from gracekv.tree.merge import representative_positions
-from support.trees import tree_context
-
-
-def random_frontier(context: TreeContext, seed: int, refiner: str = "binary_extract") -> Frontier:
-    """A legal frontier: random roots, and random splits below bought nodes."""
-    forest = build_forest(context, Prototype(), REFINERS.build(refiner))
-    rng = torch.Generator().manual_seed(seed)
-    added = torch.rand(forest.trees, generator=rng) < 0.7
-    wish = torch.rand(forest.nodes, generator=rng) < 0.6
-    split = torch.zeros_like(wish)
-    for v in range(forest.nodes):
-        parent = int(forest.parent[v])
-        reached = bool(added[v]) if parent < 0 else bool(split[parent])
-        split[v] = reached and bool(wish[v]) and int(forest.child_count[v]) > 0
-    return Frontier(forest, added, split, budget=10**6)
+from support.trees import random_frontier, tree_context
 
 
 def pack(context: TreeContext, frontier: Frontier) -> RaggedCache:
@@ -41,7 +27,7 @@ def pack(context: TreeContext, frontier: Frontier) -> RaggedCache:
 def test_entries_match_the_reference(seed: int, refiner: str) -> None:
     context = tree_context(seed)
     prefill, region = context.prefill, context.partition.region
-    frontier = random_frontier(context, seed, refiner)
+    frontier = random_frontier(build_forest(context, Prototype(), REFINERS.build(refiner)), seed)
     forest, kept = frontier.forest, frontier.kept
     cache = pack(context, frontier)
     assert cache.length == prefill.spans.length - 1
@@ -108,7 +94,8 @@ def test_an_empty_frontier_drops_the_region_everywhere() -> None:
 
 def test_bytes_are_physical() -> None:
     context = tree_context(0)
-    layer = pack(context, random_frontier(context, 0)).layers[0]
+    forest = build_forest(context, Prototype(), REFINERS.build("binary_extract"))
+    layer = pack(context, random_frontier(forest, 0)).layers[0]
     assert layer.kv_bytes == 2 * layer.entries * context.prefill.head_dim * 4
     assert layer.keys.untyped_storage().nbytes() == layer.kv_bytes // 2
     assert layer.metadata_bytes == layer.entries * 8 + 3 * 8

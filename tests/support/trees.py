@@ -1,12 +1,13 @@
-"""Random inputs for the tree stage."""
+"""Random inputs for the tree stage, and random frontiers of what it makes."""
 
 from __future__ import annotations
 
 import torch
 
+from gracekv.allocate import Frontier
 from gracekv.segment import Partition
 from gracekv.testing.prefills import synthetic_prefill
-from gracekv.tree import PrototypeRule, TreeContext
+from gracekv.tree import Forest, PrototypeRule, TreeContext
 
 
 def tree_context(
@@ -40,3 +41,16 @@ def tree_context(
         rule=PrototypeRule(),
         curvature=torch.rand(prefill.spans.length, generator=rng).to(device),
     )
+
+
+def random_frontier(forest: Forest, seed: int) -> Frontier:
+    """A legal frontier: random roots, and random splits below bought nodes."""
+    rng = torch.Generator().manual_seed(seed)
+    added = torch.rand(forest.trees, generator=rng) < 0.7
+    wish = torch.rand(forest.nodes, generator=rng) < 0.6
+    split = torch.zeros_like(wish)
+    for v in range(forest.nodes):
+        parent = int(forest.parent[v])
+        reached = bool(added[v]) if parent < 0 else bool(split[parent])
+        split[v] = reached and bool(wish[v]) and int(forest.child_count[v]) > 0
+    return Frontier(forest, added, split, budget=10**6)

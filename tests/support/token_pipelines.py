@@ -1,0 +1,20 @@
+"""Pipelines that keep or drop single tokens, as the packers that merge dropped ones expect."""
+
+from gracekv import Pipeline
+
+
+def pipeline(pack, **changes):
+    """The best tokens of each head by attention received, packed by `pack`."""
+    return Pipeline.from_dict(
+        {
+            "segment": "tokens",
+            "value": "column_sums",
+            "sensitivity": "none",
+            "distortion": "unit",
+            "refine": "leaf_only",
+            "floor": "none",
+            "quota": "per_head",
+            "pack": pack,
+            **changes,
+        }
+    )
