@@ -73,13 +73,7 @@ class Lagrangian(Allocator):
         return dataclasses.replace(result, bound=max(bound, result.utility))
 
 
-def upper_bound(
-    start: Frontier,
-    quota: Tensor | None = None,
-    *,
-    elastic: bool = False,
-    iterations: int = _ITERATIONS,
-) -> float:
+def upper_bound(start: Frontier, quota: Tensor | None = None, *, elastic: bool = False) -> float:
     """Most utility (`Frontier.utility`) that any allocation from `start` can reach, or more.
 
     The Lagrangian dual, exact up to rounding of the sums (relative 1e-12); what `start` holds is
@@ -89,11 +83,10 @@ def upper_bound(
         start: what is bought already (the floor); its `budget` is the limit.
         quota: int64 [L, G] entries per head, or None.
         elastic: bound only the allocations that buy no operation of gain <= 0.
-        iterations: most evaluations of the dual function per bracket.
     """
     ops = Operations.of(start.forest)
     left = RemainingBudget.of(ops, start, quota)
-    return _Dual(ops, ops.executed(start), left, elastic=elastic).minimum(iterations)[0]
+    return _Dual(ops, ops.executed(start), left, elastic=elastic).minimum(_ITERATIONS)[0]
 
 
 class _Dual:

@@ -51,9 +51,9 @@ def parse_shard(text: str | None, environment: Mapping[str, str] = os.environ) -
     return Shard(int(match[1]), int(match[2]))
 
 
-def local_device(environment: Mapping[str, str] = os.environ) -> str | None:
+def local_device() -> str | None:
     """torchrun's LOCAL_RANK as a GPU, or None where there is no GPU or no torchrun."""
     import torch
 
-    rank = environment.get("LOCAL_RANK")
+    rank = os.environ.get("LOCAL_RANK")
     return f"cuda:{rank}" if rank is not None and torch.cuda.is_available() else None

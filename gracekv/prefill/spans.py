@@ -92,8 +92,8 @@ class PromptSpans:
         )
         return sorted({*last_question, *self.last(tail)})
 
-    def question_probes(self, question: int = 32, tail: int = 16) -> list[int]:
+    def question_probes(self) -> list[int]:
         """U_q: the members of U inside the question, or all of U if there is no question."""
-        probes = self.direct_probes(question, tail)
+        probes = self.direct_probes()
         inside = [u for u in probes if self.context_end <= u < self.question_end]
         return inside or probes

@@ -26,7 +26,6 @@ def random_forest(
     explode: float = 0.1,
     prune: float = 0.1,
     whole: float = 0.1,
-    device: str | torch.device = "cpu",
 ) -> Forest:
     """A forest with the structure of a real one and random gains.
 
@@ -44,7 +43,6 @@ def random_forest(
         explode: chance that a node splits into all its tokens at once.
         prune: chance that a node of several tokens is a leaf.
         whole: chance that such a leaf keeps its original tokens (`entries` = its length).
-        device: of the tensors.
     """
     rng = np.random.default_rng(seed)
     base = int(rng.integers(0, 9))
@@ -73,7 +71,7 @@ def random_forest(
     columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
 
     def tensor(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+        return torch.from_numpy(np.ascontiguousarray(values))
 
     start, end, parent, first, count, tree, level, entries = columns
     prefix = np.concatenate([[0], entries.cumsum()])

@@ -57,7 +57,7 @@ def refine_interval(
 
 
 def grow_tree(
-    evaluator: ReferenceDistortion, start: int, end: int, candidates: int = 16, reward: float = 0.05
+    evaluator: ReferenceDistortion, start: int, end: int
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """Children of every non-leaf node of the tree over [start, end)."""
     tree: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -65,6 +65,6 @@ def grow_tree(
     while pending:
         a, b = pending.pop()
         if b - a > 1:
-            tree[a, b] = refine_interval(evaluator, a, b, candidates, reward)
+            tree[a, b] = refine_interval(evaluator, a, b)
             pending.extend(tree[a, b])
     return tree
