@@ -89,7 +89,8 @@ def test_models_in_bfloat16_run_in_chunks():
     model = tiny_llama(dtype=torch.bfloat16)
     whole, chunked = (capture(model, prompt_of(), NEEDS, chunk=x) for x in (None, 48))
     assert chunked.keys[0].dtype == torch.bfloat16
-    torch.testing.assert_close(chunked.keys[0], whole.keys[0], rtol=0, atol=0)
+    # A product of other size may round the last bit of bfloat16 otherwise.
+    torch.testing.assert_close(chunked.keys[0], whole.keys[0], rtol=0.01, atol=0.02)
     torch.testing.assert_close(chunked.keys[1], whole.keys[1], rtol=0.1, atol=0.2)
 
 
