@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from collections.abc import Iterable
 from importlib.resources import files
 from itertools import product
@@ -46,7 +47,10 @@ def attention_rows(
                 name = f"{ratio}x, {bits} bits"
                 steps[name], sizes[name] = asked.ours(ratio, bits)
         taken = interleaved(
-            {name: graphed(step, device) for name, step in steps.items()}, device, options.rounds
+            {name: graphed(step, device) for name, step in steps.items()},
+            device,
+            options.rounds,
+            chosen=min if options.least else statistics.median,
         )
         for name, total in taken.items():
             seconds = total / asked.copies
@@ -142,10 +146,11 @@ def header(options: argparse.Namespace, copy: float) -> list[str]:
         f"dtype: {options.dtype}",
         f"config: {options.geometry}, {GEOMETRIES[options.geometry]}; "
         f"{Auto().describe(options.device)}",
-        f"medians of {options.rounds} rounds after 2 of warming up; a round takes every row of a "
-        f"block in turn. Keys, values and head lengths are random (heads of a layer differ up to "
-        f"threefold, or one is as much longer as the table says), log multiplicities too, and "
-        f"{TAIL} tokens follow the packed entries; only the table named so is a real compression.",
+        f"{'the least' if options.least else 'medians'} of {options.rounds} rounds after 2 of "
+        f"warming up; a round takes every row of a block in turn. Keys, values and head lengths "
+        f"are random (heads of a layer differ up to threefold, or one is as much longer as the "
+        f"table says), log multiplicities too, and {TAIL} tokens follow the packed entries; only "
+        f"the table named so is a real compression.",
         "FullKV is torch's sdpa with enable_gqa, as transformers calls it, in the model over its "
         "DynamicCache (a fixed cache where steps are CUDA graphs). Heads folded: the same kernel "
         "with the query heads of a group as rows. 1x is our backend over all entries.",
@@ -178,6 +183,7 @@ def arguments() -> argparse.Namespace:
     add("--batches", type=numbers, default=[1])
     add("--skews", type=numbers, default=[3], help="longest head of a layer over the others")
     add("--rounds", type=int, default=25)
+    add("--least", action="store_true", help="attention: the least of the rounds, not the median")
     add("--parts", default="attention,model,real", help="which tables to make")
     add("--real", type=int, default=4096, help="context tokens of the real compression")
     add("--title", default="Decoding", help="of the file")

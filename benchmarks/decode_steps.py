@@ -43,9 +43,16 @@ def graphed(step: Step, device: str) -> Step:
 
 
 def interleaved(
-    steps: dict[str, Step], device: str, rounds: int, before: Callable[[str], None] | None = None
+    steps: dict[str, Step],
+    device: str,
+    rounds: int,
+    before: Callable[[str], None] | None = None,
+    chosen: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Median seconds of each step; each round takes all of them in turn, after `before`(name)."""
+    """Median seconds of each step; each round takes all of them in turn, after `before`(name).
+
+    `chosen` says which of the rounds' seconds: `min` for machines that do other things, too.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + UNCOUNTED):
         for name, step in steps.items():
@@ -59,7 +66,7 @@ def interleaved(
                 torch.cuda.synchronize()
             if turn >= UNCOUNTED:  # the first rounds build what is held and touch new memory
                 seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
+    return {name: chosen(taken) for name, taken in seconds.items()}
 
 
 def copy_speed(device: str, size: int = 256 << 20) -> float:

@@ -80,7 +80,7 @@ KNOWN = {
     ),
     "decode-bits": Known(
         "python benchmarks/decode.py --parts attention --dtype float32,bfloat16 --lengths 8192 "
-        "--ratios 1,4,8 --skews 3 --rounds 41 --out benchmarks/results/decode-bits.md"
+        "--ratios 1,4,8 --skews 3 --rounds 41 --least --out benchmarks/results/decode-bits.md"
     ),
     "rivals": Known("python benchmarks/rivals.py"),
     "allocation_quality": Known("python benchmarks/allocation_quality.py", "allocation.md"),
