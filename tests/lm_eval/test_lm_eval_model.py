@@ -39,6 +39,17 @@ doc_to_choice: "{{choices}}"
 doc_to_target: 0
 metric_list: [{metric: acc}]
 """
+# As LongBench's tasks are written: its own scores, no stop string, the order of its settings.
+LONGBENCH = """task: small_longbench
+doc_to_target: "{{choices}}"
+process_results: !function scores.score
+generation_kwargs: {max_gen_toks: 8, temperature: 1, do_sample: False, until: []}
+metric_list: [{metric: score, aggregation: mean, higher_is_better: True}]
+"""
+SCORES = """
+def score(doc, results, **kwargs):
+    return {"score": len(results[0]) / len(doc["choices"])}
+"""
 
 
 def documents():
@@ -60,14 +71,15 @@ def harness():
 
 @pytest.fixture(scope="module")
 def folder(harness, tmp_path_factory):
-    """A model, its tokenizer, and two tasks over two documents."""
+    """A model, its tokenizer, and three tasks over two documents."""
     folder = tmp_path_factory.mktemp("tasks")
     tiny_llama(vocabulary=2000).save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
     data = folder / "data.json"
     data.write_text("\n".join(json.dumps(row) for row in documents()), encoding="utf-8")
     common = COMMON.format(data=data, cache=folder / "cache")
-    for name, text in (("answers", ANSWERS), ("choices", CHOICES)):
+    (folder / "scores.py").write_text(SCORES, encoding="utf-8")
+    for name, text in (("answers", ANSWERS), ("choices", CHOICES), ("long", LONGBENCH)):
         (folder / f"{name}.yaml").write_text(text + common, encoding="utf-8")
     return folder
 
@@ -110,6 +122,34 @@ def test_answers_are_those_of_the_compressed_cache(harness, folder, own):
         text = own.tokenizer.decode(result.generate_ids(8)[0])
         # The same tensors through the same operations: exactly.
         assert sample["resps"] == [[text.split("e")[0]]]
+
+
+def test_a_task_of_longbench_s_shape_scores_whole_answers(harness, folder, own):
+    found = samples(harness, folder, own, "small_longbench")
+    for sample in found:
+        result = gracekv.compress(own.model, [prompt_of(ids_of(own, sample))], ratio=4)
+        new = [id for id in result.generate_ids(8)[0].tolist() if id != own.eot_token_id]
+        text = own.tokenizer.decode(new, skip_special_tokens=True)
+        assert sample["resps"] == [[text]]
+        assert sample["score"] == len(text) / 3
+
+
+def test_longbench_s_own_task_runs_on_local_records(harness, folder, own):
+    pytest.importorskip("fuzzywuzzy", reason="needs pip install lm-eval[longbench]")
+    tasks = files("lm_eval") / "tasks" / "longbench"
+    data = folder / "qasper.jsonl"
+    rows = ({**row, "answers": row["choices"]} for row in documents())
+    data.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    local = f"""include: {tasks}/qasper.yaml
+task: local_qasper
+dataset_path: json
+dataset_name: null
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {folder}/cache}}
+"""
+    (folder / "qasper.yaml").write_text(local, encoding="utf-8")
+    for sample in samples(harness, folder, own, "local_qasper"):
+        assert sample["arguments"][0][0].startswith("You are given a scientific article")
+        assert 0 <= sample["qa_f1_score"] <= 1
 
 
 def test_rows_of_a_batch_have_their_own_contexts(folder, own):
