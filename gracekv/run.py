@@ -153,5 +153,8 @@ def physical_sizes(cache: CompressedCache, shard: HeadShard | None) -> dict[str,
     if shard is not None:
         sizes = shard.sum(torch.tensor(sizes)).tolist()
         widths = WidthShare.over_processes(widths, shard)
-    kept = {kind: all_heads(size, shard) for kind, size in bytes_by_kind(cache.kept).items()}
+    kept = bytes_by_kind(cache.kept)
+    for kind in {layer.kind for layer in cache.kept if layer.window is not None}:
+        # Of the states of linear layers every process holds all.
+        kept[kind] = all_heads(kept[kind], shard)
     return {"bytes": sizes[0], "metadata_bytes": sizes[1], "widths": widths, "kept_bytes": kept}

@@ -50,7 +50,7 @@ def _mapped(
     parts: Callable[[Any], Any],
     states: Callable[[Tensor], Tensor],
 ) -> CompressedCache:
-    """The cache with every part, and every state [S, G, ...] of other layers, replaced."""
+    """The cache with every part, and every state [S, G, n, d] of sliding layers, replaced."""
 
     def layer(old: LayerEntries) -> LayerEntries:
         if isinstance(old, QuantisedLayer):
@@ -59,6 +59,9 @@ def _mapped(
         return made
 
     def kept(old: KeptLayer) -> KeptLayer:
+        if old.window is None:
+            # Every process holds all of such a state.
+            return old
         return replace(old, tensors={name: states(x) for name, x in old.tensors.items()})
 
     layers = tuple(map(layer, cache.layers))

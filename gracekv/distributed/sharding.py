@@ -18,6 +18,9 @@ _TIMEOUT = 300.0
 # Ways in which transformers leaves the norms of queries and keys whole.
 _WHOLE_STYLES = ("replicate", "replicated_with_grad_allreduce")
 
+# Ways in which every process gets all of an output.
+_GATHERING_STYLES = ("colwise_gather_output", "colwise_rep")
+
 _shards: WeakKeyDictionary[Any, HeadShard] = WeakKeyDictionary()
 
 
@@ -68,7 +71,8 @@ def connect(model: Any, *, timeout: float = _TIMEOUT) -> HeadShard:
     if not timeout > 0:
         raise ConfigError(f"timeout is a positive number of seconds; got {timeout!r}.")
     check_sharding(model)
-    mesh = model.get_decoder().layers[0].self_attn.k_proj.weight.device_mesh
+    attending = (layer for layer in model.get_decoder().layers if hasattr(layer, "self_attn"))
+    mesh = next(attending).self_attn.k_proj.weight.device_mesh
     ranks = sorted(torch.distributed.get_process_group_ranks(mesh.get_group()))
     _shards[model] = HeadShard(mesh.get_local_rank(), len(ranks), GlooExchange(ranks, timeout))
     return _shards[model]
@@ -130,8 +134,13 @@ def _problem(model: Any) -> str | None:
         # Other styles gather what they computed, so every process attends with all heads.
         if ".self_attn." in place and style not in ("colwise", "rowwise", *_WHOLE_STYLES):
             return f"{place} is sharded as {style!r}"
+        # Linear layers hold states of all their heads in every process.
+        if ".linear_attn." in place and style not in (*_GATHERING_STYLES, *_WHOLE_STYLES):
+            return f"{place} is sharded as {style!r}"
     for number, layer in enumerate(model.get_decoder().layers):
         attention = getattr(layer, "self_attn", None)
+        if attention is None and hasattr(layer, "linear_attn"):
+            continue
         if attention is None:
             return f"layer {number} has no attention whose heads they could share"
         for name, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):

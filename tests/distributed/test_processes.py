@@ -95,7 +95,7 @@ def test_two_processes(name, model, found):
     assert_same([x[f"two {name}"] for x in found], facts(whole(model, pipeline=name)), 2)
 
 
-def test_a_batch_saved_by_four_and_loaded_by_one(model, found, folder):
+def test_a_batch_saved_by_four_and_loaded_by_one(model, found, folder, tmp_path):
     batch = whole(model, sharded_process.PROMPTS)
     assert_same([x["four batch"] for x in found], facts(batch), 4)
     loaded = gracekv.load(folder / "batch.safetensors", model)
@@ -103,6 +103,9 @@ def test_a_batch_saved_by_four_and_loaded_by_one(model, found, folder):
     for mine, other in zip(loaded.packed.layers, batch.packed.layers, strict=True):
         for part, tensor in mine.tensors().items():
             torch.testing.assert_close(tensor, other.tensors()[part], atol=1e-4, rtol=1e-4)
+    # What the processes themselves refuse.
+    assert len(loaded.report(tmp_path / "page.html")) == 2
+    assert len(loaded.export(tmp_path / "store/book")) == 2
 
 
 def test_saved_by_one_and_loaded_by_four_and_by_two(model, found):
@@ -134,14 +137,15 @@ def test_quantised_entries_saved_by_four_and_loaded_by_one_two_and_four(model, f
 
 
 @pytest.mark.parametrize("name", sharded_books.MIXED)
-def test_sliding_layers_beside_full_ones(name, found, folder, tmp_path):
-    """Only full layers are compressed; every process keeps its heads of the sliding ones."""
+def test_other_layers_beside_full_ones(name, found, folder, tmp_path):
+    """Full layers are compressed; of others, processes keep their heads, or whole linear states."""
     want, *near = (
         sharded_books.book_facts(model, tmp_path / "book")
         for model in sharded_books.near_models(folder, name)
     )
     assert near == [want, want], "rounding would choose otherwise"
-    assert want["compressed"]["kept"]["sliding_attention"] > 0
+    kind = "linear_attention" if name == "qwen3_next" else "sliding_attention"
+    assert want["compressed"]["kept"][kind] > 0
     for case in ("compressed", "loaded"):
         assert_same([x[f"book {name}"][case] for x in found], want[case], 4)
     for case in ("asked", "chat"):

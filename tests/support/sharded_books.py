@@ -35,6 +35,7 @@ EAGER = {"gpt_oss": {"attn_implementation": "eager"}}
 MIXED = {
     "gemma3_text": {"window": 24},
     "gpt_oss": {"window": 24, "attention": "eager", "bias": True},
+    "qwen3_next": {"partial": 0.5},
 }
 
 
