@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,3 +28,22 @@ def in_step(model: Any) -> Iterator[HeadShard | None]:
     except Exception:
         shard.exchange.fail()
         raise
+
+
+def call_facts(
+    prompts: Sequence[Any], pipeline: object, budget: object, **others: object
+) -> dict[str, bytes]:
+    """What all processes must have in common in one call, for `HeadShard.agree`.
+
+    Args:
+        prompts: each with `ids` and `spans`.
+        pipeline: what compresses them.
+        budget: of each.
+        others: further arguments, by the name that an error gives them.
+    """
+    return {
+        "prompt": b"".join(repr((x.ids.tolist(), x.spans)).encode() for x in prompts),
+        "pipeline": repr(pipeline).encode(),
+        "budget": repr(budget).encode(),
+        **{name: repr(value).encode() for name, value in others.items()},
+    }

@@ -11,7 +11,7 @@ import torch
 from gracekv import recipes
 from gracekv.allocate import Budget
 from gracekv.backends import BACKENDS, Backend
-from gracekv.distributed.agreement import in_step
+from gracekv.distributed.agreement import call_facts, in_step
 from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.batch import BatchResult
@@ -158,7 +158,9 @@ def compress(
         _check_inputs(model, prompts, prefills, pipe, chosen)
         if shard is not None:
             check_works_sharded(pipe, shard)
-            shard.agree(**_facts(prompts, prefills, pipe, chosen, (chunk, memory_limit)))
+            limits = ([x is not None for x in prefills], chunk, memory_limit)
+            others = {"prefill, chunk or memory_limit": limits}
+            shard.agree(**call_facts(prompts, pipe, chosen, **others))
         options = {"chunk": chunk, "memory_limit": memory_limit, "progress": progress}
         finish = (lambda run: run) if keep_run else released
         runs = [
@@ -171,19 +173,6 @@ def compress(
             del runs
             trim_memory()
         return result
-
-
-def _facts(
-    prompts: Sequence[Any], prefills: Sequence[Any], pipe: Pipeline, budget: Budget, limits: Any
-) -> dict[str, bytes]:
-    """What all processes of a sharded model must have in common."""
-    given = [prefill is not None for prefill in prefills]
-    return {
-        "prompt": b"".join(repr((x.ids.tolist(), x.spans)).encode() for x in prompts),
-        "pipeline": repr(pipe).encode(),
-        "budget": repr(budget).encode(),
-        "prefill, chunk or memory_limit": repr((given, limits)).encode(),
-    }
 
 
 def _run(

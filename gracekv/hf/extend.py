@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
-from gracekv.cache import Accounting, CompressedCache, LayerEntries, Timings, WidthShare
+from gracekv.cache import Accounting, CompressedCache, LayerEntries, Timings
 from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.quantised import QuantisedCache, QuantisedLayer
+from gracekv.distributed import HeadShard, head_shard
+from gracekv.distributed.agreement import call_facts
 from gracekv.errors import CacheError
 from gracekv.hf.budgets import check_budget
 from gracekv.pipeline import Pipeline
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.capture import capture_passage
-from gracekv.prefill.kept import bytes_by_kind
 from gracekv.prefill.length_limits import check_prompt_length, longest_sequence
 from gracekv.prefill.model_layers import text_config
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.ragged import offsets
-from gracekv.run import Run
+from gracekv.run import Run, physical_sizes
 
 
 def extended_run(
@@ -60,7 +61,11 @@ def extended_run(
             f"{type(model).__name__} caps its attention logits, and a cap would count the "
             f"multiplicities of what is packed. Compress the whole text anew."
         )
-    past = Past.padded([_heads(layer) for layer in old.layers], old.length, old.kept)
+    shard = head_shard(model)
+    if shard is not None:
+        others = {"result": run.accounting.entries.tolist(), "limits": (chunk, memory_limit)}
+        shard.agree(**call_facts([prompt], pipeline, budget, **others))
+    past = Past.padded([_heads(layer) for layer in old.layers], old.length, old.kept, shard)
     # A context that was not followed by anything has a last token without an entry.
     last = before.spans.context_end - old.length
     ids = torch.cat([read.ids.new_zeros(past.places), read.ids[old.length :]])
@@ -77,7 +82,7 @@ def extended_run(
         memory_limit=memory_limit,
         progress=progress,
     )
-    return prompt, _joined(run, pipeline.run(prefill, budget), past.places)
+    return prompt, _joined(run, pipeline.run(prefill, budget), past.places, shard)
 
 
 def _heads(layer: LayerEntries) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -98,10 +103,11 @@ def _check_length(model: Any, before: int, length: int) -> None:
     check_prompt_length(model, length)
 
 
-def _joined(before: Run, run: Run, places: int) -> Run:
+def _joined(before: Run, run: Run, places: int, shard: HeadShard | None) -> Run:
     """The entries of `before`, bit for bit, and behind them in each head those of the passage."""
     old = before.cache
-    packed = _joined_cache(old, run.cache, places)
+    packed = _joined_cache(old, run.cache, places, shard)
+    sizes = physical_sizes(packed, shard)
     plans, kept = (before.plan, run.plan), (before.accounting, run.accounting)
     plan = BudgetPlan(
         run.plan.layers,
@@ -118,16 +124,13 @@ def _joined(before: Run, run: Run, places: int) -> Run:
         floor_spent=sum(x.floor_spent for x in kept),
         recent=plan.recent,
         entries=kept[0].entries + kept[1].entries,
-        bytes=packed.kv_bytes,
-        metadata_bytes=packed.metadata_bytes,
         # A token has the same bytes in every full cache.
         full_bytes=kept[0].full_bytes // old.length * packed.length,
         utility=sum(x.utility for x in kept),
         bound=_sum([x.bound for x in kept]),
-        widths=WidthShare.of(packed),
-        kept_bytes=bytes_by_kind(packed.kept),
         budget_bytes=_sum([x.budget_bytes for x in kept]),
-        spent_bytes=None if spent is None else spent + packed.kv_bytes - kept[0].bytes,
+        spent_bytes=None if spent is None else spent + sizes["bytes"] - kept[0].bytes,
+        **sizes,
     )
     seconds = before.timings.as_dict()
     added = run.timings.as_dict()
@@ -140,7 +143,9 @@ def _sum(parts: Sequence[Any]) -> Any:
     return None if None in parts else sum(parts)
 
 
-def _joined_cache(old: CompressedCache, new: CompressedCache, places: int) -> CompressedCache:
+def _joined_cache(
+    old: CompressedCache, new: CompressedCache, places: int, shard: HeadShard | None
+) -> CompressedCache:
     """The entries of `old`, then those of `new` after the `places` that stand for them."""
     shift, pairs = old.length - places, list(zip(old.layers, new.layers, strict=True))
     length, kept = new.length + shift, new.kept
@@ -156,12 +161,13 @@ def _joined_cache(old: CompressedCache, new: CompressedCache, places: int) -> Co
             if isinstance(one, RaggedLayer) and isinstance(other, RaggedLayer)
         )
         return RaggedCache(tuple(plain), length, kept=kept)
-    # A width that the passage uses nowhere needs no part.
-    used = {n for _, layer in coded for n, part in enumerate(layer.coded) if part.entries}
+    # A width that the passage uses nowhere, in no process, needs no part.
+    counts = torch.tensor([[part.entries for part in layer.coded] for _, layer in coded]).sum(0)
+    used = (counts if shard is None else shard.sum(counts)).nonzero().flatten().tolist()
     layers = (
         QuantisedLayer(
             _joined_layer(one.exact, other.exact, places, shift),
-            _joined_codes(one.coded, [other.coded[n] for n in sorted(used)], shift),
+            _joined_codes(one.coded, [other.coded[n] for n in used], shift),
         )
         for one, other in coded
     )

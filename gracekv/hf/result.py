@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, overload
 from torch import Tensor
 
 from gracekv.allocate import Budget
+from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ConfigError
 from gracekv.hf.base_result import BaseResult
@@ -182,7 +183,6 @@ class CompressionResult(BaseResult):
             trim: see `gracekv.compress`.
 
         Raises:
-            UnsupportedModelError: the model's heads are spread over processes.
             PromptError: the prompt has a question, or the passage is empty or cannot be encoded.
             BudgetError: not exactly one budget is given, or it is too small for the passage.
             CacheError: the passage does not fit the positions of the model, or the model caps its
@@ -191,27 +191,28 @@ class CompressionResult(BaseResult):
             MissingCaptureError: the passage is shorter than the pipeline looks back.
             CaptureMemoryError: memory ran out.
             NonFiniteError: as `gracekv.capture` does.
+            RankError: as for `gracekv.compress`, on a model whose heads are spread over processes.
         """
-        check_whole(self.model, "extend")
-        chosen = chosen_budget(
-            budget=budget,
-            ratio=ratio,
-            entries_per_head=entries_per_head,
-            kv_bytes=kv_bytes,
-            compression_ratio=compression_ratio,
-        )
-        prompt, run = extended_run(
-            self.model,
-            self.prompt,
-            self._run,
-            self.pipeline,
-            passage,
-            chosen,
-            chunk=chunk,
-            memory_limit=memory_limit,
-            progress=progress,
-        )
-        result = CompressionResult.from_runs(self.model, [prompt], [run], self.pipeline)
+        with in_step(self.model):
+            chosen = chosen_budget(
+                budget=budget,
+                ratio=ratio,
+                entries_per_head=entries_per_head,
+                kv_bytes=kv_bytes,
+                compression_ratio=compression_ratio,
+            )
+            prompt, run = extended_run(
+                self.model,
+                self.prompt,
+                self._run,
+                self.pipeline,
+                passage,
+                chosen,
+                chunk=chunk,
+                memory_limit=memory_limit,
+                progress=progress,
+            )
+            result = CompressionResult.from_runs(self.model, [prompt], [run], self.pipeline)
         if trim and self.model.device.type == "cpu":
             trim_memory()
         return result

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from gracekv.distributed.head_shard import HeadShard
 from gracekv.prefill.kept import KeptLayer
 
 # Coordinates added to a head; GPUs want a multiple of 8.
@@ -56,9 +57,15 @@ class Past:
         layers: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]],
         length: int,
         kept: tuple[KeptLayer, ...] = (),
+        shard: HeadShard | None = None,
     ) -> Self:
-        """From each layer's heads as keys [E_g, d], values [E_g, d] and log m [E_g]."""
+        """From each layer's heads as keys [E_g, d], values [E_g, d] and log m [E_g].
+
+        With `shard`, padded to the longest head of all processes.
+        """
         places = max(len(keys) for heads in layers for keys, _, _ in heads)
+        if shard is not None:
+            places = int(shard.maximum(torch.tensor(places)))
         keys, values = [], []
         for heads in layers:
             like = heads[0][0]

@@ -114,7 +114,7 @@ def test_saved_by_one_and_loaded_by_four_and_by_two(model, found):
     assert_same([x["two loaded"] for x in found], result, 2)
 
 
-@pytest.mark.parametrize("name", sharded_books.BITS)
+@pytest.mark.parametrize("name", [*sharded_books.BITS, "extended"])
 def test_entries_of_fewer_bits(name, bits, found):
     assert_same([x[f"bits {name}"] for x in found], bits[name], 4)
 
@@ -146,7 +146,7 @@ def test_other_layers_beside_full_ones(name, found, folder, tmp_path):
     assert near == [want, want], "rounding would choose otherwise"
     kind = "linear_attention" if name == "qwen3_next" else "sliding_attention"
     assert want["compressed"]["kept"][kind] > 0
-    for case in ("compressed", "loaded"):
+    for case in ("compressed", "loaded", "extended"):
         assert_same([x[f"book {name}"][case] for x in found], want[case], 4)
     for case in ("asked", "chat"):
         assert [x[f"book {name}"][case] for x in found] == [want[case]] * RANKS
@@ -166,7 +166,7 @@ def test_a_budget_that_keeps_everything(model, found):
     [
         ("refused lagrangian", "ConfigError: .*'lagrangian'"),
         ("refused d2o", "ConfigError: .*'density'.*'d2o'"),
-        ("refused extend", "UnsupportedModelError: extend needs all"),
+        ("other passage", "RankError: .*prompt of process 3 is not that of process 0"),
         ("refused report", "UnsupportedModelError: report needs all"),
         ("refused export", "UnsupportedModelError: export needs all"),
         ("other budget", "RankError: .*budget of process 3 is not that of process 0"),

@@ -98,11 +98,20 @@ def book_facts(model, path: Path):
     found["asked"] = ask_ids(loaded, QUESTIONS, TOKENS, {}).tolist()
     chat = loaded.chat()
     found["chat"] = [chat.ask(question, TOKENS) for question in QUESTIONS]
+    chat.compress(ratio=1)
+    found["chat"].append(chat.ask(QUESTIONS[0], TOKENS))
+    longer = loaded.extend(PASSAGE, ratio=RATIO)
+    found["extended"] = facts(longer.extend(PASSAGE.flip(0), ratio=RATIO))
     return found
 
 
+def context_of(prompt):
+    """The ids of `prompt` without a question."""
+    return gracekv.Prompt.from_ids(prompt.ids, (4, len(prompt.ids)))
+
+
 def bits_facts(model, prompt):
-    """One prompt with entries of fewer bits, by recipe."""
+    """One prompt with entries of fewer bits, by recipe; and a context that goes on."""
     found = {}
     for name in BITS:
         pipeline = gracekv.Pipeline.named(name)
@@ -110,4 +119,7 @@ def bits_facts(model, prompt):
             # Trees, whose auction has to end at the budget in bytes.
             pipeline = gracekv.Pipeline.from_dict({"precision": {"name": "uniform", "bits": 4}})
         found[name] = facts(gracekv.compress(model, prompt, ratio=RATIO, pipeline=pipeline))
+    pipeline = gracekv.Pipeline.from_dict({"precision": "allocated"}, base="gracekv-agnostic")
+    book = gracekv.compress(model, context_of(prompt), ratio=RATIO, pipeline=pipeline)
+    found["extended"] = facts(book.extend(prompt.ids[20:70], ratio=RATIO))
     return found

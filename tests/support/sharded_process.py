@@ -23,7 +23,16 @@ import gracekv
 from gracekv.distributed import connect
 from gracekv.distributed.sharding import check_sharding
 from gracekv.errors import GracekvError, NonFiniteError
-from support.sharded_books import MIXED, PLANS, RATIO, bits_facts, book_facts, facts, load_model
+from support.sharded_books import (
+    MIXED,
+    PLANS,
+    RATIO,
+    bits_facts,
+    book_facts,
+    context_of,
+    facts,
+    load_model,
+)
 
 PROMPTS = [
     gracekv.Prompt.from_ids(
@@ -95,13 +104,14 @@ def main(folder):
         found[f"refused {name}"] = message(
             lambda pipe=pipe: gracekv.compress(model, one, ratio=RATIO, pipeline=pipe)
         )
-    found["refused extend"] = message(lambda: result.extend([1, 2, 3], ratio=2))
     found["refused report"] = message(lambda: result.report(folder / "page.html"))
     found["refused export"] = message(lambda: result.export(folder / "store/book"))
 
     # Processes that differ, or fail at some stage.
     found["other budget"] = message(lambda: gracekv.compress(model, one, ratio=2 + rank // 3))
     found["other prompt"] = message(lambda: gracekv.compress(model, PROMPTS[rank // 3], ratio=2))
+    book = gracekv.compress(model, context_of(one), ratio=RATIO)
+    found["other passage"] = message(lambda: book.extend([1, 2, rank // 3] * 9, ratio=2))
     found["too small"] = message(
         lambda: gracekv.compress(model, one, ratio=1000 if rank == 1 else RATIO)
     )
