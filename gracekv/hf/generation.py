@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gracekv.distributed.agreement import in_step
 from gracekv.errors import ConfigError, PromptError
 from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
@@ -62,14 +63,19 @@ def continue_ids(
     The first arguments are those of `padded_inputs`; with `keep_cache` the new tokens are in
     `cache` afterwards, all but the last. Raises `ConfigError` if `options` hold ids, a mask or a
     cache, `CacheError` if so many tokens would outgrow what the model's RoPE or sliding window lets
-    a cache cover.
+    a cache cover, `RankError` if the processes of a sharded model were given different rows.
     """
-    if taken := {"input_ids", "inputs_embeds", "attention_mask", "past_key_values"} & set(options):
-        raise ConfigError(
-            f"{', '.join(sorted(taken))} are those of the compressed prompt. For ids or a cache of "
-            f"your own call model.generate with result.new_cache()."
-        )
-    check_continuation(model, [len(row) for row in rows], max_new_tokens)
+    taken = {"input_ids", "inputs_embeds", "attention_mask", "past_key_values"} & set(options)
+    with in_step(model) as shard:
+        if taken:
+            raise ConfigError(
+                f"{', '.join(sorted(taken))} are those of the compressed prompt. For ids or a "
+                f"cache of your own call model.generate with result.new_cache()."
+            )
+        check_continuation(model, [len(row) for row in rows], max_new_tokens)
+        if shard is not None:
+            ids = repr([row.tolist() for row in rows])
+            shard.agree(ids=ids.encode(), max_new_tokens=repr(max_new_tokens).encode())
     attach(model)
     inputs = padded_inputs(model, rows, cache, tokenizer)
     if "do_sample" not in options:
@@ -83,8 +89,9 @@ def continue_ids(
     # A recorded step reads neither a mask of its own nor more rows than the cache has.
     new_tokens = inputs["attention_mask"][:, cache.packed_length :]
     even = len(rows) == len(cache.padding) and bool(new_tokens.all())
+    replays = even and not keep_cache and shard is None
     with ExitStack() as stack:
-        if even and not keep_cache and graph_replay.suits(model, cache, max_new_tokens, options):
+        if replays and graph_replay.suits(model, cache, max_new_tokens, options):
             cache = stack.enter_context(graph_replay.replaying(model, cache, max_new_tokens))
         output = model.generate(
             **inputs, past_key_values=cache, max_new_tokens=max_new_tokens, **options

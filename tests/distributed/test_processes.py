@@ -166,6 +166,7 @@ def test_a_budget_that_keeps_everything(model, found):
     [
         ("refused lagrangian", "ConfigError: .*'lagrangian'"),
         ("refused d2o", "ConfigError: .*'density'.*'d2o'"),
+        ("other answer", "RankError: .*max_new_tokens of process 3 is not that of process 0"),
         ("other passage", "RankError: .*prompt of process 3 is not that of process 0"),
         ("refused report", "UnsupportedModelError: report needs all"),
         ("refused export", "UnsupportedModelError: export needs all"),

@@ -112,6 +112,7 @@ def main(folder):
     found["other prompt"] = message(lambda: gracekv.compress(model, PROMPTS[rank // 3], ratio=2))
     book = gracekv.compress(model, context_of(one), ratio=RATIO)
     found["other passage"] = message(lambda: book.extend([1, 2, rank // 3] * 9, ratio=2))
+    found["other answer"] = message(lambda: result.generate_ids(2 + rank // 3))
     found["too small"] = message(
         lambda: gracekv.compress(model, one, ratio=1000 if rank == 1 else RATIO)
     )
