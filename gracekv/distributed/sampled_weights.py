@@ -54,12 +54,15 @@ def _own_elements(weight: Any, at: Tensor) -> Tensor:
     mesh, rank = weight.device_mesh, weight.device_mesh.get_local_rank()
     place = list(torch.unravel_index(at, weight.shape))
     own = torch.full_like(at, rank == 0, dtype=torch.bool)
-    if placement.is_shard():
+    if not placement.is_replicate():
         dim = placement.dim % weight.ndim
-        # As torch.chunk cuts.
-        chunk = math.ceil(weight.shape[dim] / mesh.size())
-        own = place[dim] // chunk == rank
-        place[dim] = place[dim] - rank * chunk
+        # Packed weights are split block by block, others as one block; each as torch.chunk cuts.
+        blocks = getattr(placement, "split_factor", 1)
+        size = weight.shape[dim] // blocks
+        chunk = math.ceil(size / mesh.size())
+        block, within = place[dim] // size, place[dim] % size
+        own = within // chunk == rank
+        place[dim] = block * (local.shape[dim] // blocks) + within % chunk
     result = torch.zeros(len(at), weight.element_size(), dtype=torch.uint8)
     inside = tuple(x[own].to(local.device) for x in place)
     result[own] = _bytes(local[inside])
