@@ -117,7 +117,8 @@ class CompressedCache:
             cache (ours).
         padding: S numbers, how many tokens fewer each sequence covers; its prompt is padded by as
             many on the left.
-        kept: what the model's other layers hold of the same tokens, sequence by sequence.
+        kept: what the model's layers hold of the same tokens beside these entries, sequence by
+            sequence.
 
     Raises:
         ShapeError: the layers do not fit one another.
@@ -143,7 +144,7 @@ class CompressedCache:
     @property
     def model_layers(self) -> tuple[int, ...]:
         """Number in the model of each of `layers`."""
-        others = {state.number for state in self.kept}
+        others = {state.number for state in self.kept if not state.beside_entries}
         every = range(len(self.layers) + len(others))
         return tuple(number for number in every if number not in others)
 

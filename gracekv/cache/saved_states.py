@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ShapeError
-from gracekv.prefill.kept import KeptLayer
+from gracekv.prefill.kept import WITHOUT_CACHE, KeptLayer
 
 
 def read_kept(
@@ -31,7 +31,7 @@ def read_kept(
             raise ShapeError(f"kept lists number, kind and window of layers; got {facts!r}")
         prefix = f"kept.{number}."
         own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
-        if not own:
+        if not own and kind not in WITHOUT_CACHE:
             raise KeyError(prefix)
         parts = {name.removeprefix(prefix): x.to(devices[number]) for name, x in own.items()}
         state = KeptLayer(number, kind, window, parts)

@@ -159,12 +159,12 @@ def read_cache(
     try:
         padding, length = _whole(header["padding"]), header["length"]
         codings, kept = _codings(header.get("coding")), read_kept(header, tensors, devices)
-        if header["layers"] + len(kept) != len(devices):
+        others = {state.number for state in kept if not state.beside_entries}
+        if header["layers"] + len(others) != len(devices):
             raise SavedCacheError(
-                f"{path} holds {header['layers'] + len(kept)} layers, the model has "
+                f"{path} holds {header['layers'] + len(others)} layers, the model has "
                 f"{len(devices)}. Load it with the model that it was saved from."
             )
-        others = {state.number for state in kept}
         own_devices = [device for x, device in enumerate(devices) if x not in others]
         for number, device in enumerate(own_devices):
             prefix = f"layers.{number}."

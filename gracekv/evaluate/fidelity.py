@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gracekv.prefill.model_layers import attention_module, model_layers
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnswerOutputs:
@@ -41,13 +43,16 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
     device = model.get_input_embeddings().weight.device
     kept: list[Tensor] = []
     with ExitStack() as undo:
-        for layer in model.get_decoder().layers:
+        for layer in model_layers(model):
+            if not layer.has_attention:
+                continue
 
             def listen(module: Any, args: Any, output: Any) -> None:
                 mixed = output[0] if isinstance(output, tuple) else output
                 kept.append(mixed[0, -len(answer) :])
 
-            undo.callback(layer.self_attn.register_forward_hook(listen).remove)
+            attention = attention_module(model.get_decoder().layers[layer.number])
+            undo.callback(attention.register_forward_hook(listen).remove)
         output = model(
             input_ids=fed[None].to(device), past_key_values=cache, logits_to_keep=len(answer)
         )

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from gracekv.allocate import Budget
 from gracekv.errors import BudgetError
 from gracekv.pipeline import Pipeline
-from gracekv.prefill.model_layers import compressed_layers, text_config
+from gracekv.prefill.model_layers import compressed_layers, head_sizes
 from gracekv.prefill.prompt import Prompt
 
 Number: TypeAlias = int | float | str | Fraction
@@ -38,12 +38,10 @@ def chosen_budget(**amounts: Any) -> Budget:
 
 def check_budget(model: Any, prompt: Prompt, pipe: Pipeline, budget: Budget) -> None:
     """Raise `BudgetError` if `budget` is too small, from the model's config and the spans alone."""
-    config = text_config(model)
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    _, groups, dim = head_sizes(model)
     budget.plan(
         layers=len(compressed_layers(model)),
-        heads=getattr(config, "num_key_value_heads", None) or heads,
+        heads=groups,
         context=prompt.spans.context_length,
         entry_bytes=2 * dim * model.dtype.itemsize,
         window=pipe.window,

@@ -14,7 +14,7 @@ from gracekv.backends import Auto, Backend
 from gracekv.cache import CompressedCache
 from gracekv.distributed import head_shard
 from gracekv.errors import CacheError
-from gracekv.hf.kept_layer import KeptLinearLayer, is_kept, kept_layer
+from gracekv.hf.kept_layer import KeptStates, is_kept, kept_layer
 from gracekv.hf.layer import GraceLayer
 from gracekv.hf.packed_layer import PackedLayer
 from gracekv.hf.static_layer import StaticGraceLayer
@@ -35,8 +35,8 @@ class GraceCache(Cache):  # type: ignore[misc]
         backend: what attends to it, resolved once per layer; default `Auto()`.
 
     Attributes:
-        layers: packed part and tail of each compressed layer, and stock cache layers for the
-            others.
+        layers: packed part and tail of each compressed layer, stock cache layers for the others,
+            and both for those that have states beside attention.
 
     The model must be attached (`gracekv.hf.attach`); without, the first step raises `CacheError`.
     """
@@ -55,10 +55,13 @@ class GraceCache(Cache):  # type: ignore[misc]
     def _place(self, compressed: Sequence[GraceLayer], length: int) -> None:
         """Make `layers`, in the model's order."""
         self.grace_layers = tuple(compressed)
-        stock = {state.number: kept_layer(state, length) for state in self._kept}
-        own = iter(compressed)
-        count = len(compressed) + len(stock)
-        self.layers = [stock[x] if x in stock else next(own) for x in range(count)]
+        states, own = {state.number: state for state in self._kept}, iter(compressed)
+        count = len(compressed) + sum(not x.beside_entries for x in self._kept)
+        self.layers = []
+        for number in range(count):
+            state = states.get(number)
+            layer = next(own) if state is None or state.beside_entries else None
+            self.layers.append(layer if state is None else kept_layer(state, length, layer))
 
     def with_empty_tail(self) -> GraceCache:
         """A cache over the same packed part whose tail is empty."""
@@ -91,6 +94,15 @@ class GraceCache(Cache):  # type: ignore[misc]
         )
         return twin
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -`tokens_to_remove` tokens, which transformers counts negatively.
+
+        Raises `CacheError` if a layer cannot go back so far; then none does.
+        """
+        for layer in (*self.grace_layers, *filter(is_kept, self.layers)):
+            layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
     def mark(self) -> Callable[[], None]:
         """Remember this state; calling what is returned goes back to it, if only tokens came."""
         tail = self.grace_layers[0].logical_length
@@ -112,17 +124,17 @@ class GraceCache(Cache):  # type: ignore[misc]
         return CompressedCache(layers, self.packed_length, self.padding, self._kept)
 
     def fit_rows(self, rows: int) -> None:
-        """Repeat states of linear layers for `rows` rows; the other layers see rows as they come.
+        """Repeat states for `rows` rows; the other layers see rows as they come.
 
         Raises `CacheError` if so many rows cannot continue the packed prompts.
         """
         for layer in self.layers:
-            if isinstance(layer, KeptLinearLayer):
+            if isinstance(layer, KeptStates):
                 layer.fit(rows)
 
     @property
     def has_stock_layers(self) -> bool:
-        """Whether some layers of the model are not compressed."""
+        """Whether layers of the model hold anything beside compressed entries."""
         return bool(self._kept)
 
     @property

@@ -23,7 +23,7 @@ def before_forward(
     - Tokens that are cached already are removed. Assisted decoding and prompt lookup pass the whole
       sequence in their first step; its mask is then as long as the ids, or its positions start at
       0.
-    - States of linear layers are repeated for samples and beams.
+    - States are repeated for samples and beams.
     - A batch of prompts of several lengths gets its mask and positions if it comes without.
 
     Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, or the
@@ -46,6 +46,9 @@ def before_forward(
     if new > cached and _is_whole(flat, positions, new):
         kwargs[name] = kwargs[name][:, cached:]
         new -= cached
+        if isinstance(mask, dict):
+            # Made for the whole sequence, which is one prompt without padding; made again.
+            kwargs["attention_mask"] = mask = None
         if positions is not None and positions.shape[-1] > new:
             kwargs["position_ids"] = positions = positions[..., -new:]
     if mask is None and positions is not None and new > 1 and not any(cache.padding):
@@ -68,12 +71,15 @@ def before_forward(
     expected = (mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, -new:]
     if positions is None:
         kwargs["position_ids"] = expected
-    elif not torch.equal(positions[..., -1].expand(rows), expected[:, -1]):
-        raise CacheError(
-            f"The rows of a batch go on from the lengths of their own prompts, at positions "
-            f"{expected[:, -1].tolist()}; the model was given {positions[..., -1].tolist()}. Leave "
-            f"position_ids out."
-        )
+    else:
+        # Models that also read images number rows and columns, too; in text all agree.
+        last = positions.reshape(-1, *positions.shape[-2:])[0][..., -1]
+        if not torch.equal(last.expand(rows), expected[:, -1]):
+            raise CacheError(
+                f"The rows of a batch go on from the lengths of their own prompts, at positions "
+                f"{expected[:, -1].tolist()}; the model was given {last.tolist()}. Leave "
+                f"position_ids out."
+            )
     return (), kwargs
 
 

@@ -1,16 +1,21 @@
-"""Layers of `GraceCache` that are not compressed: transformers' own, begun after the prompt."""
+"""What `GraceCache` holds beside compressed entries: stock layers, begun after the prompt."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
+from transformers.cache_utils import (
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from gracekv.errors import CacheError
+from gracekv.hf.layer import GraceLayer
 from gracekv.hf.row_repeats import repeats
-from gracekv.prefill.kept import KeptLayer
-from gracekv.prefill.stock_cache import fill, fill_linear
+from gracekv.prefill.kept import WITHOUT_CACHE, KeptLayer
+from gracekv.prefill.stock_cache import WithoutCache, fill, fill_states, read_states
 
 
 class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -45,6 +50,12 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         if repeats > 1:
             super().batch_repeat_interleave(repeats)
 
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise `CacheError` if `crop` cannot: beyond the window only recorded tokens go."""
+        is_full = self.cumulative_length >= self.sliding_window
+        if tokens_to_remove and is_full and not self.record_past:
+            raise CacheError(_cannot_go_back(self._kept))
+
     def state(self) -> Any:
         """What `set_state` takes to come back here; tensors are replaced, never changed."""
         return self.keys, self.values, self.cumulative_length
@@ -54,61 +65,135 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         self.keys, self.values, self.cumulative_length = state
 
 
-class KeptLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """A linear layer that goes on from copies of its states after the prompt.
+class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
+    """A layer that goes on from copies of its states after the prompt.
 
     Args:
         kept: its states, of S prompts.
-        length: tokens that the prompts cover.
     """
 
-    is_croppable = False
-
-    def __init__(self, kept: KeptLayer, length: int) -> None:
+    def __init__(self, kept: KeptLayer) -> None:
         super().__init__()
-        self._kept, self._length = kept, length
+        self._kept = kept
         self.reset()
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether it can go back by tokens: the last inputs of a convolution can be recorded."""
+        return "recurrent" not in self._kept.tensors
 
     def reset(self) -> None:
         """Forget what came after the prompt."""
-        fill(self, self._kept, self._length)
+        fill_states(self, self._kept.tensors)
 
     def fit(self, rows: int) -> None:
         """Repeat the states for samples and beams; raises `CacheError` if `rows` do not fit."""
-        self.batch_repeat_interleave(repeats(len(self.conv_states[0]), rows))
+        known = len(next(iter(self.state().values())))
+        self.repeat_states(repeats(known, rows))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises `CacheError`, unless no token is to be removed."""
-        if tokens_to_remove:
-            raise CacheError(
-                f"Layer {self._kept.number} is of kind {self._kept.kind}: its state cannot go back "
-                f"by tokens. Begin again with result.new_cache()."
-            )
+        """Raises `CacheError` if tokens are to be removed that were not recorded."""
+        self.check_crop(tokens_to_remove)
+        if self.record_past:
+            super().crop(tokens_to_remove)
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise `CacheError` if `crop` cannot."""
+        if tokens_to_remove and not self.record_past:
+            raise CacheError(_cannot_go_back(self._kept))
 
     def activate_past_recording(self) -> None:
-        """Nothing is recorded: single tokens take the model's own single steps."""
+        """Recurrent states record nothing: single tokens take the model's own single steps."""
+        self.record_past = self.is_croppable
+
+    def repeat_states(self, repeats: int) -> None:
+        """Repeat each row's states."""
+        if repeats > 1:
+            states = self.state().items()
+            self.set_state({name: x.repeat_interleave(repeats, dim=0) for name, x in states})
+
+    def select_states(self, indices: Tensor) -> None:
+        """Take the states of the rows `indices`, int64 [B]."""
+        self.set_state({name: x[indices.to(x.device)] for name, x in self.state().items()})
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if repeats > 1:
-            fill_linear(self, *(x.repeat_interleave(repeats, dim=0) for x in self.state()))
+        self.repeat_states(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        fill_linear(self, *(x[indices.to(x.device)] for x in self.state()))
+        self.select_states(indices)
 
     def state(self) -> Any:
         """What `set_state` takes to come back here; copies, since steps change the states."""
-        return self.conv_states[0].clone(), self.recurrent_states[0].clone()
+        return read_states(self)
 
     def set_state(self, state: Any) -> None:
         """Go back to what `state` returned."""
-        fill_linear(self, *state)
+        fill_states(self, state)
 
 
-def kept_layer(kept: KeptLayer, length: int) -> KeptLinearLayer | KeptSlidingLayer:
-    """The layer that goes on from `kept`."""
-    return (KeptLinearLayer if kept.window is None else KeptSlidingLayer)(kept, length)
+class HybridLayer(KeptStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """States beside compressed keys and values: what concerns the latter is left to `attention`.
+
+    Args:
+        kept: the states, of S prompts.
+        attention: the compressed part.
+    """
+
+    is_compileable = False
+
+    def __init__(self, kept: KeptLayer, attention: GraceLayer) -> None:
+        self.attention = attention
+        super().__init__(kept)
+
+    def reset(self) -> None:
+        super().reset()
+        self.attention.reset()
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        return self.attention.update(*args, **kwargs)
+
+    def get_seq_length(self) -> int:
+        return self.attention.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.attention.get_mask_sizes(query_length)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        KeptStates.crop(self, tokens_to_remove)
+        self.attention.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select_states(beam_idx)
+        self.attention.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.repeat_states(repeats)
+        self.attention.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.select_states(indices)
+        self.attention.batch_select_indices(indices)
+
+
+def kept_layer(kept: KeptLayer, length: int, attention: GraceLayer | None) -> Any:
+    """The layer that goes on from `kept` after `length` tokens, beside `attention` if it has it."""
+    if kept.window is not None:
+        return KeptSlidingLayer(kept, length)
+    if kept.kind in WITHOUT_CACHE:
+        return WithoutCache()
+    return KeptStates(kept) if attention is None else HybridLayer(kept, attention)
 
 
 def is_kept(layer: Any) -> bool:
-    """Whether `layer` is one of these."""
-    return isinstance(layer, KeptLinearLayer | KeptSlidingLayer)
+    """Whether `layer` has a state of its own to go back to."""
+    return isinstance(layer, KeptStates | KeptSlidingLayer)
+
+
+def _cannot_go_back(kept: KeptLayer) -> str:
+    return (
+        f"Layer {kept.number} is of kind {kept.kind}: it cannot go back by tokens that it did not "
+        f"record. Begin again with result.new_cache()."
+    )

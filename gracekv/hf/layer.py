@@ -212,10 +212,11 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Raises `CacheError` for a positive number, and beyond the tail.
         """
-        self._check_crop(tokens_to_remove)
+        self.check_crop(tokens_to_remove)
         self._used += tokens_to_remove
 
-    def _check_crop(self, tokens_to_remove: int) -> None:
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise `CacheError` if `crop` cannot."""
         if tokens_to_remove > 0:
             raise CacheError(
                 f"crop takes minus the number of tokens to remove; got {tokens_to_remove}. To keep "

@@ -107,7 +107,7 @@ class StaticGraceLayer(GraceLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last -`tokens_to_remove` tokens; raises as the growing layer does."""
-        self._check_crop(tokens_to_remove)
+        self.check_crop(tokens_to_remove)
         self.length.add_(tokens_to_remove)
 
     def _select(self, index: Tensor) -> None:

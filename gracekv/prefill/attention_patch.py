@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gracekv.errors import UnsupportedModelError
+from gracekv.prefill.model_layers import attention_module
 
 BASE_ATTENTION = ("sdpa", "eager")
 """Attention implementations of transformers that a patched one can replace."""
@@ -35,7 +36,15 @@ def patched_attention(model: Any, wrap: Callable[[Any], Any]) -> Iterator[None]:
     base = base_attention(model)
     name = f"gracekv_capture_{next(_numbers)}"
     masks = AttentionMaskInterface._global_mapping
-    AttentionInterface.register(name, wrap(attention_function(model, base)))
+    wrapped = wrap(attention_function(model, base))
+
+    def attention(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        # Some families pass the mask by name.
+        return wrapped(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register(name, attention)
     # An attention name without a mask of the same name would silently get no mask at all.
     AttentionMaskInterface.register(name, masks[base])
     try:
@@ -72,7 +81,7 @@ def attention_function(model: Any, base: str) -> Any:
     from transformers import AttentionInterface
 
     # "eager" is not in transformers' table: each modeling file has its own.
-    found = (getattr(layer, "self_attn", None) for layer in model.get_decoder().layers)
+    found = map(attention_module, model.get_decoder().layers)
     module = sys.modules[type(next(x for x in found if x is not None)).__module__]
     return AttentionInterface().get_interface(base, module.__dict__.get("eager_attention_forward"))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError
-from gracekv.prefill.model_layers import compressed_layers, kept_layers, text_config
+from gracekv.prefill.model_layers import compressed_layers, head_sizes, kept_layers
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.partial_attention import chunk_length
 from gracekv.prefill.spans import PromptSpans
@@ -41,11 +41,8 @@ class CaptureSizes:
     @classmethod
     def of(cls, model: Any) -> CaptureSizes:
         """Sizes for `model`, in its dtype."""
-        config = text_config(model)
-        heads = config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads, groups, dim = head_sizes(model)
         unit = len(compressed_layers(model)) * dim * model.dtype.itemsize
-        groups = getattr(config, "num_key_value_heads", None) or heads
         # Layers that are not compressed would need their states of all tokens for it.
         again = not kept_layers(model)
         return cls(kv=2 * groups * unit, queries=heads * unit, again=again)

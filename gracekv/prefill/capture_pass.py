@@ -26,7 +26,16 @@ from gracekv.prefill.capture_memory import (
 )
 from gracekv.prefill.draft import draft
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.model_layers import compressed_layers, rotation_kind, text_config
+from gracekv.prefill.model_layers import (
+    attention_module,
+    compressed_layers,
+    has_rope,
+    model_layers,
+    output_projection,
+    rotating,
+    rotation_kind,
+    text_config,
+)
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.partial_attention import PartialAttention, rotations
 from gracekv.prefill.past import ADDED, Past, reflected
@@ -34,7 +43,7 @@ from gracekv.prefill.projection import projected_norms, projection_norms, writte
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.query_pass import QueryPass
 from gracekv.prefill.reconstruction import reconstruction
-from gracekv.prefill.recorder import Recorder
+from gracekv.prefill.recorder import Recorder, no_rotation
 from gracekv.prefill.spans import Region
 from gracekv.prefill.stock_layers import StockLayers
 from gracekv.prefill.surprisal import unlikelihood
@@ -62,7 +71,8 @@ def run_capture(
         )
     check_memory_limit(memory_limit)
     length = prompt.spans.length
-    size = checked_chunk(chunk, length, hasattr(model.get_decoder(), "rotary_emb"))
+    runs_in_parts = has_rope(model) or rotating(model_layers(model)) == "none"
+    size = checked_chunk(chunk, length, runs_in_parts)
     sizes = CaptureSizes.of(model)
     held = held_positions(needs, prompt.spans, sizes, memory_limit)
     free = free_bytes(input_device(model))
@@ -85,14 +95,15 @@ def _captured(
     progress: Callable[[int, int], None] | None,
 ) -> Prefill:
     chosen, device = compressed_layers(model), input_device(model)
-    layers = [model.get_decoder().layers[layer.number] for layer in chosen]
+    decoder = model.get_decoder()
+    projections = [output_projection(attention_module(decoder.layers[x.number])) for x in chosen]
     record = Recorder(prompt.spans, needs, held, chosen)
     seconds: dict[str, float] = {}
     others = StockLayers(
         model, () if past is None else past.kept, 0 if past is None else past.length
     )
     last, surprisal = _run(model, prompt, past, needs, record, others, size, seconds, progress)
-    keys, values = ([x[i] for i in range(len(layers))] for x in (record.keys, record.values))
+    keys, values = ([x[i] for i in range(len(chosen))] for x in (record.keys, record.values))
     repeated = drafted = None
     if needs.reconstruction:
         with _clock(seconds, "reconstruction", device):
@@ -103,16 +114,15 @@ def _captured(
     outputs = projected = weights = None
     if needs.head_outputs:
         with _clock(seconds, "projections", device):
-            by_layer = [record.outputs[layer] for layer in range(len(layers))]
-            modules = [layer.self_attn.o_proj for layer in layers]
+            by_layer = [record.outputs[layer] for layer in range(len(chosen))]
             groups = len(keys[0])
             # Layers of a sharded model lie on several devices; these few numbers go to the first.
             outputs = _stack(by_layer)
             projected = _stack(
-                [projected_norms(m, x, groups) for m, x in zip(modules, by_layer, strict=True)]
+                [projected_norms(m, x, groups) for m, x in zip(projections, by_layer, strict=True)]
             )
             weights = _stack(
-                [projection_norms(m, x) for m, x in zip(modules, by_layer, strict=True)]
+                [projection_norms(m, x) for m, x in zip(projections, by_layer, strict=True)]
             )
     written = None
     if needs.written_norms:
@@ -120,8 +130,8 @@ def _captured(
             heads = record.queries[0].shape[0]
             written = _stack(
                 [
-                    written_norms(layer.self_attn.o_proj, x, heads)
-                    for layer, x in zip(layers, values, strict=True)
+                    written_norms(projection, x, heads)
+                    for projection, x in zip(projections, values, strict=True)
                 ]
             )
     sums = [record.column_sums[layer] for layer in sorted(record.column_sums)]
@@ -129,7 +139,7 @@ def _captured(
         spans=prompt.spans,
         keys=tuple(keys),
         values=tuple(values),
-        queries=tuple(record.queries[layer] for layer in range(len(layers))),
+        queries=tuple(record.queries[layer] for layer in range(len(chosen))),
         query_positions=held,
         rope=record.rope(),
         scale=record.scale,
@@ -183,12 +193,10 @@ def _run(
         base = base_attention(model)
         undo.enter_context(patched_attention(model, record.wrap))
         undo.enter_context(record.hooks(model))
-        if in_parts:
+        if in_parts and has_rope(model):
             undo.enter_context(rotations(model.get_decoder(), lambda own, x: own(x, whole)))
         if past is not None:
-            rotary, kind = model.get_decoder().rotary_emb, rotation_kind(model)
-            rotation = rotary(past.keys[0], places[:, :start], *kind)
-            record.follow(past, rotation)
+            record.follow(past, _rotation(model, past, places[:, :start]))
         for first, stop in itertools.pairwise(edges):
             options = others.options()
             partial = None
@@ -216,6 +224,16 @@ def _run(
         surprisal = torch.nn.functional.pad(torch.cat(parts), (start + 1, 0))
         surprisal = reflected(surprisal, start)
     return output.logits[0, -1], surprisal
+
+
+def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [1, P, d_rot] of the places of `past`."""
+    if not has_rope(model):
+        return no_rotation(past.places, places.device)
+    rotation: tuple[Tensor, Tensor] = model.get_decoder().rotary_emb(
+        past.keys[0], places, *rotation_kind(model)
+    )
+    return rotation
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What layers without full attention hold, as a stock cache would: it is kept, not compressed."""
+"""What a model's layers hold beside compressed entries, as a stock cache would: it is kept."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from torch.nn import functional
 
 from gracekv.errors import ShapeError
 
+WITH_STATES = frozenset({"linear_attention", "conv", "hybrid"})
+"""Kinds of layers, as transformers names them, that hold states of fixed size."""
+
+WITHOUT_CACHE = frozenset({"mlp", "moe"})
+"""Kinds of layers that hold nothing."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptLayer:
@@ -22,8 +28,8 @@ class KeptLayer:
         kind: as transformers names it, such as "sliding_attention".
         window: of a sliding layer, in tokens; None for others.
         tensors: of a sliding layer "keys" and "values" [S, G, n, d] of the last n tokens, n at most
-            window - 1; of a linear one its states "conv" [S, C, k], the last inputs of its
-            convolution, and "recurrent" [S, heads, d_k, d_v].
+            window - 1; of one with states "conv" [S, C, k], the last inputs of its convolution,
+            "recurrent" [S, heads, d_k, d_v] or [S, C, d_v], or both; of one without cache none.
 
     Raises:
         ShapeError: the tensors do not fit one another.
@@ -36,20 +42,26 @@ class KeptLayer:
 
     def __post_init__(self) -> None:
         shapes = {name: list(x.shape) for name, x in self.tensors.items()}
-        sliding = self.window is not None
-        if (
-            len({len(x) for x in self.tensors.values()}) != 1
-            or (sliding and shapes.keys() != {"keys", "values"})
-            or (sliding and any(x.ndim != 4 for x in self.tensors.values()))
-            or (sliding and shapes["keys"] != shapes["values"])
-            or (not sliding and shapes.keys() != {"conv", "recurrent"})
-            or (not sliding and (len(shapes["conv"]), len(shapes["recurrent"])) != (3, 4))
-        ):
+        if self.window is not None:
+            fits = shapes.keys() == {"keys", "values"} and shapes["keys"] == shapes["values"]
+            fits = fits and len(shapes["keys"]) == 4
+        elif self.kind in WITHOUT_CACHE:
+            fits = not shapes
+        else:
+            axes = {"conv": (3,), "recurrent": (3, 4)}
+            fits = bool(shapes) and shapes.keys() <= axes.keys()
+            fits = fits and all(len(shape) in axes[name] for name, shape in shapes.items())
+        if not fits or len({len(x) for x in self.tensors.values()}) > 1:
             raise ShapeError(
                 f"KeptLayer takes states of as many sequences, of a sliding layer keys and values "
-                f"[S, G, n, d], of a linear one conv [S, C, k] and recurrent [S, heads, d_k, d_v]; "
-                f"layer {self.number} has {shapes}."
+                f"[S, G, n, d], of one with states conv [S, C, k] or recurrent [S, heads, d_k, "
+                f"d_v] or [S, C, d_v]; layer {self.number}, {self.kind}, has {shapes}."
             )
+
+    @property
+    def beside_entries(self) -> bool:
+        """Whether the layer has keys and values as well, which are compressed."""
+        return self.kind == "hybrid"
 
     @property
     def bytes(self) -> int:
@@ -90,8 +102,9 @@ class KeptLayer:
 
 
 def bytes_by_kind(layers: Sequence[KeptLayer]) -> dict[str, int]:
-    """Bytes of `layers`, such as {"sliding_attention": ...}."""
+    """Bytes of those `layers` that hold something, such as {"sliding_attention": ...}."""
     total: dict[str, int] = {}
     for layer in layers:
-        total[layer.kind] = total.get(layer.kind, 0) + layer.bytes
+        if layer.tensors:
+            total[layer.kind] = total.get(layer.kind, 0) + layer.bytes
     return total

@@ -29,7 +29,7 @@ def switch_point(model: Any) -> int | None:
     if config.model_type == "phi3":
         return int(config.original_max_position_embeddings)
     rope = rope_parameters(model)
-    if rope["rope_type"] == "longrope":
+    if rope.get("rope_type") == "longrope":
         return int(rope["original_max_position_embeddings"])
     return None
 
@@ -42,7 +42,7 @@ def trained_length(model: Any) -> int | None:
     if not known:
         return None
     # Configs that turn these on often leave max_position_embeddings at what it was before.
-    if rope["rope_type"] in ("linear", "yarn") and factor:
+    if rope.get("rope_type") in ("linear", "yarn") and factor:
         return max(int(known), int((original or known) * factor))
     return int(known)
 
@@ -88,7 +88,7 @@ def check_prompt_length(model: Any, length: int) -> None:
         what = (
             "Its dynamic RoPE then rotates by the longest sequence seen so far, so answers depend "
             "on what the model was run on before."
-            if rope_parameters(model)["rope_type"] == "dynamic"
+            if rope_parameters(model).get("rope_type") == "dynamic"
             else "Answers may be poor, with and without compression."
         )
         _warn(f"The prompt has {length} tokens, {name} was made for {trained}. {what}")

@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from gracekv.errors import UnsupportedModelError
+from gracekv.prefill.kept import WITH_STATES, WITHOUT_CACHE
 from gracekv.rope import Rope
 
 Rotation = Literal["halves", "one_half", "interleaved", "interleaved_table", "none"]
@@ -19,12 +21,16 @@ Rotation = Literal["halves", "one_half", "interleaved", "interleaved_table", "no
 - "one_half": the same, from one half of that table (GPT-OSS).
 - "interleaved": features 2i and 2i + 1, from a table whose halves are alike (GLM-4).
 - "interleaved_table": the same, from a table whose neighbours are alike (Cohere).
-- "none": the layer has no RoPE (some of SmolLM3).
+- "none": the layer has no RoPE (some of SmolLM3, all of Nemotron-H).
 """
 
 ROTATIONS: tuple[Rotation, ...] = (
     "halves", "one_half", "interleaved", "interleaved_table", "none",
 )  # fmt: skip
+
+COMPRESSED = ("full_attention", "hybrid")
+"""Kinds of layers, as transformers names them, whose keys and values are compressed. A hybrid layer
+has states beside them."""
 
 _INTERLEAVED, _ONE_HALF = frozenset({"glm4"}), frozenset({"gpt_oss"})
 # Families whose layers with full attention have no RoPE, while those that slide do.
@@ -51,9 +57,19 @@ class ModelLayer:
     rotation: Rotation
 
     @property
-    def is_linear(self) -> bool:
-        """Whether it holds states in place of keys and values."""
-        return self.kind == "linear_attention"
+    def has_states(self) -> bool:
+        """Whether it holds states of fixed size, in place of keys and values or beside them."""
+        return self.kind in WITH_STATES
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether it has keys and values."""
+        return self.kind in (*COMPRESSED, "sliding_attention")
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it holds anything."""
+        return self.kind not in WITHOUT_CACHE
 
 
 def model_layers(model: Any) -> tuple[ModelLayer, ...]:
@@ -77,13 +93,15 @@ def compressed_layers(model: Any) -> tuple[ModelLayer, ...]:
     Where all slide, all of them: up to their window they are as layers with full attention.
     """
     layers = model_layers(model)
-    return tuple(layer for layer in layers if layer.kind == "full_attention") or layers
+    return tuple(layer for layer in layers if layer.kind in COMPRESSED) or layers
 
 
 def kept_layers(model: Any) -> tuple[ModelLayer, ...]:
-    """The other layers, whose cache stays as it is."""
+    """The layers that hold something which stays as it is, or nothing: all others, and hybrids."""
     compressed = compressed_layers(model)
-    return tuple(layer for layer in model_layers(model) if layer not in compressed)
+    return tuple(
+        layer for layer in model_layers(model) if layer.has_states or layer not in compressed
+    )
 
 
 def text_config(model: Any) -> Any:
@@ -91,12 +109,39 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def rope_parameters(model: Any) -> Any:
-    """The config's RoPE parameters; where kinds of layers have their own, those of full ones."""
-    parameters = getattr(text_config(model), "rope_parameters", None)
-    if isinstance(parameters, dict) and isinstance(parameters.get("full_attention"), dict):
-        return parameters["full_attention"]
-    return parameters
+def head_sizes(model: Any) -> tuple[int, int, int]:
+    """H, G and d of the compressed layers.
+
+    Raises `UnsupportedModelError` if they differ from one another.
+    """
+    config, layers = text_config(model), compressed_layers(model)
+    configs = [config]
+    if getattr(config, "is_heterogeneous", False):
+        configs = [config.per_layer_config[layer.number] for layer in layers]
+    sizes = []
+    for own in configs:
+        heads = own.num_attention_heads
+        groups = getattr(own, "num_key_value_heads", None) or heads
+        sizes.append((heads, groups, getattr(own, "head_dim", None) or own.hidden_size // heads))
+    other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
+    if other is not None:
+        raise UnsupportedModelError(
+            f"Layers {layers[0].number} and {layers[other].number} of {type(model).__name__} have "
+            f"{sizes[0]} and {sizes[other]} query heads, KV heads and features a head; gracekv "
+            f"compresses layers of one size only."
+        )
+    return sizes[0]
+
+
+def rope_parameters(model: Any) -> Mapping[str, Any]:
+    """The config's RoPE parameters; where kinds of layers have their own, those of full ones.
+
+    Empty if it has none.
+    """
+    parameters: Any = getattr(text_config(model), "rope_parameters", None)
+    for kind in rotation_kind(model):
+        parameters = parameters[kind]
+    return parameters if isinstance(parameters, dict) and "rope_type" in parameters else {}
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -110,8 +155,25 @@ def layer_kinds(config: Any) -> list[str]:
 
 def rotation_kind(model: Any) -> tuple[str, ...]:
     """What `rotary_emb` takes beside positions where kinds of layers have their own RoPE."""
-    own = rope_parameters(model) is not getattr(text_config(model), "rope_parameters", None)
-    return ("full_attention",) if own else ()
+    parameters = getattr(text_config(model), "rope_parameters", None) or {}
+    return tuple(kind for kind in COMPRESSED if isinstance(parameters.get(kind), dict))[:1]
+
+
+def attention_module(layer: Any) -> Any:
+    """The module of a decoder layer that attends, as most families name it; None: not found."""
+    found = getattr(layer, "self_attn", None)
+    return getattr(layer, "mixer", None) if found is None else found
+
+
+def output_projection(attention: Any) -> Any:
+    """The linear layer after an attention module's heads; None: not found."""
+    found = getattr(attention, "o_proj", None)
+    return getattr(attention, "out_proj", None) if found is None else found
+
+
+def has_rope(model: Any) -> bool:
+    """Whether the decoder makes rotations for its layers."""
+    return getattr(model.get_decoder(), "rotary_emb", None) is not None
 
 
 def remember_rotations(model: Any, found: Mapping[int, Rotation]) -> None:
@@ -122,8 +184,8 @@ def remember_rotations(model: Any, found: Mapping[int, Rotation]) -> None:
 def _rotation(model: Any, number: int, layer: Any) -> Rotation:
     if model in _found:
         return _found[model].get(number, "none")
-    attention, family = getattr(layer, "self_attn", None), text_config(model).model_type
-    if not getattr(attention, "use_rope", True):
+    attention, family = attention_module(layer), text_config(model).model_type
+    if not has_rope(model) or not getattr(attention, "use_rope", True):
         return "none"
     if family in _ONLY_SLIDING_ROTATES and not getattr(attention, "sliding_window", None):
         return "none"

@@ -100,12 +100,14 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
     own = rotary.forward
     made: dict[Any, Any] = {}
 
-    def forward(x: Tensor, position_ids: Tensor, kind: Any = None) -> tuple[Tensor, ...]:
+    def forward(x: Tensor, position_ids: Tensor, layer_type: Any = None) -> tuple[Tensor, ...]:
         # Where kinds of layers rotate differently, each has its own table.
-        if kind not in made:
-            kinds = () if kind is None else (kind,)
-            made[kind] = table(lambda *args: own(*args, *kinds), x)
-        return tuple(part[:, position_ids[0].to(part.device)] for part in made[kind])
+        if layer_type not in made:
+            kinds = () if layer_type is None else (layer_type,)
+            made[layer_type] = table(lambda *args: own(*args, *kinds), x)
+        # Models that also read images number rows and columns, too; in text all three agree.
+        places = position_ids.reshape(-1, position_ids.shape[-1])[0]
+        return tuple(part[:, places.to(part.device)] for part in made[layer_type])
 
     rotary.forward = forward
     try:

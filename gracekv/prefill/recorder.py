@@ -14,7 +14,7 @@ from gracekv.errors import UnsupportedModelError
 from gracekv.linalg import full_float32
 from gracekv.prefill.block_replay import BlockReplaySpec, BlockReplaySums
 from gracekv.prefill.column_sums import add_column_sums
-from gracekv.prefill.model_layers import ModelLayer, rope_of_table, rotating
+from gracekv.prefill.model_layers import ModelLayer, attention_module, rope_of_table, rotating
 from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.partial_attention import PartialAttention
 from gracekv.prefill.past import Past, widened
@@ -129,11 +129,18 @@ class Recorder:
 
     @contextmanager
     def hooks(self, model: Any) -> Iterator[None]:
-        """Record what the attention function does not see."""
+        """Record what the attention function does not see.
+
+        Inside, a layer with several residual streams raises `UnsupportedModelError`.
+        """
         decoder, needs = model.get_decoder(), self._needs
 
         def rotation(module: Any, args: Any, kwargs: Any) -> None:
-            self._rotations.append(_table(kwargs.get("position_embeddings")))
+            pair = kwargs.get("position_embeddings")
+            if pair is None and rotating(self._layers) == "none":
+                stream = args[0] if args else kwargs["hidden_states"]
+                pair = no_rotation(stream.shape[1], stream.device)
+            self._rotations.append(_table(pair))
 
         def final(module: Any, args: Any, output: Any) -> None:
             self.final = output.last_hidden_state[0]
@@ -143,13 +150,18 @@ class Recorder:
 
                 def block_input(module: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
                     stream = (args[0] if args else kwargs["hidden_states"])[0]
+                    if stream.ndim != 2:
+                        raise UnsupportedModelError(
+                            f"A {type(module).__name__} is given several residual streams; gracekv "
+                            f"reads one [T, D]."
+                        )
                     place = self._at(self.hidden, layer, stream, 0, self._spans.length)
                     place[self._chunk.start : self._chunk.end] = stream
 
                 block = decoder.layers[self._layers[layer].number]
                 hook = block.register_forward_pre_hook(block_input, with_kwargs=True)
                 undo.callback(hook.remove)
-            first = decoder.layers[self._layers[0].number].self_attn
+            first = attention_module(decoder.layers[self._layers[0].number])
             hook = first.register_forward_pre_hook(rotation, with_kwargs=True)
             undo.callback(hook.remove)
             if needs.surprisal:
@@ -248,6 +260,12 @@ class Recorder:
                     queries, self._chunk.start, keys, rope, self.scale, **self._logits(layer)
                 )
         self.seconds += _now(queries.device) - started
+
+
+def no_rotation(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin [1, T, 2] that leave keys as they are."""
+    rope = Rope.none(length, device)
+    return rope.cos[None], rope.sin[None]
 
 
 def _table(pair: Any) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,18 @@ from torch import Tensor
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning
 from gracekv.kernels.logits import capped, softmax
 from gracekv.prefill.attention_patch import input_device, patched_attention
-from gracekv.prefill.model_layers import ROTATIONS, Rotation, remember_rotations, rope_of_table
+from gracekv.prefill.model_layers import (
+    ROTATIONS,
+    Rotation,
+    attention_module,
+    compressed_layers,
+    has_rope,
+    model_layers,
+    output_projection,
+    remember_rotations,
+    rope_of_table,
+)
+from gracekv.prefill.stock_layers import StockLayers
 
 _TOKENS = 24
 # The largest difference, relative to what the model gives: rounding, by the bytes of a number.
@@ -43,22 +54,34 @@ def self_check(model: Any) -> None:
     if model in _passed:
         return
     name, family = type(model).__name__, model.config.model_type
-    for number, layer in enumerate(model.get_decoder().layers):
-        if not hasattr(getattr(layer, "self_attn", None), "o_proj"):
+    attending = {
+        layer.number: attention_module(model.get_decoder().layers[layer.number])
+        for layer in model_layers(model)
+        if layer.has_attention
+    }
+    for number, attention in attending.items():
+        if output_projection(attention) is None:
+            layer = model.get_decoder().layers[number]
             raise UnsupportedModelError(
                 f"Layer {number} of {name} ({family}) is a {type(layer).__name__} without the "
                 f"modules self_attn and self_attn.o_proj, which gracekv reads."
+            )
+        if hasattr(attention, "kv_b_proj"):
+            raise UnsupportedModelError(
+                f"Layer {number} of {name} ({family}) has multi-head latent attention (MLA): its "
+                f"cache holds one small latent of each token for all heads, which gracekv does not "
+                f"compress; it compresses keys and values of heads."
             )
     ids = torch.arange(1, _TOKENS + 1) * 7919 % model.get_input_embeddings().num_embeddings
     ids = ids[None].to(input_device(model))
     seen = _Seen()
     hooks = ExitStack()
     with hooks, patched_attention(model, seen.wrap):
-        for number, layer in enumerate(model.get_decoder().layers):
-            hook = layer.self_attn.register_forward_pre_hook(seen.before(number), with_kwargs=True)
+        for number, attention in attending.items():
+            hook = attention.register_forward_pre_hook(seen.before(number), with_kwargs=True)
             hooks.callback(hook.remove)
         stock = model(input_ids=ids, use_cache=False).logits[0, -1]
-    missing = sorted(set(range(len(model.get_decoder().layers))) - seen.keys.keys())
+    missing = sorted(attending.keys() - seen.keys.keys())
     if missing:
         raise UnsupportedModelError(
             f"Layer {missing[0]} of {name} ({family}) does not call transformers' attention "
@@ -76,8 +99,9 @@ def self_check(model: Any) -> None:
     difference = _difference(again, stock)
     if difference > _tolerance(model):
         raise UnsupportedModelError(
-            f"A step of {name} ({family}) over cached keys and values differs by {difference:.1g} "
-            f"from the whole prompt at once, so it keeps more than them between steps."
+            f"A step of {name} ({family}) over cached keys, values and states differs by "
+            f"{difference:.1g} from the whole prompt at once, so it keeps more than them between "
+            f"steps."
         )
     remember_rotations(model, found)
     _passed.add(model)
@@ -133,6 +157,9 @@ def _rotations(model: Any, seen: _Seen) -> dict[int, Rotation]:
     with patched_attention(model, catching):
         for number, (args, kwargs) in seen.inputs.items():
             pair = kwargs.get("position_embeddings")
+            if pair is None and not has_rope(model):
+                found[number] = "none"
+                continue
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise UnsupportedModelError(
                     f"Layer {number} of {type(model).__name__} ({model.config.model_type}) is not "
@@ -141,7 +168,7 @@ def _rotations(model: Any, seen: _Seen) -> dict[int, Rotation]:
             cos, sin = pair
             still = kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
             with suppress(_Enough):
-                model.get_decoder().layers[number].self_attn(*args, **still)
+                attention_module(model.get_decoder().layers[number])(*args, **still)
             found[number] = _rotation(model, number, plain[number], seen.keys[number], cos, sin)
     return found
 
@@ -165,26 +192,41 @@ def _rotation(
 
 
 def _last_step(model: Any, ids: Tensor, seen: _Seen) -> Tensor:
-    """Logits [vocabulary] of the last token over the keys and values of those before it."""
-    keys, values = dict(seen.keys), dict(seen.values)
+    """Logits [vocabulary] of the last token over what is cached of those before it."""
+    keys, values, others = dict(seen.keys), dict(seen.values), StockLayers(model, (), 0)
+    count, with_states = ids.shape[1], any(layer.has_states for layer in model_layers(model))
+    # Sliding layers beside states have their window from the stock cache.
+    by_hand = {x.number for x in (compressed_layers if with_states else model_layers)(model)}
+    options: dict[str, Any] = {"use_cache": False}
+    if with_states:
+        options = others.options()
+        try:
+            model(input_ids=ids[:, :-1], **options)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} ({model.config.model_type}) does not run over the cache "
+                f"layers that transformers has for its kinds of layers: {error}"
+            ) from error
+        others.read(1)
 
     def stepping(own: Any) -> Any:
         def attention(
             module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
         ) -> Any:
             layer = module.layer_idx
-            key, value = (
-                torch.cat([known[layer][:, :, :-1], new], dim=2)
-                for known, new in ((keys, key), (values, value))
-            )
+            if layer in by_hand:
+                key, value = (
+                    torch.cat([known[layer][:, :, :-1], new], dim=2)
+                    for known, new in ((keys, key), (values, value))
+                )
             output = _softmax_attention(query, key, value, **kwargs)
             return output.to(query.dtype), None
 
         return attention
 
     with patched_attention(model, stepping):
-        place = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
-        output = model(input_ids=ids[:, -1:], position_ids=place, use_cache=False)
+        place = torch.tensor([[count - 1]], device=ids.device)
+        output = model(input_ids=ids[:, -1:], position_ids=place, **options)
     logits: Tensor = output.logits[0, -1]
     return logits
 

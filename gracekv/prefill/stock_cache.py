@@ -1,13 +1,13 @@
-"""Stock cache layers of transformers, for the layers of a model that are not compressed.
+"""Stock cache layers of transformers, for what a model holds beside compressed entries.
 
 While the prompt is read they run as in any cache; where one token less is wanted afterwards, since
-decoding feeds the last one again, sliding ones go back by it. A linear layer cannot: its last token
-is read alone.
+decoding feeds the last one again, sliding ones go back by it. States cannot: with them the last
+token is read alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
 
@@ -58,14 +59,38 @@ class PassedOn(CacheLayerMixin):  # type: ignore[misc]
         self._seen += tokens_to_remove
 
 
-class ReadLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """A linear layer while the prompt is read; it keeps no past to go back to."""
+class ReadStates(LinearAttentionLayer):  # type: ignore[misc]
+    """A layer with states while the prompt is read; it keeps no past to go back to."""
 
     def activate_past_recording(self) -> None:
         """Nothing is recorded."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing is held that the next token does not need."""
+
+
+class WithoutCache(ReadStates):
+    """A layer that holds nothing; to transformers, before 5.23 too, one of states."""
+
+    is_croppable = True
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """There is nothing to repeat."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """There is nothing to select for `indices`, int64 [B]."""
+
+
+class ReadHybrid(PassedOn, ReadStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """A layer with states beside compressed keys and values, while the prompt is read."""
+
+    def __init__(self, seen: int) -> None:
+        LinearAttentionAndFullAttentionLayer.__init__(self)
+        self._seen = seen
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """The states are made as in any cache."""
+        LinearAttentionAndFullAttentionLayer.lazy_initialization(self, *args, **kwargs)
 
 
 def reading_cache(
@@ -75,15 +100,13 @@ def reading_cache(
 
     Args:
         layers: all of the model.
-        kept: those that are not compressed.
+        kept: those that hold something which is not compressed, or nothing.
         before: what they hold of the `seen` tokens before; none at the start of a sequence.
         seen: tokens before.
     """
     made: list[Any] = [PassedOn(seen) for _ in layers]
     for layer in kept:
-        made[layer.number] = (
-            ReadLinearLayer() if layer.is_linear else DynamicSlidingWindowLayer(layer.window)
-        )
+        made[layer.number] = _reading_layer(layer, seen)
     for state in before:
         fill(made[state.number], state, seen)
     cache = Cache(layers=made)
@@ -91,28 +114,42 @@ def reading_cache(
     return cache
 
 
+def _reading_layer(layer: ModelLayer, seen: int) -> Any:
+    if layer.window is not None:
+        return DynamicSlidingWindowLayer(layer.window)
+    if layer.has_states:
+        return ReadHybrid(seen) if layer.has_attention else ReadStates()
+    return WithoutCache()
+
+
 def fill(layer: Any, state: KeptLayer, seen: int) -> None:
     """Set a stock layer to `state`, which it holds of `seen` tokens; `state` is never changed."""
     if state.window is None:
-        fill_linear(layer, state.tensors["conv"], state.tensors["recurrent"])
+        if state.tensors:
+            fill_states(layer, state.tensors)
         return
     keys, values = state.tensors["keys"], state.tensors["values"]
     layer.lazy_initialization(keys, values)
     layer.keys, layer.values, layer.cumulative_length = keys, values, seen
 
 
-def fill_linear(layer: Any, conv: Tensor, recurrent: Tensor) -> None:
-    """Set a stock linear layer to copies of its states [S, C, k] and [S, heads, d_k, d_v]."""
+def fill_states(layer: Any, states: Mapping[str, Tensor]) -> None:
+    """Set a stock layer to copies of its states [S, ...], as `KeptLayer` names them."""
     # The layer's own steps write into its tensors.
-    layer.conv_states[0], layer.recurrent_states[0] = conv.clone(), recurrent.clone()
-    layer.conv_kernel_size[0] = conv.shape[-1]
-    layer.dtype, layer.device = conv.dtype, conv.device
-    for known in (
-        layer.is_conv_states_initialized,
-        layer.is_recurrent_states_initialized,
-        layer.has_previous_state,
-    ):
-        known[0] = True
+    conv, recurrent = (states[x].clone() if x in states else None for x in ("conv", "recurrent"))
+    layer.conv_states[0], layer.is_conv_states_initialized[0] = conv, conv is not None
+    layer.recurrent_states[0] = recurrent
+    layer.is_recurrent_states_initialized[0] = recurrent is not None
+    if conv is not None and layer.conv_kernel_size[0] is None:
+        layer.conv_kernel_size[0] = conv.shape[-1]
+    first = next(iter(states.values()))
+    layer.dtype, layer.device, layer.has_previous_state[0] = first.dtype, first.device, True
+
+
+def read_states(layer: Any) -> dict[str, Tensor]:
+    """Copies of a stock layer's states [S, ...], which further tokens change in place."""
+    found = {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]}
+    return {name: x.clone() for name, x in found.items() if x is not None}
 
 
 def states_of(cache: Cache, kept: Sequence[ModelLayer]) -> tuple[KeptLayer, ...]:
@@ -122,15 +159,15 @@ def states_of(cache: Cache, kept: Sequence[ModelLayer]) -> tuple[KeptLayer, ...]
             layer.number,
             layer.kind,
             layer.window,
-            _tensors(cache.layers[layer.number], layer.is_linear),
+            _tensors(cache.layers[layer.number], layer),
         )
         for layer in kept
     )
 
 
-def _tensors(layer: Any, is_linear: bool) -> dict[str, Tensor]:
-    if is_linear:
-        # Further tokens change these in place.
-        states = {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]}
-        return {name: x.clone() for name, x in states.items()}
-    return {"keys": layer.keys.contiguous(), "values": layer.values.contiguous()}
+def _tensors(held: Any, layer: ModelLayer) -> dict[str, Tensor]:
+    if layer.has_states:
+        return read_states(held)
+    if not layer.has_cache:
+        return {}
+    return {"keys": held.keys.contiguous(), "values": held.values.contiguous()}

@@ -1,4 +1,4 @@
-"""The layers of a model that are not compressed, while its prompt is read."""
+"""What a model holds beside compressed entries, while its prompt is read."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StockLayers:
     def __init__(self, model: Any, before: Sequence[KeptLayer], seen: int) -> None:
         self._kept = kept_layers(model)
         self._cache: Any = None
-        # The state of a linear layer cannot go back by a token.
-        self._last_alone = any(layer.is_linear for layer in self._kept)
+        # States cannot go back by a token.
+        self._last_alone = any(layer.has_states for layer in self._kept)
         self.states: tuple[KeptLayer, ...] = tuple(before) if self._last_alone else ()
         if self._kept:
             from gracekv.prefill.stock_cache import reading_cache

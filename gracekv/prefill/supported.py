@@ -5,30 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from gracekv.distributed.sharding import check_sharding
+from gracekv.distributed.sharding import check_sharding, is_sharded
 from gracekv.errors import UnsupportedModelError
-from gracekv.prefill.model_layers import kept_layers, layer_kinds, rope_parameters, text_config
+from gracekv.prefill.kept import WITH_STATES, WITHOUT_CACHE
+from gracekv.prefill.model_layers import (
+    COMPRESSED,
+    has_rope,
+    head_sizes,
+    kept_layers,
+    layer_kinds,
+    rope_parameters,
+    text_config,
+)
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.self_check import self_check
 
 TESTED_MODEL_TYPES = frozenset(
     {
         "cohere2",
+        "falcon_h1",
         "gemma",
         "gemma2",
         "gemma3_text",
+        "gemma4_text",
         "glm4",
         "gpt_oss",
         "granite",
+        "granitemoehybrid",
+        "lfm2",
         "llama",
         "ministral",
         "mistral",
         "mixtral",
+        "nemotron_h",
         "olmo2",
         "olmo3",
         "phi3",
         "qwen2",
         "qwen3",
+        "qwen3_5_text",
         "qwen3_moe",
         "qwen3_next",
         "smollm3",
@@ -37,15 +52,14 @@ TESTED_MODEL_TYPES = frozenset(
 )
 """`config.model_type`s whose capture and decoding are tested against the stock forward pass."""
 
-TESTED_ROPE_TYPES = frozenset({"default", "dynamic", "linear", "llama3", "longrope", "yarn"})
+TESTED_ROPE_TYPES = frozenset(
+    {"default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn"}
+)
 """Rotations that rotate_half of one table of cosines and sines describes. "dynamic" and "longrope"
 also depend on the sequence's length: see `gracekv.prefill.length_limits`."""
 
-KINDS = frozenset({"full_attention", "sliding_attention"})
+KINDS = frozenset(COMPRESSED) | {"sliding_attention"} | WITH_STATES | WITHOUT_CACHE
 """Kinds of layers, as transformers names them, that a cache may hold."""
-
-LINEAR_MODEL_TYPES = frozenset({"qwen3_next"})
-"""`config.model_type`s whose layers of kind linear_attention a cache may hold, too."""
 
 
 def check_model(model: Any) -> None:
@@ -71,37 +85,55 @@ def check_model(model: Any) -> None:
             f"{_listed(TESTED_MODEL_TYPES)}."
         )
     kinds = layer_kinds(text_config(model))
-    known = KINDS | ({"linear_attention"} if family in LINEAR_MODEL_TYPES else frozenset())
     for number, kind in enumerate(kinds):
-        if kind not in known:
+        if kind not in KINDS:
             raise UnsupportedModelError(
-                f"Layer {number} of {name} ({family}) is of kind {kind}; gracekv compresses layers "
-                f"of kind full_attention and leaves those of kind "
-                f"{_listed(known - {'full_attention'})} as they are, and knows no others (of kind "
-                f"linear_attention those of {_listed(LINEAR_MODEL_TYPES)} alone). Tested families: "
-                f"{_listed(TESTED_MODEL_TYPES)}."
+                f"Layer {number} of {name} ({family}) is of kind {kind}; gracekv compresses keys "
+                f"and values of kinds {_listed(COMPRESSED)}, leaves layers of kinds "
+                f"{_listed(KINDS - set(COMPRESSED))} as they are, and knows no others. Tested "
+                f"families: {_listed(TESTED_MODEL_TYPES)}."
             )
-    if "linear_attention" in kinds and "full_attention" not in kinds:
+    has_states = bool(WITH_STATES & set(kinds))
+    if has_states and not set(COMPRESSED) & set(kinds):
         raise UnsupportedModelError(
             f"{name} ({family}) has no layer of kind full_attention, so nothing of its cache grows "
             f"with the prompt and there is nothing to compress."
         )
-    rope = rope_parameters(model)
-    if not isinstance(rope, dict) or "rope_type" not in rope:
+    if has_states and is_sharded(model):
+        number = next(i for i, kind in enumerate(kinds) if kind in WITH_STATES)
+        raise UnsupportedModelError(
+            f"Layer {number} of {name} ({family}) is of kind {kinds[number]}, whose states are not "
+            f"divided among processes. Load the model without tp_plan."
+        )
+    rope, rotates = rope_parameters(model), has_rope(model) or not has_states
+    if rotates and not rope:
         raise UnsupportedModelError(
             f"{name} ({family}) has no rotary position embedding (RoPE), which merging keys "
-            f"relies on. Tested families: {_listed(TESTED_MODEL_TYPES)}."
+            f"relies on, and no layers with states that would tell positions. Tested families: "
+            f"{_listed(TESTED_MODEL_TYPES)}."
         )
     if not hasattr(model.get_decoder(), "layers"):
         raise UnsupportedModelError(
             f"{name} ({family}) does not have its decoder's layers in a list named layers. Tested "
             f"families: {_listed(TESTED_MODEL_TYPES)}."
         )
-    if rope["rope_type"] not in TESTED_ROPE_TYPES or "mrope_section" in rope:
+    if len(kinds) != len(model.get_decoder().layers):
+        raise UnsupportedModelError(
+            f"The config of {name} ({family}) describes {len(kinds)} layers, its decoder has "
+            f"{len(model.get_decoder().layers)}; gracekv takes one attention a layer."
+        )
+    if rotates and rope["rope_type"] not in TESTED_ROPE_TYPES:
         raise UnsupportedModelError(
             f"The RoPE variant {rope['rope_type']!r} of {name} is not supported; supported: "
             f"{_listed(TESTED_ROPE_TYPES)}."
         )
+    shared = getattr(text_config(model), "kv_sharing_modes", None) or []
+    if "reuse" in shared:
+        raise UnsupportedModelError(
+            f"Layer {shared.index('reuse')} of {name} ({family}) attends to the keys and values of "
+            f"an earlier layer; what several layers read is not compressed yet."
+        )
+    head_sizes(model)
     if model.training:
         raise UnsupportedModelError(
             "The model is in training mode, where dropout makes its cache random. Call "
@@ -117,9 +149,8 @@ def check_needs(model: Any, needs: Needs) -> None:
     if kept and (needs.reconstruction or needs.draft):
         raise UnsupportedModelError(
             f"This recipe runs the model once more over the whole context, or drafts an answer. "
-            f"Layer {kept[0].number} of {type(model).__name__} is of kind {kept[0].kind} and holds "
-            f"no key and value of every token for it. Use a recipe that reads once, such as "
-            f"'gracekv-plus'."
+            f"Layer {kept[0].number} of {type(model).__name__} is of kind {kept[0].kind} and does "
+            f"not hold every token for it. Use a recipe that reads once, such as 'gracekv-plus'."
         )
 
 

@@ -15,21 +15,37 @@ _CONFIGS = {
     "gemma": "GemmaConfig",
     "gemma2": "Gemma2Config",
     "gemma3_text": "Gemma3TextConfig",
+    "gemma4_text": "Gemma4TextConfig",
     "cohere2": "Cohere2Config",
+    "falcon_h1": "FalconH1Config",
     "glm4": "Glm4Config",
     "gpt_oss": "GptOssConfig",
     "granite": "GraniteConfig",
+    "granitemoehybrid": "GraniteMoeHybridConfig",
+    "lfm2": "Lfm2Config",
     "ministral": "MinistralConfig",
     "mixtral": "MixtralConfig",
+    "nemotron_h": "NemotronHConfig",
     "olmo2": "Olmo2Config",
     "olmo3": "Olmo3Config",
+    "qwen3_5_text": "Qwen3_5TextConfig",
     "qwen3_moe": "Qwen3MoeConfig",
     "qwen3_next": "Qwen3NextConfig",
     "smollm3": "SmolLM3Config",
     "starcoder2": "Starcoder2Config",
 }
-SLIDING = ("cohere2", "gemma2", "gemma3_text", "gpt_oss", "ministral", "olmo3")
+SLIDING = ("cohere2", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "ministral", "olmo3")
 """Families of which every other layer slides here."""
+
+# What comes before each layer with full attention.
+_OTHER_LAYERS = {
+    **dict.fromkeys(SLIDING, ("sliding_attention",)),
+    "granitemoehybrid": ("linear_attention",),
+    "lfm2": ("conv",),
+    "nemotron_h": ("linear_attention", "moe"),
+    "qwen3_5_text": ("linear_attention",),
+    "qwen3_next": ("linear_attention",),
+}
 
 FAMILIES = tuple(_CONFIGS)
 """`config.model_type`s that `tiny_model` can make."""
@@ -64,7 +80,8 @@ def tiny_model(
         vocabulary: number of token ids; none of them ends a sequence.
         rope: "default", "linear", "dynamic", "llama3" (scaled frequencies), "yarn" (scaled, with
             an attention factor) or "longrope" (two sets of frequencies, with an attention factor).
-        partial: the share of a head's features that rotate ("phi3", "glm4", "qwen3_next").
+        partial: the share of a head's features that rotate ("phi3", "glm4", "qwen3_next",
+            "qwen3_5_text").
         positions: `max_position_embeddings`.
         original: tokens that the model was trained on before its RoPE was stretched ("llama3",
             "yarn", "longrope"; 32 for "llama3").
@@ -86,14 +103,19 @@ def tiny_model(
     elif family in ("qwen2", "qwen3"):
         # The first layer attends to everything, the others slide.
         extra = {"use_sliding_window": window is not None, "max_window_layers": 1}
-    elif family in SLIDING:
-        kinds = ("sliding_attention", "full_attention")
-        extra = {"layer_types": [kinds[i % 2] for i in range(layers)]}
+    elif family in _OTHER_LAYERS:
+        kinds = (*_OTHER_LAYERS[family], "full_attention")
+        name = "layers_block_type" if family == "nemotron_h" else "layer_types"
+        extra = {name: [kinds[i % len(kinds)] for i in range(layers)]}
     if family == "gemma2":
         # Its own cap of 50 would hardly change such small logits.
         extra |= {"attn_logit_softcapping": 3.0}
-    elif family == "gemma3_text":
+    elif family in ("gemma3_text", "gemma4_text"):
         local = {"rope_type": "default", "rope_theta": 1e3}
+        if family == "gemma4_text":
+            # Layers with full attention have larger heads, of which some features rotate.
+            parameters |= {"rope_type": "proportional", "partial_rotary_factor": 0.5}
+            extra |= {"global_head_dim": 2 * dim, "hidden_size_per_layer_input": 0}
         parameters = {"sliding_attention": local, "full_attention": parameters}
     elif family == "glm4":
         parameters["partial_rotary_factor"] = partial
@@ -102,15 +124,29 @@ def tiny_model(
     elif family in ("mixtral", "qwen3_moe", "gpt_oss"):
         experts = "num_experts" if family == "qwen3_moe" else "num_local_experts"
         extra |= {experts: 4, "num_experts_per_tok": 2, "moe_intermediate_size": heads * dim}
-    elif family == "qwen3_next":
-        kinds = ("linear_attention", "full_attention")
-        extra = {"layer_types": [kinds[i % 2] for i in range(layers)]}
+    elif family in ("qwen3_next", "qwen3_5_text"):
         extra |= {"linear_num_key_heads": kv_heads, "linear_num_value_heads": heads}
         extra |= {"linear_key_head_dim": dim, "linear_value_head_dim": dim}
-        extra |= {"num_experts": 4, "num_experts_per_tok": 2}
-        extra |= {"moe_intermediate_size": heads * dim}
-        extra |= {"shared_expert_intermediate_size": heads * dim}
+        if family == "qwen3_next":
+            extra |= {"num_experts": 4, "num_experts_per_tok": 2}
+            extra |= {"moe_intermediate_size": heads * dim}
+            extra |= {"shared_expert_intermediate_size": heads * dim}
         parameters["partial_rotary_factor"] = partial
+    elif family == "lfm2":
+        extra |= {"block_auto_adjust_ff_dim": False}
+    elif family in ("falcon_h1", "granitemoehybrid"):
+        extra |= {"mamba_n_heads": heads, "mamba_d_head": 2 * dim, "mamba_d_state": dim}
+        extra |= {"mamba_n_groups": 1, "mamba_chunk_size": 16}
+        if family == "falcon_h1":
+            extra |= {"mamba_d_ssm": 2 * heads * dim}
+        else:
+            extra |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+            extra |= {"shared_intermediate_size": heads * dim, "attention_multiplier": 0.1}
+    elif family == "nemotron_h":
+        extra |= {"mamba_num_heads": heads, "mamba_head_dim": 2 * dim, "ssm_state_size": dim}
+        extra |= {"n_groups": 1, "chunk_size": 16, "n_routed_experts": 4}
+        extra |= {"num_experts_per_tok": 2, "moe_intermediate_size": heads * dim}
+        extra |= {"moe_shared_expert_intermediate_size": heads * dim}
     elif family == "smollm3":
         # Every other layer has no RoPE.
         extra = {"no_rope_layers": [1 - i % 2 for i in range(layers)], "use_sliding_window": False}

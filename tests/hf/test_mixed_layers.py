@@ -15,7 +15,12 @@ from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
 from gracekv.testing.tokenizers import tiny_tokenizer  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
-from support.margins import assert_same_steps, assert_same_tokens, logits_over  # noqa: E402
+from support.margins import (  # noqa: E402
+    assert_same_beams,
+    assert_same_steps,
+    assert_same_tokens,
+    logits_over,
+)
 
 MIXED = [name for name, family in FAMILIES.items() if family.is_mixed]
 WINDOW, VOCABULARY = 24, 300
@@ -134,8 +139,9 @@ def test_assisted_decoding_and_resets_go_back_to_the_prompt():
     assert torch.equal(model.generate(**result.inputs, **options), first)
 
 
-def test_each_continuation_has_its_own_states_of_linear_layers():
-    model = model_of("qwen3_next")
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_each_continuation_has_its_own_states(family):
+    model = model_of(family)
     ids = torch.arange(100) * 13 % VOCABULARY
     result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=3)
     before = copy.deepcopy(result.packed.kept)
@@ -158,6 +164,29 @@ def test_each_continuation_has_its_own_states_of_linear_layers():
             assert torch.equal(tensor, old.tensors[name])
     with pytest.raises(CacheError, match=r"Layer 0 .* cannot go back"):
         two.crop(-1)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "gemma3_text", "lfm2", "qwen3_next"])
+def test_beams_at_ratio_one_are_those_of_the_stock_model(family):
+    model, plain = model_of(family), model_of(family)
+    ids = torch.arange(100) * 13 % VOCABULARY
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=1)
+    options = {"num_beams": 4, "num_return_sequences": 4}
+    want = plain.generate(
+        ids[None],
+        attention_mask=torch.ones_like(ids)[None],
+        max_new_tokens=8,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
+    )
+    assert_same_beams(result.generate_ids(8, **options), want[:, len(ids) :], result)
+
+
+def test_states_alone_and_stateful_models_are_refused():
+    model = model_of("qwen3_next")
+    ids = torch.arange(100) * 13 % VOCABULARY
+    result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=3)
     with pytest.raises(ValueError, match="not supported with stateful models"):
         result.generate_ids(4, prompt_lookup_num_tokens=3)
     model.config.layer_types = ["linear_attention"] * 4

@@ -10,7 +10,8 @@ transformers = pytest.importorskip("transformers")
 import gracekv  # noqa: E402
 from gracekv.hf import GraceCache  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
-from gracekv.prefill.model_layers import compressed_layers  # noqa: E402
+from gracekv.prefill.kept import WITH_STATES  # noqa: E402
+from gracekv.prefill.model_layers import attention_module, compressed_layers  # noqa: E402
 from gracekv.prefill.supported import TESTED_MODEL_TYPES  # noqa: E402
 from support.dense import dense_logits  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
@@ -40,9 +41,8 @@ def test_the_list_is_that_of_the_check():
 
 @every_family
 def test_the_capture_is_the_stock_forward_pass(family):
-    model, mixed = FAMILIES[family].model(), FAMILIES[family].is_mixed
-    linear = FAMILIES[family].is_linear
-    cache = transformers.DynamicCache(config=model.config if linear else None)
+    model, with_states = FAMILIES[family].model(), FAMILIES[family].has_states
+    cache = transformers.DynamicCache(config=model.config if with_states else None)
     with torch.no_grad():
         plain = copy.deepcopy(model)(IDS[None], past_key_values=cache)
 
@@ -50,10 +50,13 @@ def test_the_capture_is_the_stock_forward_pass(family):
     parts = capture(model, PROMPT, chunk=40)
 
     numbers = [x.number for x in compressed_layers(model)]
-    assert len(numbers) == prefill.layers == (len(cache) // 2 if mixed else len(cache))
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(cache)
+    own = ("full_attention", "hybrid") if FAMILIES[family].is_mixed else kinds
+    assert numbers == [x for x, kind in enumerate(kinds) if kind in own]
+    assert len(numbers) == prefill.layers
     for layer, number in enumerate(numbers):
         # Exactly: both call the same functions on the same shapes, but for a last token alone.
-        off = 1e-4 if linear else 0
+        off = 1e-4 if with_states else 0
         for got, stock in (
             (prefill.keys[layer], cache.layers[number].keys[0]),
             (prefill.values[layer], cache.layers[number].values[0]),
@@ -62,15 +65,16 @@ def test_the_capture_is_the_stock_forward_pass(family):
         torch.testing.assert_close(parts.keys[layer], prefill.keys[layer], rtol=0, atol=1e-3)
     torch.testing.assert_close(prefill.logits, plain.logits[0, -1], rtol=0, atol=1e-4)
     torch.testing.assert_close(parts.logits, prefill.logits, rtol=0, atol=1e-3)
-    # Sliding layers hold the window of all tokens but the last, linear ones their state then.
-    if linear:
+    # Sliding layers hold the window of all tokens but the last, the others their states then.
+    if with_states:
         cache = transformers.DynamicCache(config=model.config)
         with torch.no_grad():
             copy.deepcopy(model)(IDS[None, :-1], past_key_values=cache)
-    assert [x.number for x in prefill.kept] == [x for x in range(len(cache)) if x not in numbers]
+    beside = [x for x in range(len(cache)) if x not in numbers or kinds[x] in WITH_STATES]
+    assert [x.number for x in prefill.kept] == beside
     for whole, in_parts in zip(prefill.kept, parts.kept, strict=True):
         for name, tensor in whole.tensors.items():
-            if linear:
+            if with_states:
                 stock = getattr(cache.layers[whole.number], f"{name}_states")[0]
                 torch.testing.assert_close(tensor, stock, rtol=0, atol=1e-4)
             else:
@@ -104,9 +108,11 @@ def test_keys_without_their_rotation_are_those_of_the_model(family):
     model = FAMILIES[family].model()
     prefill = capture(model, PROMPT)
     for layer, described in enumerate(compressed_layers(model)):
-        attention = model.get_decoder().layers[described.number].self_attn
+        attention = attention_module(model.get_decoder().layers[described.number])
 
         def still(module, args, kwargs):
+            if kwargs.get("position_embeddings") is None:
+                return None
             cos, sin = kwargs["position_embeddings"]
             pair = torch.ones_like(cos), torch.zeros_like(sin)
             return args, kwargs | {"position_embeddings": pair}
@@ -137,8 +143,8 @@ def test_a_quarter_of_the_entries_decodes_like_dense_masked_attention(family):
         kept = result.accounting
         assert kept.spent <= kept.budget < 0.26 * kept.entries.numel() * 76
         assert result.packed.kv_bytes < 0.45 * kept.full_bytes
-        kind = "linear_attention" if FAMILIES[family].is_linear else "sliding_attention"
-        assert set(kept.kept_bytes) == ({kind} if mixed else set())
+        kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "moe"}
+        assert set(kept.kept_bytes) == (kinds if mixed else set())
     packed = heavier(result.packed)
 
     ids, logits = generated(model, GraceCache(packed))

@@ -210,9 +210,9 @@ def small(kind, **fields):
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def proportional():
+def another_rope():
     model = tiny_llama()
-    model.config.rope_parameters["rope_type"] = "proportional"
+    model.config.rope_parameters["rope_type"] = "spiral"
     return model
 
 
@@ -227,7 +227,7 @@ def flex():
     [
         (gpt2, "no rotary position embedding"),
         (lambda: small(transformers.MistralConfig, sliding_window=8), "sliding window of 8"),
-        (proportional, "RoPE variant 'proportional'"),
+        (another_rope, "RoPE variant 'spiral'"),
         (lambda: tiny_llama().train(), r"model\.eval\(\)"),
         (flex, r"set_attn_implementation\('sdpa'\)"),
         (lambda: torch.nn.Linear(2, 2), "causal language model; got Linear"),

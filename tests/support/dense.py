@@ -37,11 +37,11 @@ def dense_logits(
             module.forward = _rms_norm(module)
         elif type(module).__name__ == "Cohere2LayerNorm":
             module.forward = _layer_norm(module)
-    linear = [x for x in cache.kept if x.window is None]
-    past = DynamicCache(config=precise.config) if linear else DynamicCache()
-    for state in linear:
-        past.update_conv_state(state.tensors["conv"].double(), state.number)
-        past.update_recurrent_state(state.tensors["recurrent"].double(), state.number)
+    with_states = [x for x in cache.kept if x.window is None]
+    past = DynamicCache(config=precise.config) if with_states else DynamicCache()
+    for state in with_states:
+        for name, tensor in state.tensors.items():
+            getattr(past, f"update_{name}_state")(tensor.double(), state.number)
     biases: dict[int, Tensor] = {}
     held: dict[int, tuple[Tensor, Tensor]] = {
         x.number: (x.tensors["keys"].double(), x.tensors["values"].double())
@@ -55,11 +55,12 @@ def dense_logits(
     for number in sorted(held):
         past.update(*held[number], number)
     logits = []
-    with _attention(precise, biases, {x.number: x.window for x in cache.kept}):
+    windows = {x.number: x.window for x in cache.kept if x.window is not None}
+    with _attention(precise, biases, windows):
         for step, token in enumerate(tokens):
             position = torch.tensor([[cache.length + step]])
             output = precise(token.view(1, 1), past_key_values=past, position_ids=position)
-            logits.append(output.logits[0, -1])
+            logits.append(output.logits[0, -1].double())
     return torch.stack(logits)
 
 
@@ -78,9 +79,10 @@ def _dense(layer: RaggedLayer, length: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _rms_norm(module: Any) -> Any:
     eps = getattr(module, "variance_epsilon", None) or module.eps
-    # Gemma and Qwen3-Next store the distance from one.
-    far = type(module).__name__.startswith(("Gemma", "Qwen3Next"))
-    weight = module.weight + 1.0 if far else module.weight
+    # Gemma 1 to 3, Qwen3-Next and Qwen3.5 store the distance from one; some have no weight.
+    name, weight = type(module).__name__, getattr(module, "weight", 1.0)
+    if name.startswith(("Gemma", "Qwen3Next", "Qwen3_5")) and not name.startswith("Gemma4"):
+        weight = weight + 1.0
     return lambda x: weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
@@ -91,9 +93,7 @@ def _layer_norm(module: Any) -> Any:
 
 
 @contextmanager
-def _attention(
-    model: Any, biases: dict[int, Tensor], windows: dict[int, int | None]
-) -> Iterator[None]:
+def _attention(model: Any, biases: dict[int, Tensor], windows: dict[int, int]) -> Iterator[None]:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def attend(

@@ -29,16 +29,24 @@ class Family:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether not all of its layers are compressed."""
-        return "window" in self.options or self.is_linear
+        """Whether its cache holds anything beside compressed entries."""
+        return "window" in self.options or self.has_states
 
     @property
-    def is_linear(self) -> bool:
-        """Whether the layers that are not compressed hold states."""
-        return self.options["family"] == "qwen3_next"
+    def has_states(self) -> bool:
+        """Whether layers hold states of fixed size."""
+        return self.options["family"] in _WITH_STATES
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether tokens can be taken back, as assisted decoding does."""
+        return not self.has_states or self.options["family"] == "lfm2"
 
 
 _SLIDING: dict[str, Any] = {"layers": 4, "window": 24}
+_WITH_STATES = (
+    "falcon_h1", "granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next",
+)  # fmt: skip
 
 
 def table() -> str:
@@ -62,6 +70,31 @@ FAMILIES = {
             "linear layers beside full ones, whose output is gated; experts",
             {"family": "qwen3_next", "layers": 4, "partial": 0.5},
         ),
+        Family(
+            "Qwen3.5 (text)",
+            "linear layers beside full ones, whose output is gated",
+            {"family": "qwen3_5_text", "layers": 4, "partial": 0.5},
+        ),
+        Family(
+            "LFM2",
+            "short convolutions beside full layers; norms of queries and keys",
+            {"family": "lfm2", "layers": 4},
+        ),
+        Family(
+            "Granite 4",
+            "state-space layers (Mamba 2) beside full ones without RoPE; experts",
+            {"family": "granitemoehybrid", "layers": 4},
+        ),
+        Family(
+            "Falcon-H1",
+            "full attention and a state space (Mamba 2) in each layer",
+            {"family": "falcon_h1"},
+        ),
+        Family(
+            "Nemotron-H",
+            "state-space layers (Mamba 2), experts and full layers without RoPE",
+            {"family": "nemotron_h", "layers": 6},
+        ),
         Family("Phi-3, Phi-4", "partial rotation, LongRoPE", {"family": "phi3", "partial": 0.75}),
         Family("Gemma", "large heads", {"family": "gemma"}),
         Family(
@@ -73,6 +106,11 @@ FAMILIES = {
             "Gemma 3 (text)",
             "sliding layers beside full ones, each kind with its own RoPE",
             _SLIDING | {"family": "gemma3_text"},
+        ),
+        Family(
+            "Gemma 4 (text) without shared layers",
+            "sliding layers beside full ones with larger heads, each kind with its own RoPE",
+            _SLIDING | {"family": "gemma4_text"},
         ),
         Family(
             "GPT-OSS",

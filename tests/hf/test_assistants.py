@@ -1,0 +1,95 @@
+"""Assistant models: candidates that are not accepted leave every kind of layer."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import gracekv  # noqa: E402
+from gracekv.errors import CacheError  # noqa: E402
+from gracekv.hf import attach  # noqa: E402
+from gracekv.testing.tokenizers import tiny_tokenizer  # noqa: E402
+from support.families import FAMILIES  # noqa: E402
+from support.margins import assert_same_tokens, logits_over  # noqa: E402
+
+VOCABULARY = 300
+TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
+IDS = torch.arange(100) * 13 % VOCABULARY
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 90))
+GOES_BACK = [x for x, family in FAMILIES.items() if family.is_mixed and family.can_go_back]
+
+
+def assistant_of(family):
+    """A model that agrees with that of `family` now and then."""
+    twin = FAMILIES[family].model(vocabulary=VOCABULARY)
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        weight = twin.lm_head.weight
+        weight += 0.4 * weight.std() * torch.randn(weight.shape, generator=rng)
+    return twin
+
+
+@pytest.fixture
+def cropped(monkeypatch):
+    """How many tokens each call of `GraceCache.crop` removes."""
+    removed, own = [], gracekv.hf.GraceCache.crop
+
+    def crop(cache, tokens_to_remove):
+        removed.append(-tokens_to_remove)
+        return own(cache, tokens_to_remove)
+
+    monkeypatch.setattr(gracekv.hf.GraceCache, "crop", crop)
+    return removed
+
+
+@pytest.mark.parametrize("family", GOES_BACK)
+def test_an_assistant_changes_no_answer(family, cropped):
+    model = FAMILIES[family].model(vocabulary=VOCABULARY)
+    result = gracekv.compress(model, PROMPT, ratio=3)
+    want = result.generate_ids(12)
+    got = result.generate_ids(12, assistant_model=assistant_of(family))
+    assert_same_tokens(got, want, logits_over(result))
+    # Some candidates were rejected, some accepted.
+    assert any(cropped)
+    assert len(cropped) < 12
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])
+def test_a_conversation_goes_on_after_an_assisted_turn(family, cropped):
+    tokenizer = tiny_tokenizer(vocabulary=VOCABULARY)
+    model = FAMILIES[family].model(vocabulary=VOCABULARY)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=3)
+    assistant = assistant_of(family)
+    with book.chat() as plain, book.chat() as assisted:
+        for question, options in (
+            ("Who?", {"assistant_model": assistant}),
+            ("And then?", {}),
+            ("Why?", {"assistant_model": assistant}),
+        ):
+            assert assisted.ask(question, 9, **options) == plain.ask(question, 9)
+    assert any(cropped)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "lfm2"])
+def test_what_cannot_go_back_stays_whole(family):
+    """Only the tokens since compression, and in some layers only recorded ones, can be removed."""
+    model = FAMILIES[family].model(vocabulary=VOCABULARY)
+    cache = gracekv.compress(model, PROMPT, ratio=3).new_cache()
+    attach(model)
+    with torch.no_grad():
+        model(IDS[None, -1:], past_key_values=cache)
+        with pytest.raises(CacheError, match=r"Layer 0 .* cannot go back"):
+            cache.crop(-1)
+        cache.activate_past_recording()
+        cache.crop(0)
+        model(torch.tensor([[5, 6]]), past_key_values=cache)
+        with pytest.raises(CacheError, match="Only the 3 tokens since compression"):
+            cache.crop(-4)
+        twin = copy.deepcopy(cache)
+        want = model(torch.tensor([[7]]), past_key_values=twin).logits
+        model(torch.tensor([[8, 9]]), past_key_values=cache)
+        cache.crop(-2)
+        got = model(torch.tensor([[7]]), past_key_values=cache).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

@@ -1,0 +1,92 @@
+"""Text prompts of models that also read images: the decoder has a config of its own."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import gracekv  # noqa: E402
+from gracekv.errors import UntestedModelWarning  # noqa: E402
+from support.margins import assert_same_tokens, logits_over  # noqa: E402
+
+IDS = torch.randint(1, 80, (70,), generator=torch.Generator().manual_seed(0))
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 60), question_end=66)
+SHORTER = gracekv.Prompt.from_ids(IDS[5:45], (3, 30), question_end=36)
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}
+EYES = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 14}
+SIGHT = EYES | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+DEPTH = EYES | {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
+EVERY = {
+    "gemma3": (SLIDING, SIGHT),
+    "gemma4": (SLIDING | {"global_head_dim": 32, "hidden_size_per_layer_input": 0}, SIGHT),
+    "llava": ({"model_type": "llama"}, SIGHT | {"model_type": "clip_vision_model"}),
+    "mistral3": ({"model_type": "mistral", "sliding_window": None}, SIGHT),
+    "qwen2_5_vl": ({"rope_parameters": ROPE}, DEPTH | {"fullatt_block_indexes": [0]}),
+    "qwen3_5": (LINEAR, DEPTH | {"num_position_embeddings": 16}),
+    "qwen3_vl": ({"rope_parameters": ROPE}, DEPTH | {"deepstack_visual_indexes": [0]}),
+}
+
+
+def model_of(family):
+    decoder, eyes = EVERY[family]
+    config = transformers.CONFIG_MAPPING[family]
+    if family == "mistral3":
+        eyes = eyes | {"model_type": "pixtral"}
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(
+        config(text_config=SIZES | decoder, vision_config=eyes, image_token_id=96)
+    )
+    for weight in model.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=1.5 * weight.shape[1] ** -0.5)
+    return model.eval()
+
+
+def stock(model, ids):
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(ids)[None]
+    return model.generate(ids[None], attention_mask=mask, **options)[:, len(ids) :]
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_text_prompts_at_ratio_one_are_the_stock_model(family):
+    model = model_of(family)
+    want = [stock(model, prompt.ids) for prompt in (PROMPT, SHORTER)]
+    with pytest.warns(UntestedModelWarning, match=f"'{family}'"):
+        alone = gracekv.compress(model, PROMPT, ratio=1)
+    batch = gracekv.compress(model, [PROMPT, SHORTER], ratio=1)
+    if "layer_types" in EVERY[family][0]:
+        assert alone.packed.model_layers == (1, 3)
+    shorter = gracekv.compress(model, SHORTER, ratio=1)
+    rows = batch.generate_ids(5)
+    assert_same_tokens(alone.generate_ids(5), want[0], logits_over(alone))
+    assert_same_tokens(rows[:1], want[0], logits_over(alone))
+    assert_same_tokens(rows[1:], want[1], logits_over(shorter))
+    if family != "qwen3_5":  # Its states cannot go back by tokens.
+        found = alone.generate_ids(5, prompt_lookup_num_tokens=2)
+        assert_same_tokens(found, want[0], logits_over(alone))
+    smaller = gracekv.compress(model, PROMPT, ratio=4, pipeline="gracekv")
+    assert smaller.accounting.spent <= smaller.accounting.budget
+    assert smaller.generate_ids(3, num_beams=2).shape[0] == 1

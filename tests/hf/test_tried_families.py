@@ -1,0 +1,79 @@
+"""Families without tests of their own pass the check, and are right; what cannot work says why."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import gracekv  # noqa: E402
+from gracekv.errors import UnsupportedModelError, UntestedModelWarning  # noqa: E402
+from gracekv.prefill import model_layers  # noqa: E402
+from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model  # noqa: E402
+from gracekv.testing.models import tiny_llama  # noqa: E402
+from support.margins import assert_same_tokens, logits_over  # noqa: E402
+from support.tried_families import MIXED, TRIED, tried_model  # noqa: E402
+
+IDS = torch.randint(1, 95, (60,), generator=torch.Generator().manual_seed(0))
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 50), question_end=56)
+
+
+def test_no_family_is_on_both_lists():
+    assert not set(TRIED) & TESTED_MODEL_TYPES
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_at_ratio_one_it_is_the_stock_model(family):
+    model = tried_model(family)
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    mask = torch.ones_like(IDS)[None]
+    want = model.generate(IDS[None], attention_mask=mask, **options)[:, len(IDS) :]
+    with pytest.warns(UntestedModelWarning, match=f"'{family}' is not tested"):
+        result = gracekv.compress(model, PROMPT, ratio=1)
+    assert_same_tokens(result.generate_ids(4, min_new_tokens=4), want, logits_over(result))
+    smaller = gracekv.compress(model, PROMPT, ratio=4, pipeline="gracekv")
+    assert smaller.accounting.spent <= smaller.accounting.budget
+    assert smaller.generate_ids(3).shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("deepseek_v3", {}, r"Layer 0 .* latent attention \(MLA\)"),
+        ("gemma3n_text", {"layer_types": MIXED, "num_kv_shared_layers": 2}, "Layer 2 .* earlier"),
+        ("gemma4_text", {"layer_types": MIXED, "num_kv_shared_layers": 2}, "Layer 2 .* earlier"),
+        ("llama4_text", {}, "Layer 0 .* of kind chunked_attention"),
+        (
+            "longcat_flash",
+            {"head_dim": 8, "num_layers": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32},
+            "describes .* layers, its decoder has",
+        ),
+        ("minimax", {}, "does not run over the cache layers"),
+        ("nanochat", {}, "Layer 0 .* rotates its keys in a way"),
+        ("recurrent_gemma", {}, "no layer of kind full_attention"),
+        (
+            "zamba2",
+            {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+            "Layer 1 .* without the modules self_attn",
+        ),
+    ],
+)
+def test_what_cannot_work_says_why(family, options, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_model(tried_model(family, **options))
+
+
+def test_layers_of_several_sizes_are_refused(monkeypatch):
+    model, sizes = tiny_llama(), {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = SimpleNamespace(
+        model_type="llama",
+        num_hidden_layers=2,
+        is_heterogeneous=True,
+        per_layer_config=[SimpleNamespace(**sizes, head_dim=dim) for dim in (16, 32)],
+    )
+    monkeypatch.setattr(model_layers, "text_config", lambda model: config)
+    with pytest.raises(UnsupportedModelError, match=r"Layers 0 and 1 .* one size only"):
+        model_layers.head_sizes(model)
+    config.per_layer_config[1].head_dim = 16
+    assert model_layers.head_sizes(model) == (4, 2, 16)
