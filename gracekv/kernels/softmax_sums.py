@@ -51,10 +51,11 @@ def softmax_columns(
         power: exponent, at least 1.
         maximum: maximum of w_q p^power instead of the sum.
         softcap: of the logits; None: none.
-        sinks: [H], sink logits; None: none.
-        engine: "auto" takes the fastest for these tensors; torch alone knows caps and sinks.
+        sinks: [H] or [H, Q], a logit more of a query head or of each query, which takes its share
+            and says nothing; None: none.
+        engine: "auto" takes the fastest for these tensors; torch alone knows caps.
 
-    Raises `BackendUnavailableError` for another engine with a cap or sinks.
+    Raises `BackendUnavailableError` for another engine with a cap.
     """
     queries = queries.float()
     seen = seen.to(keys.device, torch.int64)
@@ -63,21 +64,25 @@ def softmax_columns(
     weights = weights.to(keys.device, torch.float32)
     if not len(seen):
         return queries.new_zeros(queries.shape[0], keys.shape[1])
-    plain = softcap is None and sinks is None
+    if sinks is not None:
+        each = sinks[:, None] if sinks.ndim == 1 else sinks
+        sinks = each.to(keys.device, torch.float32).expand(len(queries), len(seen))
     if engine == "auto":
-        engine = _fastest(queries, keys) if plain else "torch"
+        engine = _fastest(queries, keys) if softcap is None else "torch"
     if engine == "torch":
         return _torch_columns(queries, keys, seen, weights, power, maximum, softcap, sinks)
-    if not plain:
+    if softcap is not None:
         raise BackendUnavailableError(
-            f"Engine {engine!r} knows neither capped logits nor sinks. Use engine 'torch'."
+            f"Engine {engine!r} does not know capped logits. Use engine 'torch'."
         )
+    if sinks is None:
+        sinks = queries.new_full((1, 1), -torch.inf).expand(len(queries), len(seen))
     compute: Any
     if engine == "numba":
         from gracekv.kernels.softmax_sums_numba import softmax_columns as compute
     else:
         from gracekv.kernels.softmax_sums_triton import softmax_columns as compute
-    columns: Tensor = compute(queries, keys, seen, weights, power, maximum)
+    columns: Tensor = compute(queries, keys, seen, weights, sinks, power, maximum)
     return columns
 
 
@@ -111,7 +116,7 @@ def _torch_columns(
     groups, length, _ = keys.shape
     shared, wide = queries.view(groups, heads // groups, count, dim), keys.float()
     total = queries.new_zeros(groups, heads // groups, length)
-    own = None if sinks is None else sinks.to(keys.device).view(groups, -1, 1, 1)
+    own = None if sinks is None else sinks.reshape(groups, heads // groups, count, 1)
     block = block_rows(keys.device, heads // groups, length)
     for first in range(0, count, block):
         rows = slice(first, first + block)
@@ -124,7 +129,7 @@ def _torch_columns(
             logits = linear(some, wide[head, :stop]).view(-1, len(visible), stop)
             logits = capped(logits, softcap)
             logits[..., before:].masked_fill_(hidden, -torch.inf)
-            shares = softmax(logits, None if own is None else own[head])
+            shares = softmax(logits, None if own is None else own[head, :, rows])
             if power != 1.0:
                 shares.pow_(power)
             here = total[head, :, :stop]

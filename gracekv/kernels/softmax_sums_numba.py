@@ -47,6 +47,7 @@ class SoftmaxSumsArgs(ctypes.Structure):
         queries: float32 [H, Q, d], scaled.
         seen: int64 [Q], number of keys that each query sees, from 1 to T.
         weights: float32 [Q].
+        sinks: float32 [H, Q], a logit more of each row, which is no column; -inf: none.
         total: float32 [H, C, T], zeros; written by `reduce_columns`.
         counter: int64, 0.
         maximum: 1 for the maximum over queries, 0 for the sum.
@@ -55,8 +56,8 @@ class SoftmaxSumsArgs(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in (
-            "keys", "panels", "queries", "seen", "weights", "total", "counter", "heads",
-            "kv_heads", "count", "length", "dim", "items", "maximum",
+            "keys", "panels", "queries", "seen", "weights", "sinks", "total", "counter",
+            "heads", "kv_heads", "count", "length", "dim", "items", "maximum",
         )),
         ("power", ctypes.c_double),
     ]  # fmt: skip
@@ -152,6 +153,7 @@ def _work(args: Any) -> None:
     padded, exponent = panels_of_head * _PANEL, np.float32(args.power)
     seen = carray(pointer(args.seen), (count,), np.int64)
     weights = carray(pointer(args.weights), (count,), np.float32)
+    sinks = carray(pointer(args.sinks), (args.heads, count), np.float32)
     total = carray(pointer(args.total), (args.heads * args.items, length), np.float32)
     block = min(max(_LOGITS // padded, _LEAST_ROWS), _MOST_ROWS) // 4 * 4
     # One panel more than needed, so that rows do not start at the same place of the cache.
@@ -184,7 +186,10 @@ def _work(args: Any) -> None:
                 )  # fmt: skip
             for r in range(rows):
                 row = logits[r, : seen[first + r]]
-                share = np.float32(1.0) / _exponentiate(row, _largest(row, peaks), bits, power)
+                sink = sinks[head, first + r]
+                top = max(_largest(row, peaks), sink)
+                rest = np.exp(sink - top)
+                share = np.float32(1.0) / (_exponentiate(row, top, bits, power) + rest)
                 _raise(row, exponent)
                 factor = weights[first + r] * share**exponent
                 _reduce(columns[: len(row)], row, factor, args.maximum != 0)
@@ -230,9 +235,15 @@ def takes(queries: Tensor, keys: Tensor) -> bool:
 
 
 def softmax_columns(
-    queries: Tensor, keys: Tensor, seen: Tensor, weights: Tensor, power: float, maximum: bool
+    queries: Tensor,
+    keys: Tensor,
+    seen: Tensor,
+    weights: Tensor,
+    sinks: Tensor,
+    power: float,
+    maximum: bool,
 ) -> Tensor:
-    """float32 [H, T]; arguments and result as in `gracekv.kernels.softmax_sums`, on the CPU."""
+    """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on the CPU, with sinks [H, Q]."""
     heads, count, dim = queries.shape
     kv_heads, length, _ = keys.shape
     items = -(-count // _QUERIES)
@@ -245,6 +256,7 @@ def softmax_columns(
         "queries": queries.contiguous(),
         "seen": seen.contiguous(),
         "weights": weights.contiguous(),
+        "sinks": sinks.contiguous(),
         "total": total,
     }
     args = SoftmaxSumsArgs(

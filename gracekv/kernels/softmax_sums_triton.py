@@ -47,13 +47,20 @@ def split(queries: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def softmax_columns(
-    queries: Tensor, keys: Tensor, seen: Tensor, weights: Tensor, power: float, maximum: bool
+    queries: Tensor,
+    keys: Tensor,
+    seen: Tensor,
+    weights: Tensor,
+    sinks: Tensor,
+    power: float,
+    maximum: bool,
 ) -> Tensor:
-    """float32 [H, T]; arguments and result as in `gracekv.kernels.softmax_sums`, on a GPU."""
+    """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on a GPU, with sinks [H, Q]."""
     heads, count, dim = queries.shape
     groups, length, _ = keys.shape
     parts = split(queries * _LOG2_E, keys.dtype).contiguous()
     keys, seen, weights = keys.contiguous(), seen.contiguous(), weights.contiguous()
+    sinks = (sinks * _LOG2_E).contiguous()
     lse = torch.empty(heads, count, device=keys.device)
     chunks = -(-count // _QUERIES)
     output = torch.empty(chunks, heads, length, device=keys.device)
@@ -62,7 +69,7 @@ def softmax_columns(
     numbers = {"count": count, "length": length, "features": dim}
     with torch.cuda.device_of(keys):
         row_logsumexp[(-(-count // sizes["BLOCK_Q"]), heads)](
-            parts, keys, seen, lse, **numbers, **constants, **sizes, enable_fp_fusion=True
+            parts, keys, seen, sinks, lse, **numbers, **constants, **sizes, enable_fp_fusion=True
         )
         reduce_columns[(-(-length // sizes["BLOCK_K"]), heads, chunks)](
             parts,

@@ -52,6 +52,7 @@ def row_logsumexp(
     queries,  # [PARTS, H, Q, D], times the attention scale and log2(e)
     keys,  # [G, T, D]
     seen,  # [Q]
+    sinks,  # [H, Q], a logit more of each query, times log2(e); -inf: none
     lse,  # [H, Q], log2 of the sums of powers of 2
     count,  # Q
     length,  # T
@@ -85,7 +86,12 @@ def row_logsumexp(
         peak = tl.maximum(top, tl.max(logits, 1))
         total = total * tl.exp2(top - peak) + tl.sum(tl.exp2(logits - peak[:, None]), 1)
         top = peak
-    tl.store(lse + head * count + q, top + tl.log2(total), mask=known)
+    keyed = top + tl.log2(total)
+    sink = tl.load(sinks + head * count + q, mask=known, other=-float("inf"))
+    # Without a sink the second logarithm is 0.
+    peak = tl.maximum(keyed, sink)
+    both = peak + tl.log2(tl.exp2(keyed - peak) + tl.exp2(sink - peak))
+    tl.store(lse + head * count + q, both, mask=known)
 
 
 @triton.jit(do_not_specialize=["count", "length", "features", "chunk", "power"])

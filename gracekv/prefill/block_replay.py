@@ -2,8 +2,12 @@
 
 When a model repeats a text, its heads make nearly the queries of the first reading, and attend
 mostly to what followed. So the queries of each block of context tokens are moved to the block's
-end, from which they see the whole block. Keys and queries of a block are there while the prefill
-runs, so nothing of it is held longer, and the cost grows with the prompt, not with its square.
+end, from which they see the whole block. A second reading also sees what it has just read: the
+token itself and those before it, once more. They stay at their old distance and take their share of
+attention, so that heads that look at near tokens only ask for nothing of the block.
+
+Keys and queries of a block are there while the prefill runs, so nothing of it is held longer, and
+the cost grows with the prompt, not with its square.
 
 Source: ours; the idea that repeating the context shows what an answer will attend to is from Kim et
 al. (2025), KVzip, arXiv:2505.23416, which runs the model a second time.
@@ -19,12 +23,16 @@ import torch
 from einops import reduce
 from torch import Tensor
 
+from gracekv.kernels.logits import capped
 from gracekv.kernels.softmax_sums import softmax_columns
+from gracekv.linalg import batched_linear
 from gracekv.prefill.spans import PromptSpans, Region
 from gracekv.rope import Rope
 
 # First tokens of the prompt, which many heads attend to when they look for nothing.
 SINKS = 4
+# Queries at once whose near tokens are looked at.
+_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +42,13 @@ class BlockReplaySpec:
     Attributes:
         block: context tokens whose queries are moved together.
         power: exponent of attention, at least 1.
+        near: how many tokens of the second reading, the last one its own, a query sees beside the
+            block; 0: none.
     """
 
     block: int
     power: float
+    near: int = 0
 
     def blocks(self, spans: PromptSpans) -> Iterator[Region]:
         """The blocks of a context, one after the other; the last may be shorter."""
@@ -53,12 +64,14 @@ class BlockReplaySpec:
         block: Region,
         rope: Rope,
         scale: float,
-        **logits: Any,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Add sum_u p_{u,t}^power of a block's queries to `total`; mean over a KV head's queries.
 
         The softmax runs over the prompt's first 4 tokens and the `block` keys up to the block's
-        end, which only a short last block shares with the one before.
+        end, which only a short last block shares with the one before, and the near tokens, which
+        are no columns.
 
         Args:
             total: float32 [G, T], changed in place; on the keys' device.
@@ -67,21 +80,53 @@ class BlockReplaySpec:
             block: of the context.
             rope: covers the block.
             scale: of the logits.
-            logits: `softcap` and `sinks` as in `softmax_columns`.
+            softcap: of the logits; None: none.
+            sinks: [H], sink logits; None: none.
         """
         first = block.end - self.block
         first = first if first > SINKS else 0
         seen = keys[:, first : block.end]
         if first:
             seen = torch.cat([keys[:, :SINKS], seen], dim=1)
-        sinks = SINKS if first else 0
+        before = SINKS if first else 0
         at = torch.arange(block.start, block.end)
-        moved = rope.moved(at, block.end - 1).rotate(queries.float() * scale, torch.arange(len(at)))
+        asked = queries.float() * scale
+        if self.near:
+            beside = near_logits(asked, keys[:, block.start : block.end], self.near, softcap)
+            sinks = beside if sinks is None else torch.logaddexp(beside, sinks.to(beside)[:, None])
+        moved = rope.moved(at, block.end - 1).rotate(asked, torch.arange(len(at)))
         whole = torch.full_like(at, seen.shape[1])
-        columns = softmax_columns(moved, seen, whole, power=self.power, **logits)
-        total[:, first : block.end] += reduce(
-            columns[:, sinks:], "(g n) t -> g t", "mean", g=len(keys)
+        columns = softmax_columns(
+            moved, seen, whole, power=self.power, softcap=softcap, sinks=sinks
         )
+        total[:, first : block.end] += reduce(
+            columns[:, before:], "(g n) t -> g t", "mean", g=len(keys)
+        )
+
+
+def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None = None) -> Tensor:
+    """Log-sum-exp of each query's logits to its own token and the `near` - 1 before it: [H, n].
+
+    Args:
+        queries: float32 [H, n, d], times the scale; of n tokens in a row.
+        keys: [G, n, d], of the same tokens, rotated alike.
+        near: tokens; at the start there are fewer.
+        softcap: of the logits; None: none.
+    """
+    groups, count = len(keys), queries.shape[1]
+    place, wide = torch.arange(count, device=keys.device), keys.float()
+    shared = queries.unflatten(0, (groups, -1))
+    total = torch.empty_like(shared[..., 0])
+    rows = max(near, _ROWS)
+    for first in range(0, count, rows):
+        start, end = max(0, first - near + 1), min(first + rows, count)
+        asked, seen = place[first:end, None], place[start:end]
+        some = shared[:, :, first:end]
+        logits = batched_linear(some.flatten(1, 2), wide[:, start:end])
+        logits = capped(logits.unflatten(1, some.shape[1:3]), softcap)
+        hidden = (seen > asked) | (seen <= asked - near)
+        total[:, :, first:end] = logits.masked_fill_(hidden, -torch.inf).logsumexp(dim=-1)
+    return total.flatten(0, 1)
 
 
 class BlockReplaySums:

@@ -35,12 +35,15 @@ class BlockReplay(Scorer):
         block: tokens that are replayed together.
         mean_power: exponent of the mean over queries: 2 is the root mean square, larger ones come
             nearer to the maximum, for texts in which each token has one query of its own.
+        near: how many tokens of the second reading itself take part in the softmax, the query's own
+            and those before it: heads that look at near tokens only are served by them. 0: none.
     """
 
     works_sharded: ClassVar[bool] = True
 
     block: int = bounded(2048, at_least=1)
     mean_power: float = bounded(3.0, at_least=1)
+    near: int = bounded(64, at_least=0, hint="0: the block alone.")
 
     def needs(self) -> Needs:
         """The sums, which the capture makes."""
@@ -48,7 +51,7 @@ class BlockReplay(Scorer):
 
     @property
     def _spec(self) -> BlockReplaySpec:
-        return BlockReplaySpec(self.block, self.mean_power)
+        return BlockReplaySpec(self.block, self.mean_power, self.near)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Power means of attention, float32 [L, G, N], not normalised.

@@ -13,6 +13,7 @@ from torch import Tensor
 from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Prefill, Region, depth_layers
 from gracekv.value.base import TokenScores
+from gracekv.value.block_replay import BlockReplay
 from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.expected_attention import ExpectedAttention
 from gracekv.value.multi_hop import MultiHop
@@ -255,8 +256,9 @@ def read_ahead(scorer: ReadAhead, prefill: Prefill, region: Region) -> Tensor:
     return ahead ** (1 / scorer.power)
 
 
-def block_replay(prefill: Prefill, block: int, power: float, region: Region) -> Tensor:
+def block_replay(scorer: BlockReplay, prefill: Prefill, region: Region) -> Tensor:
     """[L, G, N] float64: power means of attention of queries moved to their block's end."""
+    block, power = scorer.block, scorer.mean_power
     spans = prefill.spans
     total = torch.zeros(prefill.layers, prefill.kv_heads, spans.length, dtype=torch.float64)
     for layer in range(prefill.layers):
@@ -269,13 +271,13 @@ def block_replay(prefill: Prefill, block: int, power: float, region: Region) -> 
                 query = prefill.queries_at(layer, [u])[head].double()
                 plain = rope.unrotate(query, torch.tensor([u]))
                 moved = rope.rotate(plain, torch.tensor([end - 1]))[0]
-                near = [t for t in range(end) if t < 4 or end - block <= t]
-                row = _shares(prefill, layer, head, keys[near] @ moved)
-                row = row * (torch.tensor(near) >= (end - block if end - block > 4 else 0))
-                total[layer, head // prefill.group, near] += row**power / prefill.group
-    inside = total[..., region.start : region.end] / region.length
-    result: Tensor = inside ** (1 / power)
-    return result
+                asked = [t for t in range(end) if t < 4 or end - block <= t]
+                near = keys[max(start, u - scorer.near + 1) : u + 1]
+                products = torch.cat([keys[asked] @ moved, near @ query[0]])
+                row = _shares(prefill, layer, head, products)[: len(asked)]
+                row = row * (torch.tensor(asked) >= (end - block if end - block > 4 else 0))
+                total[layer, head // prefill.group, asked] += row**power / prefill.group
+    return (total[..., region.start : region.end] / region.length).pow(1 / power)
 
 
 def replay(
@@ -294,5 +296,4 @@ def replay(
                 moved = rope.rotate(plain, torch.tensor([last]))[0]
                 row = _shares(prefill, layer, head, keys @ moved)[region.start : region.end]
                 total[layer, head // prefill.group] += weight * row**power / prefill.group
-    result: Tensor = total ** (1 / power)
-    return result
+    return total.pow(1 / power)

@@ -23,12 +23,15 @@ def case(seed, groups, group, count, length, dim, dtype=torch.float32):
     return queries, keys, seen, torch.rand(count, generator=made)
 
 
-def reference(queries, keys, seen, weights, power, maximum):
+def reference(queries, keys, seen, weights, power, maximum, sinks=None):
     """The definition in float64."""
     keys = keys.double().repeat_interleave(len(queries) // len(keys), dim=0)
     logits = queries.double() @ keys.mT
     logits.masked_fill_(torch.arange(keys.shape[1]) >= seen[:, None], -torch.inf)
-    shares = weights.double()[:, None] * logits.softmax(-1) ** power
+    if sinks is not None:
+        each = sinks.double().view(len(queries), -1, 1).expand(-1, logits.shape[1], 1)
+        logits = torch.cat([logits, each], dim=-1)
+    shares = weights.double()[:, None] * logits.softmax(-1)[..., : keys.shape[1]] ** power
     return shares.amax(1) if maximum else shares.sum(1)
 
 
@@ -52,6 +55,26 @@ def test_equals_the_definition(
     got = softmax_columns(*inputs, power=power, maximum=maximum, engine=engine)
     want = reference(*inputs, power, maximum)
     # float32 logits of up to 64 products, sums of up to 300 shares.
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    count=st.integers(1, 150),
+    length=st.integers(1, 100),
+    scale=st.sampled_from([1.0, 30.0]),
+    of_heads=st.booleans(),
+    maximum=st.booleans(),
+)
+def test_sinks_of_heads_and_of_queries(engine, seed, count, length, scale, of_heads, maximum):
+    inputs = case(seed, 2, 2, count, length, 8)
+    made = torch.Generator().manual_seed(seed)
+    # With large ones some rows have nothing left for their keys.
+    sinks = scale * torch.randn((4,) if of_heads else (4, count), generator=made)
+    got = softmax_columns(*inputs, power=2.0, maximum=maximum, sinks=sinks, engine=engine)
+    want = reference(*inputs, 2.0, maximum, sinks)
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-7)
 
 

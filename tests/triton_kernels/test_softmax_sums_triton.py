@@ -20,15 +20,19 @@ from gracekv.kernels.softmax_sums_triton import split
     power=st.sampled_from([1.0, 1.5, 2.0]),
     maximum=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    has_sinks=st.booleans(),
 )
-def test_equals_the_torch_engine(seed, groups, group, count, length, dim, power, maximum, dtype):
+def test_equals_the_torch_engine(
+    seed, groups, group, count, length, dim, power, maximum, dtype, has_sinks
+):
     made = torch.Generator().manual_seed(seed)
     queries = torch.randn(groups * group, count, dim, generator=made)
     keys = torch.randn(groups, length, dim, generator=made).to(dtype)
     seen = torch.randint(1, length + 1, (count,), generator=made)
     inputs = (queries, keys, seen, torch.rand(count, generator=made))
+    sinks = 5 * torch.randn(len(queries), count, generator=made) if has_sinks else None
     got, want = (
-        softmax_columns(*inputs, power=power, maximum=maximum, engine=engine)
+        softmax_columns(*inputs, power=power, maximum=maximum, sinks=sinks, engine=engine)
         for engine in ("triton", "torch")
     )
     # Two bfloat16 parts of a query leave out 2^-17 of it, in logits of up to some thirty.

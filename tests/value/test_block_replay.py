@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs, Region
-from gracekv.prefill.block_replay import BlockReplaySpec, BlockReplaySums
+from gracekv.prefill.block_replay import BlockReplaySpec, BlockReplaySums, near_logits
 from gracekv.testing import synthetic_prefill
 from gracekv.value import BlockReplay, Replay, reference
 
@@ -28,13 +28,15 @@ def small(**changes):
     group=st.integers(1, 3),
     block=st.integers(1, 26),
     power=st.sampled_from([1.0, 2.0, 3.0]),
+    near=st.integers(0, 26),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_equals_the_reference(seed, prefix, context, group, block, power, dtype):
+def test_equals_the_reference(seed, prefix, context, group, block, power, near, dtype):
     prefill = small(seed=seed, prefix=prefix, context=context, group=group, dtype=dtype)
     region = Region(prefix, prefix + context)
-    got = BlockReplay(block, power)(prefill, region).scores
-    want = reference.block_replay(prefill, block, power, region)
+    scorer = BlockReplay(block, power, near)
+    got = scorer(prefill, region).scores
+    want = reference.block_replay(scorer, prefill, region)
     torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-6)
 
 
@@ -47,10 +49,10 @@ def test_sums_are_the_same_from_runs_of_any_length(seed, block, cuts):
     prefill = small(seed=seed, layers=1)
     queries, keys, spans = prefill.queries[0], prefill.keys[0], prefill.spans
     edges = sorted({0, spans.length, *cuts})
-    sums = BlockReplaySums(BlockReplaySpec(block, 2.0), spans)
+    sums = BlockReplaySums(BlockReplaySpec(block, 2.0, 3), spans)
     for first, end in itertools.pairwise(edges):
         sums.add(queries[:, first:end], first, keys[:, :end], prefill.rope, prefill.scale)
-    whole = BlockReplaySums(BlockReplaySpec(block, 2.0), spans)
+    whole = BlockReplaySums(BlockReplaySpec(block, 2.0, 3), spans)
     whole.add(queries, 0, keys, prefill.rope, prefill.scale)
     torch.testing.assert_close(sums.total, whole.total)
 
@@ -58,9 +60,30 @@ def test_sums_are_the_same_from_runs_of_any_length(seed, block, cuts):
 def test_one_block_of_a_prompt_without_a_question_is_what_replay_asks():
     prefill = small(question=0, tail=0, context=30)
     region = Region(2, 32)
-    blocks = BlockReplay(64, 2.0)(prefill, region).scores
+    blocks = BlockReplay(64, 2.0, near=0)(prefill, region).scores
     replay = Replay(uniform_weight=1.0)(prefill, region).scores
     torch.testing.assert_close(blocks, replay)
+
+
+@pytest.mark.parametrize("near", [1, 5, 128, 300])
+def test_near_logits_are_a_band(near):
+    rng = torch.Generator().manual_seed(3)
+    queries, keys = torch.randn(4, 290, 8, generator=rng), torch.randn(2, 290, 8, generator=rng)
+    logits = queries.double() @ keys.double().repeat_interleave(2, dim=0).mT
+    ago = torch.arange(290)[:, None] - torch.arange(290)
+    logits.masked_fill_((ago < 0) | (ago >= near), -torch.inf)
+    got = near_logits(queries, keys, near)
+    torch.testing.assert_close(got.double(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_look_at_near_tokens_ask_for_little():
+    prefill, region = small(context=30), Region(2, 32)
+    # Queries like their own keys: in a second reading, each finds itself at no distance.
+    same = tuple(10 * k.repeat_interleave(prefill.group, dim=0) for k in prefill.keys)
+    prefill = dataclasses.replace(prefill, queries=same)
+    alone = BlockReplay(64, near=0)(prefill, region).scores
+    beside = BlockReplay(64, near=8)(prefill, region).scores
+    assert (beside < alone).all()
 
 
 def test_captured_sums_are_read():
@@ -78,10 +101,10 @@ def test_captured_sums_are_read():
 
 def test_needs_of_two_are_both():
     both = BlockReplay(8).needs() | BlockReplay(9).needs() | Needs()
-    assert both.block_replays == {BlockReplaySpec(8, 3.0), BlockReplaySpec(9, 3.0)}
+    assert both.block_replays == {BlockReplaySpec(8, 3.0, 64), BlockReplaySpec(9, 3.0, 64)}
 
 
-@pytest.mark.parametrize("fields", [{"block": 0}, {"mean_power": 0.5}])
+@pytest.mark.parametrize("fields", [{"block": 0}, {"mean_power": 0.5}, {"near": -1}])
 def test_refuses(fields):
     with pytest.raises(ConfigError, match="BlockReplay"):
         BlockReplay(**fields)
