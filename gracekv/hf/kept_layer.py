@@ -43,8 +43,10 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         Raises `CacheError` if the rows do not fit.
         """
         self.batch_repeat_interleave(repeats(len(self.keys), len(key_states)))
-        states: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)
-        return states
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        # While tokens are recorded, transformers before 5.23 returns more than the mask covers.
+        seen = self.sliding_window - 1 + key_states.shape[2]
+        return keys[:, :, -seen:], values[:, :, -seen:]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if repeats > 1:

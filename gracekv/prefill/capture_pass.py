@@ -32,6 +32,7 @@ from gracekv.prefill.model_layers import (
     has_rope,
     model_layers,
     output_projection,
+    rotary_positions,
     rotating,
     rotation_kind,
     text_config,
@@ -194,7 +195,8 @@ def _run(
         undo.enter_context(patched_attention(model, record.wrap))
         undo.enter_context(record.hooks(model))
         if in_parts and has_rope(model):
-            undo.enter_context(rotations(model.get_decoder(), lambda own, x: own(x, whole)))
+            every = rotary_positions(model, whole)
+            undo.enter_context(rotations(model.get_decoder(), lambda own, x: own(x, every)))
         if past is not None:
             record.follow(past, _rotation(model, past, places[:, :start]))
         for first, stop in itertools.pairwise(edges):
@@ -231,7 +233,7 @@ def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
     if not has_rope(model):
         return no_rotation(past.places, places.device)
     rotation: tuple[Tensor, Tensor] = model.get_decoder().rotary_emb(
-        past.keys[0], places, *rotation_kind(model)
+        past.keys[0], rotary_positions(model, places), *rotation_kind(model)
     )
     return rotation
 

@@ -29,7 +29,8 @@ class KeptLayer:
         window: of a sliding layer, in tokens; None for others.
         tensors: of a sliding layer "keys" and "values" [S, G, n, d] of the last n tokens, n at most
             window - 1; of one with states "conv" [S, C, k], the last inputs of its convolution,
-            "recurrent" [S, heads, d_k, d_v] or [S, C, d_v], or both; of one without cache none.
+            "recurrent" [S, heads, d_k, d_v], [S, C, d_v] or [S, C], or both; of one without cache
+            none.
 
     Raises:
         ShapeError: the tensors do not fit one another.
@@ -48,14 +49,14 @@ class KeptLayer:
         elif self.kind in WITHOUT_CACHE:
             fits = not shapes
         else:
-            axes = {"conv": (3,), "recurrent": (3, 4)}
+            axes = {"conv": (3,), "recurrent": (2, 3, 4)}
             fits = bool(shapes) and shapes.keys() <= axes.keys()
             fits = fits and all(len(shape) in axes[name] for name, shape in shapes.items())
         if not fits or len({len(x) for x in self.tensors.values()}) > 1:
             raise ShapeError(
                 f"KeptLayer takes states of as many sequences, of a sliding layer keys and values "
                 f"[S, G, n, d], of one with states conv [S, C, k] or recurrent [S, heads, d_k, "
-                f"d_v] or [S, C, d_v]; layer {self.number}, {self.kind}, has {shapes}."
+                f"d_v], [S, C, d_v] or [S, C]; layer {self.number}, {self.kind}, has {shapes}."
             )
 
     @property

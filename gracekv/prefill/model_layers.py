@@ -176,6 +176,14 @@ def has_rope(model: Any) -> bool:
     return getattr(model.get_decoder(), "rotary_emb", None) is not None
 
 
+def rotary_positions(model: Any, places: Tensor) -> Tensor:
+    """Positions [1, T] as `rotary_emb` takes them.
+
+    Models that also read images number rows and columns, too, [3, 1, T]; in text all agree.
+    """
+    return places.expand(3, 1, -1) if "mrope_section" in rope_parameters(model) else places
+
+
 def remember_rotations(model: Any, found: Mapping[int, Rotation]) -> None:
     """Use these rotations, by layer, for `model` from now on."""
     _found[model] = dict(found)

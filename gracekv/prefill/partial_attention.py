@@ -105,7 +105,7 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
         if layer_type not in made:
             kinds = () if layer_type is None else (layer_type,)
             made[layer_type] = table(lambda *args: own(*args, *kinds), x)
-        # Models that also read images number rows and columns, too; in text all three agree.
+        # The first of several axes, see `rotary_positions`.
         places = position_ids.reshape(-1, position_ids.shape[-1])[0]
         return tuple(part[:, places.to(part.device)] for part in made[layer_type])
 

@@ -127,10 +127,10 @@ def check_model(model: Any) -> None:
             f"The RoPE variant {rope['rope_type']!r} of {name} is not supported; supported: "
             f"{_listed(TESTED_ROPE_TYPES)}."
         )
-    shared = getattr(text_config(model), "kv_sharing_modes", None) or []
-    if "reuse" in shared:
+    shared = getattr(text_config(model), "num_kv_shared_layers", None) or 0
+    if shared:
         raise UnsupportedModelError(
-            f"Layer {shared.index('reuse')} of {name} ({family}) attends to the keys and values of "
+            f"Layer {len(kinds) - shared} of {name} ({family}) attends to the keys and values of "
             f"an earlier layer; what several layers read is not compressed yet."
         )
     head_sizes(model)

@@ -131,6 +131,8 @@ def tiny_model(
             extra |= {"num_experts": 4, "num_experts_per_tok": 2}
             extra |= {"moe_intermediate_size": heads * dim}
             extra |= {"shared_expert_intermediate_size": heads * dim}
+        else:
+            parameters["mrope_section"] = [2, 1, 1]
         parameters["partial_rotary_factor"] = partial
     elif family == "lfm2":
         extra |= {"block_auto_adjust_ff_dim": False}

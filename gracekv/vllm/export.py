@@ -89,6 +89,11 @@ def check_served(model: Any) -> None:
             f"Layer {others[0].number} of {name} is of kind {others[0].kind}; a context for vLLM "
             f"holds entries of layers with full attention only. Serve a model that has no others."
         )
+    if "mrope_section" in rope_parameters(model):
+        raise UnsupportedModelError(
+            f"{name} also numbers rows and columns of images, and vLLM is not tested with contexts "
+            f"of such models. Serve a model that reads text only."
+        )
     rope = rope_parameters(model)["rope_type"]
     if rope in ("dynamic", "longrope") or switch_point(model) is not None:
         raise UnsupportedModelError(

@@ -6,7 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import gracekv  # noqa: E402
-from gracekv.errors import UntestedModelWarning  # noqa: E402
+from gracekv.errors import UnsupportedModelError, UntestedModelWarning  # noqa: E402
 from support.margins import assert_same_tokens, logits_over  # noqa: E402
 
 IDS = torch.randint(1, 80, (70,), generator=torch.Generator().manual_seed(0))
@@ -90,3 +90,11 @@ def test_text_prompts_at_ratio_one_are_the_stock_model(family):
     smaller = gracekv.compress(model, PROMPT, ratio=4, pipeline="gracekv")
     assert smaller.accounting.spent <= smaller.accounting.budget
     assert smaller.generate_ids(3, num_beams=2).shape[0] == 1
+
+
+def test_they_are_not_exported_for_vllm(tmp_path):
+    model = model_of("qwen3_vl")
+    with pytest.warns(UntestedModelWarning):
+        result = gracekv.compress(model, PROMPT, ratio=2)
+    with pytest.raises(UnsupportedModelError, match="rows and columns of images"):
+        result.export(tmp_path / "context")

@@ -51,7 +51,6 @@ def test_at_ratio_one_it_is_the_stock_model(family):
         ),
         ("minimax", {}, "does not run over the cache layers"),
         ("nanochat", {}, "Layer 0 .* rotates its keys in a way"),
-        ("recurrent_gemma", {}, "no layer of kind full_attention"),
         (
             "zamba2",
             {"layers_block_type": ["linear_attention", "hybrid"] * 2},

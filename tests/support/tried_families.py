@@ -44,6 +44,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"attn_implementation": "eager"},
     "ministral3": {"sliding_window": None},
     "phimoe": {"sliding_window": None},
+    "qwen3_5_moe_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    },
     "vaultgemma": {"attn_implementation": "eager"},
 }
 """What some need beside the sizes."""
