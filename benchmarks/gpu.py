@@ -25,6 +25,7 @@ sys.path.insert(0, str(_HERE.parent))
 import torch  # noqa: E402
 from gpu_bench import Bench  # noqa: E402
 from gpu_checks import kernels, replay, same, tests  # noqa: E402
+from gpu_contexts import paged  # noqa: E402
 from gpu_report import OutOfTime, Rows, header, page  # noqa: E402
 from gpu_speed import attention, compress, decode, profile  # noqa: E402
 
@@ -32,7 +33,7 @@ from gracekv.files import write_atomically  # noqa: E402
 
 PARTS = {
     part.__name__: part
-    for part in (kernels, same, replay, compress, decode, attention, profile, tests)
+    for part in (kernels, same, paged, replay, compress, decode, attention, profile, tests)
 }
 
 

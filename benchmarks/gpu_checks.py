@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_bench import Bench
+from gpu_bench import FLOAT32_ON_GPU, Bench
 from gpu_report import OutOfTime, Row
 
 import gracekv
@@ -27,8 +27,6 @@ from gracekv.testing.attention import attention_problem, check_attention
 from gracekv.testing.models import tiny_llama
 from gracekv.testing.tolerance import TOLERANCES
 
-# float32 products on tensor cores are three tf32 ones; what they leave out is near 1e-6.
-_FLOAT32_ON_GPU = 1e-5
 _ROOT = Path(__file__).resolve().parents[1]
 # pytest's exit status where a file is skipped as a whole.
 _NO_TESTS = 5
@@ -48,7 +46,7 @@ def kernels(bench: Bench) -> None:
                 dim, [300, 60, 0, 70], dim=dim, group=4, batch=2, tokens=2, tail=33, mask=mask,
                 dtype=dtype, device=bench.options.device,
             )  # fmt: skip
-            bound = _FLOAT32_ON_GPU if bench.cuda and dtype == torch.float32 else None
+            bound = FLOAT32_ON_GPU if bench.cuda and dtype == torch.float32 else None
             check_attention(backend, problem, bound=bound)
             return {}
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _add(
+def add_splits(
     top,
     total,
     acc,
@@ -98,12 +98,14 @@ def merge_splits(
         row = row_first + sequence * (heads + 1) + head
         first = tl.load(row)
         last = tl.load(row + 1)
-        top, total, acc = _add(
+        top, total, acc = add_splits(
             top, total, acc, parts, lses, first, last, count, D, BLOCK_D, BLOCK_S
         )
     first = (slots + head * tail_splits).to(tl.int64)
     last = first + tail_splits
-    top, total, acc = _add(top, total, acc, parts, lses, first, last, count, D, BLOCK_D, BLOCK_S)
+    top, total, acc = add_splits(
+        top, total, acc, parts, lses, first, last, count, D, BLOCK_D, BLOCK_S
+    )
     safe = tl.where(total > 0, total, 1.0)
     lse = tl.where(total > 0, top + tl.log(safe), float("-inf"))
     token = m % tokens

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gracekv.errors import StoreError
-from gracekv.vllm.configuration import CONNECTOR
+from gracekv.vllm.configuration import has_store
 from gracekv.vllm.equal_shares import check_prompt
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.requests import PARAMETER
@@ -79,8 +79,7 @@ def check(processor: Any, params: Any) -> ContextHeader | None:
         return None
     from vllm.exceptions import VLLMValidationError
 
-    transfer = processor.vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector != CONNECTOR:
+    if not has_store(processor.vllm_config):
         raise VLLMValidationError(
             f"The request names the context {name!r}, and this engine has no store of contexts. "
             f"Start it with gracekv.vllm.kv_transfer_config(store).",

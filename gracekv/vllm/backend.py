@@ -10,63 +10,52 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from gracekv.errors import BackendUnavailableError
-from gracekv.vllm import step
-from gracekv.vllm.attention import attend
+from gracekv.vllm import attention
+from gracekv.vllm.batch import ContextBatch, plan_batch
+from gracekv.vllm.context_attention import ContextAttention
 from gracekv.vllm.page_layout import PageLayout, find_layout
+from gracekv.vllm.step import Step
 
 
-class GraceCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """The stock backend with another `forward`."""
-
-    @staticmethod
-    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
-        return GraceCPUAttentionImpl
-
-
-class GraceCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
-    """Stock attention for all tokens, and attention over context and pages for those that have one.
-
-    Keys and values are written as ever, so pages hold question and answer, and what moves or drops
-    pages needs no care.
-    """
+class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type: ignore[misc]
+    """The compiled kernel, which finds out how the processor's kernels lay out a page."""
 
     _layout: PageLayout | None = None
 
-    def forward(
+    def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> ContextBatch | None:
+        rows = len(metadata.query_start_loc) - 1
+        return plan_batch(
+            {block: one.context for block, one in running.asking.items()},
+            metadata.block_table[:rows, 0].tolist(),
+            metadata.query_start_loc.tolist(),
+            metadata.seq_lens.tolist(),
+            self.num_heads // self.num_kv_heads,
+        )
+
+    def attend(
         self,
+        batch: ContextBatch,
         layer: Any,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Any,
+        metadata: Any,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        running = None if attn_metadata is None else step.current()
-        batch = None
-        if running is not None:
-            batch = running.batch(attn_metadata, self.num_queries_per_kv)
-        if batch is None or not batch.covers_all:
-            output = super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
-                output_block_scale,
-            )  # fmt: skip
-        if batch is not None:
-            if self._layout is None:
-                self._layout = self._find_layout(layer, kv_cache)
-            mixed = attend(
-                batch,
-                extract_layer_index(layer.layer_name),
-                query.view(-1, self.num_heads, self.head_size),
-                kv_cache,
-                attn_metadata.block_table,
-                self._layout,
-                self.scale,
-            )
-            output.view(-1, self.num_heads, self.head_size)[batch.tokens] = mixed
-        return output
+    ) -> None:
+        if self._layout is None:
+            self._layout = self._find_layout(layer, kv_cache)
+        output[batch.tokens] = attention.attend(
+            batch,
+            extract_layer_index(layer.layer_name),
+            query,
+            kv_cache,
+            metadata.block_table,
+            self._layout,
+            self.scale,
+        )
+
+    @classmethod
+    def warm_up(cls, kv_cache: Tensor, group: int) -> None:
+        attention.warm_up(kv_cache.dtype)
 
     def _find_layout(self, layer: Any, kv_cache: Tensor) -> PageLayout:
         inner = kv_cache.stride()[2:]
@@ -81,3 +70,11 @@ class GraceCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             self.do_kv_cache_update(layer, keys, values, page, slots)
 
         return find_layout(write, kv_cache.new_zeros(1, *kv_cache.shape[1:]))
+
+
+class GraceCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """The stock backend with another `forward`."""
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUAttentionBackendImpl]:
+        return GraceCPUAttentionImpl

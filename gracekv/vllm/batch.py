@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gracekv.vllm.store import StoredContext
+from gracekv.vllm.stored_context import StoredContext
 
 # Queries of a KV head that go over entries together. Source: ours.
 _MOST_QUERIES = 96
@@ -94,7 +94,7 @@ def plan_batch(
         count = of_context[i + 1] - of_context[i]
         tiles = _tiles(of_context[i], count, most)
         # Many tokens are work enough for all threads.
-        split = 1 if len(tiles) > 1 else -(-_longest_head(context) // _ENTRIES)
+        split = 1 if len(tiles) > 1 else -(-max(1, context.longest) // _ENTRIES)
         parts[of_context[i] : of_context[i + 1]] = split
         work += [
             (i, head, first, many, part, split)
@@ -120,7 +120,3 @@ def plan_batch(
 def _tiles(first: int, count: int, most: int) -> list[tuple[int, int]]:
     """(first, number) of pieces of at most `most` tokens."""
     return [(first + i, min(most, count - i)) for i in range(0, count, most)]
-
-
-def _longest_head(context: StoredContext) -> int:
-    return max(1, max(int(layer.lengths.max()) for layer in context.layers))

@@ -34,6 +34,12 @@ def kv_transfer_config(
     }
 
 
+def has_store(vllm_config: Any) -> bool:
+    """Whether an engine has the connector; `vllm_config` may be None."""
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    return transfer is not None and transfer.kv_connector == CONNECTOR
+
+
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     """What `kv_connector_extra_config` says.

@@ -15,15 +15,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 
 from gracekv.errors import StoreError
 from gracekv.vllm import step
-from gracekv.vllm.attention import warm_up
-from gracekv.vllm.equal_shares import attention_layers, check_prompt, write_entries
+from gracekv.vllm.equal_shares import check_prompt, layers_by_number, write_entries
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.requests import PARAMETER
-from gracekv.vllm.serving import check_serving, open_store, serves_ragged
-from gracekv.vllm.store import StoredContext
+from gracekv.vllm.serving import attention_layers, check_pages, check_serving, open_store
+from gracekv.vllm.stored_context import StoredContext
 
 # vLLM shows the messages of its own loggers.
 _log = logging.getLogger("vllm.gracekv")
@@ -51,12 +51,13 @@ class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler tells the workers before a step.
 
     Attributes:
-        named: (name, digest) of ragged contexts, by the first block of a request's pages.
+        named: (name, digest, tokens of the step) of requests with ragged contexts, by the first
+            block of their pages.
         loads: what goes into pages before the step.
         refused: ids of requests whose context cannot be used.
     """
 
-    named: dict[int, tuple[str, str]] = field(default_factory=dict)
+    named: dict[int, tuple[str, str, int]] = field(default_factory=dict)
     loads: list[PageLoad] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
 
@@ -75,12 +76,12 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_serving(vllm_config, kv_cache_config)
-        rank = get_tensor_model_parallel_rank() if role == KVConnectorRole.WORKER else None
-        self._store = open_store(vllm_config, rank=rank)
+        rank = device = None
+        if role == KVConnectorRole.WORKER:
+            rank = get_tensor_model_parallel_rank()
+            device = torch.device(current_platform.device_type)
+        self._store = open_store(vllm_config, rank=rank, device=device)
         self._page = vllm_config.cache_config.block_size
-        if rank is not None and serves_ragged():
-            # Compiling takes seconds once on a machine; no request should wait for it.
-            warm_up(vllm_config.model_config.dtype)
         # In the scheduler, by request id: contexts, first entries to load, requests to refuse.
         self._contexts: dict[str, tuple[str, ContextHeader]] = {}
         self._to_load: dict[str, int] = {}
@@ -88,6 +89,11 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._to_refuse: set[str] = set()
         # In a worker: blocks of requests whose context could not be loaded.
         self._failed_blocks: set[int] = set()
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Yes: a graph of a whole step calls no Python, so it would skip contexts."""
+        return True
 
     # In the scheduler.
 
@@ -137,11 +143,13 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepContexts:
         state = scheduler_output.kv_connector_block_state
         step_contexts = StepContexts(refused=self._to_refuse)
-        for request in scheduler_output.num_scheduled_tokens.keys() & self._contexts.keys():
+        for request, tokens in scheduler_output.num_scheduled_tokens.items():
+            if request not in self._contexts:
+                continue
             name, header = self._contexts[request]
             blocks = state.get_block_ids(request)[0]
             if header.kind == "ragged":
-                step_contexts.named[blocks[0]] = name, header.digest
+                step_contexts.named[blocks[0]] = name, header.digest, tokens
             elif request in self._to_load:
                 held = blocks[: -(-header.share // self._page)]
                 load = PageLoad(name, header.digest, self._to_load[request], held)
@@ -160,21 +168,29 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # In a worker.
 
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        layers = attention_layers(self._vllm_config)
+        if self._store.ragged and layers:
+            check_pages(layers, self._page)
+            # Compiling takes seconds once on a machine; no request should wait for it.
+            impl = layers[0].impl
+            impl.warm_up(layers[0].kv_cache, impl.num_heads // impl.num_kv_heads)
+
     def bind_connector_metadata(self, connector_metadata: StepContexts) -> None:
         super().bind_connector_metadata(connector_metadata)
-        loaded: dict[int, StoredContext] = {}
-        digests = {digest for _, digest in connector_metadata.named.values()}
-        for block, (name, digest) in connector_metadata.named.items():
+        asking: dict[int, step.Asking] = {}
+        digests = {digest for _, digest, _ in connector_metadata.named.values()}
+        for block, (name, digest, tokens) in connector_metadata.named.items():
             context = self._load(name, digest, digests, [block])
             if context is not None:
-                loaded[block] = context
-        step.begin(loaded)
+                asking[block] = step.Asking(context, tokens)
+        step.begin(asking)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         loads = self._get_connector_metadata().loads
         if not loads:
             return
-        layers = attention_layers(forward_context.no_compile_layers, extract_layer_index)
+        layers = layers_by_number(forward_context.no_compile_layers, extract_layer_index)
         digests = {load.digest for load in loads}
         for load in loads:
             blocks = load.blocks[load.first // self._page :]
@@ -188,7 +204,7 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """The context; None if it cannot be loaded, and then requests with `blocks` fail."""
         try:
             return self._store.load(name, digest, keep=keep)
-        except (StoreError, MemoryError) as error:
+        except (StoreError, MemoryError, torch.OutOfMemoryError) as error:
             _log.error("Context %r cannot be loaded; its requests fail. %s", name, error)
             self._failed_blocks.update(blocks)
             return None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.errors import StoreError
 from gracekv.vllm.header import ContextHeader
-from gracekv.vllm.store import StoredContext
+from gracekv.vllm.stored_context import StoredContext
 
 PLACEHOLDER = 0
 """The token that stands in a prompt where a context's entries are loaded; it is never computed."""
@@ -69,7 +69,7 @@ def _by_token(packed: Tensor, heads: int, first: int) -> Tensor:
     return packed.view(heads, -1, packed.shape[-1])[:, first:].transpose(0, 1).contiguous()
 
 
-def attention_layers(layers: Mapping[str, Any], index: Callable[[str], int]) -> dict[int, Any]:
+def layers_by_number(layers: Mapping[str, Any], index: Callable[[str], int]) -> dict[int, Any]:
     """vLLM's layers that have pages, by the model's layer.
 
     Args:

@@ -9,14 +9,13 @@ TESTED = ("0.32.0",)
 
 
 def register() -> None:
-    """Put attention over contexts in the place of vLLM's attention for CPUs.
+    """Put attention over contexts in the place of vLLM's, for CPUs or for NVIDIA GPUs.
 
     Without a context it does what the stock one does. On other platforms vLLM's attention stays,
     which reads equal shares. Warns about versions that are not tested, and leaves one alone that
     lacks what contexts need.
     """
     import vllm
-    from vllm.platforms import current_platform
 
     if vllm.__version__.partition("+")[0] not in TESTED:
         warnings.warn(
@@ -31,13 +30,13 @@ def register() -> None:
         from vllm.v1.engine.input_processor import InputProcessor
 
         from gracekv.vllm import admission
-        from gracekv.vllm.serving import BACKEND
+        from gracekv.vllm.serving import replacements
 
         admission.install(InputProcessor)
         for request in (ChatCompletionRequest, CompletionRequest):
             admission.refuse_beam_search(request)
-        if current_platform.is_cpu():
-            register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+        for name, path in replacements().items():
+            register_backend(AttentionBackendEnum[name], path)
     except (ImportError, AttributeError) as error:
         warnings.warn(
             f"gracekv cannot serve contexts in vLLM {vllm.__version__}: {error}.", stacklevel=2

@@ -5,21 +5,66 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gracekv.errors import ConfigError
 from gracekv.vllm.configuration import StoreOptions
 from gracekv.vllm.model_facts import checkpoint_digest, config_facts
-from gracekv.vllm.store import ContextStore, heads_of_rank
+from gracekv.vllm.store import ContextStore
+from gracekv.vllm.stored_context import heads_of_rank
 
-BACKEND = "gracekv.vllm.backend.GraceCPUAttentionBackend"
+CPU = {"CPU_ATTN": "gracekv.vllm.backend.GraceCPUAttentionBackend"}
+GPU = {
+    "FLASH_ATTN": "gracekv.vllm.gpu_backend.GraceFlashAttentionBackend",
+    "TRITON_ATTN": "gracekv.vllm.gpu_backend.GraceTritonAttentionBackend",
+}
+"""What stands in the place of vLLM's attention backends, by their names."""
 
 
-def serves_ragged() -> bool:
-    """Whether this process attends to ragged contexts: on CPUs, with the plugin loaded."""
+def replacements() -> dict[str, str]:
+    """Of this platform: on CPUs, and on NVIDIA GPUs that the kernels run on."""
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    path: str = AttentionBackendEnum.CPU_ATTN.get_path()
-    return bool(current_platform.is_cpu()) and path == BACKEND
+    if current_platform.is_cpu():
+        return CPU
+    if current_platform.is_cuda() and current_platform.has_device_capability(80):
+        return GPU
+    return {}
+
+
+def serves_ragged(vllm_config: Any) -> bool:
+    """Whether the attention that vLLM selects attends to ragged contexts.
+
+    Workers look at their layers. Elsewhere vLLM's own selection is asked; where it cannot answer,
+    as in a front without a GPU, the workers are left to refuse.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    from gracekv.vllm.context_attention import ContextAttention
+
+    layers = attention_layers(vllm_config)
+    if layers:
+        return all(isinstance(layer.impl, ContextAttention) for layer in layers)
+    model = vllm_config.model_config
+    try:
+        with set_current_vllm_config(vllm_config):
+            backend = get_attn_backend(
+                model.get_head_size(),
+                model.dtype,
+                vllm_config.cache_config.cache_dtype,
+                use_mla=model.use_mla,
+                num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
+            )
+    except (AssertionError, ValueError):
+        return bool(replacements())
+    return issubclass(backend.get_impl_cls(), ContextAttention)
+
+
+def attention_layers(vllm_config: Any) -> list[Any]:
+    """vLLM's layers that have pages; none outside of workers."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return [layer for layer in layers if hasattr(layer, "kv_cache") and hasattr(layer, "impl")]
 
 
 def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -28,6 +73,9 @@ def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
     cache = vllm_config.cache_config
     obstacles = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+        "microbatches": parallel.use_ubatching,
         "speculative decoding": vllm_config.speculative_config is not None,
         f"a KV cache in {cache.cache_dtype}": cache.cache_dtype
         not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")),
@@ -41,12 +89,30 @@ def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
         )
 
 
-def open_store(vllm_config: Any, rank: int | None = None) -> ContextStore:
+def check_pages(layers: list[Any], page: int) -> None:
+    """Raise `ConfigError` if attention reads pages in smaller blocks than vLLM deals them out.
+
+    Args:
+        layers: vLLM's.
+        page: tokens of a page.
+    """
+    sizes = sorted({layer.kv_cache.shape[2] for layer in layers} - {page})
+    if sizes:
+        raise ConfigError(
+            f"Ragged contexts need pages of the size that attention reads; got pages of {page} "
+            f"tokens, read in blocks of {sizes[0]}. Serve with --block-size {sizes[0]}."
+        )
+
+
+def open_store(
+    vllm_config: Any, rank: int | None = None, device: torch.device | None = None
+) -> ContextStore:
     """The store that `--kv-transfer-config` names, for the model that is served.
 
     Args:
         vllm_config: vLLM's.
         rank: tensor-parallel rank of the process that loads contexts; None: it only reads headers.
+        device: where attention reads the entries of ragged contexts; None: on the CPU.
 
     Raises `ConfigError` if there is no such folder.
     """
@@ -60,7 +126,12 @@ def open_store(vllm_config: Any, rank: int | None = None) -> ContextStore:
     if rank is not None and size > 1:
         heads = heads_of_rank(facts["kv_heads"], size, rank)
     return ContextStore(
-        options.root, model=facts, limit=options.limit, heads=heads, ragged=serves_ragged()
+        options.root,
+        model=facts,
+        limit=options.limit,
+        heads=heads,
+        ragged=serves_ragged(vllm_config),
+        device=device,
     )
 
 

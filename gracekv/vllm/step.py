@@ -2,53 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from gracekv.vllm.batch import ContextBatch, plan_batch
-from gracekv.vllm.store import StoredContext
+from gracekv.vllm.stored_context import StoredContext
+
+
+class Asking(NamedTuple):
+    """A request of a step that has a context.
+
+    Attributes:
+        context: its context.
+        tokens: how many it computes in the step.
+    """
+
+    context: StoredContext
+    tokens: int
 
 
 class Step:
     """The contexts of one step, and the work that they are.
 
     Args:
-        named: by the first block of each request's pages.
+        asking: requests that have a context, by the first block of their pages.
     """
 
-    def __init__(self, named: dict[int, StoredContext]) -> None:
-        self._named = named
-        self._planned: tuple[Any, ContextBatch | None] | None = None
+    def __init__(self, asking: dict[int, Asking]) -> None:
+        self.asking = asking
+        self._planned: tuple[Any, Any] | None = None
 
-    def batch(self, metadata: Any, group: int) -> ContextBatch | None:
+    def plan(self, metadata: Any, make: Callable[[], Any]) -> Any:
         """The work over contexts; made in the first layer and the same in all of them.
 
         Args:
             metadata: vLLM's, of the step's attention.
-            group: query heads of a KV head.
+            make: plans it.
         """
         if self._planned is None or self._planned[0] is not metadata:
-            rows = len(metadata.query_start_loc) - 1
             with torch.inference_mode():
-                batch = plan_batch(
-                    self._named,
-                    metadata.block_table[:rows, 0].tolist(),
-                    metadata.query_start_loc.tolist(),
-                    metadata.seq_lens.tolist(),
-                    group,
-                )
-            self._planned = metadata, batch
+                self._planned = metadata, make()
         return self._planned[1]
 
 
 _current: Step | None = None
 
 
-def begin(named: dict[int, StoredContext]) -> None:
+def begin(asking: dict[int, Asking]) -> None:
     """Let attention see these contexts; see `Step`."""
     global _current
-    _current = Step(named) if named else None
+    _current = Step(asking) if asking else None
 
 
 def end() -> None:

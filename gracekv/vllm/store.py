@@ -7,19 +7,18 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import RaggedCache
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_cache, read_digest
 from gracekv.errors import SavedCacheError, StoreError
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.model_facts import differences
+from gracekv.vllm.stored_context import StoredContext, of_heads
 
 ENTRIES = "entries.safetensors"
 HEADER = "header.json"
@@ -27,31 +26,6 @@ AGAIN = "Export it again."
 """How every error about a damaged context ends."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredContext:
-    """A context in memory.
-
-    Attributes:
-        header: what it is.
-        layers: entries of each layer; keys are rotated so that the token after them has position 0.
-        addresses: int64 [L, 4], of each layer's keys, values, log multiplicities and offsets.
-    """
-
-    header: ContextHeader
-    layers: tuple[RaggedLayer, ...]
-    addresses: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        parts = [(x.keys, x.values, x.log_multiplicity, x.offsets) for x in self.layers]
-        addresses = torch.tensor([[part.data_ptr() for part in layer] for layer in parts])
-        object.__setattr__(self, "addresses", addresses)
-
-    @property
-    def bytes(self) -> int:
-        """Of all its tensors."""
-        return sum(layer.kv_bytes + layer.metadata_bytes for layer in self.layers)
 
 
 def check_name(name: object) -> str:
@@ -77,6 +51,8 @@ class ContextStore:
         limit: most bytes of entries in memory; None: no limit.
         heads: KV heads that this process serves, (first, last + 1); None: all.
         ragged: whether ragged contexts can be served, or those with equal shares only.
+        device: where the entries of ragged contexts lie; equal shares stay on the CPU until they
+            are written into pages.
     """
 
     def __init__(
@@ -87,10 +63,11 @@ class ContextStore:
         limit: int | None = None,
         heads: tuple[int, int] | None = None,
         ragged: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         self.root = Path(root)
         self._model, self._limit, self._heads = model, limit, heads
-        self._ragged = ragged
+        self.ragged, self._device = ragged, device or torch.device("cpu")
         self._headers: dict[str, tuple[object, ContextHeader]] = {}
         self._verified: dict[str, object] = {}
         self._loaded: OrderedDict[str, StoredContext] = OrderedDict()
@@ -137,11 +114,12 @@ class ContextStore:
                 f"Context {known!r} was made with another model: {', '.join(other)} differ. Serve "
                 f"the same weights in {header.dtype}, or compress with the model that is served."
             )
-        if header.kind == "ragged" and not self._ragged:
+        if header.kind == "ragged" and not self.ragged:
             raise StoreError(
                 f"Context {known!r} is ragged, and this engine takes equal shares only. Ragged "
-                f"ones need vLLM on CPUs with the plugin 'gracekv' (VLLM_PLUGINS, if set, must "
-                f"name it): serve it there, or compress with the recipe gracekv-agnostic-equal "
+                f"ones need the plugin 'gracekv' (VLLM_PLUGINS, if set, must name it) and, on "
+                f"NVIDIA GPUs of compute capability 8.0 or newer, --attention-backend FLASH_ATTN "
+                f"or TRITON_ATTN: serve it so, or compress with the recipe gracekv-agnostic-equal "
                 f"and export with shares='equal'."
             )
         with self._lock:
@@ -182,8 +160,10 @@ class ContextStore:
             context = self._loaded.get(header.digest)
             if context is None:
                 context = self._read(str(name), header)
+                self._drop(keep, context.bytes)
+                if header.kind == "ragged":
+                    context = context.to(self._device)
                 self._loaded[header.digest] = context
-                self._drop({header.digest, *keep})
             self._loaded.move_to_end(header.digest)
             return context
 
@@ -192,11 +172,12 @@ class ContextStore:
         """Of the entries in memory."""
         return sum(context.bytes for context in self._loaded.values())
 
-    def _drop(self, keep: Collection[str]) -> None:
+    def _drop(self, keep: Collection[str], room: int) -> None:
+        """Drop contexts until `room` more bytes are below the limit."""
         if self._limit is None:
             return
         for digest in list(self._loaded):
-            if self.loaded_bytes <= self._limit:
+            if self.loaded_bytes + room <= self._limit:
                 return
             if digest not in keep:
                 del self._loaded[digest]
@@ -215,7 +196,7 @@ class ContextStore:
             raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
         if self._heads is None:
             return StoredContext(header, entries.layers)
-        return StoredContext(header, tuple(_of_heads(x, *self._heads) for x in entries.layers))
+        return StoredContext(header, tuple(of_heads(x, *self._heads) for x in entries.layers))
 
 
 def equal_share(cache: RaggedCache) -> int | None:
@@ -223,36 +204,6 @@ def equal_share(cache: RaggedCache) -> int | None:
     lengths = cache.entries()
     original = all(not bool(layer.log_multiplicity.any()) for layer in cache.layers)
     return int(lengths[0, 0]) if original and bool((lengths == lengths[0, 0]).all()) else None
-
-
-def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:
-    """The KV heads that a tensor-parallel rank computes, (first, last + 1).
-
-    As vLLM deals them out: in order and evenly, or with fewer heads than ranks, each to several
-    ranks.
-
-    Args:
-        heads: KV heads of the model.
-        size: ranks.
-        rank: of this process.
-    """
-    if heads >= size:
-        share = heads // size
-        return rank * share, (rank + 1) * share
-    first = rank // (size // heads)
-    return first, first + 1
-
-
-def _of_heads(layer: RaggedLayer, first: int, last: int) -> RaggedLayer:
-    """The entries of some heads, in memory of their own."""
-    at = slice(int(layer.offsets[first]), int(layer.offsets[last]))
-    return RaggedLayer(
-        layer.keys[at].clone(),
-        layer.values[at].clone(),
-        layer.positions[at].clone(),
-        layer.log_multiplicity[at].clone(),
-        layer.offsets[first : last + 1] - layer.offsets[first],
-    )
 
 
 def _state(folder: Path) -> object:

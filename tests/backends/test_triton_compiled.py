@@ -14,37 +14,16 @@ triton = pytest.importorskip("triton")
 if interpreted():
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
 from gracekv.backends import (  # noqa: E402
     triton_codes_kernel,
     triton_merge_kernel,
     triton_split_kernel,
 )
-from support.cubin import resources  # noqa: E402
+from support.cubin import SHARED_KIB, compiled, resources  # noqa: E402
 
-# Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
-SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def compiled(kernel, pointers, floats, constants, arch, **options):
-    """`kernel` for `arch`; pointers and strides divisible by 16, as they are in use."""
-    signature, values, attributes = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name], values[(index,)] = "constexpr", constants[name]
-            continue
-        signature[name] = pointers.get(name, "fp32" if name in floats else "i32")
-        aligned = name in pointers or (name.endswith("stride") and not name.startswith("mask"))
-        if aligned:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, values, attributes)
-    return triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options={**options, "enable_fp_fusion": True}
-    )
+MASK = ("mask_batch_stride", "mask_token_stride", "mask_key_stride")
 
 
 def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL, *, capped=False):
@@ -74,6 +53,7 @@ def split(dim, dtype, queries, arch, kind=triton_split_kernel.CAUSAL, *, capped=
         {"scale", "softcap"},
         constants,
         arch,
+        MASK,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

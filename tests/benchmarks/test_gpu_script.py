@@ -34,12 +34,21 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     parts = {row["part"] for row in rows}
     assert parts == {
         "machine", "kernels", "same", "replay", "compress", "decode", "attention", "profile",
-        "tests",
+        "paged", "tests",
     }  # fmt: skip
     failed = [row for row in rows if row["status"] != "ok"]
-    assert not [row for row in failed if row["part"] != "tests"], failed
+    assert not [row for row in failed if row["part"] not in ("paged", "tests")], failed
     assert all(f"## {part}" in page for part in parts - {"machine"})
     assert "CPU" in page
+
+
+def test_what_serves_contexts_runs_interpreted(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    rows, _ = run(tmp_path, "--parts", "paged")
+
+    assert {row["status"] for row in rows} == {"ok"}
+    assert len(rows) == 1 + 3 + 4
 
 
 def test_the_deadline_leaves_rows_out_and_the_page_is_written(tmp_path):

@@ -5,6 +5,37 @@ import subprocess
 from pathlib import Path
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 120: 99}
+
+
+def compiled(kernel, pointers, floats, constants, arch, unaligned=(), **options):
+    """`kernel` for a GPU; pointers and strides divisible by 16, as they are in use.
+
+    Args:
+        kernel: Triton's.
+        pointers: types of arguments that are pointers, by name.
+        floats: names of arguments that are float32; the others are integers.
+        constants: by name.
+        arch: compute capability, as in 90.
+        unaligned: names of pointers and strides that may not be divisible by 16.
+        options: of the compiler.
+    """
+    signature, values, attributes = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(index,)] = "constexpr", constants[name]
+            continue
+        signature[name] = pointers.get(name, "fp32" if name in floats else "i32")
+        if (name in pointers or name.endswith("stride")) and name not in unaligned:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, values, attributes)
+    return triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={**options, "enable_fp_fusion": True}
+    )
 
 
 def resources(binary, folder):

@@ -1,6 +1,7 @@
 """The engine for the proof tests, which run where vLLM is installed: `make test-vllm`."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,3 +16,33 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("vllm") and not HAVE_VLLM:
             item.add_marker(skip)
+
+
+TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
+
+
+@pytest.fixture(scope="session")
+def tiny_served(tmp_path_factory):
+    """A tiny model of two KV heads, and its contexts in a store."""
+    import gracekv
+    from gracekv.testing.models import tiny_llama
+    from gracekv.testing.tokenizers import tiny_tokenizer
+
+    model, tokenizer = tiny_llama(vocabulary=500, dim=32), tiny_tokenizer(vocabulary=500)
+    folder = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
+    results = {f"c{ratio}": gracekv.compress(model, prompt, ratio=ratio) for ratio in (2, 8)}
+    equal = {"pipeline": "gracekv-agnostic-equal", "ratio": 2}
+    results["equal"] = gracekv.compress(model, prompt, **equal)
+    for name, result in results.items():
+        shares = "equal" if name == "equal" else "ragged"
+        result.export(folder / "store" / name, shares=shares)
+    return SimpleNamespace(
+        model=model,
+        tokenizer=tokenizer,
+        folder=folder / "model",
+        store=folder / "store",
+        results=results,
+    )

@@ -19,10 +19,10 @@ def test_a_context_that_cannot_be_loaded_fails_the_blocks_of_its_requests():
 
     connector = object.__new__(GraceConnector)
     connector._store, connector._failed_blocks = SimpleNamespace(load=load), set()
-    connector.bind_connector_metadata(StepContexts({7: ("gone", "0"), 9: ("book", "1")}))
+    connector.bind_connector_metadata(StepContexts({7: ("gone", "0", 1), 9: ("book", "1", 3)}))
     assert connector.get_block_ids_with_load_errors() == {7}
     assert connector.get_block_ids_with_load_errors() == set()
-    assert list(step.current()._named) == [9]
+    assert [(block, one.tokens) for block, one in step.current().asking.items()] == [(9, 3)]
     connector.clear_connector_metadata()
     assert step.current() is None
 

@@ -12,7 +12,7 @@ from gracekv.vllm import reference
 from gracekv.vllm.attention import attend
 from gracekv.vllm.batch import plan_batch
 from gracekv.vllm.page_layout import PageLayout, find_layout
-from gracekv.vllm.store import StoredContext
+from gracekv.vllm.stored_context import StoredContext
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 16, 32
 # Rows of a step: context or None, tokens of the sequence, tokens of it that are new.

@@ -16,7 +16,7 @@ from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore, kv_transfer_config
 from gracekv.vllm.configuration import StoreOptions
 from gracekv.vllm.model_facts import model_facts
-from gracekv.vllm.store import heads_of_rank
+from gracekv.vllm.stored_context import heads_of_rank
 
 
 @pytest.fixture(scope="module")

@@ -2,42 +2,12 @@
 
 import contextlib
 import shutil
-from types import SimpleNamespace
 
 import pytest
 
 from support.engine_answers import check_answer
 
 pytestmark = pytest.mark.vllm
-
-TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """A tiny model of two KV heads, and a context in a store."""
-    import gracekv
-    from gracekv.testing.models import tiny_llama
-    from gracekv.testing.tokenizers import tiny_tokenizer
-
-    model, tokenizer = tiny_llama(vocabulary=500, dim=32), tiny_tokenizer(vocabulary=500)
-    folder = tmp_path_factory.mktemp("ranks")
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
-    results = {f"c{ratio}": gracekv.compress(model, prompt, ratio=ratio) for ratio in (2, 8)}
-    equal = {"pipeline": "gracekv-agnostic-equal", "ratio": 2}
-    results["equal"] = gracekv.compress(model, prompt, **equal)
-    for name, result in results.items():
-        shares = "equal" if name == "equal" else "ragged"
-        result.export(folder / "store" / name, shares=shares)
-    return SimpleNamespace(
-        model=model,
-        tokenizer=tokenizer,
-        folder=folder / "model",
-        store=folder / "store",
-        results=results,
-    )
 
 
 @contextlib.contextmanager
@@ -73,29 +43,29 @@ def answers(made, served):
     return {name: made.outputs[0] for name, made in zip(served.results, outputs, strict=True)}
 
 
-def test_two_ranks_answer_as_one_model(served):
-    lengths = served.results["c8"].packed.entries()
+def test_two_ranks_answer_as_one_model(tiny_served):
+    lengths = tiny_served.results["c8"].packed.entries()
     assert (lengths[:, 0] != lengths[:, 1]).any(), "the ranks hold different numbers of entries"
-    with engine(served, tensor_parallel_size=2) as made:
-        found = answers(made, served)
+    with engine(tiny_served, tensor_parallel_size=2) as made:
+        found = answers(made, tiny_served)
     for name, answer in found.items():
-        check_answer(served, name, "Why?", answer)
+        check_answer(tiny_served, name, "Why?", answer)
     with pytest.raises(AssertionError):
-        check_answer(served, "c8", "Why?", found["c2"])
+        check_answer(tiny_served, "c8", "Why?", found["c2"])
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
-def test_a_compiled_model_answers_the_same(served):
-    with engine(served, enforce_eager=False) as made:
+def test_a_compiled_model_answers_the_same(tiny_served):
+    with engine(tiny_served, enforce_eager=False) as made:
         assert made.llm_engine.vllm_config.compilation_config.mode
-        found = answers(made, served)
+        found = answers(made, tiny_served)
     for name, answer in found.items():
-        check_answer(served, name, "Why?", answer)
+        check_answer(tiny_served, name, "Why?", answer)
 
 
-def test_without_the_plugin_stock_attention_reads_equal_shares(served, monkeypatch):
+def test_without_the_plugin_stock_attention_reads_equal_shares(tiny_served, monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "none")
-    with engine(served) as made:
-        found = answers(made, served)
-    check_answer(served, "equal", "Why?", found.pop("equal"))
+    with engine(tiny_served) as made:
+        found = answers(made, tiny_served)
+    check_answer(tiny_served, "equal", "Why?", found.pop("equal"))
     assert [answer.finish_reason for answer in found.values()] == ["error", "error"]

@@ -1,0 +1,178 @@
+"""Random steps of an inference engine: contexts of ragged heads, and requests with pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from gracekv import ragged
+from gracekv.cache.base import RaggedLayer
+from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.vllm import reference
+from gracekv.vllm.step import Asking
+from gracekv.vllm.stored_context import StoredContext
+
+LAYOUTS = ("heads first", "tokens first", "layers inside")
+"""Of a block in memory: [G, block, 2d], [block, G, 2d], or the first with gaps between blocks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedStep:
+    """One step over R requests.
+
+    Attributes:
+        contexts: by name; the last of their two layers is the one that is asked.
+        requests: (context's name or None, tokens of the sequence, those of them that are new).
+        metadata: as vLLM's, with `query_start_loc`, `seq_lens`, `block_table`, `max_seq_len` and
+            `num_actual_tokens`; padded with rows without tokens.
+        query: [all tokens, H, d].
+        tails: keys and values [2, S, G, d] of each request.
+        pages: [blocks, G, block, 2d]; what no request has written is NaN.
+        group: query heads of a KV head.
+    """
+
+    contexts: Mapping[str, StoredContext]
+    requests: Sequence[tuple[str | None, int, int]]
+    metadata: SimpleNamespace
+    query: Tensor
+    tails: Sequence[Tensor]
+    pages: Tensor
+    group: int
+
+    @property
+    def asking(self) -> dict[int, Asking]:
+        """Requests that have a context, by the first block of their pages."""
+        return {
+            int(self.metadata.block_table[row, 0]): Asking(self.contexts[name], new)
+            for row, (name, _, new) in enumerate(self.requests)
+            if name
+        }
+
+
+def paged_step(
+    seed: int,
+    contexts: Mapping[str, Sequence[int]],
+    requests: Sequence[tuple[str | None, int, int]],
+    *,
+    dim: int,
+    group: int,
+    block: int,
+    dtype: torch.dtype,
+    layout: str = LAYOUTS[0],
+    device: str = "cpu",
+) -> PagedStep:
+    """A random step.
+
+    Args:
+        seed: of all numbers.
+        contexts: entries of each head, by the context's name.
+        requests: see `PagedStep`.
+        dim: d.
+        group: query heads of a KV head.
+        block: tokens of a page.
+        dtype: of queries, keys and values.
+        layout: of `LAYOUTS`.
+        device: where all lies.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    heads = len(next(iter(contexts.values())))
+
+    def entries(lengths: Sequence[int]) -> RaggedLayer:
+        count = sum(lengths)
+        keys, values = torch.randn(2, count, dim, generator=rng).to(device, dtype)
+        log_m = torch.rand(count, generator=rng).to(device)
+        offsets = ragged.offsets(torch.tensor(lengths))
+        return RaggedLayer(keys, values, torch.arange(count).int().to(device), log_m, offsets)
+
+    stored = {
+        name: StoredContext(
+            SimpleNamespace(digest=name),  # type: ignore[arg-type]
+            (entries([1] * heads), entries(lengths)),
+        )
+        for name, lengths in contexts.items()
+    }
+    needed = [-(-length // block) for _, length, _ in requests]
+    # Block 0 belongs to no request, as in vLLM; two more rows pad the step.
+    free = 1 + torch.randperm(sum(needed), generator=rng).int()
+    table = torch.zeros(len(requests) + 2, max(needed), dtype=torch.int32)
+    shape, view = _storage(layout, len(free) + 1, heads, block, 2 * dim)
+    stored_pages = torch.full(shape, torch.nan, dtype=dtype)
+    pages = view(stored_pages)
+    tails = []
+    for row, (_, length, _) in enumerate(requests):
+        mine = free[sum(needed[:row]) :][: needed[row]]
+        table[row, : needed[row]] = mine
+        tail = torch.randn(2, length, heads, dim, generator=rng).to(dtype)
+        at = torch.arange(length)
+        pages[mine[at // block].long(), :, at % block] = torch.cat([*tail], dim=-1)
+        tails.append(tail.to(device))
+    new = torch.tensor([new for _, _, new in requests] + [0, 0])
+    starts = ragged.offsets(new)
+    # Steps are padded to even sizes, for CUDA graphs.
+    tokens = int(starts[-1]) + int(starts[-1]) % 2
+    metadata = SimpleNamespace(
+        query_start_loc=starts.int().to(device),
+        seq_lens=torch.tensor([length for _, length, _ in requests] + [0, 0]).int().to(device),
+        block_table=table.to(device),
+        max_seq_len=max(length for _, length, _ in requests),
+        num_actual_tokens=tokens,
+    )
+    query = torch.randn(tokens, heads * group, dim, generator=rng).to(device, dtype)
+    pages = view(stored_pages.to(device))
+    return PagedStep(stored, requests, metadata, query, tails, pages, group)
+
+
+def _storage(
+    layout: str, blocks: int, heads: int, block: int, width: int
+) -> tuple[tuple[int, ...], Callable[[Tensor], Tensor]]:
+    """A shape in memory, and the pages [blocks, heads, block, width] in it."""
+    if layout == "tokens first":
+        return (blocks, block, heads, width), lambda x: x.transpose(1, 2)
+    if layout == "layers inside":
+        return (blocks, 3, heads, block, width), lambda x: x[:, 1]
+    return (blocks, heads, block, width), lambda x: x
+
+
+def step_attention(step: PagedStep) -> Callable[[], Tensor]:
+    """What one layer of the step runs: it returns [all tokens, H, d], with 7 in other rows."""
+    from gracekv.vllm.device_batch import plan_device_batch
+    from gracekv.vllm.triton_attention import attend
+
+    batch = plan_device_batch(step.asking, step.metadata, step.group, step.pages)
+    output = torch.full_like(step.query, 7)
+    scale = step.query.shape[-1] ** -0.5
+
+    def run() -> Tensor:
+        attend(batch, 1, step.query, step.pages, step.metadata.block_table, output, scale)
+        return output
+
+    return run
+
+
+def check_step(step: PagedStep, bound: float | None = None) -> None:
+    """Raise `AssertionError` unless the kernels equal the loops in float64, request by request.
+
+    Args:
+        step: from `paged_step`.
+        bound: of the relative error; None: that of the dtype in `TOLERANCES`.
+    """
+    output = step_attention(step)()
+    bound = TOLERANCES[output.dtype].output if bound is None else bound
+    starts = step.metadata.query_start_loc.tolist()
+    scale = step.query.shape[-1] ** -0.5
+    assert bool((output[starts[-1] :] == 7).all())
+    for row, (name, _, _) in enumerate(step.requests):
+        got = output[starts[row] : starts[row + 1]]
+        if name is None:
+            assert bool((got == 7).all()), f"the kernels wrote to request {row}"
+            continue
+        queries = step.query[starts[row] : starts[row + 1]]
+        layer = step.contexts[name].layers[1]
+        keys, values = step.tails[row]
+        want = reference.attend(queries, layer, keys, values, scale)
+        error = relative_error(got.cpu(), want)
+        assert error <= bound, f"request {row}: error {error:.2e} above {bound:.0e}"

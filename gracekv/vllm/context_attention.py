@@ -1,0 +1,106 @@
+"""`ContextAttention`: what is mixed into vLLM's attention, on CPUs and on GPUs."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from torch import Tensor
+
+from gracekv.vllm import step
+
+
+class ContextAttention(abc.ABC):
+    """Stock attention for all tokens, and attention over context and pages for those that have one.
+
+    Keys and values are written as ever, so pages hold question and answer, and what moves or drops
+    pages needs no care. Comes before the stock implementation in the list of bases.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """`output`, whose rows are written in place, as vLLM's operator requires.
+
+        Args:
+            layer: vLLM's.
+            query: [tokens of the step, H, d].
+            key: [tokens, G, d], in pages already.
+            value: [tokens, G, d].
+            kv_cache: [blocks, G, block, 2d].
+            attn_metadata: vLLM's, of the step; None while it measures memory.
+            output: [tokens, H, d].
+            output_scale: of a quantised output; never with contexts.
+            output_block_scale: likewise.
+        """
+        running = None if attn_metadata is None else step.current()
+        batch = None
+        if running is not None:
+            batch = running.plan(attn_metadata, lambda: self.plan(running, attn_metadata, kv_cache))
+        if batch is None or not batch.covers_all:
+            stock: Any = super()
+            stock.forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
+                output_block_scale,
+            )  # fmt: skip
+        if batch is not None:
+            heads = (-1, self.num_heads, self.head_size)
+            self.attend(
+                batch, layer, query.view(heads), kv_cache, attn_metadata, output.view(heads)
+            )
+        return output
+
+    @abc.abstractmethod
+    def plan(self, running: step.Step, metadata: Any, kv_cache: Tensor) -> Any:
+        """The step's work over contexts, with `covers_all`; None if there is none.
+
+        Args:
+            running: the step.
+            metadata: vLLM's.
+            kv_cache: [blocks, G, block, 2d], of any layer.
+        """
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        batch: Any,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        output: Tensor,
+    ) -> None:
+        """Write the rows of tokens that have a context.
+
+        Args:
+            batch: from `plan`.
+            layer: vLLM's.
+            query: [tokens of the step, H, d].
+            kv_cache: [blocks, G, block, 2d].
+            metadata: vLLM's.
+            output: [tokens, H, d].
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def warm_up(cls, kv_cache: Tensor, group: int) -> None:
+        """Compile what `attend` runs; no request should wait for it.
+
+        Args:
+            kv_cache: [blocks, G, block, 2d], of any layer; it is only read.
+            group: query heads of a KV head.
+        """

@@ -1,0 +1,82 @@
+"""vLLM's attention for NVIDIA GPUs, with contexts beside its pages. Imports vLLM.
+
+For both backends that vLLM takes by itself on most GPUs. The kernel reads pages by their strides,
+which both share, and merging with the stock result by log-sum-exp would need calls of each one's
+inside; a page of question and answer is short beside a context.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
+
+from gracekv.vllm.configuration import has_store
+from gracekv.vllm.context_attention import ContextAttention
+from gracekv.vllm.device_batch import DeviceBatch, plan_device_batch
+from gracekv.vllm.step import Step
+
+
+class GPUContextAttention(ContextAttention):
+    """The Triton kernels."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._has_store = has_store(get_current_vllm_config_or_none())
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether the output may be written quantised: not with contexts, whose rows come later."""
+        stock: Any = super()
+        return not self._has_store and bool(stock.fused_output_quant_supported(quant_key))
+
+    def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> DeviceBatch:
+        group = self.num_heads // self.num_kv_heads
+        return plan_device_batch(running.asking, metadata, group, kv_cache)
+
+    def attend(
+        self,
+        batch: DeviceBatch,
+        layer: Any,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: Any,
+        output: Tensor,
+    ) -> None:
+        from gracekv.vllm.triton_attention import attend
+
+        number = extract_layer_index(layer.layer_name)
+        attend(batch, number, query, kv_cache, metadata.block_table, output, self.scale)
+
+    @classmethod
+    def warm_up(cls, kv_cache: Tensor, group: int) -> None:
+        from gracekv.vllm.triton_attention import warm_up
+
+        warm_up(kv_cache, group)
+
+
+class GraceFlashAttentionImpl(GPUContextAttention, FlashAttentionImpl):  # type: ignore[misc]
+    """FlashAttention and contexts."""
+
+
+class GraceFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
+    """The stock backend with another `forward`."""
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashAttentionImpl]:
+        return GraceFlashAttentionImpl
+
+
+class GraceTritonAttentionImpl(GPUContextAttention, TritonAttentionImpl):  # type: ignore[misc]
+    """vLLM's Triton attention and contexts."""
+
+
+class GraceTritonAttentionBackend(TritonAttentionBackend):  # type: ignore[misc]
+    """The stock backend with another `forward`."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonAttentionImpl]:
+        return GraceTritonAttentionImpl

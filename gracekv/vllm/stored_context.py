@@ -1,0 +1,95 @@
+"""`StoredContext`: a context in memory, as attention reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.base import RaggedLayer
+from gracekv.vllm.header import ContextHeader
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredContext:
+    """A context in memory.
+
+    Attributes:
+        header: what it is.
+        layers: entries of each layer; keys are rotated so that the token after them has position 0.
+        offsets: int64 [L, G + 1], each layer's, on the device of the entries.
+        addresses: int64 [L, 4] on the CPU, of each layer's keys, values, log multiplicities and
+            offsets.
+        longest: entries of the longest head.
+    """
+
+    header: ContextHeader
+    layers: tuple[RaggedLayer, ...]
+    offsets: Tensor = field(init=False)
+    addresses: Tensor = field(init=False)
+    longest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        offsets = torch.stack([layer.offsets for layer in self.layers])
+        longest = int(offsets.diff().max())
+        offsets = offsets.to(self.layers[0].keys.device)
+        parts = [
+            (x.keys, x.values, x.log_multiplicity, own)
+            for x, own in zip(self.layers, offsets, strict=True)
+        ]
+        addresses = torch.tensor([[part.data_ptr() for part in layer] for layer in parts])
+        made = {"offsets": offsets, "addresses": addresses, "longest": longest}
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def bytes(self) -> int:
+        """Of all its tensors."""
+        return sum(layer.kv_bytes + layer.metadata_bytes for layer in self.layers)
+
+    def to(self, device: torch.device) -> StoredContext:
+        """The context with its entries on `device`."""
+        if device == self.layers[0].device:
+            return self
+        layers = (
+            RaggedLayer(
+                layer.keys.to(device),
+                layer.values.to(device),
+                layer.positions.to(device),
+                layer.log_multiplicity.to(device),
+                layer.offsets,
+            )
+            for layer in self.layers
+        )
+        return StoredContext(self.header, tuple(layers))
+
+
+def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:
+    """The KV heads that a tensor-parallel rank computes, (first, last + 1).
+
+    As vLLM deals them out: in order and evenly, or with fewer heads than ranks, each to several
+    ranks.
+
+    Args:
+        heads: KV heads of the model.
+        size: ranks.
+        rank: of this process.
+    """
+    if heads >= size:
+        share = heads // size
+        return rank * share, (rank + 1) * share
+    first = rank // (size // heads)
+    return first, first + 1
+
+
+def of_heads(layer: RaggedLayer, first: int, last: int) -> RaggedLayer:
+    """The entries of heads [first, last), in memory of their own."""
+    at = slice(int(layer.offsets[first]), int(layer.offsets[last]))
+    return RaggedLayer(
+        layer.keys[at].clone(),
+        layer.values[at].clone(),
+        layer.positions[at].clone(),
+        layer.log_multiplicity[at].clone(),
+        layer.offsets[first : last + 1] - layer.offsets[first],
+    )

@@ -1,0 +1,197 @@
+"""Attention of a step's tokens over ragged contexts and vLLM's own pages, for GPUs.
+
+One launch attends to contexts and pages for all requests of a step, of any contexts; a second one
+merges the partial results of tokens that several programs read for. There are no atomics, so
+results are equal to the bit from run to run.
+
+Importing this module imports triton.
+"""
+
+# Conditions on constants stand alone: a branch that is not taken must not be compiled.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gracekv.backends.triton_merge_kernel import add_splits
+from gracekv.backends.triton_softmax import add_entries, normalised
+
+
+# What differs from step to step must not choose between compiled kernels.
+@triton.jit(
+    do_not_specialize=["layer", "contexts", "blocks_row_stride"],
+    do_not_specialize_on_alignment=["units", "addresses", "first_slot", "blocks"],
+)
+def attend_units(
+    units,  # [U, 6], see DeviceBatch
+    addresses,  # [L, C, 4], see DeviceBatch
+    layer,
+    contexts,  # C
+    places,  # [n]
+    positions,  # [n]
+    rows,  # [n]
+    first_slot,  # [n + 1]
+    query,  # [all tokens, H, D]
+    query_token_stride,
+    query_head_stride,
+    pages,  # [blocks, G, BLOCK, 2 D]
+    page_stride,
+    page_head_stride,
+    page_slot_stride,
+    blocks,  # [R, most blocks of a row]
+    blocks_row_stride,
+    output,  # [all tokens, H, D]
+    output_token_stride,
+    output_head_stride,
+    part_output,  # [S, H, D] float32
+    part_lse,  # [S, H]
+    scale,
+    query_heads,  # H
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Program (unit, KV head): its queries over a part of a context, of their pages, or both."""
+    unit = units + tl.program_id(0) * 6
+    head = tl.program_id(1)
+    context = tl.load(unit)
+    reads_pages = tl.load(unit + 1)
+    first = tl.load(unit + 2)
+    count = tl.load(unit + 3)
+    part = tl.load(unit + 4)
+    parts = tl.load(unit + 5)
+
+    m = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    step = tl.arange(0, BLOCK_N)
+    token = (first + m) // GROUP
+    query_head = head * GROUP + (first + m) % GROUP
+    place = tl.load(places + token, mask=m < count, other=-1)
+    position = tl.load(positions + token, mask=m < count, other=-1).to(tl.int32)
+    used = (place >= 0)[:, None]
+    if BLOCK_D != D:
+        used = used & (dim < D)[None, :]
+    at = place[:, None] * query_token_stride + query_head[:, None] * query_head_stride
+    q = tl.load(query + at + dim[None, :], mask=used, other=0.0)
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if context >= 0:
+        where = addresses + (layer * contexts + context) * 4
+        keys = tl.load(where).to(pages.dtype)
+        values = tl.load(where + 1).to(pages.dtype)
+        bias = tl.load(where + 2).to(tl.pointer_type(tl.float32))
+        offsets = tl.load(where + 3).to(tl.pointer_type(tl.int64))
+        entry = tl.load(offsets + head)
+        length = tl.load(offsets + head + 1) - entry
+        stop = length * (part + 1) // parts
+        begin = length * part // parts
+        entry += begin
+        entries = (stop - begin).to(tl.int32)
+        # Allocations and rows begin at multiples of 16 bytes, which the compiler cannot know; it
+        # listens where pointers are added to.
+        keys = tl.multiple_of(keys + entry * D, 16)
+        values = tl.multiple_of(values + entry * D, 16)
+        bias += entry
+        for start in range(0, entries, BLOCK_N):
+            n = start + step
+            inside = n < entries
+            # Storage past the end may hold anything, even NaN; it is never read.
+            here = inside[:, None]
+            if BLOCK_D != D:
+                here = here & (dim < D)[None, :]
+            k = tl.load(keys + n[:, None] * D + dim[None, :], mask=here, other=0.0)
+            v = tl.load(values + n[:, None] * D + dim[None, :], mask=here, other=0.0)
+            if UPCAST:
+                k = k.to(tl.float32)
+                v = v.to(tl.float32)
+            logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            logits += tl.load(bias + n, mask=inside, other=0.0)[None, :]
+            logits = tl.where(inside[None, :], logits, float("-inf"))
+            top, total, acc = add_entries(logits, v, top, total, acc, PRECISION)
+    if reads_pages != 0:
+        table = blocks + tl.load(rows + first // GROUP) * blocks_row_stride
+        seen = tl.max(position, 0) + 1
+        begin_page = (seen * part // parts).to(tl.int32)
+        stop_page = (seen * (part + 1) // parts).to(tl.int32)
+        for start in range(begin_page, stop_page, BLOCK_N):
+            n = start + step
+            inside = n < stop_page
+            here = inside[:, None]
+            if BLOCK_D != D:
+                here = here & (dim < D)[None, :]
+            block = tl.load(table + n // BLOCK, mask=inside, other=0).to(tl.int64)
+            slot = block * page_stride + (n % BLOCK) * page_slot_stride + head * page_head_stride
+            k = tl.load(pages + slot[:, None] + dim[None, :], mask=here, other=0.0)
+            v = tl.load(pages + slot[:, None] + D + dim[None, :], mask=here, other=0.0)
+            if UPCAST:
+                k = k.to(tl.float32)
+                v = v.to(tl.float32)
+            logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            visible = inside[None, :] & (n[None, :] <= position[:, None])
+            logits = tl.where(visible, logits, float("-inf"))
+            top, total, acc = add_entries(logits, v, top, total, acc, PRECISION)
+
+    result, lse = normalised(top, total, acc)
+    if (context >= 0) & (reads_pages != 0):
+        final = place[:, None] * output_token_stride + query_head[:, None] * output_head_stride
+        tl.store(output + final + dim[None, :], result.to(output.dtype.element_ty), mask=used)
+    else:
+        if context >= 0:
+            split = tl.load(first_slot + token, mask=m < count, other=0) + part
+        else:
+            split = tl.load(first_slot + token + 1, mask=m < count, other=0) - parts + part
+        row = split * query_heads + query_head
+        tl.store(part_output + row[:, None] * D + dim[None, :], result, mask=used)
+        tl.store(part_lse + row, lse, mask=place >= 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["first_slot"])
+def merge_units(
+    part_output,  # [S, H, D] float32
+    part_lse,  # [S, H]
+    first_slot,  # [n + 1]
+    places,  # [n]
+    output,  # [all tokens, H, D]
+    output_token_stride,
+    output_head_stride,
+    query_heads,  # H
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Program (token, query head): its output over all its slots."""
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    dim = tl.arange(0, BLOCK_D)
+    place = tl.load(places + token)
+    if place >= 0:
+        # Arrays of one element: plain numbers cannot be carried through the loop.
+        top = tl.full([1], float("-inf"), tl.float32)
+        total = tl.zeros([1], tl.float32)
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        top, total, acc = add_splits(
+            top,
+            total,
+            acc,
+            part_output + head * D,
+            part_lse + head,
+            tl.load(first_slot + token),
+            tl.load(first_slot + token + 1),
+            query_heads,
+            D,
+            BLOCK_D,
+            BLOCK_S,
+        )
+        # Every token sees itself, so the sum is positive.
+        at = output + place * output_token_stride + head * output_head_stride + dim
+        tl.store(at, (acc / total).to(output.dtype.element_ty), mask=dim < D)

@@ -1,0 +1,114 @@
+"""Ragged contexts and pages of a whole step, interpreted, against loops in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.testing.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
+from gracekv.testing.tolerance import TOLERANCES
+from gracekv.vllm.device_batch import plan_device_batch
+
+CONTEXTS = {"a": [70, 0], "b": [3, 41], "empty": [0, 0]}
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+def test_a_step_of_all_kinds_of_requests(dtype):
+    requests = [("a", 33, 1), (None, 20, 20), ("b", 17, 17), ("a", 1, 1), ("empty", 5, 2),
+                ("b", 40, 3), (None, 9, 1)]  # fmt: skip
+    check_step(paged_step(0, CONTEXTS, requests, dim=16, group=3, block=16, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "block", "layout", "dtype"),
+    [
+        (64, 1, 16, LAYOUTS[0], torch.float32),
+        (80, 7, 32, LAYOUTS[1], torch.bfloat16),
+        (128, 4, 48, LAYOUTS[2], torch.float16),
+        (64, 2, 16, LAYOUTS[1], torch.float32),
+    ],
+)
+def test_shapes_and_layouts(dim, group, block, layout, dtype):
+    requests = [("b", 50, 4), ("a", 18, 1), (None, 3, 3)]
+    check_step(
+        paged_step(
+            dim, CONTEXTS, requests, dim=dim, group=group, block=block, dtype=dtype, layout=layout
+        )
+    )
+
+
+@settings(max_examples=12)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(0, 90), min_size=4, max_size=4),
+    requests=st.lists(
+        st.tuples(st.sampled_from(["a", "b", None]), st.integers(0, 60), st.integers(1, 40)),
+        min_size=1,
+        max_size=5,
+    ),
+    group=st.integers(1, 7),
+    layout=st.sampled_from(LAYOUTS),
+)
+def test_any_step(seed, lengths, requests, group, layout):
+    contexts = {"a": lengths[:2], "b": lengths[2:]}
+    # The first request has a context: else nothing is planned.
+    requests = [("a", 2, 1)] + [(name, before + new, new) for name, before, new in requests]
+    check_step(
+        paged_step(
+            seed, contexts, requests, dim=16, group=group, block=16, dtype=torch.float32,
+            layout=layout,
+        )
+    )  # fmt: skip
+
+
+def test_long_contexts_and_long_answers_are_split():
+    step = paged_step(
+        1, {"a": [1500, 20]}, [("a", 700, 1), ("a", 3, 1)], dim=16, group=2, block=16,
+        dtype=torch.float32,
+    )  # fmt: skip
+    batch = plan(step)
+    parts = {(int(context), int(parts)) for context, _, _, _, _, parts in batch.units}
+    assert parts == {(0, 4), (-1, 3)}
+    check_step(step)
+
+
+def test_long_questions_need_no_slots():
+    step = paged_step(
+        2, {"a": [30, 5]}, [("a", 90, 90), ("a", 60, 40)], dim=16, group=4, block=16,
+        dtype=torch.float32,
+    )  # fmt: skip
+    batch = plan(step)
+    assert batch.merged == batch.slots == 0
+    check_step(step)
+
+
+def test_requests_of_a_context_share_its_entries():
+    step = paged_step(
+        3, {"a": [30, 5], "b": [9, 9]}, [("a", 9, 1), ("b", 9, 1), ("a", 20, 1), ("a", 4, 1)],
+        dim=16, group=4, block=16, dtype=torch.float32,
+    )  # fmt: skip
+    units = plan(step).units
+    assert units[units[:, 0] >= 0][:, 3].tolist() == [12, 4]
+
+
+def test_a_request_that_is_not_in_the_step_changes_nothing():
+    step = paged_step(
+        4, {"a": [30, 5]}, [("a", 9, 1), (None, 20, 3)], dim=16, group=2, block=16,
+        dtype=torch.float32,
+    )  # fmt: skip
+    step.metadata.block_table[0] = 99
+    asking = {5: next(iter(step.asking.values()))}
+    batch = plan_device_batch(asking, step.metadata, step.group, step.pages)
+    assert batch.places.tolist() == batch.positions.tolist() == [-1]
+
+
+def test_repeats_to_the_bit():
+    step = paged_step(
+        5, CONTEXTS, [("a", 33, 1), ("b", 17, 17)], dim=16, group=3, block=16, dtype=torch.float32
+    )
+    first = step_attention(step)().clone()
+    assert torch.equal(step_attention(step)(), first)
+
+
+def plan(step):
+    return plan_device_batch(step.asking, step.metadata, step.group, step.pages)

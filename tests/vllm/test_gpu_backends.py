@@ -1,0 +1,225 @@
+"""vLLM's attention for GPUs with contexts beside its pages, as far as that shows without a GPU."""
+
+import dataclasses
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from gracekv.errors import ConfigError
+from gracekv.vllm import kv_transfer_config, request
+from support.engine_answers import MARGIN, check_answer
+
+pytestmark = pytest.mark.vllm
+
+NAMES = ("FLASH_ATTN", "TRITON_ATTN")
+TESTS = str(Path(__file__).parents[1])
+
+
+def pairs():
+    """Stock backend and ours, by name."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from gracekv.vllm.serving import GPU
+
+    assert set(GPU) == set(NAMES)
+    return {
+        name: tuple(
+            resolve_obj_by_qualname(path) for path in (AttentionBackendEnum[name].value, GPU[name])
+        )
+        for name in NAMES
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vllms_classes_are_as_the_subclasses_take_them(name):
+    stock, ours = pairs()[name]
+    assert issubclass(ours, stock)
+    assert ours.get_name() == stock.get_name() == name
+    assert ours.get_builder_cls() is stock.get_builder_cls()
+    impl, stock_impl = ours.get_impl_cls(), stock.get_impl_cls()
+    assert issubclass(impl, stock_impl)
+    assert not getattr(impl, "__abstractmethods__", None)
+    assert list(inspect.signature(impl.forward).parameters) == list(
+        inspect.signature(stock_impl.forward).parameters
+    )
+    # Keys and values are in pages before attention runs.
+    assert stock.forward_includes_kv_cache_update is False
+    assert "[num_blocks, num_kv_heads, block_size, 2 * head_size]" in stock_impl.forward.__doc__
+    metadata = inspect.signature(stock_impl.forward).parameters["attn_metadata"].annotation
+    fields = {field.name: field for field in dataclasses.fields(metadata)}
+    read = {"query_start_loc", "seq_lens", "block_table", "max_seq_len", "num_actual_tokens"}
+    assert read <= set(fields)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+@pytest.mark.parametrize("chosen", [None, *NAMES])
+def test_the_platform_for_gpus_selects_them(monkeypatch, capability, chosen):
+    from vllm.platforms import current_platform
+
+    # The platform's own extension, which a build for CPUs lacks and selection does not need.
+    missing = "vllm._C_stable_libtorch"
+    monkeypatch.setitem(sys.modules, missing, ModuleType(missing))
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends import registry
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from gracekv.vllm import plugin
+    from gracekv.vllm.serving import GPU
+
+    found = DeviceCapability(*capability)
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "is_cpu", lambda _: False)
+    monkeypatch.setattr(platform, "is_cuda", lambda _: True)
+    monkeypatch.setattr(
+        platform, "has_device_capability", classmethod(lambda _, asked: asked <= 80)
+    )
+    monkeypatch.setattr(registry, "_ATTN_OVERRIDES", {})
+    plugin.register()
+    monkeypatch.setattr(CudaPlatformBase, "get_device_capability", classmethod(lambda _: found))
+    config = AttentionSelectorConfig(
+        head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=None,
+        use_kv_connector=True,
+    )  # fmt: skip
+    selected = chosen and registry.AttentionBackendEnum[chosen]
+    assert CudaPlatformBase.get_attn_backend_cls(selected, config) == GPU[chosen or NAMES[0]]
+
+
+def test_older_gpus_keep_stock_attention(monkeypatch):
+    from vllm.platforms import current_platform
+
+    from gracekv.vllm.serving import CPU, replacements
+
+    assert replacements() == CPU
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "is_cpu", lambda _: False)
+    monkeypatch.setattr(platform, "is_cuda", lambda _: True)
+    monkeypatch.setattr(
+        platform, "has_device_capability", classmethod(lambda _, asked: asked <= 75)
+    )
+    assert replacements() == {}
+
+
+def test_what_layers_have_decides_what_is_served():
+    from gracekv.vllm.serving import check_pages, serves_ragged
+
+    def config(impl):
+        layer = SimpleNamespace(kv_cache=torch.empty(2, 2, 16, 64), impl=object.__new__(impl))
+        layers = {"model.layers.0.attn": layer, "model.rotary": object()}
+        return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+
+    for stock, ours in pairs().values():
+        assert not serves_ragged(config(stock.get_impl_cls()))
+        assert serves_ragged(config(ours.get_impl_cls()))
+    layers = list(config(object).compilation_config.static_forward_context.values())[:1]
+    check_pages(layers, 16)
+    with pytest.raises(ConfigError, match="--block-size 16"):
+        check_pages(layers, 128)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "said"),
+    [
+        ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism"),
+        ("parallel_config", {"use_ubatching": True}, "microbatches"),
+        ("parallel_config", {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ("cache_config", {"cache_dtype": "fp8"}, "a KV cache in fp8"),
+    ],
+)
+def test_what_was_never_served_is_refused_by_name(section, changes, said):
+    from vllm.config import CacheConfig, ParallelConfig
+
+    from gracekv.vllm.serving import check_serving
+
+    stock = {"parallel_config": ParallelConfig(), "cache_config": CacheConfig()}
+    assert all(hasattr(stock[section], name) for name in changes)
+    names = ("decode_context_parallel_size", "prefill_context_parallel_size", "use_ubatching",
+             "pipeline_parallel_size")  # fmt: skip
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            **{name: getattr(stock["parallel_config"], name) for name in names}
+        ),
+        cache_config=SimpleNamespace(cache_dtype=stock["cache_config"].cache_dtype),
+        speculative_config=None,
+        model_config=SimpleNamespace(dtype=torch.bfloat16),
+    )
+    groups = SimpleNamespace(kv_cache_groups=[None])
+    check_serving(config, groups)
+    for name, value in changes.items():
+        setattr(getattr(config, section), name, value)
+    with pytest.raises(ConfigError, match=said):
+        check_serving(config, groups)
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "NONE"])
+@pytest.mark.parametrize("with_store", [True, False])
+def test_graphs_of_whole_steps_are_for_engines_without_contexts(
+    tiny_served, monkeypatch, mode, with_store
+):
+    """vLLM then records the pieces between attention layers, which run as Python."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "support_static_graph_mode", classmethod(lambda _: True))
+    monkeypatch.setattr(platform, "check_and_update_config", classmethod(lambda *_: None))
+    store = KVTransferConfig(**kv_transfer_config(tiny_served.store)) if with_store else None
+    config = EngineArgs(
+        model=str(tiny_served.folder),
+        dtype="float32",
+        max_model_len=256,
+        kv_transfer_config=store,
+        compilation_config={"mode": "VLLM_COMPILE", "cudagraph_mode": mode},
+    ).create_engine_config()
+    got = config.compilation_config.cudagraph_mode.name
+    assert got == ("PIECEWISE" if with_store and mode != "NONE" else mode)
+
+
+@pytest.mark.parametrize(("name", "eager"), [("FLASH_ATTN", True), ("TRITON_ATTN", False)])
+def test_an_engine_answers_as_gracekv(tiny_served, name, eager):
+    """vLLM's own classes in a whole engine; once as Python, once traced as a compiled model."""
+    contexts = list(tiny_served.results)
+    command = [sys.executable, "-m", "support.gpu_backend_on_cpu", name, str(int(eager))]
+    command += [str(tiny_served.folder), str(tiny_served.store), *contexts]
+    done = subprocess.run(
+        command,
+        env=os.environ
+        | {
+            "TRITON_INTERPRET": "1",
+            "VLLM_CPU_CI_ENV": "1",
+            "PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["impl"] == pairs()[name][1].get_impl_cls().__name__
+    assert found["mode"] == ("NONE" if eager else "DYNAMO_TRACE_ONCE")
+    *answers, plain = [answer(*one) for one in found["answers"]]
+    for context, mine in zip(contexts, answers, strict=True):
+        check_answer(tiny_served, context, "Why?", mine)
+    with pytest.raises(AssertionError):
+        check_answer(tiny_served, contexts[0], "Why?", plain)
+    asked = request(tiny_served.store, contexts[0], "Why?", tiny_served.tokenizer).prompt_ids
+    ids = torch.tensor([[*asked, *plain.token_ids[:-1]]])
+    with torch.inference_mode():
+        logprobs = tiny_served.model(ids).logits[0, len(asked) - 1 :].float().log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(plain.token_ids)[:, None])[:, 0]
+    assert (own - torch.tensor(found["answers"][-1][1])).abs().max() < MARGIN
+
+
+def answer(ids, logprobs):
+    steps = [{token: SimpleNamespace(logprob=x)} for token, x in zip(ids, logprobs, strict=True)]
+    return SimpleNamespace(token_ids=ids, logprobs=steps)

@@ -1,0 +1,88 @@
+"""The kernels over contexts and pages compiled for real GPUs, without one."""
+
+import re
+
+import pytest
+import torch
+
+from gracekv.backends.triton_tiles import padded_dim
+from gracekv.kernels.device import interpreted
+
+pytest.importorskip("triton")
+if interpreted():
+    pytest.skip("the interpreter does not compile", allow_module_level=True)
+
+from gracekv.vllm import triton_kernel
+from gracekv.vllm.device_batch import unit_tile
+from support.cubin import SHARED_KIB, compiled, resources
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+TYPES = {F32: "*fp32", F16: "*fp16", BF16: "*bf16"}
+UNALIGNED = ("units", "addresses", "first_slot", "blocks", "blocks_row_stride")
+CASES = [
+    *((128, BF16, 1, 4, arch) for arch in SHARED_KIB),
+    *((128, BF16, 64, 4, arch) for arch in SHARED_KIB),
+    *((64, dtype, 1, 7, 89) for dtype in (F16, F32)),
+    *((64, dtype, 64, 7, 90) for dtype in (F16, F32)),
+    (80, F16, 1, 1, 80),
+    (96, BF16, 32, 3, 90),
+    (128, F32, 1, 8, 120),
+    (256, BF16, 1, 2, 90),
+    (256, BF16, 64, 2, 120),
+]  # fmt: skip
+
+
+def attention(dim, dtype, queries, group, arch):
+    tile = unit_tile(dim, dtype, divmod(arch, 10), queries)
+    pointers = dict.fromkeys(("query", "pages", "output"), TYPES[dtype])
+    pointers |= dict.fromkeys(("part_output", "part_lse"), "*fp32")
+    names = ("units", "addresses", "places", "positions", "rows", "first_slot")
+    pointers |= dict.fromkeys(names, "*i64") | {"blocks": "*i32"}
+    constants = {
+        "GROUP": group,
+        "D": dim,
+        "BLOCK_D": padded_dim(dim),
+        "BLOCK": 16,
+        "BLOCK_M": tile.queries,
+        "BLOCK_N": tile.keys,
+        "UPCAST": False,
+        "PRECISION": tile.precision,
+    }
+    return compiled(
+        triton_kernel.attend_units,
+        pointers,
+        {"scale"},
+        constants,
+        arch,
+        UNALIGNED,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+@pytest.mark.parametrize(("dim", "dtype", "queries", "group", "arch"), CASES)
+def test_attention_fits(tmp_path, dim, dtype, queries, group, arch):
+    binary = attention(dim, dtype, queries, group, arch)
+    used = resources(binary, tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
+    assert binary.metadata.shared <= SHARED_KIB[arch] * 1024
+
+
+def test_entries_behind_addresses_are_read_16_bytes_at_a_time():
+    """The compiler is told how addresses are aligned; else it would read number by number."""
+    text = attention(128, BF16, 1, 4, 80).asm["ptx"]
+    sizes = {
+        int(x, 0) for x in re.findall(r"cp\.async\.c[ag]\S+ \[[^]]*\], \[[^]]*\], (\w+)", text)
+    }
+    assert sizes <= {16, 4}, sizes
+    assert not re.findall(r"ld\.global\.b16", text)
+
+
+@pytest.mark.parametrize(("dim", "arch"), [(80, 80), (128, 90), (256, 120)])
+def test_merge_fits(tmp_path, dim, arch):
+    pointers = dict.fromkeys(("part_output", "part_lse"), "*fp32") | {"output": "*bf16"}
+    pointers |= dict.fromkeys(("places", "first_slot"), "*i64")
+    constants = {"D": dim, "BLOCK_D": padded_dim(dim), "BLOCK_S": 2048 // padded_dim(dim)}
+    kernel = triton_kernel.merge_units
+    used = resources(compiled(kernel, pointers, set(), constants, arch, UNALIGNED), tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0, "registers spill"
