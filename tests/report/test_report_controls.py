@@ -74,12 +74,17 @@ def test_maps_choose_a_head_by_click_and_by_keys(page):
 def test_hover_tells_interval_multiplicity_and_relevance(page, pair, data):
     slide(page, "layer", 1)
     slide(page, "head", 0)
-    statuses = {
-        token: token_statuses(pair["Grace"], token).rows[2] for token in range(data.spans.length)
-    }
-    merged = next(t for t, status in statuses.items() if status.state == "merged" and "\n" not in
-                  data.tokens[t] and data.tokens[t])  # fmt: skip
-    status = statuses[merged]
+
+    def first_of(label, state):
+        """The first token with a visible text in that state, and its status."""
+        for token in range(data.spans.context_start, data.spans.context_end):
+            if data.tokens[token].strip() and "\n" not in data.tokens[token]:
+                status = token_statuses(pair[label], token).rows[2]
+                if status.state == state:
+                    return token, status
+        raise AssertionError(f"no token is {state} in {label}")
+
+    merged, status = first_of("Grace", "merged")
     page.locator(f".pane:nth-child(1) [data-t='{merged}']").hover()
     tip = page.locator("#tip").inner_text()
     size = status.end - status.start
@@ -87,15 +92,14 @@ def test_hover_tells_interval_multiplicity_and_relevance(page, pair, data):
     assert f"[{status.start}, {status.end})" in tip
     weight = float(re.search(rf"{size} tokens, weighs as ([\d.]+)", tip)[1])
     assert weight == pytest.approx(status.multiplicity, abs=0.5 * size / 255 + 0.006)
-    worth = pair["Grace"]._run.relevance.scores[1, 0].double()
+    scores = pair["Grace"]._run.relevance.scores[1, 0].double()
     shown = float(re.search(r"relevance\s+([\d.e+-]+) × the mean", tip)[1])
-    assert shown == pytest.approx(status.relevance / float(worth.mean()), rel=0.06)
+    assert shown == pytest.approx(status.relevance / float(scores.mean()), rel=0.06)
     first = data.spans.context_start
-    share = float(worth[status.start - first : status.end - first].sum() / worth.sum()) * 100
+    share = float(scores[status.start - first : status.end - first].sum() / scores.sum()) * 100
     shown = float(re.search(r"entry's relevance\s+([\d.]+)%", tip)[1])
     assert shown == pytest.approx(share, rel=0.06, abs=0.006)
-    gone = next(t for t in statuses if token_statuses(pair["Snap"], t).rows[2].state == "dropped"
-                and data.tokens[t].strip())  # fmt: skip
+    gone, _ = first_of("Snap", "dropped")
     page.locator(f".pane:nth-child(2) [data-t='{gone}']").hover()
     assert "dropped" in page.locator("#tip").inner_text()
 
