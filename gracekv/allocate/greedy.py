@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
-from gracekv.allocate.global_cut import first_fitting
+from gracekv.allocate.global_cut import first_fitting, first_offer
 from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.purchase_queue import PurchaseQueue
 from gracekv.allocate.ranking import descending, where_true
@@ -128,15 +128,17 @@ def auction_over_processes(
     total = left.total - shard.total(left.total - own.total)
     queue = PurchaseQueue(ops, executed | bought, RemainingBudget(total, own.per_head), elastic)
     while total > 0:
-        unit, tree_here, cost = queue.first(total) or (-1.0, 0, 0)
-        whole = shard.among_all(torch.tensor(tree_here // slots), ops.forest.heads)
-        offer = (unit, int(whole) * slots + tree_here % slots, cost)
-        offers = shard.gather(torch.tensor(offer, dtype=torch.float64)).tolist()
-        first = min(range(shard.ranks), key=lambda rank: (-offers[rank][0], offers[rank][1]))
-        if offers[first][0] < 0:
+        found, offer = queue.first(total), None
+        if found is not None:
+            unit, number, cost = found
+            head = shard.among_all(torch.tensor(number // slots), ops.forest.heads)
+            offer = unit, int(head) * slots + number % slots, cost
+        first = first_offer(offer, shard)
+        if first is None:
             break
-        total -= int(offers[first][2])
-        if first == shard.rank:
+        rank, price = first
+        total -= price
+        if rank == shard.rank:
             queue.buy()
     return queue.executed()
 
