@@ -99,8 +99,10 @@ def check_model(model: Any) -> None:
             f"{name} ({family}) has no layer of kind full_attention, so nothing of its cache grows "
             f"with the prompt and there is nothing to compress."
         )
-    if has_states and is_sharded(model):
-        number = next(i for i, kind in enumerate(kinds) if kind in WITH_STATES)
+    # Of linear layers `check_sharding` sees that every process holds all states.
+    divided = [x for x, kind in enumerate(kinds) if kind in WITH_STATES - {"linear_attention"}]
+    if divided and is_sharded(model):
+        number = divided[0]
         raise UnsupportedModelError(
             f"Layer {number} of {name} ({family}) is of kind {kinds[number]}, whose states are not "
             f"divided among processes. Load the model without tp_plan."

@@ -114,8 +114,8 @@ def test_saved_by_one_and_loaded_by_four_and_by_two(model, found):
     assert_same([x["two loaded"] for x in found], result, 2)
 
 
-@pytest.mark.parametrize("name", [*sharded_books.BITS, "extended"])
-def test_entries_of_fewer_bits(name, bits, found):
+@pytest.mark.parametrize("name", [*sharded_books.BITS, "extended", "extended trees"])
+def test_entries_of_fewer_bits_and_passages(name, bits, found):
     assert_same([x[f"bits {name}"] for x in found], bits[name], 4)
 
 
