@@ -126,7 +126,7 @@ def test_equal_offers_of_the_floor_go_to_the_earlier_layer():
     forest = roots(torch.tensor([3, 1]).repeat(2, 4, 1), [3, 1])
     candidates = torch.full((2, 4, 4), -torch.inf).double()
     candidates[0, 0, 0] = candidates[0, 2:, 3] = candidates[1, :, 3] = 0.5
-    plan, floor = BudgetPlan(2, 4, 4, 2, 0), Singleton(alpha=1.0, head_cap=8.0)
+    plan, floor = BudgetPlan(2, 4, 4, 2, 0), Singleton(alpha=1.0, head_cap=12.0)
     whole = floor.realize(forest, candidates, plan, None)
     assert whole.added.nonzero().flatten().tolist() == [5, 7]
 
