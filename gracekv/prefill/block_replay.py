@@ -26,6 +26,7 @@ from torch import Tensor
 from gracekv.kernels.logits import capped
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.linalg import batched_linear
+from gracekv.prefill.logsumexp import logsumexp_for
 from gracekv.prefill.spans import PromptSpans, Region
 from gracekv.rope import Rope
 
@@ -117,15 +118,17 @@ def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None 
     place, wide = torch.arange(count, device=keys.device), keys.float()
     shared = queries.unflatten(0, (groups, -1))
     total = torch.empty_like(shared[..., 0])
-    rows = max(near, _ROWS)
+    rows, log_sum_exp = max(near, _ROWS), logsumexp_for(keys.device)
     for first in range(0, count, rows):
         start, end = max(0, first - near + 1), min(first + rows, count)
         asked, seen = place[first:end, None], place[start:end]
         some = shared[:, :, first:end]
-        logits = batched_linear(some.flatten(1, 2), wide[:, start:end])
-        logits = capped(logits.unflatten(1, some.shape[1:3]), softcap)
+        logits = capped(batched_linear(some.flatten(1, 2), wide[:, start:end]), softcap)
         hidden = (seen > asked) | (seen <= asked - near)
-        total[:, :, first:end] = logits.masked_fill_(hidden, -torch.inf).logsumexp(dim=-1)
+        logits.unflatten(1, some.shape[1:3]).masked_fill_(hidden, -torch.inf)
+        sums = log_sum_exp(logits[..., 0].numel(), keys.device)
+        sums.add(logits.flatten(0, 1))
+        total[:, :, first:end] = sums.result().view(some.shape[:3])
     return total.flatten(0, 1)
 
 

@@ -28,8 +28,8 @@ class BlockReplay(Scorer):
     blocks of some 2,000 tokens do, is from Kim et al. (2025), KVzip, arXiv:2505.23416, which runs
     the model a second time.
 
-    Cost: one attention pass without values over blocks, O(L H T block d), during the prefill; one
-    block of queries is held meanwhile.
+    Cost: one attention pass without values over blocks, O(L H T block d), and one over near
+    tokens, O(L H T near d), during the prefill; one block of queries is held meanwhile.
 
     Attributes:
         block: tokens that are replayed together.
