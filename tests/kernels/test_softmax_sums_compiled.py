@@ -29,7 +29,7 @@ def compiled(kernel, dim, dtype, arch):
     constants = {"GROUP": 7, "D": dim, "PARTS": 1 if dtype == F32 else 2, "UPCAST": False}
     constants |= {"MAXIMUM": False} | sizes
     pointers = {"queries": TYPES[dtype], "keys": TYPES[dtype], "seen": "*i64"}
-    pointers |= dict.fromkeys(("lse", "weights", "output"), "*fp32")
+    pointers |= dict.fromkeys(("lse", "weights", "sinks", "output"), "*fp32")
     signature, values, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
