@@ -166,18 +166,19 @@ def costs(rows: Sequence[Row], methods: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def head(rows: Sequence[Row], half: Half) -> str:
+def head(rows: Sequence[Row], half: Half, title: str | None, config: str | None) -> str:
     samples = len({row["sample"] for row in rows})
     protocol = rows[0]["settings"]["protocol"].replace("_", "-")
     return "\n".join(
         [
-            f"# {half.title}",
+            f"# {title or half.title}",
             "",
             f"- machine: {machine.cores()}, CPU; other work ran beside it, so no times are shown",
             f"- commit: {machine.commit()}",
             f"- model: SmolLM2-135M-Instruct, float32; {samples} prompts, {len(rows):,} cells; "
             f"{protocol}; recent window at most half of the budget",
-            *half.about,
+            f"- config: `{config or half.config}`; recipes as named",
+            f"- {half.tuned}",
             "",
         ]
     )
@@ -187,11 +188,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--name", help="of the results; default: that of the half")
+    parser.add_argument("--title", help="of the page; default: that of the half")
+    parser.add_argument("--config", help="what the rows are of; default: the half's whole suite")
     args = parser.parse_args()
     rows = read_rows(args.runs)
     half = half_of(rows)
     name_of_results = args.name or half.name
-    parts = [head(rows, half)]
+    parts = [head(rows, half, args.title, args.config)]
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for name in SHOWN:
         if name == "score" and not any(row.get("score") is not None for row in rows):

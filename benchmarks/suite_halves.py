@@ -20,7 +20,8 @@ class Half:
         placed: what competes for a place. Ablations, trees over the same worth and the draft, which
             leaves the single pass, are shown and not placed.
         last: the column that every group of a mean must have.
-        about: lines of the page's head.
+        config: what is run.
+        tuned: what its recipe was tuned on.
     """
 
     name: str
@@ -28,7 +29,8 @@ class Half:
     ours: str
     placed: tuple[str, ...]
     last: str
-    about: tuple[str, ...]
+    config: str
+    tuned: str
 
 
 HALVES = {
@@ -41,10 +43,8 @@ HALVES = {
             "chunkkv", "cam", "d2o",
         ),
         "64x",
-        (
-            "- config: `benchmarks/smollm2_suite.yaml`; recipes as named",
-            "- `gracekv-plus` was tuned on other tasks and another seed; see the file's head",
-        ),
+        "benchmarks/smollm2_suite.yaml",
+        "`gracekv-plus` was tuned on other tasks and another seed; see the suite's head",
     ),
     "query_agnostic": Half(
         "smollm2-agnostic",
@@ -56,10 +56,8 @@ HALVES = {
             "snapkv", "streaming-llm", "gracekv-plus",
         ),
         "16x",
-        (
-            "- config: `benchmarks/smollm2_agnostic.yaml`; recipes as named",
-            "- `gracekv-agnostic` was tuned on `benchmarks/smollm2_agnostic_tuning.yaml`",
-        ),
+        "benchmarks/smollm2_agnostic.yaml",
+        "`gracekv-agnostic` was tuned on `benchmarks/smollm2_agnostic_tuning.yaml`",
     ),
 }  # fmt: skip
 NEEDLES = ("single_retrieval", "retrieval", "shared_lookup")

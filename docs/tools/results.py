@@ -48,6 +48,10 @@ class Known:
 
 
 KNOWN = {
+    "smollm2-default": Known(
+        "gracekv evaluate --config benchmarks/smollm2_default.yaml --out runs/default",
+        page="quality.md",
+    ),
     "smollm2": Known(
         "gracekv evaluate --config benchmarks/smollm2_suite.yaml --out runs/smollm2",
         page="quality.md",
@@ -55,11 +59,6 @@ KNOWN = {
     "smollm2-agnostic": Known(
         "gracekv evaluate --config benchmarks/smollm2_agnostic.yaml --out runs/agnostic",
         page="quality.md",
-    ),
-    "construction-cpu": Known(
-        "python benchmarks/construction.py",
-        figure="construction",
-        alt="Seconds of the prefill, and of trees, surprisal and the rest on top of it",
     ),
     "fit": Known(
         "python benchmarks/compare_runs.py BEFORE:gracekv-plus-no-fit AFTER:gracekv-plus --out fit",
@@ -71,6 +70,11 @@ KNOWN = {
         page="stages/precision.md",
     ),
     "coarse_entries": Known("python benchmarks/coarse_entries.py --data FOLDER", page="quality.md"),
+    "construction-cpu": Known(
+        "python benchmarks/construction.py",
+        figure="construction",
+        alt="Seconds of the prefill, and of trees, surprisal and the rest on top of it",
+    ),
     "ten_questions": Known("python benchmarks/ten_questions.py"),
     "extend": Known("python benchmarks/extend.py"),
     "decode": Known(
@@ -88,6 +92,7 @@ KNOWN = {
     "vllm": Known("python benchmarks/vllm_serving.py"),
 }
 
+_FIRST_TIMING = "construction-cpu"
 _PLOT = re.compile(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*")
 # A heading whose text is what a program printed.
 _OUTPUT = re.compile(r"^##+ ([^\n]+)\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -155,7 +160,8 @@ class Result:
 def read_all(folder: Path) -> list[Result]:
     """The results of `folder`, in the page's order."""
     order = {name: place for place, name in enumerate(KNOWN)}
-    paths = sorted(folder.glob("*.md"), key=lambda p: (order.get(p.stem, 0.5), p.stem))
+    unknown = order[_FIRST_TIMING] - 0.5
+    paths = sorted(folder.glob("*.md"), key=lambda p: (order.get(p.stem, unknown), p.stem))
     results = [Result.read(path) for path in paths]
     # "smollm2-length.png" is of "smollm2-length" if there is such a file, else of "smollm2".
     owned = {plot: max((r.name for r in results if plot in r.plots), key=len)

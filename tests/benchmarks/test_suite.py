@@ -10,7 +10,8 @@ from gracekv.errors import ConfigError
 from gracekv.evaluate import Experiment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-CONFIGS = ("smollm2_suite.yaml", "smollm2_agnostic.yaml", "smollm2_agnostic_tuning.yaml")
+AGNOSTIC = ("smollm2_agnostic.yaml", "smollm2_agnostic_tuning.yaml")
+CONFIGS = ("smollm2_default.yaml", "smollm2_suite.yaml", *AGNOSTIC)
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def suite(monkeypatch, tmp_path):
     import suite
 
     monkeypatch.setattr(suite, "RESULTS", tmp_path)
-    monkeypatch.setattr(suite, "head", lambda rows, half: f"# {half.title}\n")
+    monkeypatch.setattr(suite.machine, "commit", lambda: "abc")
     return suite
 
 
@@ -72,6 +73,7 @@ def test_each_half_has_a_page_of_its_own(suite, monkeypatch, tmp_path, protocol,
     monkeypatch.setattr(sys, "argv", ["suite.py", str(runs)])
     suite.main()
     page = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
+    assert "\n- commit: abc\n- model: " in page
     assert f"Of 8 settings `{ours}` is first in 4, tied with the first in 0 more" in page
     assert page.count("**1** |") == 4
     assert (tmp_path / f"{name}.png").is_file()
@@ -104,7 +106,7 @@ def test_the_configs_can_be_read_and_say_what_is_seen(name):
 def test_no_sample_is_in_both_agnostic_halves():
     """By seed where texts are made here, else by number."""
     found = []
-    for name in CONFIGS[1:]:
+    for name in AGNOSTIC:
         panels = Experiment.load(BENCHMARKS / name).panels
         found.append(
             {
