@@ -37,16 +37,17 @@ browser: $(STAMP)
 	.ci/browser $(BIN)
 
 # Triton interprets or compiles, which it decides once a process; its kernels are tested both ways.
-# A file's tests run in one process, so that its site, model or capture is made once.
+# A file's tests run in one process, so that its site, model or capture is made once; in their order,
+# since the other one leaves long files of few tests for the end, where one process waits.
 unit: $(STAMP)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/triton_kernels
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # What computes, once more with the oldest instruction sets and two threads: sums round otherwise.
 lowest: $(STAMP)
 	ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=generic \
 	NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba-generic OMP_NUM_THREADS=2 \
-	$(BIN)/pytest -q -n 2 --dist loadfile -m "not model" $(COMPUTES)
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not model" $(COMPUTES)
 
 # What works on this machine's GPU and how fast it is, in ten minutes: benchmarks/results/gpu.md.
 gpu: $(STAMP)
