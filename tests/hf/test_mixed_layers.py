@@ -15,6 +15,7 @@ from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
 from gracekv.testing.tokenizers import tiny_tokenizer  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
+from support.greedy_decoding import greedy  # noqa: E402
 from support.margins import (  # noqa: E402
     assert_same_beams,
     assert_same_steps,
@@ -34,20 +35,6 @@ def tokenizer():
 
 def model_of(family, **options):
     return FAMILIES[family].model(vocabulary=VOCABULARY, **options)
-
-
-def stock(model, ids, tokens):
-    """New ids and their logits without any compression; the model was never attached."""
-    output = model.generate(
-        ids[None],
-        attention_mask=torch.ones_like(ids)[None],
-        max_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return output.sequences[0, len(ids) :], torch.cat(output.logits)
 
 
 @pytest.mark.parametrize("family", MIXED)
@@ -72,7 +59,7 @@ def test_questions_turns_and_passages_at_ratio_one_are_the_stock_model(family, t
             return_dict_in_generate=True,
         )
         got, logits = output.sequences[0, len(ids) :], torch.cat(output.logits)
-        want, want_logits = stock(plain, ids, 5)
+        want, want_logits = greedy(plain, ids, tokens=5)
         assert_same_steps(got, logits, want, want_logits, margin=5e-4)
         ids = torch.cat([ids, got[:-1]])
     if family == "gemma2":
@@ -81,7 +68,7 @@ def test_questions_turns_and_passages_at_ratio_one_are_the_stock_model(family, t
         return
     longer = book.extend(more, ratio=1)
     ids = torch.cat([longer.prompt.ids[: longer.prompt.spans.context_end], more[:3]])
-    want, _ = stock(plain, ids, 5)
+    want, _ = greedy(plain, ids, tokens=5)
     attach(model)
     got = model.generate(
         ids[None],
@@ -91,7 +78,9 @@ def test_questions_turns_and_passages_at_ratio_one_are_the_stock_model(family, t
         do_sample=False,
         pad_token_id=0,
     )[0, len(ids) :]
-    assert_same_tokens(got, want, lambda before: stock(plain, torch.cat([ids, before]), 1)[1][0])
+    assert_same_tokens(
+        got, want, lambda before: greedy(plain, torch.cat([ids, before]), tokens=1)[1][0]
+    )
     assert longer.accounting.kept_bytes == book.accounting.kept_bytes
 
 
@@ -253,7 +242,7 @@ def test_prompts_around_the_window(length):
     model, plain = (tiny_model("gemma3_text", layers=2, window=WINDOW, seed=3) for _ in range(2))
     ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(1))
     prompt = gracekv.Prompt.from_ids(ids, (1, length - 2))
-    want, want_logits = stock(plain, ids, 4)
+    want, want_logits = greedy(plain, ids, tokens=4)
     result = gracekv.compress(model, prompt, prefill=capture(model, prompt, chunk=5), ratio=1)
     attach(model)
     output = model.generate(

@@ -8,23 +8,12 @@ transformers = pytest.importorskip("transformers")
 import gracekv  # noqa: E402
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning  # noqa: E402
 from support.margins import assert_same_tokens, logits_over  # noqa: E402
+from support.tried_families import SIZES  # noqa: E402
 
 IDS = torch.randint(1, 80, (70,), generator=torch.Generator().manual_seed(0))
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 60), question_end=66)
 SHORTER = gracekv.Prompt.from_ids(IDS[5:45], (3, 30), question_end=36)
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
+TEXT_SIZES = SIZES | {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
 LINEAR = {
@@ -56,7 +45,7 @@ def model_of(family):
         eyes = eyes | {"model_type": "pixtral"}
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(
-        config(text_config=SIZES | decoder, vision_config=eyes, image_token_id=96)
+        config(text_config=TEXT_SIZES | decoder, vision_config=eyes, image_token_id=96)
     )
     for weight in model.parameters():
         if weight.ndim == 2:

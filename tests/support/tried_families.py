@@ -51,7 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """What some need beside the sizes."""
 
-_SIZES = {
+SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -60,9 +60,11 @@ _SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 4096,
-    "sliding_window": 24,
 }
+"""Of every tiny model."""
+
 _MORE = {
+    "sliding_window": 24,
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
@@ -107,7 +109,7 @@ def tried_model(family: str, **fields: Any) -> Any:
 
     config = transformers.CONFIG_MAPPING[family]
     known = {name for parent in config.__mro__ for name in vars(parent).get("__annotations__", ())}
-    sizes = {name: x for name, x in (_SIZES | _MORE).items() if name in known}
+    sizes = {name: x for name, x in (SIZES | _MORE).items() if name in known}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         config(**sizes | _TOKENS | OPTIONS.get(family, {}) | fields)
