@@ -37,9 +37,9 @@ from gracekv.fit import ValuesAndMass, values_and_mass
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.smollm2 import load_smollm2
+from gracekv.kernels.ragged import offsets
 from gracekv.pipeline import Pipeline
 from gracekv.prefill import Prefill, Region
-from gracekv.ragged import offsets
 
 RESULTS = Path(__file__).parent / "results"
 TASKS = (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gracekv.linalg import linear
+from gracekv.kernels.linalg import linear
 from gracekv.tree import Nodes
 from gracekv.tree.engines.numba import NumbaEvaluator
 from gracekv.tree.engines.torch import TorchEvaluator

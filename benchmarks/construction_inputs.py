@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from gracekv import Prefill, Prompt
+from gracekv.kernels.rope import Rope
 from gracekv.prefill import PromptSpans, depth_layers
-from gracekv.rope import Rope
 
 PREFIX, SUFFIX = 16, 48
 

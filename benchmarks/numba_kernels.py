@@ -31,9 +31,9 @@ from numba import carray, njit
 from numba.extending import get_cython_function_address
 
 from gracekv import Pipeline
+from gracekv.kernels import logsumexp_numba
 from gracekv.kernels.intrinsics import pointer
-from gracekv.prefill import logsumexp_numba
-from gracekv.prefill.logsumexp import NumbaLogSumExp
+from gracekv.kernels.logsumexp import NumbaLogSumExp
 from gracekv.tree import TreeContext, build_forest
 from gracekv.tree.engines import numba_interval_costs
 

@@ -23,9 +23,9 @@ from rich.table import Table
 
 from gracekv import Budget, Pipeline, Prefill, Prompt, recipes
 from gracekv.hf.smollm2 import load_smollm2
+from gracekv.pipeline.run import Run
 from gracekv.prefill.capture import capture
 from gracekv.prefill.query_moments import QueryMoments
-from gracekv.run import Run
 
 PREFIX, SUFFIX = 16, 48
 STAGES = ("segment", "value", "tree", "allocate", "pack")

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from gracekv.hf.load_result import load
     from gracekv.hf.result import CompressionResult
     from gracekv.pipeline import Pipeline
+    from gracekv.pipeline.run import Run
+    from gracekv.pipeline.stages import strategies
     from gracekv.prefill import Prefill, PromptSpans
     from gracekv.prefill.capture import capture
     from gracekv.prefill.prompt import Prompt
-    from gracekv.run import Run
-    from gracekv.stages import strategies
 
 __version__ = "0.1.0"
 
@@ -32,12 +32,12 @@ _HOMES = {
     "Prefill": "gracekv.prefill",
     "Prompt": "gracekv.prefill.prompt",
     "PromptSpans": "gracekv.prefill",
-    "Run": "gracekv.run",
+    "Run": "gracekv.pipeline.run",
     "attached": "gracekv.hf.attention",
     "capture": "gracekv.prefill.capture",
     "compress": "gracekv.hf.compress",
     "load": "gracekv.hf.load_result",
-    "strategies": "gracekv.stages",
+    "strategies": "gracekv.pipeline.stages",
 }
 
 __all__ = [

@@ -8,9 +8,9 @@ import torch
 
 from gracekv.allocate import Greedy
 from gracekv.backends import AttentionSpec, Eager
+from gracekv.pipeline.stages import REGISTRIES
 from gracekv.registry import Registry
 from gracekv.segment import Partition, Segmenter, Uniform
-from gracekv.stages import REGISTRIES
 from gracekv.testing import contracts
 from gracekv.value import SCORERS, MeanAttention, Scorer, TokenScores
 

@@ -8,14 +8,14 @@ import pkgutil
 import pytest
 
 import gracekv
+from gracekv.pipeline.stages import REGISTRIES
 from gracekv.registry import Strategy
-from gracekv.stages import REGISTRIES
 
 EVERY = [(stage, name) for stage, registry in REGISTRIES.items() for name in registry]
 
 # Not imported to look for strategies; the last ones need vLLM or lm-eval.
 ELSEWHERE = (
-    "gracekv.testing", "gracekv.demo", "gracekv.vllm.backend", "gracekv.vllm.connector",
+    "gracekv.testing", "gracekv.cli.demo", "gracekv.vllm.backend", "gracekv.vllm.connector",
     "gracekv.vllm.gpu_backend",
     "gracekv.lm_eval.model",
 )  # fmt: skip

@@ -19,12 +19,12 @@ from torch import Tensor
 import gracekv
 from gracekv.allocate import Budget, Frontier
 from gracekv.allocate.operations import Operations
-from gracekv.demo import DOCUMENT, INSTRUCTION, QUESTION
+from gracekv.cli.demo import DOCUMENT, INSTRUCTION, QUESTION
 from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
 from gracekv.pipeline import Pipeline
+from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill, depth_layers
-from gracekv.run import Run
 from gracekv.segment import CurvatureDP
 from gracekv.value import MultiHop
 from gracekv.value.attention import attention_sums

@@ -16,9 +16,9 @@ from typing import Any
 
 from gracekv import recipes
 from gracekv.pipeline import Pipeline
+from gracekv.pipeline.stages import REGISTRIES
 from gracekv.prefill import Needs
 from gracekv.registry import Registry, Strategy
-from gracekv.stages import REGISTRIES
 
 # The page that describes the strategies of each stage.
 PAGES = {

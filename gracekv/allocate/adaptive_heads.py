@@ -14,7 +14,7 @@ from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.budget import BudgetPlan
 from gracekv.allocate.ranking import largest
 from gracekv.allocate.shares import equal_shares, largest_remainder
-from gracekv.hyperparameter import bounded
+from gracekv.registry import bounded
 
 
 @final

@@ -10,8 +10,7 @@ from typing import Literal
 
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.errors import BudgetError, ConfigError
-from gracekv.hyperparameter import bounded
-from gracekv.registry import Configurable
+from gracekv.registry import Configurable, bounded
 
 _UNITS = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9,

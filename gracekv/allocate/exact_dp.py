@@ -13,7 +13,7 @@ from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.greedy import auction
 from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.errors import ConfigError
-from gracekv.hyperparameter import bounded
+from gracekv.registry import bounded
 
 
 @final

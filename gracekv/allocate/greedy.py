@@ -15,7 +15,7 @@ from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.purchase_queue import PurchaseQueue
 from gracekv.allocate.ranking import descending, where_true
 from gracekv.distributed.head_shard import HeadShard
-from gracekv.ragged import offsets
+from gracekv.kernels.ragged import offsets
 
 
 @final

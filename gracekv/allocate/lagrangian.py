@@ -15,7 +15,7 @@ from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.greedy import auction
 from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.ranking import where_true
-from gracekv.hyperparameter import bounded
+from gracekv.registry import bounded
 
 _ITERATIONS = 60
 

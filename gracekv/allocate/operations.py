@@ -11,7 +11,7 @@ from torch import Tensor
 from gracekv.allocate.base import Frontier
 from gracekv.allocate.ranking import where_true
 from gracekv.errors import BudgetError, NonFiniteError, ShapeError
-from gracekv.ragged import offsets
+from gracekv.kernels.ragged import offsets
 from gracekv.tree.base import Forest
 
 

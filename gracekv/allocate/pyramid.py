@@ -12,7 +12,7 @@ from torch import Tensor
 from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.budget import BudgetPlan
 from gracekv.allocate.shares import largest_remainder
-from gracekv.hyperparameter import bounded
+from gracekv.registry import bounded
 
 
 @final

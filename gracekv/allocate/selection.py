@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import Frontier
-from gracekv.ragged import offsets, rows, rows_and_steps
+from gracekv.kernels.ragged import offsets, rows, rows_and_steps
 
 
 @dataclass(frozen=True, slots=True, eq=False)

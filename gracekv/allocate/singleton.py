@@ -20,8 +20,8 @@ from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.ranking import where_true
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import ShapeError
-from gracekv.hyperparameter import bounded
-from gracekv.ragged import rows_and_steps
+from gracekv.kernels.ragged import rows_and_steps
+from gracekv.registry import bounded
 from gracekv.tree.base import Forest
 
 # Operations from which the compiled walk is used: below, Python takes less than 20 ms, and loading

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.backends.base import sequence_of_row
 from gracekv.backends.latest import Latest
 from gracekv.cache.base import RaggedLayer
+from gracekv.kernels import ragged
 
 # Most query rows of a window over several heads. Each row holds a float of bias an entry, so more
 # would take a large part of the memory that compression frees; beyond, heads go one by one. Ours.

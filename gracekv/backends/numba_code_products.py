@@ -13,10 +13,10 @@ import numpy as np
 from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.backends.numba_codes import coded_rows, codes_of, place_of, scales_of, widened
-from gracekv.backends.numba_products import mixtures, products
 from gracekv.kernels.code_matmul import MOST, dot_codes, mix_codes, scaled
 from gracekv.kernels.code_vectors import separate_four, separate_two, widen_one
 from gracekv.kernels.intrinsics import prefetch
+from gracekv.kernels.numba_products import mixtures, products
 from gracekv.kernels.row_vectors import WIDTH
 
 # Keys to prefetch in a split, and values of a round, as in `numba_products`.

@@ -20,17 +20,9 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.backends import (
-    attention_args,
-    numba_code_products,
-    numba_codes,
-    numba_products,
-    numba_softmax,
-)
+from gracekv.backends import attention_args, numba_code_products, numba_codes
 from gracekv.backends.attention_args import AttentionArgs, CodedArgs
 from gracekv.backends.numba_code_products import coded_mixtures, coded_products
-from gracekv.backends.numba_products import mixtures, products
-from gracekv.backends.numba_softmax import exponentials, largest, merge
 from gracekv.kernels import cap_logits as capping
 from gracekv.kernels import (
     code_matmul,
@@ -38,11 +30,15 @@ from gracekv.kernels import (
     exponential,
     half_precision,
     intrinsics,
+    numba_products,
+    numba_softmax,
     row_vectors,
 )
 from gracekv.kernels.cap_logits import cap_logits
 from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
+from gracekv.kernels.numba_products import mixtures, products
+from gracekv.kernels.numba_softmax import exponentials, largest, merge
 from gracekv.kernels.row_vectors import WIDTH
 from gracekv.kernels.source_digest import digest
 

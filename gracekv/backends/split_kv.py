@@ -8,13 +8,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.backends.attention_args import AttentionArgs, CodedArgs
 from gracekv.backends.base import sequence_of_row
 from gracekv.backends.latest import Latest
 from gracekv.cache.base import RaggedLayer
 from gracekv.cache.coded import CodedEntries, Codes
 from gracekv.cache.quantised import QuantisedLayer
+from gracekv.kernels import ragged
 
 # Entries of a split: enough to outweigh its fixed cost, few enough to balance threads. Ours.
 _ENTRIES = 256

@@ -16,8 +16,8 @@ from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.base import RaggedLayer
 from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import BackendUnavailableError, ShapeError
-from gracekv.hyperparameter import bounded
 from gracekv.kernels import device as gpu
+from gracekv.registry import bounded
 
 
 @final

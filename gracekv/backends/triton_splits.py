@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.cache.coded import CodedEntries
+from gracekv.kernels import ragged
 
 # With more query tiles on each packed row, larger splits fill the GPU too and write fewer partial
 # results: a table for at least so many readers of a row, and one of a split per head beyond (ours).

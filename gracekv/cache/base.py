@@ -11,10 +11,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.allocate.selection import Selection
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
+from gracekv.kernels import ragged
 from gracekv.prefill import Prefill
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.merge import PrototypeRule

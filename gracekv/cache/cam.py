@@ -17,8 +17,8 @@ from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.evict import best_tokens, gather_tokens
 from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.errors import MissingCaptureError
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Prefill
+from gracekv.registry import bounded
 from gracekv.tree.merge import PrototypeRule
 
 Denominator = Literal["mean_next", "max_next", "max_with_sinks"]

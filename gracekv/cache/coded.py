@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.errors import ShapeError
+from gracekv.kernels import ragged
 
 Grouping = Literal["channel", "token"]
 

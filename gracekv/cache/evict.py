@@ -8,10 +8,10 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.allocate.selection import Selection
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.layout import LayerLayout, layer_layouts
+from gracekv.kernels import ragged
 from gracekv.prefill import Prefill
 from gracekv.tree.merge import PrototypeRule
 

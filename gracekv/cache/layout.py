@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.allocate.selection import Selection
+from gracekv.kernels import ragged
 from gracekv.prefill import Prefill
 
 

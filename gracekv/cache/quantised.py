@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
+from gracekv.kernels import ragged
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -24,7 +24,7 @@ from gracekv.cache.quantised import QuantisedLayer, coded_prefixes
 from gracekv.cache.saved_states import read_kept
 from gracekv.errors import GracekvError, MissingDependencyError, SavedCacheError, ShapeError
 from gracekv.files import replacing
-from gracekv.hyperparameter import check_values
+from gracekv.registry import check_values
 
 FORMAT = 4
 """Raise it when files of an older version could be misread.

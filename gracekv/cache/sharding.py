@@ -15,8 +15,8 @@ from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.quantised import QuantisedLayer
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import CacheError
+from gracekv.kernels.ragged import offsets, rows_and_steps
 from gracekv.prefill.kept import KeptLayer
-from gracekv.ragged import offsets, rows_and_steps
 
 Part = TypeVar("Part", RaggedLayer, CodedEntries)
 

@@ -15,7 +15,7 @@ from typing import Any
 from gracekv.errors import MissingDependencyError
 from gracekv.evaluate.experiment import Experiment, PendingSample
 from gracekv.evaluate.row_files import Row
-from gracekv.plugins import import_modules, imported_modules
+from gracekv.registry.plugins import import_modules, imported_modules
 
 
 class RemoteWorker:

@@ -14,9 +14,8 @@ from gracekv.evaluate.methods import Method, parse_method
 from gracekv.evaluate.rendering import Truncate
 from gracekv.evaluate.tasks import SHARED, Task, expand
 from gracekv.files import read_text
-from gracekv.hyperparameter import bounded
-from gracekv.plugins import import_modules, module_list
-from gracekv.registry import Configurable
+from gracekv.registry import Configurable, bounded
+from gracekv.registry.plugins import import_modules, module_list
 
 # Tasks whose name starts so have texts of a given length; RULER makes its own.
 _GIVEN = "longbench:"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gracekv.config import load_pipeline
 from gracekv.errors import ConfigError
 from gracekv.pipeline import Pipeline
+from gracekv.pipeline.config import load_pipeline
 
 _SPEC = re.compile(r"(?P<base>[^\[\]]+?)(?:\[(?P<changes>[^\[\]]*)\])?")
 

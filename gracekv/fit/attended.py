@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedLayer
 from gracekv.fit.queries import QuerySet
+from gracekv.kernels.linalg import batched_linear
 from gracekv.kernels.logits import capped
-from gracekv.linalg import batched_linear
 from gracekv.prefill import Prefill, Region
 
 # Bytes of logits that are held at once.

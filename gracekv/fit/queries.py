@@ -8,9 +8,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
-from gracekv.registry import Configurable
+from gracekv.registry import Configurable, bounded
 from gracekv.value import Replay
 
 

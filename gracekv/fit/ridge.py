@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv.linalg import batched_linear
+from gracekv.kernels.linalg import batched_linear
 
 
 def ridge(shares: Tensor, target: Tensor, weights: Tensor, inverse_penalty: Tensor) -> Tensor:

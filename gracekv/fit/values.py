@@ -14,9 +14,9 @@ from gracekv.fit.attended import LayerAttention, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.fit.ridge import ridge
-from gracekv.hyperparameter import bounded
-from gracekv.linalg import batched_linear
+from gracekv.kernels.linalg import batched_linear
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
 
 
 @final

@@ -14,8 +14,8 @@ from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.fit.ridge import ridge
 from gracekv.fit.values import inverse_penalty, with_values
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
 
 # Bounds of a fitted multiplicity, relative to the packed one (ours).
 LEAST, MOST = 0.25, 50.0

@@ -22,9 +22,9 @@ from gracekv.hf.generation import continue_ids, padded_inputs
 from gracekv.hf.held_memory import held_memory
 from gracekv.hf.saving import SavedPrompt, save_result
 from gracekv.pipeline import Pipeline
-from gracekv.plugins import foreign_modules
+from gracekv.pipeline.run import Run
 from gracekv.prefill.prompt import Prompt
-from gracekv.run import Run
+from gracekv.registry.plugins import foreign_modules
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -12,7 +12,7 @@ from gracekv.distributed.sharding import check_whole
 from gracekv.errors import PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import decode_rows
-from gracekv.run import Run
+from gracekv.pipeline.run import Run
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -19,13 +19,13 @@ from gracekv.hf.budgets import Number, check_budget, chosen_budget
 from gracekv.hf.result import CompressionResult
 from gracekv.hf.trim import trim_memory
 from gracekv.pipeline import Pipeline
+from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill
 from gracekv.prefill.capture import capture
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
 from gracekv.report.recording import released
-from gracekv.run import Run
 
 
 @overload

@@ -18,15 +18,15 @@ from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.errors import CacheError
 from gracekv.hf.budgets import check_budget
+from gracekv.kernels.ragged import offsets
 from gracekv.pipeline import Pipeline
+from gracekv.pipeline.run import Run, physical_sizes
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.capture import capture_passage
 from gracekv.prefill.length_limits import check_prompt_length, longest_sequence
 from gracekv.prefill.model_layers import text_config
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
-from gracekv.ragged import offsets
-from gracekv.run import Run, physical_sizes
 
 
 def extended_run(

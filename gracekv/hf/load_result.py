@@ -22,10 +22,10 @@ from gracekv.hf.batch import BatchResult
 from gracekv.hf.result import CompressionResult
 from gracekv.hf.saving import SavedPrompt, identity
 from gracekv.pipeline import Pipeline
-from gracekv.plugins import missing_modules
+from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.kept import bytes_by_kind
-from gracekv.run import Run
+from gracekv.registry.plugins import missing_modules
 
 # Where the model came from may differ between machines; its computation may not.
 _INFORMATIVE = ("model_name",)

@@ -20,8 +20,8 @@ from gracekv.hf.extend import extended_run
 from gracekv.hf.generation import decode_rows
 from gracekv.hf.questions import ask_ids
 from gracekv.hf.trim import trim_memory
+from gracekv.pipeline.run import Run
 from gracekv.prefill.prompt import Prompt
-from gracekv.run import Run
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

@@ -19,10 +19,10 @@ from gracekv.cache.serialization import write_cache
 from gracekv.cache.sharding import whole_cache
 from gracekv.distributed import head_shard
 from gracekv.distributed.sampled_weights import sampled_weights
-from gracekv.hyperparameter import check_values
 from gracekv.prefill.fingerprint import fingerprint, tokenizer_marks
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import PromptSpans
+from gracekv.registry import check_values
 
 # Elements of each weight that identify it, evenly spread: hashing all of them would read the whole
 # model. Source: ours.

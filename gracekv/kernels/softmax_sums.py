@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import device as triton_device
+from gracekv.kernels.linalg import linear
 from gracekv.kernels.logits import capped, softmax
-from gracekv.linalg import linear
 
 Engine = Literal["auto", "torch", "numba", "triton"]
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gracekv.allocate import Budget
-from gracekv.config import load_pipeline
 from gracekv.errors import ConfigError, PromptError, TaskError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.budgets import Number, chosen_budget
 from gracekv.hf.compress import compress
 from gracekv.pipeline import Pipeline
+from gracekv.pipeline.config import load_pipeline
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import PromptSpans
 from gracekv.prefill.supported import check_model

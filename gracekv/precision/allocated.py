@@ -11,14 +11,14 @@ from torch import Tensor
 from gracekv.allocate import BudgetPlan, Selection
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.coded import Coding
-from gracekv.hyperparameter import bounded
+from gracekv.kernels.ragged import rows_and_steps
 from gracekv.precision.base import PRECISIONS, Precision
 from gracekv.precision.rounding_loss import rounding_loss
 from gracekv.precision.storing import EXACT
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
 from gracekv.prefill import Prefill, PromptSpans, Region
-from gracekv.ragged import rows_and_steps
+from gracekv.registry import bounded
 
 
 @final

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.cache.coded import Codes, Coding, Grouping
 from gracekv.errors import NonFiniteError
+from gracekv.kernels import ragged
 
 METADATA_BYTES = 2
 """Of a scale, and of a zero point."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.quantised import QuantisedCache, QuantisedLayer
+from gracekv.kernels import ragged
 from gracekv.precision.quantise import as_read, quantise
 
 EXACT = 16

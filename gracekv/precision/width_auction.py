@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.allocate.global_cut import affordable, first_offer
 from gracekv.distributed.head_shard import HeadShard
+from gracekv.kernels import ragged
 
 _NEVER = -1.0
 

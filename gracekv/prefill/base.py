@@ -12,13 +12,13 @@ from torch import Tensor
 
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import MissingCaptureError
+from gracekv.kernels.rope import Rope
 from gracekv.prefill.block_replay import BlockReplaySpec
 from gracekv.prefill.kept import KeptLayer
 from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.query_moments import QueryMoments
 from gracekv.prefill.spans import PromptSpans, Region
 from gracekv.prefill.tensor_checks import check_tensors
-from gracekv.rope import Rope
 
 _PART = 1024  # Positions whose queries are computed again at once.
 

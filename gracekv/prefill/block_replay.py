@@ -23,12 +23,12 @@ import torch
 from einops import reduce
 from torch import Tensor
 
+from gracekv.kernels.linalg import batched_linear
 from gracekv.kernels.logits import capped
+from gracekv.kernels.logsumexp import logsumexp_for
+from gracekv.kernels.rope import Rope
 from gracekv.kernels.softmax_sums import softmax_columns
-from gracekv.linalg import batched_linear
-from gracekv.prefill.logsumexp import logsumexp_for
 from gracekv.prefill.spans import PromptSpans, Region
-from gracekv.rope import Rope
 
 # First tokens of the prompt, which many heads attend to when they look for nothing.
 SINKS = 4

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
+from gracekv.kernels.rope import Rope
 from gracekv.prefill.kept import WITH_STATES, WITHOUT_CACHE
-from gracekv.rope import Rope
 
 Rotation = Literal["halves", "one_half", "interleaved", "interleaved_table", "none"]
 """How cos and sin, as a model passes them to its attention, rotate features.

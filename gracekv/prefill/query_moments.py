@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.rope import Rope
+from gracekv.kernels.rope import Rope
 
 # Bytes of one block's largest float32 temporary, [H, block, d].
 _BLOCK = 16 * 2**20

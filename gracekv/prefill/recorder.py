@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.linalg import full_float32
+from gracekv.kernels.linalg import full_float32
+from gracekv.kernels.rope import Rope
 from gracekv.prefill.block_replay import BlockReplaySpec, BlockReplaySums
 from gracekv.prefill.column_sums import add_column_sums
 from gracekv.prefill.model_layers import ModelLayer, attention_module, rope_of_table, rotating
@@ -20,7 +21,6 @@ from gracekv.prefill.partial_attention import PartialAttention
 from gracekv.prefill.past import Past, widened
 from gracekv.prefill.query_moments import QueryMoments, QuerySums
 from gracekv.prefill.spans import PromptSpans, Region
-from gracekv.rope import Rope
 
 
 class Recorder:

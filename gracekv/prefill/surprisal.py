@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.linalg import linear
-from gracekv.prefill.logsumexp import logsumexp_for
+from gracekv.kernels.linalg import linear
+from gracekv.kernels.logsumexp import logsumexp_for
 from gracekv.prefill.plain_weight import plain_weight
 
 # Logits (positions x vocabulary entries) held at once, in float32: 4 MiB, which stays in a CPU's

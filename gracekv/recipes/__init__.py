@@ -7,11 +7,11 @@ recipe has code of its own. Plugins add theirs with `register`.
 from __future__ import annotations
 
 from gracekv.errors import ConfigError, UnknownStrategyError
-from gracekv.plugins import load_plugins, missing_hint
 from gracekv.recipes.base import PAPER, Recipe
 from gracekv.recipes.own import OWN
 from gracekv.recipes.rivals import RIVALS
 from gracekv.registry import Configurable, suggestion
+from gracekv.registry.plugins import load_plugins, missing_hint
 
 __all__ = [
     "DEFAULT",

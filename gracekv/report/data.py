@@ -22,8 +22,8 @@ from gracekv.report.texts import token_texts
 
 if TYPE_CHECKING:
     from gracekv.pipeline import Pipeline
+    from gracekv.pipeline.run import Run
     from gracekv.prefill.prompt import Prompt
-    from gracekv.run import Run
 
 
 class Result(Protocol):

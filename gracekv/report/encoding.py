@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gracekv.ragged import offsets
+from gracekv.kernels.ragged import offsets
 from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
 from gracekv.report.relevance import CodedRelevance

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from gracekv.cache import CompressedCache
 from gracekv.errors import ReportError
+from gracekv.kernels.ragged import offsets, rows
+from gracekv.pipeline.run import Run
 from gracekv.prefill import PromptSpans
-from gracekv.ragged import offsets, rows
 from gracekv.report.recording import record_of
-from gracekv.run import Run
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,8 +23,8 @@ from gracekv.report.encoding import encode
 if TYPE_CHECKING:
     from gracekv.cache import Accounting
     from gracekv.pipeline import Pipeline
+    from gracekv.pipeline.run import Run
     from gracekv.prefill.prompt import Prompt
-    from gracekv.run import Run
 
 # In order of dependence; they share one scope.
 _SCRIPTS = ("codec.js", "view.js", "charts.js", "text.js", "inspector.js", "main.js")

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill
-from gracekv.registry import Configurable
+from gracekv.registry import Configurable, bounded
 from gracekv.segment.band_products import band_products, rows_per_chunk, unit_states
 
 

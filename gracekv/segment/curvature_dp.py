@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 from gracekv.segment.curvature import Curvature
 from gracekv.segment.dispersion import dispersion_table

@@ -25,10 +25,10 @@ from gracekv.allocate import Allocator, Budget, BudgetPlan, Floor, Frontier, Quo
 from gracekv.backends import AttentionSpec, Backend
 from gracekv.errors import ShapeError
 from gracekv.pipeline import Pipeline
+from gracekv.pipeline.stages import REGISTRIES
 from gracekv.prefill import Prefill, Region
 from gracekv.registry import Strategy
 from gracekv.segment import Segmenter
-from gracekv.stages import REGISTRIES
 from gracekv.testing.attention import attention_problem, check_attention
 from gracekv.testing.forests import check_forest, check_frontier, random_forest
 from gracekv.testing.partitions import check_partition

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from gracekv import ragged
 from gracekv.cache.base import RaggedLayer
+from gracekv.kernels import ragged
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 from gracekv.vllm import reference
 from gracekv.vllm.step import Asking

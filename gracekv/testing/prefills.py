@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gracekv.kernels.rope import Rope
 from gracekv.prefill import Prefill, PromptSpans, depth_layers
-from gracekv.rope import Rope
 
 
 def synthetic_prefill(

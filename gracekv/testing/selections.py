@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill
-from gracekv.run import Run
 
 
 def kept_positions(run: Run, prefill: Prefill, layer: int, head: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
-from gracekv.hyperparameter import bounded
+from gracekv.registry import bounded
 from gracekv.tree.refine import REFINERS, RuleRefiner
 from gracekv.tree.split_rule import SplitRule
 

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from gracekv.ragged import offsets, rows
+from gracekv.kernels.ragged import offsets, rows
 from gracekv.tree.base import Forest
 from gracekv.tree.context import TreeContext
 from gracekv.tree.distortion import Distortion

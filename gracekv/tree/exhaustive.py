@@ -7,7 +7,7 @@ from typing import final
 
 import torch
 
-from gracekv.hyperparameter import bounded
+from gracekv.registry import bounded
 from gracekv.tree.cost_table import CostTable
 from gracekv.tree.nodes import Children, Nodes
 from gracekv.tree.refine import REFINERS, Refiner

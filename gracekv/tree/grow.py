@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.ragged import rows
+from gracekv.kernels.ragged import rows
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.nodes import Nodes
 from gracekv.tree.prune import Pruner

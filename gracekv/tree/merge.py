@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.hyperparameter import bounded
-from gracekv.ragged import rows_and_steps
-from gracekv.registry import Configurable
-from gracekv.rope import Rope
+from gracekv.kernels.ragged import rows_and_steps
+from gracekv.kernels.rope import Rope
+from gracekv.registry import Configurable, bounded
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gracekv.kernels.linalg import linear
 from gracekv.kernels.logits import capped
-from gracekv.linalg import linear
 from gracekv.prefill import Region
 from gracekv.tree.context import TreeContext
 from gracekv.tree.probes import probe_queries

@@ -19,8 +19,8 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs
+from gracekv.registry import bounded
 from gracekv.tree.context import TreeContext
 from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
 from gracekv.tree.engines.base import DistortionWeights, Engine, EngineInputs

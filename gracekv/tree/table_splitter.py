@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv.ragged import rows
+from gracekv.kernels.ragged import rows
 from gracekv.tree.cost_table import CostTable
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.nodes import IntervalCosts, Nodes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError
-from gracekv.ragged import rows_and_steps
+from gracekv.kernels.ragged import rows_and_steps
 from gracekv.tree.context import TreeContext
 from gracekv.tree.nodes import Nodes
 

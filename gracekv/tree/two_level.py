@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from gracekv.ragged import rows_and_steps
+from gracekv.kernels.ragged import rows_and_steps
 from gracekv.tree.cost_table import CostTable
 from gracekv.tree.nodes import Children, Nodes
 from gracekv.tree.refine import REFINERS, Refiner

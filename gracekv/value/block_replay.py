@@ -8,9 +8,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.block_replay import BlockReplaySpec, BlockReplaySums
+from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.rank_scores import rank_scores
 from gracekv.value.window_attention import WindowAttention

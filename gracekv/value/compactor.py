@@ -15,8 +15,8 @@ from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 
 

@@ -9,8 +9,8 @@ from typing import final
 import torch
 
 from gracekv.errors import MissingCaptureError
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.rank_scores import rank_scores
 from gracekv.value.window_attention import WindowAttention

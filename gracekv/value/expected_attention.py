@@ -19,10 +19,10 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.hyperparameter import bounded
+from gracekv.kernels.rope import Rope
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.query_moments import QueryMoments, QuerySums
-from gracekv.rope import Rope
+from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 
 # Bytes of one block's largest float32 temporary, [H, block, d].

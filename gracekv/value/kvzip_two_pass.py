@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import final
 
 from gracekv.errors import MissingCaptureError
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 
 

@@ -8,9 +8,9 @@ from typing import ClassVar, final
 import torch
 from einops import reduce
 
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.needs import prompt_samples
+from gracekv.registry import bounded
 from gracekv.value.attention import attention_sums
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 

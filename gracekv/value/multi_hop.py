@@ -10,8 +10,8 @@ from einops import reduce
 from torch import Tensor
 
 from gracekv.errors import ConfigError, PromptError
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region, depth_layers
+from gracekv.registry import bounded
 from gracekv.value.attention import attention_sums
 from gracekv.value.base import SCORERS, Scorer, TokenScores, mean_seed_scores
 

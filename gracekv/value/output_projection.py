@@ -9,8 +9,8 @@ from einops import reduce
 from torch import Tensor
 
 from gracekv.errors import MissingCaptureError
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill
+from gracekv.registry import bounded
 from gracekv.value.base import SENSITIVITIES, Sensitivity
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.errors import ConfigError, PromptError
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
 from gracekv.value.attention import attention_sums
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 

@@ -15,10 +15,10 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from gracekv.hyperparameter import bounded
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.needs import region_samples
+from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.read_ahead import ReadAhead
 

@@ -9,8 +9,8 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
 from gracekv.value.attention import all_column_sums, attention_probabilities
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.rank_scores import rank_scores

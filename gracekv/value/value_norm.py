@@ -7,8 +7,8 @@ from typing import ClassVar, final
 
 import torch
 
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 from gracekv.value.read_ahead import ReadAhead
 

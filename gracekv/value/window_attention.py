@@ -10,8 +10,8 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.hyperparameter import bounded
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.registry import bounded
 from gracekv.value.attention import attention_sums
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 

@@ -17,6 +17,7 @@ from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
 from gracekv.hf.saving import identity
+from gracekv.kernels.rope import Rope
 from gracekv.prefill.chat_text import render
 from gracekv.prefill.length_limits import sliding_window, switch_point, trained_length
 from gracekv.prefill.model_layers import (
@@ -26,7 +27,6 @@ from gracekv.prefill.model_layers import (
     rope_parameters,
 )
 from gracekv.prefill.prompt import Prompt
-from gracekv.rope import Rope
 from gracekv.vllm.header import KINDS, QUESTION, ContextHeader
 from gracekv.vllm.model_facts import model_facts
 from gracekv.vllm.store import ENTRIES, HEADER, check_name, equal_share

@@ -20,12 +20,18 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.backends import numba_products, numba_softmax
-from gracekv.backends.numba_products import mixtures, products
-from gracekv.backends.numba_softmax import exponentials, merge
-from gracekv.kernels import exponential, half_precision, intrinsics, row_vectors
+from gracekv.kernels import (
+    exponential,
+    half_precision,
+    intrinsics,
+    numba_products,
+    numba_softmax,
+    row_vectors,
+)
 from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
+from gracekv.kernels.numba_products import mixtures, products
+from gracekv.kernels.numba_softmax import exponentials, merge
 from gracekv.kernels.source_digest import digest
 
 _PIECE = 256  # entries at once; ours

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from gracekv.cli import main
+from gracekv.cli.main import main
 
 
 @pytest.fixture

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import gracekv
-from gracekv import commands, recipes
+from gracekv import recipes
 from gracekv.cache import Accounting, Timings
+from gracekv.cli import commands
 from gracekv.errors import BudgetError
 from gracekv.pipeline import Pipeline
-from gracekv.stages import REGISTRIES
+from gracekv.pipeline.stages import REGISTRIES
 
 
 class FakeResult:
@@ -77,7 +78,7 @@ def test_version_and_help(run):
 def test_help_does_not_import_torch():
     code = (
         "import sys; sys.argv = ['gracekv', '-h']\n"
-        "from gracekv.cli import main\n"
+        "from gracekv.cli.main import main\n"
         "try: main()\n"
         "except SystemExit: print('torch' in sys.modules)"
     )
@@ -86,7 +87,7 @@ def test_help_does_not_import_torch():
 
 
 def test_missing_extra_is_named(run, monkeypatch):
-    monkeypatch.setattr("gracekv.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("gracekv.cli.main.find_spec", lambda name: None)
     status, _, err = run("list")
     assert status == 2
     assert "pip install 'gracekv[cli]'" in err
@@ -215,7 +216,7 @@ def test_dtype_is_checked_before_a_model_is_loaded(run, story):
 def test_demo_plot_and_tables():
     from rich.console import Console
 
-    from gracekv import demo
+    from gracekv.cli import demo
 
     results = [(f"gracekv-plus {x}x", FakeResult(None, x)) for x in demo.RATIOS]
     assert demo.entries_plot(results).startswith(b"\x89PNG")

@@ -44,7 +44,7 @@ def reader(tiny, tmp_path, monkeypatch):
     """
     import transformers
 
-    import gracekv.demo
+    import gracekv.cli.demo
     import gracekv.evaluate.runner
     import gracekv.hf.smollm2
 
@@ -54,7 +54,7 @@ def reader(tiny, tmp_path, monkeypatch):
         monkeypatch.setattr(
             getattr(transformers, auto), "from_pretrained", lambda *_, m=made, **__: m
         )
-    for module in (gracekv.demo, gracekv.hf.smollm2):
+    for module in (gracekv.cli.demo, gracekv.hf.smollm2):
         monkeypatch.setattr(module, "load_smollm2", lambda *_, **__: (model, tokenizer))
     run = gracekv.evaluate.runner.run
 

@@ -9,7 +9,7 @@ import tomllib
 import pytest
 from page_blocks import ROOT
 
-from gracekv.cli import main
+from gracekv.cli.main import main
 
 # Commands that a page shows and nobody here runs, with the reason.
 NOT_RUN = {

@@ -22,10 +22,10 @@ from page_blocks import ROOT, blocks, commands, pages
 from shell_lines import check
 
 from gracekv import recipes
-from gracekv.config import load_pipeline
 from gracekv.evaluate import Experiment
-from gracekv.plugins import GROUP
-from gracekv.stages import REGISTRIES
+from gracekv.pipeline.config import load_pipeline
+from gracekv.pipeline.stages import REGISTRIES
+from gracekv.registry.plugins import GROUP
 
 PREAMBLES = Path(__file__).parent / "preambles"
 LANGUAGES = ("python", "bash", "yaml", "toml", "json", "text")

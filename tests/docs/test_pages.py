@@ -14,7 +14,7 @@ from page_blocks import ROOT, pages
 from public_names import PACKAGE, exported
 
 from conftest import tool
-from gracekv.stages import REGISTRIES
+from gracekv.pipeline.stages import REGISTRIES
 
 # Sites that pages may link to; nobody follows the links here.
 ELSEWHERE = {

@@ -14,7 +14,7 @@ from public_names import (
     without_units,
 )
 
-from gracekv.stages import REGISTRIES
+from gracekv.pipeline.stages import REGISTRIES
 
 CLASSES, FUNCTIONS = classes_and_functions()
 STAGES = ("segment", "value", "tree", "allocate", "cache", "backends", "prefill")

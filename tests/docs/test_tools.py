@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from conftest import tool
+from gracekv.pipeline.stages import REGISTRIES
 from gracekv.recipes import RECIPES
 from gracekv.registry import Strategy
-from gracekv.stages import REGISTRIES
 
 equations = tool("equations")
 tables = tool("strategy_tables")

@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from gracekv.cli import main
+from gracekv.cli.main import main
 from gracekv.errors import ConfigError, TaskError, UnknownStrategyError
 from gracekv.evaluate import Experiment
 from gracekv.evaluate.methods import parse_method, split_methods, sweep

@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from gracekv import recipes
-from gracekv.config import load_pipeline, save_pipeline
 from gracekv.errors import ConfigError
 from gracekv.pipeline import Pipeline
+from gracekv.pipeline.config import load_pipeline, save_pipeline
 from support.fuzzing import FULL
 from support.mutations import mutated_bytes, mutated_data
 

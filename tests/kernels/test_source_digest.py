@@ -11,8 +11,8 @@ pytest.importorskip("numba")
 import torch
 
 from gracekv.backends import numba_kernel as attention_kernel
+from gracekv.kernels import logsumexp_numba
 from gracekv.kernels.source_digest import digest
-from gracekv.prefill import logsumexp_numba
 from gracekv.tree.engines import numba_kernel
 from gracekv.vllm import numba_kernel as paged_kernel
 

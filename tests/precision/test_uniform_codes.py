@@ -10,11 +10,11 @@ from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.cache.coded import Coding
 from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import ConfigError, NonFiniteError, ShapeError
+from gracekv.kernels.ragged import offsets
 from gracekv.pipeline import Pipeline
 from gracekv.precision import PRECISIONS, UniformPrecision, reference
 from gracekv.precision.quantise import quantise
 from gracekv.prefill import PromptSpans, Region
-from gracekv.ragged import offsets
 from gracekv.testing import synthetic_prefill
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

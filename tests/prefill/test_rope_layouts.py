@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gracekv.allocate import Budget
+from gracekv.kernels.rope import Rope
 from gracekv.pipeline import Pipeline
-from gracekv.rope import Rope
 from gracekv.testing import synthetic_prefill
 from gracekv.tree import Prototype
 from gracekv.value.expected_attention import mean_rotation

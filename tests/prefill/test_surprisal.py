@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.prefill.logsumexp import NumbaLogSumExp, TorchLogSumExp, logsumexp_for
+from gracekv.kernels.logsumexp import NumbaLogSumExp, TorchLogSumExp, logsumexp_for
 from gracekv.prefill.surprisal import surprisal
 
 

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("transformers")
 
 import gracekv
-from gracekv import commands, demo
-from gracekv.cli import main
+from gracekv.cli import commands, demo
+from gracekv.cli.main import main
 from gracekv.errors import ReportError
 from gracekv.testing.models import tiny_llama
 

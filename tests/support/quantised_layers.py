@@ -8,9 +8,9 @@ import torch
 
 from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.cache.quantised import QuantisedCache, QuantisedLayer, dequantised
+from gracekv.kernels.ragged import offsets
 from gracekv.precision import AllocatedPrecision, UniformPrecision
 from gracekv.prefill import Region
-from gracekv.ragged import offsets
 
 
 def quantised(

@@ -8,9 +8,9 @@ import typing
 from random import Random
 from typing import Any
 
-from gracekv.hyperparameter import bounds_of
 from gracekv.pipeline import Pipeline
 from gracekv.registry import Configurable, Strategy
+from gracekv.registry.hyperparameter import bounds_of
 
 
 def random_pipeline(rng: Random) -> dict[str, Any]:

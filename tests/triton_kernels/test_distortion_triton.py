@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import BackendUnavailableError
-from gracekv.rope import Rope
+from gracekv.kernels.rope import Rope
 from gracekv.segment import Partition
 from gracekv.tree import BinaryExtract, IntervalCosts, Nodes, Prototype, PrototypeRule, build_forest
 from gracekv.tree.engines.reference import ReferenceDistortion

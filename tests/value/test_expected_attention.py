@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError, MissingCaptureError
+from gracekv.kernels.rope import Rope
 from gracekv.prefill import Needs, Region
-from gracekv.rope import Rope
 from gracekv.testing import synthetic_prefill
 from gracekv.value import SCORERS, ExpectedAttention, reference
 from gracekv.value import expected_attention as module

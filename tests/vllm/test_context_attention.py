@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("numba")
 
-from gracekv import ragged
 from gracekv.cache.base import RaggedLayer
+from gracekv.kernels import ragged
 from gracekv.testing.tolerance import TOLERANCES, relative_error
 from gracekv.vllm import reference
 from gracekv.vllm.attention import attend

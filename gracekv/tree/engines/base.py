@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gracekv.rope import Rope
+from gracekv.kernels.rope import Rope
 from gracekv.tree.merge import PrototypeRule
 from gracekv.tree.probe_attention import ProbeAttention
 from gracekv.tree.tree_batch import TreeBatch

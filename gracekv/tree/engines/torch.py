@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gracekv.kernels.linalg import linear
 from gracekv.kernels.logits import capped
-from gracekv.linalg import linear
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import MAX_EXPONENT, EngineInputs
 from gracekv.tree.merge import representative_positions

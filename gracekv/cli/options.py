@@ -8,7 +8,7 @@ import typer
 
 
 def _import(names: list[str] | None) -> list[str] | None:
-    from gracekv.plugins import import_modules
+    from gracekv.registry.plugins import import_modules
 
     import_modules(names or ())
     return names

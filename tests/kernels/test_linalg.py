@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gracekv import Budget, Pipeline
-from gracekv.linalg import full_float32
+from gracekv.kernels.linalg import full_float32
 from gracekv.testing import synthetic_prefill
 
 
@@ -52,7 +52,7 @@ def test_settings_by_backend_are_kept_too():
     """torch refuses to sum them up, and cannot go back; so in a process of its own."""
     code = """
 import torch
-from gracekv.linalg import full_float32
+from gracekv.kernels.linalg import full_float32
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 with full_float32():
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"

@@ -14,9 +14,9 @@ import typer
 
 import gracekv
 from gracekv import recipes
+from gracekv.cli.options import Imports
 from gracekv.errors import ConfigError
 from gracekv.files import read_text, write_atomically
-from gracekv.options import Imports
 
 if TYPE_CHECKING:
     from gracekv import CompressionResult, Pipeline, Prompt
@@ -53,7 +53,7 @@ def demo(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 32,
 ) -> None:
     """Ask a 135M model about a book chapter, with the full cache and at 4x, 8x and 16x."""
-    from gracekv.demo import run_demo
+    from gracekv.cli.demo import run_demo
 
     run_demo(out, max_new_tokens=max_new_tokens)
 
@@ -166,7 +166,7 @@ def compress(
 
 def _pipelines(name: str, others: list[str]) -> dict[str, Pipeline]:
     """The pipelines of these names or files, by name; raises `ConfigError` if one is twice."""
-    from gracekv.config import load_pipeline
+    from gracekv.pipeline.config import load_pipeline
 
     found = {one: load_pipeline(one) for one in (name, *others)}
     if len(found) <= len(others):

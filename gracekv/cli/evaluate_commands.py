@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gracekv.cli.options import Imports
 from gracekv.errors import ConfigError
 from gracekv.files import write_atomically
-from gracekv.options import Imports
 
 if TYPE_CHECKING:
     from gracekv.evaluate.experiment import Experiment

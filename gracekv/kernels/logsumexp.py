@@ -58,7 +58,7 @@ class NumbaLogSumExp(LogSumExp):
         self._total = torch.zeros(rows, dtype=torch.float64)
 
     def add(self, block: Tensor) -> None:
-        from gracekv.prefill.logsumexp_numba import LogSumExpArgs, accumulate
+        from gracekv.kernels.logsumexp_numba import LogSumExpArgs, accumulate
 
         counter = ctypes.c_int64(0)
         rows, columns = block.shape

@@ -3,8 +3,8 @@
 import dataclasses
 
 from gracekv import Pipeline, strategies
+from gracekv.pipeline.stages import REGISTRIES
 from gracekv.registry import Strategy
-from gracekv.stages import REGISTRIES
 
 
 def test_strategies_lists_every_stage_with_descriptions() -> None:

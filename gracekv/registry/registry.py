@@ -3,7 +3,7 @@
 A strategy is a frozen dataclass: its fields are its hyperparameters, its defaults the paper's. It
 is therefore comparable, printable and serialisable, and a `Pipeline` of strategies is a value.
 
-Reading a registry loads the installed plugins first (`gracekv.plugins`).
+Reading a registry loads the installed plugins first (`gracekv.registry.plugins`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from difflib import get_close_matches
 from typing import Any, ClassVar, Generic, TypeVar
 
 from gracekv.errors import ConfigError, UnknownStrategyError
-from gracekv.hyperparameter import check_fields, check_values
-from gracekv.plugins import load_plugins, missing_hint
+from gracekv.registry.hyperparameter import check_fields, check_values
+from gracekv.registry.plugins import load_plugins, missing_hint
 
 
 class Configurable:
@@ -27,7 +27,7 @@ class Configurable:
 
     Fields may be numbers, strings, booleans, None, tuples of those, other `Configurable`s, or
     `Strategy`s (stored as ``{"name": ..., **fields}``). Types, choices (`Literal`) and bounds
-    (`gracekv.hyperparameter.bounded`) are checked when an instance is built.
+    (`gracekv.registry.hyperparameter.bounded`) are checked when an instance is built.
     """
 
     def __post_init__(self) -> None:

@@ -19,11 +19,11 @@ from gracekv.cache import (
     WidthShare,
 )
 from gracekv.distributed.head_shard import HeadShard, all_heads
+from gracekv.pipeline.timing import StageClock
 from gracekv.precision import Precision
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.kept import bytes_by_kind
 from gracekv.segment import Partition
-from gracekv.timing import StageClock
 from gracekv.tree import Forest
 from gracekv.value import Relevance
 

@@ -20,7 +20,6 @@ from gracekv.allocate import (
     RecentWindow,
 )
 from gracekv.allocate.entry_bytes import EntryBytes
-from gracekv.auction import Auction
 from gracekv.backends import Auto, Backend
 from gracekv.cache import Packer, Timings
 from gracekv.distributed.head_shard import all_heads
@@ -28,13 +27,14 @@ from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import ConfigError, ShapeError
 from gracekv.fit import Fitter, NoFit
 from gracekv.fit.change import value_change
-from gracekv.linalg import full_float32
+from gracekv.kernels.linalg import full_float32
+from gracekv.pipeline.auction import Auction
+from gracekv.pipeline.run import Run, accounted, full_run
+from gracekv.pipeline.timing import StageClock
 from gracekv.precision import FullPrecision, Precision
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import Configurable
-from gracekv.run import Run, accounted, full_run
 from gracekv.segment import Curvature, Partition, Segmenter
-from gracekv.timing import StageClock
 from gracekv.tree import (
     Distortion,
     PrototypeRule,

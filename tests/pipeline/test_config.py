@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from gracekv import Pipeline, recipes
-from gracekv.config import load_pipeline, save_pipeline
 from gracekv.errors import ConfigError, UnknownStrategyError
-from gracekv.stages import REGISTRIES
+from gracekv.pipeline.config import load_pipeline, save_pipeline
+from gracekv.pipeline.stages import REGISTRIES
 
 FILES = {
     "p.yaml": "floor: none\nwindow: {size: 16}\n",

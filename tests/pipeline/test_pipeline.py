@@ -11,8 +11,8 @@ from gracekv import Budget, Pipeline, recipes
 from gracekv.allocate import ALLOCATORS
 from gracekv.allocate.reference import greedy_heap
 from gracekv.errors import BudgetError, ConfigError, MissingCaptureError, UnknownStrategyError
+from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill
-from gracekv.run import Run
 from gracekv.testing import synthetic_prefill
 
 

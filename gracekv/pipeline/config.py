@@ -11,7 +11,7 @@ from typing import Any
 from gracekv.errors import ConfigError
 from gracekv.files import read_text, write_atomically
 from gracekv.pipeline import Pipeline
-from gracekv.plugins import foreign_modules, import_modules, module_list
+from gracekv.registry.plugins import foreign_modules, import_modules, module_list
 
 FORMATS = (".yaml", ".yml", ".toml", ".json")
 

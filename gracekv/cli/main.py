@@ -1,4 +1,4 @@
-"""The `gracekv` console command: checks its extra, then hands over to `gracekv.commands`."""
+"""The `gracekv` console command: checks its extra, then hands over to `gracekv.cli.commands`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ def main() -> None:
             f"The gracekv command needs {' and '.join(missing)}. Install its extra with: "
             f"pip install 'gracekv[cli]'"
         )
-    from gracekv import saved_commands
-    from gracekv.commands import app
-    from gracekv.evaluate import commands as evaluate_commands
+    from gracekv.cli import evaluate_commands, saved_commands
+    from gracekv.cli.commands import app
 
     saved_commands.register(app)
     evaluate_commands.register(app)

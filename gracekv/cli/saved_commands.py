@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import gracekv
+from gracekv.cli.options import Imports
 from gracekv.errors import CacheError, PromptError
-from gracekv.options import Imports
 
 if TYPE_CHECKING:
     from gracekv import BatchResult, CompressionResult

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from gracekv import plugins, recipes
-from gracekv.config import load_pipeline, save_pipeline
+from gracekv import recipes
 from gracekv.errors import ConfigError, PluginError, PluginWarning, UnknownStrategyError
 from gracekv.evaluate import Experiment
 from gracekv.pipeline import Pipeline
+from gracekv.pipeline.config import load_pipeline, save_pipeline
+from gracekv.registry import plugins
 from gracekv.segment import SEGMENTERS
 from gracekv.testing.models import tiny_llama
 from gracekv.testing.tokenizers import tiny_tokenizer
 
-ROOT = Path(__file__).parents[1]
-SHELL = "from gracekv.cli import main; main()"
+ROOT = Path(__file__).parents[2]
+SHELL = "from gracekv.cli.main import main; main()"
 
 
 @pytest.fixture(scope="session")

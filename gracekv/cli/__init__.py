@@ -1,0 +1,1 @@
+"""The `gracekv` console command, one module for each group of subcommands."""

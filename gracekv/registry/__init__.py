@@ -1,0 +1,6 @@
+"""Strategies by name: registries, the hyperparameters of what they hold, and plugins."""
+
+from gracekv.registry.hyperparameter import bounded, check_values
+from gracekv.registry.registry import Configurable, Registry, Strategy, suggestion
+
+__all__ = ["Configurable", "Registry", "Strategy", "bounded", "check_values", "suggestion"]
