@@ -23,7 +23,7 @@ from vllm_page import ROOM, Row, write
 
 import gracekv
 from gracekv.hf.smollm2 import load_smollm2
-from gracekv.vllm import ContextStore, kv_transfer_config, request
+from gracekv.vllm import ContextStore, export, kv_transfer_config, request
 
 QUESTION = "Who is the story about, and what happens to her first?"
 ANSWER = 16  # tokens
@@ -47,7 +47,7 @@ def compress(model: Any, prompt: Any, store: Path, name: str) -> None:
     prefill = gracekv.capture(model, prompt, gracekv.Pipeline.named(WAYS[0][1]).needs())
     for way, recipe, ratio, shares in WAYS:
         made = gracekv.compress(model, prompt, prefill=prefill, ratio=ratio, pipeline=recipe)
-        made.export(store / _key(name, way), shares=shares)
+        export(made, store / _key(name, way), shares=shares)
 
 
 def _key(name: str, way: str) -> str:

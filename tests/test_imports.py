@@ -197,8 +197,8 @@ def run_python(code: str) -> str:
 
 def test_import_is_light():
     code = (
-        "import sys, gracekv, gracekv.pipeline\n"
-        f"print(sorted({HEAVY | {'typer', 'rich'}!r} & set(sys.modules)))"
+        "import sys, gracekv, gracekv.pipeline, gracekv.vllm\n"
+        f"print(sorted({HEAVY | {'typer', 'rich', 'vllm', 'gracekv.hf'}!r} & set(sys.modules)))"
     )
     assert run_python(code).strip() == "[]"
 

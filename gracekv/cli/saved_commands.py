@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,13 @@ from gracekv.errors import CacheError, PromptError
 
 if TYPE_CHECKING:
     from gracekv import BatchResult, CompressionResult
+
+
+class Engine(StrEnum):
+    """Who serves a context."""
+
+    vllm = "vllm"
+
 
 Cache = Annotated[Path, typer.Argument(help="What gracekv compress --save wrote.")]
 Model = Annotated[
@@ -93,7 +101,7 @@ def export(
     name: Annotated[
         str | None, typer.Option(help="The context's name there; default: the file's.")
     ] = None,
-    engine: Annotated[str, typer.Option(help="What will serve it: vllm.")] = "vllm",
+    engine: Annotated[Engine, typer.Option(help="What will serve it.")] = Engine.vllm,
     shares: Annotated[
         str, typer.Option(help="ragged, or equal to go into the engine's own pages.")
     ] = "ragged",
@@ -102,7 +110,10 @@ def export(
     imports: Imports = None,
 ) -> None:
     """Put a saved cache where an inference engine finds it by name."""
-    made = _load(cache, model, dtype).export(store / (name or cache.stem), engine, shares)
+    import gracekv.vllm
+
+    path = store / (name or cache.stem)
+    made = gracekv.vllm.export(_load(cache, model, dtype), path, shares=shares)
     for folder in made if isinstance(made, list) else [made]:
         typer.echo(f"{folder}")
 

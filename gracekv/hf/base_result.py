@@ -7,7 +7,6 @@ import os
 from abc import ABC
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch import Tensor
 from gracekv import recipes
 from gracekv.cache import Accounting, CompressedCache, Timings
 from gracekv.distributed.agreement import in_step
-from gracekv.distributed.sharding import check_whole
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.generation import continue_ids, padded_inputs
@@ -158,39 +156,6 @@ class BaseResult(ABC):
                 foreign_modules(self.pipeline),
                 is_batch=self.is_batch,
             )
-
-    def export(
-        self, path: str | os.PathLike[str], engine: str = "vllm", shares: str = "ragged"
-    ) -> Path | list[Path]:
-        """Write the compressed prompt as a folder for another engine; see docs/vllm.md.
-
-            result.export("store/book", engine="vllm")
-
-        The folder is written completely or not at all, and replaces one of its name. A batch
-        writes book-1, book-2, ...
-
-        Args:
-            path: the store's folder and the context's name in it.
-            engine: "vllm", which finds the context by name through `gracekv.vllm`.
-            shares: "ragged" keeps as many entries in each head as the recipe chose, beside the
-                engine's pages; "equal" puts them into its pages, which any attention of the engine
-                reads, and needs a recipe such as `gracekv-agnostic-equal`.
-
-        Returns:
-            The folder; a list of them for a batch.
-
-        Raises:
-            StoreError: the name has other signs than letters, digits, ".", "_" and "-"; the engine
-                is unknown; or shares are to be equal and are not.
-            UnsupportedModelError: the model's heads are spread over processes; or the engine would
-                not see the entries as this model does: RoPE
-                that depends on the sequence's length, or layers with a sliding window.
-        """
-        from gracekv.vllm.export import export_result
-
-        check_whole(self.model, "export")
-        folders = export_result(self, path, engine, shares)
-        return folders if self.is_batch else folders[0]
 
     def generate_ids(self, max_new_tokens: int = 64, **kwargs: Any) -> Tensor:
         """int64 [rows, new tokens]: ids after the prompts, as `model.generate` returns them.

@@ -1,11 +1,24 @@
-"""Compressed contexts in vLLM: ragged entries beside its pages, found by name in a store.
+"""Compressed contexts in vLLM: ragged entries outside its pages, by name in a store.
 
-`result.export` writes contexts, `request` asks about them, `kv_transfer_config` tells vLLM where
-they are; the plugin does the rest. Nothing here imports vLLM before it is used.
+`export` writes contexts, `request` asks about them, `kv_transfer_config` tells vLLM where they are;
+the plugin does the rest. Nothing here imports vLLM before it is used.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from gracekv.vllm.configuration import kv_transfer_config
 from gracekv.vllm.requests import Request, request
 from gracekv.vllm.store import ContextStore
 
-__all__ = ["ContextStore", "Request", "kv_transfer_config", "request"]
+if TYPE_CHECKING:
+    from gracekv.vllm.exporting import export
+
+__all__ = ["ContextStore", "Request", "export", "kv_transfer_config", "request"]
+
+
+def __getattr__(name: str) -> Any:
+    # Results come with transformers, which serving does not need.
+    if name == "export":
+        return import_module("gracekv.vllm.exporting").export
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -80,7 +80,7 @@ class ContextHeader:
         except FileNotFoundError as error:
             raise StoreError(
                 f"There is no context {name!r} in the store. Write it there with "
-                f"result.export('STORE/{name}', engine='vllm')."
+                f"gracekv.vllm.export(result, 'STORE/{name}')."
             ) from error
         except (OSError, ValueError) as error:
             raise StoreError(

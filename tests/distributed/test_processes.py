@@ -13,6 +13,7 @@ import torch
 
 import gracekv
 from gracekv.testing.models import tiny_llama
+from gracekv.vllm import export
 from support import sharded_books, sharded_process
 from support.sharded_books import RATIO, facts
 from support.sharded_results import assert_same, whole
@@ -105,7 +106,7 @@ def test_a_batch_saved_by_four_and_loaded_by_one(model, found, folder, tmp_path)
             torch.testing.assert_close(tensor, other.tensors()[part], atol=1e-4, rtol=1e-4)
     # What the processes themselves refuse.
     assert len(loaded.report(tmp_path / "page.html")) == 2
-    assert len(loaded.export(tmp_path / "store/book")) == 2
+    assert len(export(loaded, tmp_path / "store/book")) == 2
 
 
 def test_saved_by_one_and_loaded_by_four_and_by_two(model, found):

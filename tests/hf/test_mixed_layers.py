@@ -14,6 +14,7 @@ from gracekv.hf import attach  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
 from gracekv.testing.tokenizers import tiny_tokenizer  # noqa: E402
+from gracekv.vllm import export  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
 from support.greedy_decoding import greedy  # noqa: E402
 from support.margins import (  # noqa: E402
@@ -214,7 +215,7 @@ def test_what_needs_every_token_of_every_layer_is_refused_by_name(family, tmp_pa
     with pytest.raises(CacheError, match="static tail needs compressed layers"):
         result.new_cache().with_static_tail(16)
     with pytest.raises(UnsupportedModelError, match=r"Layer 0 of .* vLLM"):
-        result.export(tmp_path / "context")
+        export(result, tmp_path / "context")
     capped = model_of("gemma2")
     with pytest.raises(UnsupportedModelError, match="'expected_attention' has a closed form"):
         gracekv.compress(capped, prompt, ratio=2, pipeline="expected-attention")

@@ -7,6 +7,7 @@ transformers = pytest.importorskip("transformers")
 
 import gracekv  # noqa: E402
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning  # noqa: E402
+from gracekv.vllm import export  # noqa: E402
 from support.margins import assert_same_tokens, logits_over  # noqa: E402
 from support.tried_families import SIZES  # noqa: E402
 
@@ -86,4 +87,4 @@ def test_they_are_not_exported_for_vllm(tmp_path):
     with pytest.warns(UntestedModelWarning):
         result = gracekv.compress(model, PROMPT, ratio=2)
     with pytest.raises(UnsupportedModelError, match="rows and columns of images"):
-        result.export(tmp_path / "context")
+        export(result, tmp_path / "context")

@@ -23,6 +23,7 @@ import gracekv
 from gracekv.distributed import connect
 from gracekv.distributed.sharding import check_sharding
 from gracekv.errors import GracekvError, NonFiniteError
+from gracekv.vllm import export
 from support.sharded_books import (
     MIXED,
     PLANS,
@@ -105,7 +106,7 @@ def main(folder):
             lambda pipe=pipe: gracekv.compress(model, one, ratio=RATIO, pipeline=pipe)
         )
     found["refused report"] = message(lambda: result.report(folder / "page.html"))
-    found["refused export"] = message(lambda: result.export(folder / "store/book"))
+    found["refused export"] = message(lambda: export(result, folder / "store/book"))
 
     # Processes that differ, or fail at some stage.
     found["other budget"] = message(lambda: gracekv.compress(model, one, ratio=2 + rank // 3))

@@ -27,6 +27,7 @@ def tiny_served(tmp_path_factory):
     import gracekv
     from gracekv.testing.models import tiny_llama
     from gracekv.testing.tokenizers import tiny_tokenizer
+    from gracekv.vllm import export
 
     model, tokenizer = tiny_llama(vocabulary=500, dim=32), tiny_tokenizer(vocabulary=500)
     folder = tmp_path_factory.mktemp("tiny")
@@ -38,7 +39,7 @@ def tiny_served(tmp_path_factory):
     results["equal"] = gracekv.compress(model, prompt, **equal)
     for name, result in results.items():
         shares = "equal" if name == "equal" else "ragged"
-        result.export(folder / "store" / name, shares=shares)
+        export(result, folder / "store" / name, shares=shares)
     return SimpleNamespace(
         model=model,
         tokenizer=tokenizer,

@@ -14,9 +14,9 @@ from gracekv.prefill.chat_text import first_turn
 from gracekv.prefill.model_layers import model_layers
 from gracekv.testing.models import tiny_model
 from gracekv.testing.tokenizers import tiny_tokenizer
-from gracekv.vllm import ContextStore, request
+from gracekv.vllm import ContextStore, export, request
 from gracekv.vllm.equal_shares import PLACEHOLDER
-from gracekv.vllm.export import moved
+from gracekv.vllm.exporting import moved
 from gracekv.vllm.model_facts import checkpoint_digest, differences, model_facts
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 6
@@ -83,7 +83,7 @@ def test_keys_are_moved_as_each_layer_rotates_them(family):
 
 
 def test_the_folder_holds_entries_and_header(book, model, tokenizer, tmp_path):
-    folder = book.export(tmp_path / "store" / "book")
+    folder = export(book, tmp_path / "store" / "book")
     assert sorted(path.name for path in folder.iterdir()) == ["entries.safetensors", "header.json"]
     assert [path.name for path in folder.parent.iterdir()] == ["book"]
     store = ContextStore(tmp_path / "store", model=model_facts(model))
@@ -101,20 +101,18 @@ def test_the_folder_holds_entries_and_header(book, model, tokenizer, tmp_path):
 
 
 def test_a_second_export_replaces_the_first(book, model, tokenizer, tmp_path):
-    folder = book.export(tmp_path / "book")
+    folder = export(book, tmp_path / "book")
     before = ContextStore(tmp_path).header("book").digest
     other = gracekv.compress(model, book.prompt, ratio=3)
-    assert other.export(tmp_path / "book") == folder
+    assert export(other, tmp_path / "book") == folder
     assert ContextStore(tmp_path).header("book").digest != before
     assert [path.name for path in tmp_path.iterdir()] == ["book"]
 
 
 def test_a_failed_export_leaves_nothing(book, tmp_path, monkeypatch):
-    from gracekv.vllm import export
-
-    monkeypatch.setattr(export, "_header", lambda *_: 1 / 0)
+    monkeypatch.setattr("gracekv.vllm.exporting._header", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        book.export(tmp_path / "book")
+        export(book, tmp_path / "book")
     assert not list(tmp_path.iterdir())
 
 
@@ -126,7 +124,7 @@ def test_equal_shares_follow_placeholders(model, tokenizer, tmp_path, recipe, qu
     prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT, question=question)
     result = gracekv.compress(model, prompt, ratio=3, pipeline=recipe)
     for shares in ("ragged", "equal"):
-        result.export(tmp_path / shares, shares=shares)
+        export(result, tmp_path / shares, shares=shares)
     store = ContextStore(tmp_path)
     header, asked = store.header("equal"), None if question else "Why?"
     assert (header.kind, header.question_text) == ("equal", None)
@@ -151,22 +149,22 @@ def test_what_pages_cannot_hold_is_refused_with_the_recipe_that_would_do(
         (merged, r"several tokens each.*'gracekv-plus-equal'"),
     ):
         with pytest.raises(StoreError, match=said):
-            result.export(tmp_path / "book", shares="equal")
+            export(result, tmp_path / "book", shares="equal")
     with pytest.raises(StoreError, match="shares is one of ragged, equal; got 'same'"):
-        book.export(tmp_path / "book", shares="same")
+        export(book, tmp_path / "book", shares="same")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_batch_writes_a_folder_for_each_prompt(model, tokenizer, tmp_path):
     prompts = [gracekv.Prompt.from_chat(tokenizer, context=text) for text in (TEXT, TEXT[:300])]
-    folders = gracekv.compress(model, prompts, ratio=2).export(tmp_path / "two")
+    folders = export(gracekv.compress(model, prompts, ratio=2), tmp_path / "two")
     assert [folder.name for folder in folders] == ["two-1", "two-2"]
     lengths = [ContextStore(tmp_path).header(folder.name).length for folder in folders]
     assert lengths == [prompt.spans.context_end for prompt in prompts]
 
 
 def test_requests_hold_what_follows_the_context(book, model, tokenizer, tmp_path):
-    book.export(tmp_path / "book")
+    export(book, tmp_path / "book")
     asked = request(tmp_path, "book", "Who is tired?", tokenizer)
     turn = first_turn(tokenizer, "Who is tired?", "\n\n", True)
     assert list(asked.prompt_ids) == turn
@@ -181,7 +179,7 @@ def test_requests_hold_what_follows_the_context(book, model, tokenizer, tmp_path
 
 def test_a_prompt_with_its_question_goes_on_after_it(model, tokenizer, tmp_path):
     prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT, question="Who is tired?")
-    gracekv.compress(model, prompt, ratio=2).export(tmp_path / "asked")
+    export(gracekv.compress(model, prompt, ratio=2), tmp_path / "asked")
     assert list(request(tmp_path, "asked").prompt_ids) == prompt.ids[-1:].tolist()
     with pytest.raises(PromptError, match="has a question already"):
         request(tmp_path, "asked", "Another?", tokenizer)
@@ -197,7 +195,7 @@ def test_a_prompt_with_its_question_goes_on_after_it(model, tokenizer, tmp_path)
     ],
 )
 def test_unusable_questions_are_refused(book, tokenizer, tmp_path, question, tokens, error, said):
-    book.export(tmp_path / "book")
+    export(book, tmp_path / "book")
     given = {True: tokenizer, False: None, None: tiny_tokenizer(vocabulary=400)}[tokens]
     with pytest.raises(error, match=said):
         request(tmp_path, "book", question, given)
@@ -217,21 +215,19 @@ def test_models_that_vllm_would_see_otherwise_are_refused(options, said, tmp_pat
     prompt = gracekv.Prompt.from_ids(torch.arange(40), (0, 36))
     result = gracekv.compress(model, prompt, ratio=2)
     with pytest.raises(UnsupportedModelError, match=said):
-        result.export(tmp_path / "book")
+        export(result, tmp_path / "book")
 
 
 def test_a_model_that_caps_its_logits_is_refused(book, tmp_path, monkeypatch):
     monkeypatch.setattr(book.model.config, "attn_logit_softcapping", 30.0, raising=False)
     with pytest.raises(UnsupportedModelError, match=r"caps its attention logits at 30\.0"):
-        book.export(tmp_path / "book")
+        export(book, tmp_path / "book")
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a b", "b" * 129])
 def test_names_that_are_no_folder_names_are_refused(book, tmp_path, name):
     with pytest.raises(StoreError, match="A context's name"):
-        book.export(tmp_path / name)
-    with pytest.raises(StoreError, match="engine is one of vllm"):
-        book.export(tmp_path / "book", engine="sglang")
+        export(book, tmp_path / name)
     assert not list(tmp_path.iterdir())
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("safetensors")
 import gracekv
 from gracekv.errors import ConfigError, StoreError
 from gracekv.testing.models import tiny_model
-from gracekv.vllm import ContextStore, kv_transfer_config
+from gracekv.vllm import ContextStore, export, kv_transfer_config
 from gracekv.vllm.configuration import StoreOptions
 from gracekv.vllm.model_facts import model_facts
 from gracekv.vllm.stored_context import heads_of_rank
@@ -31,7 +31,7 @@ def made(model, tmp_path_factory):
     for number in range(3):
         ids = torch.randint(0, 97, (60,), generator=rng)
         prompt = gracekv.Prompt.from_ids(ids, (0, 50))
-        gracekv.compress(model, prompt, ratio=2).export(root / f"c{number}")
+        export(gracekv.compress(model, prompt, ratio=2), root / f"c{number}")
     return root
 
 
@@ -106,7 +106,7 @@ def test_damage_is_found(root, damage, said):
 def test_an_engine_without_ragged_attention_takes_equal_shares_only(root, model):
     prompt = gracekv.Prompt.from_ids(torch.arange(60), (0, 50))
     equal = gracekv.compress(model, prompt, ratio=2, pipeline="gracekv-agnostic-equal")
-    equal.export(root / "equal", shares="equal")
+    export(equal, root / "equal", shares="equal")
     store = ContextStore(root, ragged=False)
     with pytest.raises(StoreError, match=r"'c0' is ragged.*gracekv-agnostic-equal"):
         store.load("c0")

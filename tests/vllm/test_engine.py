@@ -38,6 +38,7 @@ def served(tmp_path_factory):
     """The model's folder, its contexts in a store, and gracekv's results for them."""
     import gracekv
     from gracekv.hf.smollm2 import load_smollm2
+    from gracekv.vllm import export
 
     model, tokenizer = load_smollm2()
     text = chapter()
@@ -47,10 +48,10 @@ def served(tmp_path_factory):
         context = text[number * 1500 : number * 1500 + 2400]
         prompt = gracekv.Prompt.from_chat(tokenizer, context=context)
         results[name] = gracekv.compress(model, prompt, **options)
-        results[name].export(store / name, shares="equal" if name == "equal" else "ragged")
+        export(results[name], store / name, shares="equal" if name == "equal" else "ragged")
     question = gracekv.Prompt.from_chat(tokenizer, context=text[:2000], question="Who is Alice?")
     results["asked"] = gracekv.compress(model, question, ratio=4)
-    results["asked"].export(store / "asked")
+    export(results["asked"], store / "asked")
     folder = tokenizer.name_or_path
     return SimpleNamespace(
         model=model, tokenizer=tokenizer, store=store, results=results, folder=folder

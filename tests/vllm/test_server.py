@@ -23,7 +23,7 @@ def server(tmp_path_factory):
 
     import gracekv
     from gracekv.hf.smollm2 import load_smollm2
-    from gracekv.vllm import kv_transfer_config
+    from gracekv.vllm import export, kv_transfer_config
 
     model, tokenizer = load_smollm2()
     from importlib.resources import files
@@ -33,7 +33,7 @@ def server(tmp_path_factory):
         model, gracekv.Prompt.from_chat(tokenizer, context=text[:2400]), ratio=3
     )
     folder = tmp_path_factory.mktemp("server")
-    book.export(folder / "store" / "book")
+    export(book, folder / "store" / "book")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

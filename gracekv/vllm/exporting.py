@@ -1,4 +1,4 @@
-"""`export_result`: a compressed prompt as a folder that vLLM can serve."""
+"""`export`: a compressed prompt as a folder that vLLM can serve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from gracekv import recipes
 from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_digest, write_cache
+from gracekv.distributed.sharding import check_whole
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
+from gracekv.hf.base_result import BaseResult
 from gracekv.hf.saving import identity
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.chat_text import render
@@ -31,23 +33,37 @@ from gracekv.vllm.header import KINDS, QUESTION, ContextHeader
 from gracekv.vllm.model_facts import model_facts
 from gracekv.vllm.store import ENTRIES, HEADER, check_name, equal_share
 
-if TYPE_CHECKING:
-    from gracekv.hf.base_result import BaseResult
 
-ENGINES = ("vllm",)
+def export(
+    result: BaseResult, path: str | os.PathLike[str], *, shares: str = "ragged"
+) -> Path | list[Path]:
+    """Write the compressed prompt as a folder that vLLM serves by its name; see docs/vllm.md.
 
+        gracekv.vllm.export(result, "store/book")
 
-def export_result(
-    result: BaseResult, path: str | os.PathLike[str], engine: str, shares: str
-) -> list[Path]:
-    """Write the compressed prompts for another engine; arguments and result: `BaseResult.export`.
+    The folder is written completely or not at all, and replaces one of its name. A batch writes
+    book-1, book-2, ...
 
-    Raises `StoreError` for an unknown engine, a name that is no folder name, or shares that are not
-    equal; `UnsupportedModelError` as `check_served` does.
+    Args:
+        result: what `compress` or `load` returned.
+        path: the store's folder and the context's name in it.
+        shares: "ragged" keeps as many entries in each head as the recipe chose, outside vLLM's
+            pages; "equal" puts them into its pages, which any of its attention backends reads, and
+            needs a recipe such as `gracekv-agnostic-equal`.
+
+    Returns:
+        The folder; a list of them for a batch.
+
+    Raises:
+        StoreError: the name has other signs than letters, digits, ".", "_" and "-"; or shares are
+            unknown, or are to be equal and are not.
+        UnsupportedModelError: the model's heads are spread over processes; or vLLM would not see
+            the entries as this model does: RoPE that depends on the sequence's length, or layers
+            with a sliding window.
     """
-    for name, value, allowed in (("engine", engine, ENGINES), ("shares", shares, KINDS)):
-        if value not in allowed:
-            raise StoreError(f"{name} is one of {', '.join(allowed)}; got {value!r}.")
+    check_whole(result.model, "export")
+    if shares not in KINDS:
+        raise StoreError(f"shares is one of {', '.join(KINDS)}; got {shares!r}.")
     check_served(result.model)
     path = Path(path)
     check_name(path.name)
@@ -61,7 +77,7 @@ def export_result(
             _check_equal(cache, prompt)
     for cache, prompt, folder in zip(caches, result.prompts, folders, strict=True):
         _write(result.model, prompt, cache, recipes.label(result.pipeline), shares, folder)
-    return folders
+    return folders if result.is_batch else folders[0]
 
 
 def _check_equal(cache: RaggedCache, prompt: Prompt) -> None:
