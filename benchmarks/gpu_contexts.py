@@ -11,7 +11,7 @@ from gpu_bench import FLOAT32_ON_GPU, Bench
 from gpu_report import Row
 
 from gracekv.kernels.device import obstacle
-from gracekv.testing.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
+from support.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
 
 # Tokens of a page, and of a request's question and answer so far.
 _PAGE, _OWN = 16, 100

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.testing.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
 from gracekv.testing.tolerance import TOLERANCES
 from gracekv.vllm.device_batch import plan_device_batch
+from support.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
 
 CONTEXTS = {"a": [70, 0], "b": [3, 41], "empty": [0, 0]}
 
