@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gracekv.pipeline.stages import strategies
     from gracekv.prefill import Prefill, PromptSpans
     from gracekv.prefill.capture import capture
+    from gracekv.prefill.options import CaptureOptions
     from gracekv.prefill.prompt import Prompt
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BatchResult": "gracekv.hf.batch",
     "Budget": "gracekv.allocate",
+    "CaptureOptions": "gracekv.prefill.options",
     "CompressionResult": "gracekv.hf.result",
     "Pipeline": "gracekv.pipeline",
     "Prefill": "gracekv.prefill",
@@ -43,6 +45,7 @@ _HOMES = {
 __all__ = [
     "BatchResult",
     "Budget",
+    "CaptureOptions",
     "CompressionResult",
     "Pipeline",
     "Prefill",

@@ -182,14 +182,15 @@ def _compressed(
 ) -> dict[str, CompressionResult]:
     """The prompt compressed by each of `pipelines`; several share one prefill."""
     with _progress() as progress:
+        options = gracekv.CaptureOptions(progress=progress)
         if len(pipelines) == 1:
             # Without a prefill that is held, stages can free what later ones do not read.
             return {
-                name: gracekv.compress(model, prompt, **budget, pipeline=pipe, progress=progress)
+                name: gracekv.compress(model, prompt, **budget, pipeline=pipe, capture=options)
                 for name, pipe in pipelines.items()
             }
         needs = reduce(or_, (pipe.needs() for pipe in pipelines.values()))
-        prefill = gracekv.capture(model, prompt, needs, progress=progress)
+        prefill = gracekv.capture(model, prompt, needs, options)
         return {
             name: gracekv.compress(model, prompt, prefill=prefill, **budget, pipeline=pipe)
             for name, pipe in pipelines.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -21,8 +21,9 @@ from gracekv.hf.trim import trim_memory
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill
-from gracekv.prefill.capture import capture
+from gracekv.prefill.capture import capture as run_prefill
 from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
 from gracekv.report.recording import released
@@ -42,10 +43,7 @@ def compress(
     pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
     keep_run: bool = False,
-    chunk: int | None = None,
-    memory_limit: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    trim: bool = True,
+    capture: CaptureOptions = DEFAULTS,
 ) -> CompressionResult: ...
 @overload
 def compress(
@@ -61,10 +59,7 @@ def compress(
     pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
     keep_run: bool = False,
-    chunk: int | None = None,
-    memory_limit: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    trim: bool = True,
+    capture: CaptureOptions = DEFAULTS,
 ) -> BatchResult: ...
 def compress(
     model: Any,
@@ -79,10 +74,7 @@ def compress(
     pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
     keep_run: bool = False,
-    chunk: int | None = None,
-    memory_limit: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    trim: bool = True,
+    capture: CaptureOptions = DEFAULTS,
 ) -> CompressionResult | BatchResult:
     """Prefill once, compress the context's cache to a budget, and be ready to generate.
 
@@ -122,18 +114,13 @@ def compress(
         backend: the attention implementation of decoding; default: the pipeline's.
         keep_run: keep what the stages made (scores, trees, selection) in `result.details`;
             otherwise only what a report shows of it is kept, compactly and on the CPU.
-        chunk: prompt tokens that the prefill runs at once; see `capture`.
-        memory_limit: most bytes of queries that the prefill holds; see `capture`.
-        progress: called with the prompt's tokens done and in all; see `capture`.
-        trim: on a CPU, return freed memory to the system afterwards, which takes milliseconds and
-            works on Linux with glibc; without, the process keeps the peak for later allocations.
+        capture: how the prefill runs: chunks, memory, progress; see `CaptureOptions`.
 
     Raises:
         BudgetError: not exactly one budget is given, or it is too small for a prompt; found from
             the model's config and the prompts, before the model is run.
         UnsupportedModelError: as `capture` does.
         PromptError: as `capture` does; for an empty list, and for prompts of several tokenizers.
-        ConfigError: `chunk` or `memory_limit` cannot be.
         CaptureMemoryError: memory ran out during the prefill.
         NonFiniteError: as `capture` does.
         MissingCaptureError: the prefill was captured for another pipeline.
@@ -158,18 +145,17 @@ def compress(
         _check_inputs(model, prompts, prefills, pipe, chosen)
         if shard is not None:
             check_works_sharded(pipe, shard)
-            limits = ([x is not None for x in prefills], chunk, memory_limit)
+            limits = ([x is not None for x in prefills], capture.chunk, capture.memory_limit)
             others = {"prefill, chunk or memory_limit": limits}
             shard.agree(**call_facts(prompts, pipe, chosen, **others))
-        options = {"chunk": chunk, "memory_limit": memory_limit, "progress": progress}
         finish = (lambda run: run) if keep_run else released
         runs = [
-            finish(_run(model, one, given, pipe, chosen, options))
+            finish(_run(model, one, given, pipe, chosen, capture))
             for one, given in zip(prompts, prefills, strict=True)
         ]
         made = BatchResult if is_batch else CompressionResult
         result = made.from_runs(model, prompts, runs, pipe, keep_run=keep_run)
-        if trim and model.device.type == "cpu":
+        if capture.trim and model.device.type == "cpu":
             del runs
             trim_memory()
         return result
@@ -181,13 +167,13 @@ def _run(
     prefill: Prefill | None,
     pipe: Pipeline,
     budget: Budget,
-    options: dict[str, Any],
+    options: CaptureOptions,
 ) -> Run:
     """One pipeline run; a prefill made here is gone when this returns."""
     if prefill is not None:
         return pipe.run(prefill, budget)
     # No name holds the new prefill, so a stage can free what later ones do not read.
-    return pipe.run(capture(model, prompt, pipe.needs(), **options), budget)
+    return pipe.run(run_prefill(model, prompt, pipe.needs(), options), budget)
 
 
 def _check_inputs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from gracekv.prefill import PromptSpans
 from gracekv.prefill.capture import capture_passage
 from gracekv.prefill.length_limits import check_prompt_length, longest_sequence
 from gracekv.prefill.model_layers import text_config
+from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 
@@ -36,10 +37,7 @@ def extended_run(
     pipeline: Pipeline,
     passage: str | Tensor | Sequence[int],
     budget: Budget,
-    *,
-    chunk: int | None,
-    memory_limit: int | None,
-    progress: Callable[[int, int], None] | None,
+    capture: CaptureOptions,
 ) -> tuple[Prompt, Run]:
     """The prompt that goes on with `passage`, and `run` with its entries behind those packed.
 
@@ -63,7 +61,10 @@ def extended_run(
         )
     shard = head_shard(model)
     if shard is not None:
-        others = {"result": run.accounting.entries.tolist(), "limits": (chunk, memory_limit)}
+        others = {
+            "result": run.accounting.entries.tolist(),
+            "limits": (capture.chunk, capture.memory_limit),
+        }
         shard.agree(**call_facts([prompt], pipeline, budget, **others))
     past = Past.padded([_heads(layer) for layer in old.layers], old.length, old.kept, shard)
     # A context that was not followed by anything has a last token without an entry.
@@ -73,15 +74,7 @@ def extended_run(
     spans = PromptSpans(past.places + last, end, end, len(ids), past=past.places)
     passage_prompt = dataclasses.replace(read, ids=ids, spans=spans)
     check_budget(model, passage_prompt, pipeline, budget)
-    prefill = capture_passage(
-        model,
-        passage_prompt,
-        past,
-        pipeline.needs(),
-        chunk=chunk,
-        memory_limit=memory_limit,
-        progress=progress,
-    )
+    prefill = capture_passage(model, passage_prompt, past, pipeline.needs(), capture)
     return prompt, _joined(run, pipeline.run(prefill, budget), past.places, shard)
 
 

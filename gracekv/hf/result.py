@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, overload
 
@@ -21,6 +21,7 @@ from gracekv.hf.generation import decode_rows
 from gracekv.hf.questions import ask_ids
 from gracekv.hf.trim import trim_memory
 from gracekv.pipeline.run import Run
+from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 
 
@@ -155,10 +156,7 @@ class CompressionResult(BaseResult):
         entries_per_head: int | None = None,
         kv_bytes: int | str | None = None,
         compression_ratio: Number | None = None,
-        chunk: int | None = None,
-        memory_limit: int | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        trim: bool = True,
+        capture: CaptureOptions = DEFAULTS,
     ) -> CompressionResult:
         """A result whose context goes on with `passage`, compressed by the same pipeline.
 
@@ -177,10 +175,7 @@ class CompressionResult(BaseResult):
             entries_per_head: entries of the passage per KV head and layer, on average.
             kv_bytes: bytes of the passage's keys and values.
             compression_ratio: the fraction of the passage's entries that is removed.
-            chunk: tokens of the passage that run at once; see `gracekv.capture`.
-            memory_limit: most bytes of queries that are held; see `gracekv.capture`.
-            progress: called with tokens done and in all; see `gracekv.capture`.
-            trim: see `gracekv.compress`.
+            capture: how the passage is read: chunks, memory, progress.
 
         Raises:
             PromptError: the prompt has a question, or the passage is empty or cannot be encoded.
@@ -208,12 +203,10 @@ class CompressionResult(BaseResult):
                 self.pipeline,
                 passage,
                 chosen,
-                chunk=chunk,
-                memory_limit=memory_limit,
-                progress=progress,
+                capture,
             )
             result = CompressionResult.from_runs(self.model, [prompt], [run], self.pipeline)
-        if trim and self.model.device.type == "cpu":
+        if capture.trim and self.model.device.type == "cpu":
             trim_memory()
         return result
 

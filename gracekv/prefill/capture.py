@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from gracekv.prefill.base import Prefill
 from gracekv.prefill.capture_pass import run_capture
 from gracekv.prefill.length_limits import check_prompt_length
 from gracekv.prefill.needs import Needs
+from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model, check_needs
@@ -36,10 +36,7 @@ def capture(
     model: Any,
     prompt: Prompt,
     needs: Needs | None = None,
-    *,
-    chunk: int | None = None,
-    memory_limit: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    options: CaptureOptions = DEFAULTS,
 ) -> Prefill:
     """Run the model once over the prompt and keep what compression reads.
 
@@ -60,21 +57,13 @@ def capture(
             "sdpa" or "eager" attention.
         prompt: one sequence; without a question it is read up to the token after the context.
         needs: what to keep beyond keys and values; default: `EVERYTHING`.
-        chunk: tokens that run at once; default: all of a short prompt, else 1,024, fewer beyond
-            32,768 tokens, since a mask of chunk times prompt is made. Larger ones are faster on
-            some GPUs.
-        memory_limit: most bytes of queries that are held; default: 256 MiB, or a quarter of keys
-            and values if that is more. 0 holds only probes and windows and computes all others
-            again when they are read. A model whose layers are not all compressed cannot compute
-            queries again, and all that are needed are held.
-        progress: called with the tokens done and the tokens in all after each chunk.
+        options: how it runs.
 
     Raises:
         UnsupportedModelError: the model breaks an assumption, has a sliding window that does not
             cover the prompt, or is in training mode.
         PromptError: `prompt` is not a `Prompt`, has ids outside the vocabulary, or a length at
             which transformers drops the cache.
-        ConfigError: `chunk` or `memory_limit` cannot be.
         CaptureMemoryError: memory ran out; the model is as before.
         NonFiniteError: keys, values or queries hold NaN or infinity.
 
@@ -90,7 +79,7 @@ def capture(
     check_prompt_length(model, prompt.spans.length)
     needs = EVERYTHING if needs is None else needs
     check_needs(model, needs)
-    return run_capture(model, prompt, None, needs, chunk, memory_limit, progress)
+    return run_capture(model, prompt, None, needs, options)
 
 
 @torch.no_grad()
@@ -99,10 +88,7 @@ def capture_passage(
     prompt: Prompt,
     past: Past,
     needs: Needs,
-    *,
-    chunk: int | None = None,
-    memory_limit: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    options: CaptureOptions = DEFAULTS,
 ) -> Prefill:
     """As `capture`, of a passage that follows what was compressed before.
 
@@ -115,9 +101,7 @@ def capture_passage(
         prompt: `past.places` ids that are not read, then the passage's.
         past: what it follows.
         needs: what to keep.
-        chunk: tokens of the passage that run at once; default: 1,024 or fewer.
-        memory_limit: as for `capture`.
-        progress: as for `capture`; counts the places of `past` as done.
+        options: as for `capture`; `progress` counts the places of `past` as done.
 
     Raises what `capture` raises, and `ConfigError` for needs that run the model a second time.
     """
@@ -127,4 +111,4 @@ def capture_passage(
             "whole context, or drafts an answer: most of the context is gone. Compress it by one "
             "that reads once, such as 'gracekv-agnostic'."
         )
-    return run_capture(model, prompt, past, needs, chunk, memory_limit, progress)
+    return run_capture(model, prompt, past, needs, options)

@@ -8,18 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.errors import ConfigError
 from gracekv.prefill.model_layers import compressed_layers, head_sizes, kept_layers
 from gracekv.prefill.needs import Needs
-from gracekv.prefill.partial_attention import chunk_length
 from gracekv.prefill.spans import PromptSpans
 
 QUERY_BYTES = 256 * 2**20
 """Bytes of queries that a capture may always hold; a quarter of keys and values, if that is more.
 Source: ours."""
 
-# Prompts of at most this many tokens run in one pass unless told otherwise.
-_ONE_PASS = 2048
 # What running out of memory suggests.
 _LEAST_CHUNK = 128
 
@@ -68,32 +64,6 @@ def held_positions(
         return torch.arange(spans.past, spans.length)
     known = needs.known_positions(spans)
     return known if len(known) * sizes.queries <= limit else needs.window_positions(spans)
-
-
-def checked_chunk(chunk: int | None, length: int, splits: bool) -> int:
-    """Tokens of one pass over a prompt of `length`; `splits`: the model can run in parts.
-
-    Raises `ConfigError` for a chunk that is no whole number of at least 1.
-    """
-    if chunk is None:
-        return chunk_length(length) if splits and length > _ONE_PASS else length
-    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
-        raise ConfigError(
-            f"chunk is the number of prompt tokens that run at once, a whole number of at least 1; "
-            f"got {chunk!r}. Leave it out for {chunk_length(length)} here."
-        )
-    return min(chunk, length)
-
-
-def check_memory_limit(memory_limit: int | None) -> None:
-    """Raise `ConfigError` unless `memory_limit` is None or a number of bytes."""
-    if memory_limit is None:
-        return
-    if isinstance(memory_limit, bool) or not isinstance(memory_limit, int) or memory_limit < 0:
-        raise ConfigError(
-            f"memory_limit is the most bytes of queries that are held, a whole number of at least "
-            f"0 (0 computes all but the windows' again); got {memory_limit!r}."
-        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -17,8 +17,6 @@ from gracekv.prefill.attention_patch import base_attention, input_device, patche
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.capture_memory import (
     CaptureSizes,
-    check_memory_limit,
-    checked_chunk,
     free_bytes,
     held_positions,
     is_out_of_memory,
@@ -38,6 +36,7 @@ from gracekv.prefill.model_layers import (
     text_config,
 )
 from gracekv.prefill.needs import Needs
+from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.partial_attention import PartialAttention, rotations
 from gracekv.prefill.past import ADDED, Past, reflected
 from gracekv.prefill.projection import projected_norms, projection_norms, written_norms
@@ -55,9 +54,7 @@ def run_capture(
     prompt: Prompt,
     past: Past | None,
     needs: Needs,
-    chunk: int | None,
-    memory_limit: int | None,
-    progress: Callable[[int, int], None] | None,
+    options: CaptureOptions,
 ) -> Prefill:
     """What `capture` returns, or with `past` `capture_passage`, whose arguments these are.
 
@@ -70,15 +67,14 @@ def run_capture(
             f"The prompt holds token id {int(prompt.ids.max())}, the model knows "
             f"{embeddings.num_embeddings}. Use the tokenizer that belongs to the model."
         )
-    check_memory_limit(memory_limit)
     length = prompt.spans.length
     runs_in_parts = has_rope(model) or rotating(model_layers(model)) == "none"
-    size = checked_chunk(chunk, length, runs_in_parts)
+    size = options.chunk_of(length, splits=runs_in_parts)
     sizes = CaptureSizes.of(model)
-    held = held_positions(needs, prompt.spans, sizes, memory_limit)
+    held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
     free = free_bytes(input_device(model))
     try:
-        return _captured(model, prompt, past, needs, held, size, progress)
+        return _captured(model, prompt, past, needs, held, size, options.progress)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

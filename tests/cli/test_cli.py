@@ -174,7 +174,7 @@ def test_without_a_question_the_cache_is_saved_to_be_asked_later(run, calls, sto
 
 def test_an_interrupt_leaves_no_trace(run, calls, story, tmp_path, monkeypatch):
     def interrupted(*args, **options):
-        options["progress"](1024, 4096)
+        options["capture"].progress(1024, 4096)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(gracekv, "compress", interrupted, raising=False)

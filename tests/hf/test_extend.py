@@ -23,6 +23,7 @@ from gracekv.errors import (
 from gracekv.fit import FITTERS
 from gracekv.prefill import Needs, PromptSpans
 from gracekv.prefill.capture import capture_passage
+from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.past import Past
 from gracekv.testing.models import tiny_llama, tiny_model
 from gracekv.testing.tokenizers import tiny_tokenizer
@@ -68,7 +69,7 @@ def kept(result, context):
 def test_after_a_whole_past_it_keeps_what_the_full_cache_would(model, recipe, options):
     """Nothing is missing, so the passage's scores are those of one prefill of everything."""
     context = (END, END + len(PASSAGE))
-    got = compressed(model, 1, recipe).extend(PASSAGE, ratio=2, **options)
+    got = compressed(model, 1, recipe).extend(PASSAGE, ratio=2, capture=CaptureOptions(**options))
     want = gracekv.compress(model, prompt_of(IDS, context), ratio=2, pipeline=recipe, keep_run=True)
     relevance, recent = want.details.relevance, want.accounting.recent
     scores = relevance.scores * relevance.sensitivity[..., None]
@@ -99,7 +100,7 @@ def test_the_passage_is_read_over_the_packed_entries(family, options, recipe, ch
     """Uneven heads and merged entries count as they do when the model decodes over them."""
     model = tiny_model(family, **options)
     book = compressed(model, 3, recipe)
-    longer = book.extend(PASSAGE, ratio=1, chunk=chunk)
+    longer = book.extend(PASSAGE, ratio=1, capture=CaptureOptions(chunk=chunk))
     cache = book.new_cache()
     with torch.no_grad():
         model(PASSAGE[None], past_key_values=cache)
@@ -233,7 +234,9 @@ def test_queries_of_what_was_read_before_are_gone(model):
     ids = torch.cat([IDS.new_zeros(past.places), IDS[:10]])
     needs = Needs(later_queries=True)
     prefill = capture_passage(model, Prompt(ids, spans), past, needs)
-    again = capture_passage(model, Prompt(ids, spans), past, Needs(), memory_limit=0)
+    again = capture_passage(
+        model, Prompt(ids, spans), past, Needs(), options=CaptureOptions(memory_limit=0)
+    )
     again = again.without("queries").with_queries(prefill.query_positions)
     for one, other in zip(prefill.queries, again.queries, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
@@ -246,7 +249,9 @@ def test_queries_of_what_was_read_before_are_gone(model):
 
 def test_progress_is_told(model):
     seen = []
-    compressed(model, 4).extend(PASSAGE, ratio=2, chunk=30, progress=lambda *x: seen.append(x))
+    compressed(model, 4).extend(
+        PASSAGE, ratio=2, capture=CaptureOptions(chunk=30, progress=lambda *x: seen.append(x))
+    )
     assert len(seen) == 3
     assert seen[-1][0] == seen[-1][1]
 

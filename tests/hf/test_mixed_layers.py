@@ -12,6 +12,7 @@ import gracekv  # noqa: E402
 from gracekv.errors import CacheError, SavedCacheError, UnsupportedModelError  # noqa: E402
 from gracekv.hf import attach  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
 from gracekv.testing.tokenizers import tiny_tokenizer  # noqa: E402
 from gracekv.vllm import export  # noqa: E402
@@ -244,7 +245,9 @@ def test_prompts_around_the_window(length):
     ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(1))
     prompt = gracekv.Prompt.from_ids(ids, (1, length - 2))
     want, want_logits = greedy(plain, ids, tokens=4)
-    result = gracekv.compress(model, prompt, prefill=capture(model, prompt, chunk=5), ratio=1)
+    result = gracekv.compress(
+        model, prompt, prefill=capture(model, prompt, options=CaptureOptions(chunk=5)), ratio=1
+    )
     attach(model)
     output = model.generate(
         ids[None],

@@ -12,6 +12,7 @@ from gracekv.hf import GraceCache  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.kept import WITH_STATES  # noqa: E402
 from gracekv.prefill.model_layers import attention_module, compressed_layers  # noqa: E402
+from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.prefill.supported import TESTED_MODEL_TYPES  # noqa: E402
 from support.dense import dense_logits  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
@@ -47,7 +48,7 @@ def test_the_capture_is_the_stock_forward_pass(family):
         plain = copy.deepcopy(model)(IDS[None], past_key_values=cache)
 
     prefill = capture(model, PROMPT)
-    parts = capture(model, PROMPT, chunk=40)
+    parts = capture(model, PROMPT, options=CaptureOptions(chunk=40))
 
     numbers = [x.number for x in compressed_layers(model)]
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(cache)

@@ -12,6 +12,7 @@ from gracekv.errors import CaptureMemoryError, ConfigError  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
 from gracekv.prefill.block_replay import BlockReplaySpec  # noqa: E402
 from gracekv.prefill.capture import EVERYTHING, capture  # noqa: E402
+from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing.models import tiny_llama, tiny_model  # noqa: E402
 from support.capture_state import state  # noqa: E402
@@ -61,7 +62,7 @@ def test_chunks_give_what_one_pass_gives(family, rope, attention):
     model = tiny_model(family, rope=rope, attention=attention, layers=3, original=128)
     whole = tensors(capture(model, prompt_of(), NEEDS))
     before = state(model)
-    chunked = tensors(capture(model, prompt_of(), NEEDS, chunk=48))
+    chunked = tensors(capture(model, prompt_of(), NEEDS, options=CaptureOptions(chunk=48)))
     assert state(model) == before
     for name, tensor in whole.items():
         torch.testing.assert_close(chunked[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
@@ -70,7 +71,10 @@ def test_chunks_give_what_one_pass_gives(family, rope, attention):
 @pytest.mark.parametrize("chunk", [1, 7, 199, 200, 1000])
 def test_any_chunk_works(chunk):
     model = tiny_llama()
-    whole, chunked = (tensors(capture(model, prompt_of(), NEEDS, chunk=x)) for x in (None, chunk))
+    whole, chunked = (
+        tensors(capture(model, prompt_of(), NEEDS, options=CaptureOptions(chunk=x)))
+        for x in (None, chunk)
+    )
     for name, tensor in whole.items():
         torch.testing.assert_close(chunked[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
@@ -78,16 +82,28 @@ def test_any_chunk_works(chunk):
 def test_long_prompts_run_in_chunks_by_themselves():
     model, seen = tiny_llama(layers=1), []
     prompt = prompt_of(2500)
-    capture(model, prompt, Needs(), progress=lambda done, length: seen.append((done, length)))
+    capture(
+        model,
+        prompt,
+        Needs(),
+        options=CaptureOptions(progress=lambda done, length: seen.append((done, length))),
+    )
     assert seen == [(1024, 2500), (2048, 2500), (2500, 2500)]
     seen.clear()
-    capture(model, prompt_of(), Needs(), progress=lambda done, length: seen.append((done, length)))
+    capture(
+        model,
+        prompt_of(),
+        Needs(),
+        options=CaptureOptions(progress=lambda done, length: seen.append((done, length))),
+    )
     assert seen == [(200, 200)]
 
 
 def test_models_in_bfloat16_run_in_chunks():
     model = tiny_llama(dtype=torch.bfloat16)
-    whole, chunked = (capture(model, prompt_of(), NEEDS, chunk=x) for x in (None, 48))
+    whole, chunked = (
+        capture(model, prompt_of(), NEEDS, options=CaptureOptions(chunk=x)) for x in (None, 48)
+    )
     assert chunked.keys[0].dtype == torch.bfloat16
     # A product of other size may round the last bit of bfloat16 otherwise.
     torch.testing.assert_close(chunked.keys[0], whole.keys[0], rtol=0.01, atol=0.02)
@@ -97,13 +113,13 @@ def test_models_in_bfloat16_run_in_chunks():
 @pytest.mark.parametrize("chunk", [0, -1, 1.5, True, "8"])
 def test_a_bad_chunk_is_refused(chunk):
     with pytest.raises(ConfigError, match=r"chunk is .* whole number of at least 1; got"):
-        capture(tiny_llama(), prompt_of(), Needs(), chunk=chunk)
+        capture(tiny_llama(), prompt_of(), Needs(), options=CaptureOptions(chunk=chunk))
 
 
 @pytest.mark.parametrize("limit", [-1, 0.5, True, "1MiB"])
 def test_a_bad_memory_limit_is_refused(limit):
     with pytest.raises(ConfigError, match=r"memory_limit is .* at least 0 .*; got"):
-        capture(tiny_llama(), prompt_of(), Needs(), memory_limit=limit)
+        capture(tiny_llama(), prompt_of(), Needs(), options=CaptureOptions(memory_limit=limit))
 
 
 @pytest.mark.parametrize(
@@ -125,13 +141,13 @@ def test_out_of_memory_leaves_the_model_as_it_was(error):
 
     hook = model.model.layers[1].register_forward_hook(fail)
     with pytest.raises(CaptureMemoryError, match=r"Capturing 200 tokens ran out .*chunk") as caught:
-        capture(model, prompt_of(), chunk=150)
+        capture(model, prompt_of(), options=CaptureOptions(chunk=150))
     hook.remove()
     assert caught.value.__cause__ is caught.value.__context__ is None
     assert "memory_limit=0" in str(caught.value)
     assert state(model) == before
     assert isinstance(caught.value, MemoryError)
-    capture(model, prompt_of(), chunk=150)
+    capture(model, prompt_of(), options=CaptureOptions(chunk=150))
 
 
 def test_other_errors_and_interrupts_pass_through():
@@ -142,14 +158,14 @@ def test_other_errors_and_interrupts_pass_through():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        capture(model, prompt_of(), Needs(), chunk=50, progress=interrupt)
+        capture(model, prompt_of(), Needs(), options=CaptureOptions(chunk=50, progress=interrupt))
     assert state(model) == before
 
     def fail(done, length):
         raise RuntimeError("something else")
 
     with pytest.raises(RuntimeError, match="something else"):
-        capture(model, prompt_of(), Needs(), chunk=50, progress=fail)
+        capture(model, prompt_of(), Needs(), options=CaptureOptions(chunk=50, progress=fail))
     assert state(model) == before
 
 

@@ -12,6 +12,7 @@ from gracekv.errors import MissingCaptureError  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.capture_memory import CaptureSizes, held_positions  # noqa: E402
+from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing import synthetic_prefill  # noqa: E402
 from gracekv.testing.models import tiny_llama, tiny_model  # noqa: E402
@@ -43,7 +44,7 @@ def prompt_of(length=200, seed=0):
 def test_queries_computed_again_are_those_of_the_pass(family, rope, attention):
     model = tiny_model(family, rope=rope, attention=attention, layers=3, original=128)
     held = capture(model, prompt_of(), LATER)
-    lean = capture(model, prompt_of(), LATER, memory_limit=0)
+    lean = capture(model, prompt_of(), LATER, options=CaptureOptions(memory_limit=0))
     assert len(held.query_positions) == 200 > len(lean.query_positions)
     before, at = state(model), [0, 30, 7, 150, 199]
     view = lean.with_queries(at)
@@ -60,7 +61,9 @@ def test_queries_computed_again_are_those_of_the_pass(family, rope, attention):
 def test_any_positions_of_one_layer(at, layer):
     model = tiny_llama(layers=3)
     held = capture(model, prompt_of(), LATER)
-    view = capture(model, prompt_of(), LATER, memory_limit=0).with_queries(at, [layer])
+    view = capture(model, prompt_of(), LATER, options=CaptureOptions(memory_limit=0)).with_queries(
+        at, [layer]
+    )
     torch.testing.assert_close(
         view.queries_at(layer, at), held.queries_at(layer, at), rtol=1e-3, atol=1e-4
     )
@@ -70,7 +73,7 @@ def test_any_positions_of_one_layer(at, layer):
 
 
 def test_what_is_held_is_not_computed_again():
-    prefill = capture(tiny_llama(), prompt_of(), LATER, memory_limit=0)
+    prefill = capture(tiny_llama(), prompt_of(), LATER, options=CaptureOptions(memory_limit=0))
     assert prefill.with_queries([199, 198]) is prefill
     assert prefill.with_queries(range(190, 200), [1]) is prefill
     whole = synthetic_prefill()
@@ -99,7 +102,7 @@ def test_sums_over_all_queries_are_the_same_from_every_source(monkeypatch):
     summed = capture(model, prompt_of(), Needs(column_sums=True, query_moments=4))
     for prefill in (
         capture(model, prompt_of(), LATER),
-        capture(model, prompt_of(), LATER, memory_limit=0),
+        capture(model, prompt_of(), LATER, options=CaptureOptions(memory_limit=0)),
     ):
         torch.testing.assert_close(
             all_column_sums(prefill), summed.column_sums, rtol=1e-3, atol=1e-4
@@ -121,7 +124,10 @@ def test_held_and_computed_queries_keep_the_same_entries(name):
     """Random weights leave clear margins between scores; rounding alone moves nothing here."""
     model, prompt, pipeline = tiny_llama(layers=3), prompt_of(), Pipeline.named(name)
     held, lean = (
-        pipeline.run(capture(model, prompt, pipeline.needs(), memory_limit=limit), Budget.ratio(4))
+        pipeline.run(
+            capture(model, prompt, pipeline.needs(), options=CaptureOptions(memory_limit=limit)),
+            Budget.ratio(4),
+        )
         for limit in (2**30, 0)
     )
     moved = sum(len(set(a) ^ set(b)) for (a, _), (b, _) in zip(kept(held), kept(lean), strict=True))

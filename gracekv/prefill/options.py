@@ -1,0 +1,68 @@
+"""`CaptureOptions`: how a prefill runs, whatever is captured from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gracekv.errors import ConfigError
+from gracekv.prefill.partial_attention import chunk_length
+
+# Prompts of at most this many tokens run in one pass unless told otherwise.
+_ONE_PASS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """How a prefill runs. None of it changes what is captured, beyond rounding.
+
+    Attributes:
+        chunk: tokens that run at once; None: all of a prompt of at most 2,048 tokens, else 1,024,
+            fewer beyond 32,768 tokens, since a mask of chunk times prompt is made. Larger ones are
+            faster on some GPUs.
+        memory_limit: most bytes of queries that are held; None: 256 MiB, or a quarter of keys and
+            values if that is more. 0 holds only probes and windows and computes all others again
+            when they are read. A model whose layers are not all compressed cannot compute queries
+            again, and all that are needed are held.
+        progress: called with the tokens done and the tokens in all after each chunk.
+        trim: on a CPU, return freed memory to the system after compressing, which takes
+            milliseconds and works on Linux with glibc; else the process keeps its peak for later
+            allocations. `capture` itself, whose result is held, frees nothing.
+
+    Raises:
+        ConfigError: `chunk` or `memory_limit` is no whole number of at least 1 and 0.
+    """
+
+    chunk: int | None = None
+    memory_limit: int | None = None
+    progress: Callable[[int, int], None] | None = None
+    trim: bool = True
+
+    def __post_init__(self) -> None:
+        if not _is_whole(self.chunk, 1):
+            raise ConfigError(
+                f"chunk is the number of prompt tokens that run at once, a whole number of at "
+                f"least 1; got {self.chunk!r}. Leave it out for {chunk_length(0)} or fewer."
+            )
+        if not _is_whole(self.memory_limit, 0):
+            raise ConfigError(
+                f"memory_limit is the most bytes of queries that are held, a whole number of at "
+                f"least 0 (0 computes all but the windows' again); got {self.memory_limit!r}."
+            )
+
+    def chunk_of(self, length: int, *, splits: bool) -> int:
+        """Tokens of one pass over a prompt of `length`; `splits`: the model can run in parts."""
+        if self.chunk is not None:
+            return min(self.chunk, length)
+        return chunk_length(length) if splits and length > _ONE_PASS else length
+
+
+def _is_whole(number: object, least: int) -> bool:
+    """Whether `number` is None or a whole number of at least `least`."""
+    if number is None:
+        return True
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least
+
+
+DEFAULTS = CaptureOptions()
+"""What `capture` and `compress` do unless told otherwise."""
