@@ -2,50 +2,144 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gracekv.distributed.head_shard import HeadShard
 from gracekv.distributed.sharding import head_shard
 
+# Elements that are read of a weight; all of them would be the whole model. Source: ours.
+_READS = 16
+# As many, evenly spread, identify the model in files of earlier versions.
+_EVEN_READS = 64
 
-def sampled_weights(model: Any, count: int) -> dict[str, Tensor]:
-    """Evenly spread elements of each weight, as bytes: name to uint8 [at most count, itemsize].
 
-    The same for a whole and for a sharded model, all of whose processes call this together. Weights
-    that cannot be read, because they are offloaded or of a quantising class, are left out.
+def weights_digest(model: Any) -> str:
+    """Hash of names, shapes and a few elements of all weights, active adapters' included.
+
+    Adapters that are not active do not count, nor do weights' elements that cannot be read:
+    offloaded ones and those of a quantising class. All processes of a sharded model call this
+    together, and get what the whole model would.
+    """
+    return sampled_digest(_weights(model), shard=head_shard(model))
+
+
+def active_adapters(model: Any) -> list[str]:
+    """Names of the adapters (of peft) that take part in what the model computes, sorted."""
+    return sorted({name for layer in _adapted(model).values() for name in _active(layer)})
+
+
+def even_digest(model: Any) -> str:
+    """The digest that files of earlier versions hold, to be compared with.
+
+    It reads evenly spread elements, which in most matrices all lie in one column.
+    """
+    return sampled_digest(model.named_parameters(), places=_even_places, shard=head_shard(model))
+
+
+@functools.lru_cache(maxsize=4096)
+def sample_places(name: str, shape: tuple[int, ...]) -> Tensor:
+    """int64 [n]: which elements are read of a weight, as flat indices; needs no weight.
+
+    The weight is cut into n equal parts, and a hash of its name and shape chooses one element in
+    each, so that they are spread over rows and columns.
+    """
+    size = math.prod(shape)
+    count = min(_READS, size)
+    edges = torch.arange(count + 1) * size // max(1, count)
+    noise = hashlib.shake_256(f"{name} {list(shape)}".encode()).digest(8 * count)
+    chosen = torch.frombuffer(bytearray(noise), dtype=torch.int64) if count else edges[:0]
+    return edges[:-1] + chosen.remainder(edges.diff())
+
+
+def _even_places(name: str, shape: tuple[int, ...]) -> Tensor:
+    """int64 [n]: evenly spread flat indices."""
+    size = math.prod(shape)
+    count = min(_EVEN_READS, size)
+    return torch.arange(count) * (size // max(1, count))
+
+
+def sampled_digest(
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    places: Callable[[str, tuple[int, ...]], Tensor] = sample_places,
+    dtype: torch.dtype | None = None,
+    shard: HeadShard | None = None,
+) -> str:
+    """16 hexadecimal digits of the weights' names and shapes, and of their elements at `places`.
 
     Args:
-        model: a transformers model.
-        count: most elements of a weight.
+        weights: [...] by name; their order counts.
+        places: which elements are read, int64 [n] flat indices, from name and shape.
+        dtype: compare elements as they are in this dtype; None: in the weight's own.
+        shard: gathers the elements of weights whose parts several processes hold; None: the
+            elements of such weights are not read.
     """
-    shard = head_shard(model)
-    found: dict[str, Tensor] = {}
-    apart = []
-    for name, weight in model.named_parameters():
+    digest = hashlib.sha256()
+    marks, samples, apart = [], dict[str, Tensor](), []
+    for name, weight in weights:
         data = weight.detach()
+        marks.append((name, f"{name} {list(weight.shape)} {dtype or weight.dtype} "))
         sharded = shard is not None and hasattr(data, "placements")
         # Quantised tensors of their own class cannot be relied on to be sliced.
         if (not sharded and type(data) is not Tensor) or data.device.type == "meta":
             continue
-        if not data.numel():
-            continue
-        picked = min(count, data.numel())
-        at = torch.arange(picked) * (data.numel() // picked)
+        at = places(name, tuple(weight.shape))
         if sharded:
             apart.append(name)
-            found[name] = _own_elements(data, at)
-        else:
-            found[name] = _bytes(data.reshape(-1)[at.to(data.device)])
+            samples[name] = _own_elements(data, at)
+        elif len(at):
+            few = data.reshape(-1)[at.to(data.device)]
+            samples[name] = _bytes(few if dtype is None else few.to(dtype))
     if shard is not None and apart:
         # Each element lies in one process; the others give zeros.
-        flat = shard.maximum(torch.cat([found[name].flatten() for name in apart]))
-        sizes = [found[name].numel() for name in apart]
-        for name, part in zip(apart, flat.split(sizes), strict=True):
-            found[name] = part.view_as(found[name])
-    return found
+        flat = shard.maximum(torch.cat([samples[name].flatten() for name in apart]))
+        sizes = [samples[name].numel() for name in apart]
+        samples |= dict(zip(apart, flat.split(sizes), strict=True))
+    for name, mark in marks:
+        digest.update(mark.encode())
+        if name in samples:
+            digest.update(samples[name].numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and saved buffers by name, as without the adapters that are not active."""
+    idle = [
+        f"{prefix}.{part}.{name}."
+        for prefix, layer in _adapted(model).items()
+        for part in layer.adapter_layer_names
+        for name in set(getattr(layer, part, ())) - set(_active(layer))
+    ]
+    buffers = (
+        (f"{prefix}.{name}", buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        # Others hold what a model computes on the way, such as the frequencies of RoPE.
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
+    for name, weight in (*model.named_parameters(), *buffers):
+        if not f"{name}.".startswith(tuple(idle)):
+            yield name.replace(".base_layer.", "."), weight
+
+
+def _adapted(model: Any) -> dict[str, Any]:
+    """The layers that adapters were added to, by name; they are known by what peft gives them."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "adapter_layer_names")
+    }
+
+
+def _active(layer: Any) -> list[str]:
+    return [] if layer.disable_adapters else list(layer.active_adapters)
 
 
 def _own_elements(weight: Any, at: Tensor) -> Tensor:

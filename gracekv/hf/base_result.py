@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -21,6 +21,7 @@ from gracekv.hf.held_memory import held_memory
 from gracekv.hf.saving import SavedPrompt, save_result
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
+from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 from gracekv.registry.plugins import foreign_modules
 
@@ -110,6 +111,11 @@ class BaseResult(ABC):
         return self.prompts[0].tokenizer
 
     @property
+    def fingerprint(self) -> Mapping[str, str]:
+        """What identifies the model and tokenizer that made the entries, as they were then."""
+        return self._runs[0].fingerprint
+
+    @property
     def _rows(self) -> list[Tensor]:
         return [prompt.ids for prompt in self.prompts]
 
@@ -149,7 +155,8 @@ class BaseResult(ABC):
             save_result(
                 path,
                 self.model,
-                self.tokenizer,
+                # A prefill that was built from tensors says nothing of its model.
+                {**fingerprint(self.model, self.tokenizer), **self.fingerprint},
                 saved,
                 self.packed,
                 pipeline,

@@ -22,7 +22,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill
 from gracekv.prefill.capture import capture as run_prefill
-from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
@@ -219,13 +219,12 @@ def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
             f"The prefill is of another prompt: it has {prefill.spans}, the prompt "
             f"{read.spans}, or other ids. Use gracekv.capture(model, prompt)."
         )
-    now = fingerprint(model)
-    other = [name for name, mark in now.items() if prefill.fingerprint.get(name, mark) != mark]
-    if other:
-        raise CacheError(
-            f"The prefill is of another model: {', '.join(other)} differ. Use "
-            f"gracekv.capture(model, prompt) with the model that generates."
-        )
+    check_same_model(
+        prefill.fingerprint,
+        model,
+        "The prefill",
+        "Use gracekv.capture(model, prompt) with the model that generates.",
+    )
 
 
 def chosen_pipeline(

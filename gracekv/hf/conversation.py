@@ -16,6 +16,7 @@ from gracekv.hf.generation import continue_ids, decode_rows
 from gracekv.hf.questions import check_context, check_question, check_room
 from gracekv.hf.streaming import stream_text
 from gracekv.prefill.chat_text import first_turn, next_turn
+from gracekv.prefill.fingerprint import check_same_model
 
 
 class Conversation:
@@ -35,8 +36,17 @@ class Conversation:
     """
 
     def __init__(self, result: BaseResult) -> None:
-        """Begin after the context of `result`; raises `PromptError` as `result.ask` does."""
+        """Begin after the context of `result`.
+
+        Raises `PromptError` as `result.ask` does, and `CacheError` if the model is not what it was.
+        """
         check_context(result.prompts[0])
+        check_same_model(
+            result.fingerprint,
+            result.model,
+            "The compressed context",
+            "Put the weights or adapters back, or compress it with this model.",
+        )
         self.messages: list[dict[str, str]] = []
         self._closed = False
         self._lock = threading.Lock()

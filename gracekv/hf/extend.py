@@ -23,6 +23,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run, physical_sizes
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.capture import capture_passage
+from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.length_limits import check_prompt_length, longest_sequence
 from gracekv.prefill.model_layers import text_config
 from gracekv.prefill.options import CaptureOptions
@@ -51,6 +52,9 @@ def extended_run(
     The other arguments and errors are those of `CompressionResult.extend`; `CacheError` also if the
     model caps its logits.
     """
+    check_same_model(
+        run.fingerprint, model, "What is packed", "Compress the whole text with this model."
+    )
     old, prompt = run.cache, before.extended(passage)
     read = prompt.without_tail()
     _check_length(model, before.without_tail().spans.length, read.spans.length)
@@ -128,7 +132,7 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard | None) -> Run:
     seconds = before.timings.as_dict()
     added = run.timings.as_dict()
     timings = Timings(**{stage: seconds[stage] + added[stage] for stage in seconds})
-    return Run(plan, packed, accounting, timings)
+    return Run(plan, packed, accounting, timings, before.fingerprint)
 
 
 def _sum(parts: Sequence[Any]) -> Any:

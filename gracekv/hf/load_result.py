@@ -17,18 +17,20 @@ from gracekv.cache.serialization import AGAIN, read_cache, read_digest, read_hea
 from gracekv.cache.sharding import own_cache
 from gracekv.distributed import head_shard
 from gracekv.distributed.agreement import in_step
+from gracekv.distributed.sampled_weights import even_digest
 from gracekv.errors import ConfigError, PromptError, SavedCacheError, ShapeError
 from gracekv.hf.batch import BatchResult
 from gracekv.hf.result import CompressionResult
-from gracekv.hf.saving import SavedPrompt, identity
+from gracekv.hf.saving import SavedPrompt
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
+from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.prefill.kept import bytes_by_kind
 from gracekv.registry.plugins import missing_modules
 
-# Where the model came from may differ between machines; its computation may not.
-_INFORMATIVE = ("model_name",)
+# What every file says of its model.
+_MARKS = {"model_class", "config", "dtype", "weights"}
 
 
 def load(
@@ -69,7 +71,7 @@ def _loaded(
     path: Path, model: Any, tokenizer: Any, backend: str | Backend | None
 ) -> CompressionResult | BatchResult:
     header = read_header(path)
-    _check_model(path, header, model, tokenizer)
+    now = _checked_model(path, header, model, tokenizer)
     pipeline = _pipeline(path, header)
     packed, header, tensors = read_cache(path, layer_devices(model))
     if backend is not None:
@@ -83,7 +85,7 @@ def _loaded(
     return result.from_runs(
         model,
         [one.prompt for one in saved],
-        [_run(one, packed.sequence(number)) for number, one in enumerate(saved)],
+        [_run(one, packed.sequence(number), now) for number, one in enumerate(saved)],
         pipeline,
         packed=packed,
     )
@@ -96,18 +98,23 @@ def layer_devices(model: Any) -> list[torch.device]:
     return [fallback if device.type == "meta" else device for device in found]
 
 
-def _check_model(path: Path, header: Mapping[str, Any], model: Any, tokenizer: Any) -> None:
-    saved, given = header.get("model"), identity(model, tokenizer)
-    if not isinstance(saved, dict) or identity(model).keys() - saved.keys():
+def _checked_model(
+    path: Path, header: Mapping[str, Any], model: Any, tokenizer: Any
+) -> Mapping[str, str]:
+    """The fingerprint of model and tokenizer, which is that of the file."""
+    saved, now = header.get("model"), fingerprint(model, tokenizer)
+    if not isinstance(saved, dict) or _MARKS - saved.keys():
         raise SavedCacheError(f"The header of {path} does not say of which model it is. {AGAIN}")
-    shared = (saved.keys() & given.keys()) - set(_INFORMATIVE)
-    other = sorted(name for name in shared if saved[name] != given[name])
+    # Files of earlier versions name no adapters, and sampled other elements of the weights.
+    old = {} if "adapters" in saved else {"weights": even_digest(model)}
+    other = differences(saved, {**now, **old})
     if other:
         raise SavedCacheError(
             f"{path} was saved from {saved['model_class']} {saved.get('model_name', '')!r}; of the "
             f"model or tokenizer given, {', '.join(other)} differ. Load it with the same weights "
             f"in the same dtype, and the tokenizer that made its ids."
         )
+    return now
 
 
 def _prompts(
@@ -170,5 +177,5 @@ def _pipeline(path: Path, header: Mapping[str, Any]) -> Pipeline:
         ) from error
 
 
-def _run(saved: SavedPrompt, cache: CompressedCache) -> Run:
-    return Run(saved.plan, cache, saved.accounting, saved.timings)
+def _run(saved: SavedPrompt, cache: CompressedCache, made: Mapping[str, str]) -> Run:
+    return Run(saved.plan, cache, saved.accounting, saved.timings, made)

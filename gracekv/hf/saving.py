@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -18,15 +17,9 @@ from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.cache.serialization import write_cache
 from gracekv.cache.sharding import whole_cache
 from gracekv.distributed import head_shard
-from gracekv.distributed.sampled_weights import sampled_weights
-from gracekv.prefill.fingerprint import fingerprint, tokenizer_marks
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import PromptSpans
 from gracekv.registry import check_values
-
-# Elements of each weight that identify it, evenly spread: hashing all of them would read the whole
-# model. Source: ours.
-_SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +84,7 @@ def _made_of(cls: Any, data: Mapping[str, Any]) -> Any:
 def save_result(
     path: str | os.PathLike[str],
     model: Any,
-    tokenizer: Any,
+    fingerprint: Mapping[str, str],
     prompts: Sequence[SavedPrompt],
     packed: CompressedCache,
     pipeline: Mapping[str, Any],
@@ -103,8 +96,8 @@ def save_result(
 
     Args:
         path: the file.
-        model: the model that the cache was made with.
-        tokenizer: what made the ids, or None.
+        model: whose processes write together.
+        fingerprint: of the model and tokenizer that the cache was made with.
         prompts: one per sequence of `packed`.
         packed: the entries.
         pipeline: what made them, as plain data.
@@ -116,7 +109,7 @@ def save_result(
     header = {
         "gracekv_version": __version__,
         "batch": is_batch,
-        "model": identity(model, tokenizer),
+        "model": dict(fingerprint),
         "pipeline": pipeline,
         "modules": modules,
         "prompts": [saved.header() for saved in prompts],
@@ -133,22 +126,3 @@ def save_result(
     if shard is not None:
         # Until the file is there, or process 0 has failed.
         shard.total(1)
-
-
-def identity(model: Any, tokenizer: Any = None) -> dict[str, str]:
-    """`fingerprint` with a digest of the weights, and of the tokenizer's chat template."""
-    marks = {**fingerprint(model), "weights": weights_digest(model)}
-    return marks if tokenizer is None else marks | tokenizer_marks(tokenizer)
-
-
-def weights_digest(model: Any) -> str:
-    """Hash of names, shapes and a few elements of all weights; of offloaded ones no elements.
-
-    All processes of a sharded model call this together, and get what the whole model would.
-    """
-    digest, samples = hashlib.sha256(), sampled_weights(model, _SAMPLES)
-    for name, weight in model.named_parameters():
-        digest.update(f"{name} {list(weight.shape)} {weight.dtype} ".encode())
-        if name in samples:
-            digest.update(samples[name].numpy().tobytes())
-    return digest.hexdigest()[:16]

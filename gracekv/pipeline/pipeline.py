@@ -246,6 +246,7 @@ class Pipeline(Configurable):
             cache=stored,
             accounting=accounting,
             timings=Timings(**prefill.seconds_for(self.needs()), **clock.seconds),
+            fingerprint=prefill.fingerprint,
             partition=partition,
             relevance=relevance,
             forest=forest,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +44,7 @@ class Run:
         cache: the physical entries.
         accounting: entries and bytes.
         timings: seconds per stage.
+        fingerprint: identifies model and tokenizer, as they were at the prefill.
         partition: slots.
         relevance: token scores and head sensitivity.
         forest: all candidate nodes.
@@ -59,6 +61,7 @@ class Run:
     cache: CompressedCache
     accounting: Accounting
     timings: Timings
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
     partition: Partition | None = None
     relevance: Relevance | None = None
     forest: Forest | None = None
@@ -108,7 +111,7 @@ def full_run(
         stored = precision(cache, widths).with_kept(prefill.kept)
     accounting = accounted(prefill, plan, stored, entries, costs)
     timings = Timings(**prefill.seconds_for(Needs()), **clock.seconds)
-    return Run(plan, stored, accounting, timings)
+    return Run(plan, stored, accounting, timings, prefill.fingerprint)
 
 
 def accounted(

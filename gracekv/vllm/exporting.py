@@ -18,9 +18,9 @@ from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
 from gracekv.hf.base_result import BaseResult
-from gracekv.hf.saving import identity
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.chat_text import render
+from gracekv.prefill.fingerprint import check_same_model, tokenizer_marks
 from gracekv.prefill.length_limits import sliding_window, switch_point, trained_length
 from gracekv.prefill.model_layers import (
     kept_layers,
@@ -60,11 +60,15 @@ def export(
         UnsupportedModelError: the model's heads are spread over processes; or vLLM would not see
             the entries as this model does: RoPE that depends on the sequence's length, or layers
             with a sliding window.
+        CacheError: the model's weights or adapters are not those that made the entries.
     """
     check_whole(result.model, "export")
     if shares not in KINDS:
         raise StoreError(f"shares is one of {', '.join(KINDS)}; got {shares!r}.")
     check_served(result.model)
+    check_same_model(
+        result.fingerprint, result.model, "What is to be exported", "Compress it with this model."
+    )
     path = Path(path)
     check_name(path.name)
     count = len(result.prompts)
@@ -158,7 +162,7 @@ def _header(
 
     spans, tokenizer = prompt.spans, prompt.tokenizer
     end = spans.length if prompt.has_question else spans.context_end
-    marks = identity(model, tokenizer)
+    marks = {} if tokenizer is None else tokenizer_marks(tokenizer)
     as_text = not prompt.has_question and kind == "ragged"
     return ContextHeader(
         kind=kind,
@@ -166,9 +170,9 @@ def _header(
         entries=int(cache.entries().sum()),
         bytes=cache.kv_bytes,
         digest=digest,
-        dtype=marks["dtype"],
+        dtype=str(model.dtype).removeprefix("torch."),
         model=model_facts(model),
-        tokenizer={name: marks[name] for name in ("tokenizer", "chat_template") if name in marks},
+        tokenizer=marks,
         recipe=recipe,
         has_question=prompt.has_question,
         prompt_ids=tuple(prompt.ids[cache.length : end].tolist()),

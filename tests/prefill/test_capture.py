@@ -20,7 +20,7 @@ from gracekv.errors import (  # noqa: E402
 from gracekv.hf import attach, detach  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
 from gracekv.prefill.capture import EVERYTHING, capture  # noqa: E402
-from gracekv.prefill.fingerprint import fingerprint  # noqa: E402
+from gracekv.prefill.fingerprint import differences, fingerprint  # noqa: E402
 from gracekv.prefill.projection import projection_norms  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
@@ -183,7 +183,8 @@ def test_half_precision_is_captured_in_half_precision():
 
 def test_the_fingerprint_tells_models_apart():
     model = tiny_llama()
-    assert fingerprint(model) == fingerprint(tiny_llama(seed=1))
+    assert fingerprint(model) == fingerprint(tiny_llama())
+    assert differences(fingerprint(model), fingerprint(tiny_llama(seed=1))) == ["weights"]
     assert fingerprint(model)["config"] != fingerprint(tiny_llama(rope="llama3"))["config"]
     assert fingerprint(model)["dtype"] == "float32"
     assert "tokenizer" not in fingerprint(model, tokenizer=object())

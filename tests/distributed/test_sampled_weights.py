@@ -1,0 +1,123 @@
+"""What the sample of the weights sees of a change, and which weights it counts."""
+
+import hashlib
+
+import pytest
+import torch
+
+from gracekv.distributed.sampled_weights import (
+    active_adapters,
+    even_digest,
+    sample_places,
+    sampled_digest,
+    weights_digest,
+)
+from gracekv.testing.models import tiny_llama
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (16,), (576, 1536), (4, 64, 128), (0,), ()])
+def test_places_are_fixed_and_lie_in_equal_parts(shape):
+    places, size = sample_places("w", shape), torch.Size(shape).numel()
+    assert torch.equal(places, sample_places.__wrapped__("w", shape))
+    assert len(places) == min(16, size)
+    if size:
+        part = (torch.arange(17) * size // 16) if size > 16 else torch.arange(size + 1)
+        assert bool(((places >= part[:-1]) & (places < part[1:])).all())
+
+
+def test_places_are_spread_over_rows_and_columns():
+    """Of 64 weights of one shape, some place lies in each sixteenth of rows and of columns."""
+    places = torch.cat([sample_places(f"w{x}", (256, 512)) for x in range(64)])
+    rows, columns = torch.unravel_index(places, (256, 512))
+    assert (rows // 16).unique().tolist() == (columns // 32).unique().tolist() == list(range(16))
+
+
+@pytest.mark.parametrize("name", ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+def test_a_matrix_rewritten_beside_its_first_column_is_noticed(name):
+    model = tiny_llama()
+    before, even = weights_digest(model), even_digest(model)
+    assert before == weights_digest(model)
+    layer = model.model.layers[1]
+    part = layer.self_attn if name in ("q_proj", "o_proj") else layer.mlp
+    weight = getattr(part, name).weight
+    with torch.no_grad():
+        weight[:, 1:] += 1e-3
+    assert before != weights_digest(model)
+    # Earlier versions read column 0 alone.
+    assert even == even_digest(model)
+
+
+def test_elements_are_compared_in_the_dtype_asked_for():
+    weight = torch.linspace(1, 2, 320)
+    assert sampled_digest([("w", weight)], dtype=torch.bfloat16) == sampled_digest(
+        [("w", weight.bfloat16())]
+    )
+    assert sampled_digest([("w", weight)]) != sampled_digest([("w", weight.bfloat16())])
+
+
+class Adapted(torch.nn.Module):
+    """As peft's layers are: the linear layer, and adapters by name."""
+
+    adapter_layer_names = ("lora_A", "lora_B")
+
+    def __init__(self, linear, names):
+        super().__init__()
+        self.base_layer = linear
+        self.lora_A, self.lora_B = torch.nn.ModuleDict(), torch.nn.ModuleDict()
+        for seed, name in enumerate(names):
+            torch.manual_seed(seed)
+            self.lora_A[name] = torch.nn.Linear(linear.in_features, 2, bias=False)
+            self.lora_B[name] = torch.nn.Linear(2, linear.out_features, bias=False)
+        self.active_adapters, self.disable_adapters = names[:1], False
+
+    def forward(self, x):
+        parts = [] if self.disable_adapters else self.active_adapters
+        return self.base_layer(x) + sum(self.lora_B[n](self.lora_A[n](x)) for n in parts)
+
+
+def adapted(names):
+    model = tiny_llama()
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Adapted(attention.q_proj, names)
+    return model, attention.q_proj
+
+
+def test_active_adapters_count_by_name_and_weights():
+    plain = weights_digest(tiny_llama())
+    model, layer = adapted(["law", "poems"])
+    law = weights_digest(model)
+    assert active_adapters(model) == ["law"]
+    assert law == weights_digest(adapted(["law"])[0]) != plain
+    layer.active_adapters = ["poems"]
+    assert active_adapters(model) == ["poems"]
+    assert weights_digest(model) not in (law, plain)
+    layer.disable_adapters = True
+    assert active_adapters(model) == []
+    assert weights_digest(model) == plain
+    layer.disable_adapters, layer.active_adapters = False, ["law"]
+    with torch.no_grad():
+        layer.lora_B["law"].weight += 1
+    assert weights_digest(model) != law
+
+
+def test_saved_buffers_count_and_what_a_model_computes_on_the_way_does_not():
+    model = tiny_llama()
+    before = weights_digest(model)
+    model.model.rotary_emb.inv_freq += 1
+    assert weights_digest(model) == before
+    model.register_buffer("qweight", torch.zeros(40))
+    with_buffer = weights_digest(model)
+    model.qweight += 1
+    assert len({before, with_buffer, weights_digest(model)}) == 3
+
+
+def test_the_digest_of_earlier_versions_is_what_it_was():
+    """Written down from the version that took it."""
+    digest = hashlib.sha256()
+    model = tiny_llama()
+    for name, weight in model.named_parameters():
+        count = min(64, weight.numel())
+        picked = weight.detach().reshape(-1)[torch.arange(count) * (weight.numel() // count)]
+        digest.update(f"{name} {list(weight.shape)} {weight.dtype} ".encode())
+        digest.update(picked.numpy().tobytes())
+    assert even_digest(model) == digest.hexdigest()[:16]

@@ -1,0 +1,119 @@
+"""A result belongs to the weights and adapters that made it; others are refused by name."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv.distributed.sampled_weights import even_digest
+from gracekv.errors import CacheError, SavedCacheError
+from gracekv.testing.models import tiny_llama
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+IDS = torch.randint(97, (80,), generator=torch.Generator().manual_seed(0))
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 80))
+
+
+class Words:
+    """A tokenizer whose words are the ids."""
+
+    chat_template = None
+
+    def __call__(self, text, **_):
+        return {"input_ids": [int(word) for word in text.split()]}
+
+
+@pytest.fixture
+def model():
+    return tiny_llama()
+
+
+def replace_weights(model, by=1e-2):
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.data.add_(by)
+
+
+def result_of(model):
+    return gracekv.compress(model, PROMPT, ratio=3, pipeline="gracekv-agnostic")
+
+
+def test_a_prefill_of_other_weights_is_refused(model):
+    prefill = gracekv.capture(tiny_llama(seed=1), PROMPT)
+    with pytest.raises(CacheError, match=r"prefill is of another model: weights differ.*capture"):
+        gracekv.compress(model, PROMPT, ratio=3, prefill=prefill)
+
+
+def test_a_passage_over_replaced_weights_is_refused(model):
+    result = result_of(model)
+    replace_weights(model)
+    with pytest.raises(CacheError, match=r"packed is of another model: weights differ. Compress"):
+        result.extend(IDS[:40], ratio=2)
+
+
+def test_a_conversation_with_replaced_weights_is_refused(model):
+    prompt = gracekv.Prompt.from_ids(IDS, (4, 80), tokenizer=Words())
+    result = gracekv.compress(model, prompt, ratio=3, pipeline="gracekv-agnostic")
+    result.chat().close()
+    replace_weights(model)
+    with pytest.raises(CacheError, match="context is of another model: weights differ"):
+        result.chat()
+
+
+def test_a_saved_result_is_of_the_weights_that_made_it(model, tmp_path):
+    result = result_of(model)
+    extended = result.extend(IDS[:40], ratio=2)
+    replace_weights(model)
+    for number, one in enumerate((result, extended)):
+        path = tmp_path / f"{number}.gracekv"
+        one.save(path)
+        with pytest.raises(SavedCacheError, match="weights differ"):
+            gracekv.load(path, model)
+        again = gracekv.load(path, tiny_llama())
+        again.save(path)
+        assert gracekv.load(path, tiny_llama()).fingerprint == again.fingerprint
+        assert again.fingerprint == one.fingerprint
+
+
+def test_an_adapter_that_was_switched_is_refused_by_name(model, tmp_path):
+    layer = model.model.layers[0].mlp
+    layer.adapter_layer_names, layer.disable_adapters = (), False
+    layer.active_adapters = ["law"]
+    result = result_of(model)
+    result.save(tmp_path / "law.gracekv")
+    gracekv.load(tmp_path / "law.gracekv", model)
+    layer.active_adapters = ["poems"]
+    switched = r"adapters \(law then, poems now\) differ"
+    with pytest.raises(SavedCacheError, match=switched):
+        gracekv.load(tmp_path / "law.gracekv", model)
+    with pytest.raises(CacheError, match=switched):
+        result.extend(IDS[:40], ratio=2)
+    layer.disable_adapters = True
+    with pytest.raises(SavedCacheError, match=r"adapters \(law then, none now\) differ"):
+        gracekv.load(tmp_path / "law.gracekv", model)
+
+
+def test_files_of_earlier_versions_are_compared_with_the_sample_that_they_hold(model, tmp_path):
+    path = tmp_path / "old.gracekv"
+    result = result_of(model)
+    result.save(path)
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = dict(file.metadata())
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    header = json.loads(metadata["gracekv"])
+    del header["model"]["adapters"]
+    header["model"]["weights"] = even_digest(model)
+    metadata["gracekv"] = json.dumps(header)
+    metadata["gracekv_sha256"] = hashlib.sha256(metadata["gracekv"].encode()).hexdigest()
+    safetensors.save_file(tensors, path, metadata=metadata)
+    again = gracekv.load(path, model)
+    assert torch.equal(again.generate_ids(3), result.generate_ids(3))
+    # Saved again it is as new files are.
+    assert again.fingerprint == result.fingerprint
+    with pytest.raises(SavedCacheError, match="weights differ"):
+        gracekv.load(path, tiny_llama(seed=1))
