@@ -23,9 +23,8 @@ from gracekv.backends import AttentionSpec, Auto
 from gracekv.hf import graph_replay
 from gracekv.pipeline import Pipeline
 from gracekv.prefill import Prefill
-from gracekv.testing.attention import attention_problem, check_attention
+from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention
 from gracekv.testing.models import tiny_llama
-from gracekv.testing.tolerance import TOLERANCES
 
 _ROOT = Path(__file__).resolve().parents[1]
 # pytest's exit status where a file is skipped as a whole.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from gracekv.segment import CurvatureDP
-from gracekv.segment.dispersion import dispersion_table
+from gracekv.segment.curvature_dp import dispersion_table
 from gracekv.segment.partition_dp import best_partition, torch_best_partition
 
 

@@ -94,7 +94,7 @@ class AttentionBackend(Backend):
     B rows, the continuations of the layer's S sequences, share the packed part. `rows` int64 [B],
     on the query's device, says which sequence each of them continues; None: the sequences in
     order, each by B // S consecutive rows. Softmax statistics are float32 or better. Results of
-    all backends agree within the tolerances of `gracekv.testing.tolerance`.
+    all backends agree within `gracekv.testing.attention.TOLERANCES`.
 
     Attributes:
         reads_codes: whether it reads quantised entries.

@@ -12,8 +12,7 @@ from gracekv.cache.base import RaggedCache
 from gracekv.fit.attended import LayerAttention, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
-from gracekv.fit.ridge import ridge
-from gracekv.fit.values import inverse_penalty, with_values
+from gracekv.fit.values import inverse_penalty, ridge, with_values
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
 

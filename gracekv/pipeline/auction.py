@@ -21,7 +21,7 @@ from gracekv.allocate.within_bytes import within_bytes
 from gracekv.cache.layout import layer_layouts
 from gracekv.distributed import HeadShard
 from gracekv.precision import Precision
-from gracekv.precision.storing import EXACT
+from gracekv.precision.base import EXACT
 from gracekv.prefill import Prefill, Region
 from gracekv.tree import Forest
 from gracekv.value import Relevance

@@ -26,7 +26,7 @@ from gracekv.distributed.head_shard import all_heads
 from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import ConfigError, ShapeError
 from gracekv.fit import Fitter, NoFit
-from gracekv.fit.change import value_change
+from gracekv.fit.base import value_change
 from gracekv.kernels.linalg import full_float32
 from gracekv.pipeline.auction import Auction
 from gracekv.pipeline.run import Run, accounted, full_run

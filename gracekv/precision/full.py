@@ -8,8 +8,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gracekv.precision.base import PRECISIONS, Precision
-from gracekv.precision.storing import EXACT
+from gracekv.precision.base import EXACT, PRECISIONS, Precision
 from gracekv.prefill import Region
 
 

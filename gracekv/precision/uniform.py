@@ -10,9 +10,8 @@ from torch import Tensor
 
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.coded import Coding
-from gracekv.precision.base import PRECISIONS, Precision
+from gracekv.precision.base import EXACT, PRECISIONS, Precision
 from gracekv.precision.quantise import METADATA_BYTES
-from gracekv.precision.storing import EXACT
 from gracekv.prefill import PromptSpans, Region
 from gracekv.registry import bounded
 

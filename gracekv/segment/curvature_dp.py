@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 
@@ -13,10 +14,8 @@ from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
-from gracekv.segment.curvature import Curvature
-from gracekv.segment.dispersion import dispersion_table
+from gracekv.segment.curvature import Curvature, band_products, rows_per_chunk, unit_states
 from gracekv.segment.partition_dp import best_partition
-from gracekv.segment.robust_zscore import robust_zscore
 
 _OFF = "0 switches the term off."
 
@@ -133,3 +132,63 @@ class CurvatureDP(Segmenter):
             dispersion = dispersion_table(states, self.max_length, self.curvature.epsilon)
             profit -= self.dispersion_weight * dispersion.to(profit.device)
         return profit
+
+
+def dispersion_table(states: Sequence[Tensor], longest: int, epsilon: float) -> Tensor:
+    """Disp of every slot of at most `longest` tokens: float64 [N, longest].
+
+    `states` are the sampled layers' block inputs over the compressible region, each [N, D]. Entry
+    (a, n-1) belongs to the n tokens from relative position a on; it is 0 where fewer than two
+    steps lie inside, and where the slot would leave the region. The table lies on the first
+    layer's device. Raises `NonFiniteError` if a state holds NaN or infinity.
+
+    The sum of a slot's steps is its last state minus its first. So the variance of the steps needs
+    one squared distance per candidate slot and a running sum of squared steps, and no prefix sums
+    of vectors.
+
+    Source: Eq. (S9).
+    """
+    device, rows = states[0].device, states[0].shape[0]
+    table = torch.zeros(rows, longest, dtype=torch.float64, device=device)
+    if longest < 3 or rows < 3:
+        return table
+    for hidden in states:
+        table += _squared_distances(hidden, longest, epsilon).to(device)
+    table /= len(states)
+    # The variance is linear in these sums, so the mean over layers is taken first.
+    squared_steps = functional.pad(table[:, 1].cumsum(0), (1, 0))
+    squared_steps = functional.pad(squared_steps, (0, longest))
+    inside = squared_steps.unfold(0, longest, 1)[:rows] - squared_steps[:rows, None]
+    steps = torch.arange(longest, dtype=torch.float64, device=device)
+    table = (inside - table / steps.clamp(min=1)).clamp(min=0) / (steps - 1).clamp(min=1)
+    fits = torch.arange(rows, device=device)[:, None] + steps < rows
+    return torch.where(fits & (steps >= 2), table, 0.0)
+
+
+def _squared_distances(hidden: Tensor, width: int, epsilon: float) -> Tensor:
+    """[N, width] float64: |hbar_{t+j} - hbar_t|^2 of one layer [N, D]; undefined past the end."""
+    length, dim = hidden.shape
+    rows = rows_per_chunk(dim, width)
+    chunks = []
+    for start in range(0, length, rows):
+        unit = unit_states(hidden[start : start + rows + width - 1], epsilon)
+        own = min(rows, length - start)
+        products = band_products(unit, width)[:own]
+        squares = functional.pad(unit.square().sum(dim=-1), (0, width))
+        chunks.append(squares.unfold(0, width, 1)[:own] + squares[:own, None] - 2 * products)
+    return torch.cat(chunks)
+
+
+def robust_zscore(signal: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """(a - median) / (1.4826 MAD + epsilon) of a signal [T]: float64 [T], never clipped.
+
+    Source: Eq. (S7). A constant signal gives zeros.
+    """
+    centred = signal.double() - _median(signal.double())
+    return centred / (1.4826 * _median(centred.abs()) + epsilon)
+
+
+def _median(signal: Tensor) -> Tensor:
+    # torch.median takes the lower of the middle two of an even count, not their mean.
+    ordered, length = signal.sort().values, len(signal)
+    return ordered[(length - 1) // 2].lerp(ordered[length // 2], 0.5)

@@ -31,9 +31,8 @@ from gracekv.registry import Strategy
 from gracekv.segment import Segmenter
 from gracekv.testing.attention import attention_problem, check_attention
 from gracekv.testing.forests import check_forest, check_frontier, random_forest
-from gracekv.testing.partitions import check_partition
 from gracekv.testing.prefills import synthetic_prefill
-from gracekv.testing.selections import check_run
+from gracekv.testing.selections import check_partition, check_run
 from gracekv.value import Scorer, Sensitivity
 
 

@@ -4,7 +4,6 @@ from gracekv.tree.base import Forest
 from gracekv.tree.binary import Binary
 from gracekv.tree.binary_extract import BinaryExtract
 from gracekv.tree.build import build_forest
-from gracekv.tree.context import TreeContext
 from gracekv.tree.cost_table import CostTable
 from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
 from gracekv.tree.exhaustive import Exhaustive
@@ -15,7 +14,7 @@ from gracekv.tree.midpoint import Midpoint
 from gracekv.tree.nodes import Children, IntervalCosts, Nodes
 from gracekv.tree.prototype import Prototype
 from gracekv.tree.refine import REFINERS, Refiner
-from gracekv.tree.tree_batch import TreeBatch
+from gracekv.tree.tree_batch import TreeBatch, TreeContext
 from gracekv.tree.two_level import TwoLevel
 from gracekv.tree.unit import Unit
 

@@ -21,16 +21,13 @@ from torch import Tensor
 
 from gracekv.prefill import Needs
 from gracekv.registry import bounded
-from gracekv.tree.context import TreeContext
 from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
-from gracekv.tree.engines.base import DistortionWeights, Engine, EngineInputs
+from gracekv.tree.engines.base import DistortionWeights, Engine, EngineInputs, select_engine
 from gracekv.tree.engines.numba import NumbaEvaluator
-from gracekv.tree.engines.select import select_engine
 from gracekv.tree.engines.torch import TorchEvaluator
 from gracekv.tree.engines.triton import TritonEvaluator
-from gracekv.tree.probe_attention import ProbeAttention
-from gracekv.tree.probes import distortion_probes
-from gracekv.tree.tree_batch import TreeBatch
+from gracekv.tree.probes import ProbeAttention, distortion_probes
+from gracekv.tree.tree_batch import TreeBatch, TreeContext
 from gracekv.tree.workspace import Workspace
 
 

@@ -8,10 +8,9 @@ from typing import ClassVar, final
 
 import torch
 
-from gracekv.tree.context import TreeContext
 from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
 from gracekv.tree.nodes import IntervalCosts, Nodes
-from gracekv.tree.tree_batch import TreeBatch
+from gracekv.tree.tree_batch import TreeBatch, TreeContext
 from gracekv.tree.workspace import Workspace
 
 

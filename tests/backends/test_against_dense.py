@@ -11,7 +11,7 @@ from gracekv.backends import BACKENDS, Eager, Numba, Sdpa
 from gracekv.backends.reference import attention
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError, ConfigError, ShapeError
-from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.testing.attention import TOLERANCES, relative_error
 
 VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()]
 

@@ -11,7 +11,7 @@ from gracekv.backends import Eager, Sdpa
 from gracekv.backends import kv_windows as windows_module
 from gracekv.backends.kv_windows import WindowedLayer
 from gracekv.cache.base import RaggedLayer
-from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.testing.attention import TOLERANCES, relative_error
 
 KERNELS = [Sdpa(), Sdpa(kernel="plain")]
 LENGTHS = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 400)), min_size=1, max_size=6)

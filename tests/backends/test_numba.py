@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gracekv.backends import Numba, split_kv
 from gracekv.backends.reference import attention
-from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.testing.attention import TOLERANCES, relative_error
 from support.decode_steps import ragged, step
 
 pytestmark = pytest.mark.usefixtures("short_splits", "no_detour")

@@ -10,7 +10,7 @@ from gracekv.backends import numba as backend_module
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import omp_threads
-from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.testing.attention import TOLERANCES, relative_error
 from support.decode_steps import ragged, step
 
 CPU = torch.device("cpu")

@@ -7,8 +7,7 @@ import torch
 
 from gracekv.backends import AttentionSpec, Auto, Sdpa, Triton
 from gracekv.backends.reference import attention
-from gracekv.testing.attention import attention_problem, check_attention
-from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention, relative_error
 from support.quantised_layers import quantised
 
 GPU = torch.device("cuda")

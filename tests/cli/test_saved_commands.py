@@ -15,8 +15,7 @@ from gracekv.hf.smollm2 import MODEL_NAME
 def loads(monkeypatch):
     """Every name leads to a tiny model; returns the names and dtypes that were asked for."""
     from gracekv.hf import loading
-    from gracekv.testing.models import tiny_llama
-    from gracekv.testing.tokenizers import tiny_tokenizer
+    from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
     model, tokenizer = tiny_llama(vocabulary=2000, positions=4096), tiny_tokenizer()
     seen = []

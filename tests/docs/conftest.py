@@ -27,8 +27,7 @@ def strategy_tables():
 @pytest.fixture(scope="session")
 def tiny():
     """A model of random weights and its tokenizer, which every name of a model leads to."""
-    from gracekv.testing.models import tiny_llama
-    from gracekv.testing.tokenizers import tiny_tokenizer
+    from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
     return tiny_llama(vocabulary=VOCABULARY, positions=8192), tiny_tokenizer(vocabulary=VOCABULARY)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from gracekv.evaluate import templates
-from gracekv.testing.models import tiny_llama
-from gracekv.testing.tokenizers import tiny_tokenizer
+from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
 VOCABULARY = 2000
 

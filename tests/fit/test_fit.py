@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gracekv.allocate import Budget
 from gracekv.errors import ConfigError
 from gracekv.fit import FITTERS, ReferenceQueries, Values, ValuesAndMass, reference
-from gracekv.fit.ridge import ridge
+from gracekv.fit.values import ridge
 from gracekv.pipeline import Pipeline
 from gracekv.testing import synthetic_prefill
 from gracekv.value import Replay

@@ -3,8 +3,7 @@
 import pytest
 
 import gracekv
-from gracekv.testing.models import tiny_llama
-from gracekv.testing.tokenizers import tiny_tokenizer
+from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from support.asked_context import TEXT
 
 

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 import gracekv  # noqa: E402
 from gracekv.errors import CacheError  # noqa: E402
 from gracekv.hf import attach  # noqa: E402
-from gracekv.testing.tokenizers import tiny_tokenizer  # noqa: E402
+from gracekv.testing.models import tiny_tokenizer  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
 from support.margins import assert_same_tokens, logits_over  # noqa: E402
 

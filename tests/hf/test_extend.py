@@ -25,8 +25,7 @@ from gracekv.prefill import Needs, PromptSpans
 from gracekv.prefill.capture import capture_passage
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.past import Past
-from gracekv.testing.models import tiny_llama, tiny_model
-from gracekv.testing.tokenizers import tiny_tokenizer
+from gracekv.testing.models import tiny_llama, tiny_model, tiny_tokenizer
 
 TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))

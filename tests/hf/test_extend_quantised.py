@@ -22,8 +22,7 @@ from gracekv.cache.quantised import QuantisedLayer
 from gracekv.hf import GraceCache
 from gracekv.pipeline import Pipeline
 from gracekv.precision import AllocatedPrecision, UniformPrecision
-from gracekv.testing.models import tiny_llama
-from gracekv.testing.tokenizers import tiny_tokenizer
+from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
 TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))

@@ -13,8 +13,7 @@ from gracekv.errors import CacheError, SavedCacheError, UnsupportedModelError  #
 from gracekv.hf import attach  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
-from gracekv.testing.models import tiny_model  # noqa: E402
-from gracekv.testing.tokenizers import tiny_tokenizer  # noqa: E402
+from gracekv.testing.models import tiny_model, tiny_tokenizer  # noqa: E402
 from gracekv.vllm import export  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
 from support.greedy_decoding import greedy  # noqa: E402

@@ -14,8 +14,7 @@ import gracekv.lm_eval
 from gracekv.errors import BudgetError, ConfigError, MissingDependencyError, PromptError, TaskError
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.prompt import Prompt
-from gracekv.testing.models import tiny_llama
-from gracekv.testing.tokenizers import tiny_tokenizer
+from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from support.margins import LOGITS, assert_same_tokens
 
 QUESTION, PREFIX = 20, 3

@@ -12,7 +12,7 @@ from gracekv.allocate.top_tokens import entry_gains
 from gracekv.errors import BudgetError, ConfigError, NonFiniteError
 from gracekv.pipeline import Pipeline
 from gracekv.precision import AllocatedPrecision, reference
-from gracekv.precision.rounding_loss import rounding_loss
+from gracekv.precision.allocated import rounding_loss
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths, rates
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.selections import check_run

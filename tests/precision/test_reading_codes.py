@@ -12,7 +12,7 @@ from gracekv.backends import AttentionSpec, Auto, Eager, Numba, Sdpa, coded_piec
 from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError
 from gracekv.hf.packed_layer import PackedLayer
-from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.testing.attention import TOLERANCES, relative_error
 from support.quantised_layers import of_mixed_widths, of_two_passages, quantised
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ pytest.importorskip("transformers")
 import gracekv
 from gracekv.prefill.capture import capture
 from gracekv.prefill.projection import projected_norms, projection_norms, written_norms
+from gracekv.testing.attention import relative_error
 from gracekv.testing.models import tiny_model
-from gracekv.testing.tolerance import relative_error
 from support.margins import assert_same_tokens, logits_over
 
 IDS = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(0))

@@ -18,8 +18,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline, save_pipeline
 from gracekv.registry import plugins
 from gracekv.segment import SEGMENTERS
-from gracekv.testing.models import tiny_llama
-from gracekv.testing.tokenizers import tiny_tokenizer
+from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 SHELL = "from gracekv.cli.main import main; main()"

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.errors import NonFiniteError
-from gracekv.segment.band_products import band_products, rows_per_chunk, unit_states
+from gracekv.segment.curvature import band_products, rows_per_chunk, unit_states
 
 
 @given(rows=st.integers(1, 150), width=st.integers(1, 140), seed=st.integers(0, 2**32 - 1))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
 from gracekv.prefill import Needs
-from gracekv.segment import Curvature, band_products, reference
+from gracekv.segment import Curvature, curvature, reference
 from gracekv.testing import synthetic_prefill
 
 seeds = st.integers(0, 2**32 - 1)
@@ -47,7 +47,7 @@ def test_low_precision_states_are_read_exactly(dtype):
 def test_chunks_do_not_show(chunk_bytes, monkeypatch):
     states = trajectories(2, 150, 5, seed=1)
     whole = Curvature().of_states(states)
-    monkeypatch.setattr(band_products, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(curvature, "_CHUNK_BYTES", chunk_bytes)
     torch.testing.assert_close(Curvature().of_states(states), whole, rtol=1e-11, atol=1e-11)
 
 

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.segment import band_products, reference
-from gracekv.segment.dispersion import dispersion_table
+from gracekv.segment import curvature, reference
+from gracekv.segment.curvature_dp import dispersion_table
 
 
 def walks(layers: int, length: int, dim: int, seed: int) -> list[torch.Tensor]:
@@ -45,7 +45,7 @@ def test_steady_motion_has_no_dispersion():
 def test_chunks_do_not_show(monkeypatch):
     states = walks(2, 100, 5, seed=0)
     whole = dispersion_table(states, 20, 1e-6)
-    monkeypatch.setattr(band_products, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(curvature, "_CHUNK_BYTES", 1)
     torch.testing.assert_close(dispersion_table(states, 20, 1e-6), whole, rtol=1e-10, atol=1e-12)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.segment import reference
-from gracekv.segment.robust_zscore import robust_zscore
+from gracekv.segment.curvature_dp import robust_zscore
 
 
 @given(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gracekv.prefill import Region
 from gracekv.segment import SEGMENTERS, Partition
 from gracekv.testing import contracts, synthetic_prefill
-from gracekv.testing.partitions import check_partition
+from gracekv.testing.selections import check_partition
 
 
 @pytest.mark.parametrize("name", list(SEGMENTERS))

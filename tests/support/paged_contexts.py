@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedLayer
 from gracekv.kernels import ragged
-from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm import reference
 from gracekv.vllm.step import Asking
 from gracekv.vllm.stored_context import StoredContext

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import gracekv
 from gracekv.hf.questions import ask_ids
-from gracekv.testing.models import tiny_model
-from gracekv.testing.tokenizers import tiny_tokenizer
+from gracekv.testing.models import tiny_model, tiny_tokenizer
 
 VOCABULARY, RATIO, TOKENS = 300, 3, 4
 TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(24))

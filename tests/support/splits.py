@@ -9,7 +9,7 @@ import torch
 
 from gracekv.tree import Forest, Nodes, Prototype, TreeBatch, TreeContext
 from gracekv.tree.engines.reference import ReferenceDistortion
-from gracekv.tree.split import Split
+from gracekv.tree.nodes import Split
 
 Span = tuple[int, int]
 

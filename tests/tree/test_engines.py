@@ -8,7 +8,7 @@ import torch
 from gracekv.errors import BackendUnavailableError, ConfigError
 from gracekv.kernels import device as host
 from gracekv.tree import Prototype
-from gracekv.tree.engines.select import select_engine
+from gracekv.tree.engines.base import select_engine
 from support.devices import SecondDeviceTensor
 
 VALUES = torch.zeros(3, 64)
@@ -36,7 +36,7 @@ class OnGpu(torch.Tensor):
 @pytest.fixture
 def gpu_values(monkeypatch):
     # `select_engine` takes it for a plain tensor; real ones on a GPU need a GPU.
-    monkeypatch.setattr("gracekv.tree.engines.select.Tensor", OnGpu)
+    monkeypatch.setattr("gracekv.tree.engines.base.Tensor", OnGpu)
     return torch.zeros(3, 64).as_subclass(OnGpu)
 
 

@@ -11,8 +11,8 @@ from gracekv.errors import BackendUnavailableError, ConfigError
 from gracekv.prefill import Prefill
 from gracekv.segment import Partition
 from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeContext
+from gracekv.tree.engines.base import select_engine
 from gracekv.tree.engines.reference import ReferenceDistortion
-from gracekv.tree.engines.select import select_engine
 from support.interval_costs import evaluator_of
 from support.trees import tree_context
 

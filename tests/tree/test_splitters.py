@@ -21,8 +21,8 @@ from gracekv.tree import (
     TreeContext,
     build_forest,
 )
+from gracekv.tree.distortion import TableSplitter
 from gracekv.tree.engines.numba import NumbaSplitter
-from gracekv.tree.table_splitter import TableSplitter
 from support.interval_costs import evaluator_of
 from support.splits import assert_same_splits
 from support.trees import tree_context

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gracekv.backends import Eager, Triton
 from gracekv.backends.reference import attention
 from gracekv.cache.quantised import QuantisedCache, dequantised
-from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.testing.attention import TOLERANCES, relative_error
 from support.quantised_layers import of_mixed_widths, of_two_passages, quantised
 
 BACKEND = Triton(processors=3)

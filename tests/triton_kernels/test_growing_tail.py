@@ -6,8 +6,7 @@ import torch
 from gracekv.backends import Triton, triton_attention
 from gracekv.backends.reference import attention
 from gracekv.errors import ShapeError
-from gracekv.testing.attention import attention_problem
-from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.testing.attention import TOLERANCES, attention_problem, relative_error
 
 BACKEND = Triton()
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from gracekv.backends import AttentionSpec, Auto, Eager, Triton
 from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError, ShapeError
-from gracekv.testing.attention import attention_problem, check_attention
-from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention, relative_error
 
 BACKEND = Triton()
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.testing.tolerance import TOLERANCES
+from gracekv.testing.attention import TOLERANCES
 from gracekv.vllm.device_batch import plan_device_batch
 from support.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
 

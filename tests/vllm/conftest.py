@@ -25,8 +25,7 @@ TEXT = "Alice was beginning to get very tired of sitting by her sister on the ba
 def tiny_served(tmp_path_factory):
     """A tiny model of two KV heads, and its contexts in a store."""
     import gracekv
-    from gracekv.testing.models import tiny_llama
-    from gracekv.testing.tokenizers import tiny_tokenizer
+    from gracekv.testing.models import tiny_llama, tiny_tokenizer
     from gracekv.vllm import export
 
     model, tokenizer = tiny_llama(vocabulary=500, dim=32), tiny_tokenizer(vocabulary=500)

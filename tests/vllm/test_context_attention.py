@@ -7,7 +7,7 @@ pytest.importorskip("numba")
 
 from gracekv.cache.base import RaggedLayer
 from gracekv.kernels import ragged
-from gracekv.testing.tolerance import TOLERANCES, relative_error
+from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm import reference
 from gracekv.vllm.attention import attend
 from gracekv.vllm.batch import plan_batch

@@ -12,8 +12,7 @@ import gracekv
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
 from gracekv.prefill.chat_text import first_turn
 from gracekv.prefill.model_layers import model_layers
-from gracekv.testing.models import tiny_model
-from gracekv.testing.tokenizers import tiny_tokenizer
+from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import ContextStore, export, request
 from gracekv.vllm.equal_shares import PLACEHOLDER
 from gracekv.vllm.exporting import moved

@@ -12,9 +12,8 @@ from torch.nn import functional
 from gracekv.kernels import omp_threads
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs
-from gracekv.tree.nodes import IntervalCosts, Nodes, parts_of_cuts
+from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter, parts_of_cuts
 from gracekv.tree.refine import Refiner
-from gracekv.tree.split import RootCosts, Split, Splitter
 from gracekv.tree.split_rule import SplitRule
 from gracekv.tree.tree_batch import TreeBatch
 

@@ -14,7 +14,7 @@ MAX_PENDING = 32
 
 
 class HeadArrays(NamedTuple):
-    """U heads: `gracekv.tree.probe_attention.ProbeAttention`, and the distortion's weights.
+    """U heads: `gracekv.tree.probes.ProbeAttention`, and the distortion's weights.
 
     Attributes:
         exponentials: p [U*N, P].

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.tree.context import TreeContext
 from gracekv.tree.probes import distortion_probes
 from gracekv.tree.prototype import Prototype
+from gracekv.tree.tree_batch import TreeContext
 
 
 @dataclass(frozen=True, slots=True, eq=False)
