@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gracekv
 from gracekv import CompressionResult, Prompt
-from gracekv.evaluate.fidelity import AnswerOutputs, compare, teacher_force
+from gracekv.evaluate.answers import AnswerOutputs, compare, teacher_force
 from gracekv.hf.generation import continue_ids
 
 WORDS = (

@@ -28,8 +28,8 @@ import gracekv
 from gracekv.allocate import Budget
 from gracekv.allocate.top_tokens import top_tokens
 from gracekv.cache import RaggedCache, RaggedLayer
+from gracekv.evaluate.answers import compare, teacher_force
 from gracekv.evaluate.experiment import Experiment
-from gracekv.evaluate.fidelity import compare, teacher_force
 from gracekv.evaluate.rendering import render
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.worker import Worker

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -16,87 +18,158 @@ if TYPE_CHECKING:
     from gracekv.evaluate.experiment import Experiment
     from gracekv.evaluate.row_files import Row
 
-Model = Annotated[str | None, typer.Option(help="'smollm2', or a transformers name or folder.")]
-Tasks = Annotated[str | None, typer.Option(help="Tasks and suites, separated by commas.")]
-Ratios = Annotated[str, typer.Option(help="Budgets as ratios, such as 4,8,16.")]
-Entries = Annotated[str, typer.Option(help="Budgets as entries per head, such as 512,1024.")]
-Samples = Annotated[int, typer.Option(min=1, help="Samples of each task and length.")]
-Length = Annotated[str, typer.Option(help="Total tokens of RULER's samples, such as 4096,8192.")]
-Out = Annotated[Path, typer.Option(help="Folder of rows; a run in it is continued.")]
-Data = Annotated[Path | None, typer.Option(help="Folder with essays/, qa/ and longbench/.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-Seed = Annotated[int, typer.Option(help="Seed of RULER's samples.")]
-Share = Annotated[
-    float | None, typer.Option(help="Most of the budget that the recent window may take.")
-]
-Protocol = Annotated[str, typer.Option(help="query_aware (the paper's) or query_agnostic.")]
-Cap = Annotated[int | None, typer.Option(min=1, help="Lower cap on generated tokens.")]
-Generate = Annotated[bool, typer.Option(help="Generate answers and score them.")]
-Fidelity = Annotated[bool, typer.Option(help="Feed the reference answer, compare with FullKV.")]
-Truncate = Annotated[str, typer.Option(help="Prompts too long: middle, start, error or skip.")]
-MaxPrompt = Annotated[int | None, typer.Option(min=1, help="Most prompt tokens.")]
-ShardOption = Annotated[
-    str | None, typer.Option(help="i/n: this process's part; default RANK and WORLD_SIZE.")
-]
-Retry = Annotated[bool, typer.Option("--retry-failed", help="Run failed cells again.")]
-Workers = Annotated[
-    int | None, typer.Option("--ray", min=1, help="Spread samples over this many Ray workers.")
-]
+# Fields of a panel that options name and spell as the panel does.
+_PANEL = (
+    "samples", "seed", "recent_share", "protocol", "max_new_tokens", "generate", "fidelity",
+    "truncate", "max_prompt",
+)  # fmt: skip
 MeasureNames = Annotated[str, typer.Option("--metric", help="What to show, such as score,kl.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What `evaluate` and `ablate` run, and where: each field is an option of both commands."""
+
+    out: Annotated[Path, typer.Option(help="Folder of rows; a run in it is continued.")]
+    model: Annotated[
+        str | None, typer.Option(help="'smollm2', or a transformers name or folder.")
+    ] = None
+    tasks: Annotated[str | None, typer.Option(help="Tasks and suites, separated by commas.")] = None
+    ratios: Annotated[str, typer.Option(help="Budgets as ratios, such as 4,8,16.")] = ""
+    entries: Annotated[str, typer.Option(help="Budgets as entries per head, such as 512,1024.")] = (
+        ""
+    )
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each task and length.")] = 50
+    length: Annotated[
+        str, typer.Option(help="Total tokens of RULER's samples, such as 4096,8192.")
+    ] = "4096"
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32"
+    data: Annotated[Path | None, typer.Option(help="Folder with essays/, qa/ and longbench/.")] = (
+        None
+    )
+    seed: Annotated[int, typer.Option(help="Seed of RULER's samples.")] = 42
+    recent_share: Annotated[
+        float | None, typer.Option(help="Most of the budget that the recent window may take.")
+    ] = None
+    protocol: Annotated[str, typer.Option(help="query_aware (the paper's) or query_agnostic.")] = (
+        "query_aware"
+    )
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Lower cap on generated tokens.")
+    ] = None
+    generate: Annotated[bool, typer.Option(help="Generate answers and score them.")] = True
+    fidelity: Annotated[
+        bool, typer.Option(help="Feed the reference answer, compare with FullKV.")
+    ] = True
+    truncate: Annotated[
+        str, typer.Option(help="Prompts too long: middle, start, error or skip.")
+    ] = "middle"
+    max_prompt: Annotated[int | None, typer.Option(min=1, help="Most prompt tokens.")] = None
+    shard: Annotated[
+        str | None, typer.Option(help="i/n: this process's part; default RANK and WORLD_SIZE.")
+    ] = None
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Run failed cells again.")
+    ] = False
+    ray: Annotated[
+        int | None, typer.Option("--ray", min=1, help="Spread samples over this many Ray workers.")
+    ] = None
+    imports: Imports = None
+
+    def experiment(self, methods: Sequence[str]) -> Experiment:
+        """One panel of these methods. Raises `ConfigError` without a model or tasks."""
+        from gracekv.evaluate.experiment import Experiment
+
+        if self.model is None or self.tasks is None:
+            raise ConfigError("Give --model and --tasks, or everything in a file with --config.")
+        return Experiment.from_dict(
+            {
+                "model": self.model,
+                "dtype": self.dtype,
+                "data": None if self.data is None else str(self.data),
+                "tasks": _list(self.tasks),
+                "methods": list(methods),
+                "ratios": _numbers(self.ratios, "--ratios", float),
+                "entries": _numbers(self.entries, "--entries", int),
+                "lengths": _numbers(self.length, "--length", int),
+                **{name: getattr(self, name) for name in _PANEL},
+            }
+        )
+
+    def run(self, experiment: Experiment) -> int:
+        """Run what is missing and say how much it was; returns how many cells have failed."""
+        from gracekv.evaluate.runner import run
+        from gracekv.evaluate.schedule import parse_shard
+
+        done = run(
+            experiment,
+            self.out,
+            shard=parse_shard(self.shard),
+            retry_failed=self.retry_failed,
+            progress=True,
+            ray_workers=self.ray,
+        )
+        typer.echo(
+            f"{done.written} cells run, {done.kept} kept from before, {done.failed} failed; see "
+            f"gracekv table {done.folder}",
+            err=True,
+        )
+        return done.failed
 
 
 def register(app: typer.Typer) -> None:
     """Add the three commands to the console application."""
-    app.command()(evaluate)
+    app.command()(_with_run_options(evaluate))
     app.command()(table)
-    app.command()(ablate)
+    app.command()(_with_run_options(ablate))
+
+
+def _with_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` as the console sees it: the fields of its first argument, then its other ones."""
+    hints = get_type_hints(RunOptions, include_extras=True)
+    keyword, shared = inspect.Parameter.KEYWORD_ONLY, fields(RunOptions)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            keyword,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in shared
+    ]
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+    def called(**given: Any) -> None:
+        command(RunOptions(**{field.name: given.pop(field.name) for field in shared}), **given)
+
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*parameters, *(parameter.replace(kind=keyword) for parameter in own)]
+    )
+    return called
 
 
 def evaluate(
-    out: Out,
+    options: RunOptions,
     config: Annotated[Path | None, typer.Option(help="A YAML file instead of options.")] = None,
-    model: Model = None,
-    tasks: Tasks = None,
     methods: Annotated[
         str, typer.Option(help="Recipes, files, or recipe[stage.field=value].")
     ] = "fullkv,gracekv",
-    ratios: Ratios = "",
-    entries: Entries = "",
-    samples: Samples = 50,
-    length: Length = "4096",
-    dtype: Dtype = "float32",
-    data: Data = None,
-    seed: Seed = 42,
-    recent_share: Share = None,
-    protocol: Protocol = "query_aware",
-    max_new_tokens: Cap = None,
-    generate: Generate = True,
-    fidelity: Fidelity = True,
-    truncate: Truncate = "middle",
-    max_prompt: MaxPrompt = None,
-    shard: ShardOption = None,
-    retry_failed: Retry = False,
-    ray: Workers = None,
-    imports: Imports = None,
 ) -> None:
     """Run methods on benchmark tasks; one row a sample, method and budget, resumable."""
     from gracekv.evaluate.experiment import Experiment
     from gracekv.evaluate.methods import split_methods
 
-    if config is not None:
-        if model or tasks:
-            raise ConfigError("Give either --config or --model and --tasks, not both.")
-        experiment = Experiment.load(config)
-        if data is not None:
-            experiment = Experiment.from_dict({**experiment.to_dict(), "data": str(data)})
+    if config is None:
+        experiment = options.experiment(split_methods(methods))
+    elif options.model or options.tasks:
+        raise ConfigError("Give either --config or --model and --tasks, not both.")
     else:
-        experiment = _experiment(
-            model=model, tasks=tasks, methods=split_methods(methods), ratios=ratios,
-            entries=entries, samples=samples, length=length, dtype=dtype, data=data, seed=seed,
-            recent_share=recent_share, protocol=protocol, max_new_tokens=max_new_tokens,
-            generate=generate, fidelity=fidelity, truncate=truncate, max_prompt=max_prompt,
-        )  # fmt: skip
-    _run(experiment, out, shard, retry_failed, ray)
+        experiment = Experiment.load(config)
+        if options.data is not None:
+            experiment = replace(experiment, data=str(options.data))
+    if options.run(experiment):
+        raise typer.Exit(1)
 
 
 def table(
@@ -134,9 +207,7 @@ def table(
 
 
 def ablate(
-    out: Out,
-    model: Model = None,
-    tasks: Tasks = None,
+    options: RunOptions,
     base: Annotated[str, typer.Option(help="The method that is varied.")] = "gracekv",
     set_: Annotated[
         list[str] | None,
@@ -146,104 +217,23 @@ def ablate(
         bool | None, typer.Option(help="The base's ablation recipes; default: if no --set.")
     ] = None,
     metric: MeasureNames = "score",
-    ratios: Ratios = "8",
-    entries: Entries = "",
-    samples: Samples = 50,
-    length: Length = "4096",
-    dtype: Dtype = "float32",
-    data: Data = None,
-    seed: Seed = 42,
-    recent_share: Share = None,
-    protocol: Protocol = "query_aware",
-    max_new_tokens: Cap = None,
-    generate: Generate = True,
-    fidelity: Fidelity = True,
-    truncate: Truncate = "middle",
-    max_prompt: MaxPrompt = None,
-    shard: ShardOption = None,
-    retry_failed: Retry = False,
-    ray: Workers = None,
-    imports: Imports = None,
 ) -> None:
-    """Run a method and its variants; show the paired differences with 95 % intervals."""
-    from gracekv.evaluate.ablate import deltas, variants
-    from gracekv.evaluate.formats import footer
+    """Run a method and its variants, at 8x if no budget is given; show the paired differences."""
+    from gracekv.evaluate.formats import deltas, footer
     from gracekv.evaluate.measures import measure
+    from gracekv.evaluate.methods import variants
     from gracekv.evaluate.row_files import read_rows
 
     measures = [measure(name) for name in _list(metric)]
     settings = set_ or []
     methods = variants(base, settings, not settings if ablations is None else ablations)
-    if model is not None or tasks is not None:
-        experiment = _experiment(
-            model=model, tasks=tasks, methods=methods, ratios=ratios, entries=entries,
-            samples=samples, length=length, dtype=dtype, data=data, seed=seed,
-            recent_share=recent_share, protocol=protocol, max_new_tokens=max_new_tokens,
-            generate=generate, fidelity=fidelity, truncate=truncate, max_prompt=max_prompt,
-        )  # fmt: skip
-        _run(experiment, out, shard, retry_failed, ray, fail=False)
-    rows = [row for row in _some(read_rows(out), out) if row["method"] in methods]
+    if options.model is not None or options.tasks is not None:
+        if not options.ratios and not options.entries:
+            options = replace(options, ratios="8")
+        options.run(options.experiment(methods))
+    rows = [row for row in _some(read_rows(options.out), options.out) if row["method"] in methods]
     _show("\n".join([*(deltas(rows, base, shown) for shown in measures), footer(rows)]), None)
     if any(row["error"] is not None for row in rows):
-        raise typer.Exit(1)
-
-
-def _experiment(
-    *,
-    model: str | None,
-    tasks: str | None,
-    methods: Sequence[str],
-    ratios: str,
-    entries: str,
-    length: str,
-    dtype: str,
-    data: Path | None,
-    **panel: Any,
-) -> Experiment:
-    from gracekv.evaluate.experiment import Experiment
-
-    if model is None or tasks is None:
-        raise ConfigError("Give --model and --tasks, or everything in a file with --config.")
-    return Experiment.from_dict(
-        {
-            "model": model,
-            "dtype": dtype,
-            "data": None if data is None else str(data),
-            "tasks": _list(tasks),
-            "methods": list(methods),
-            "ratios": _numbers(ratios, "--ratios", float),
-            "entries": _numbers(entries, "--entries", int),
-            "lengths": _numbers(length, "--length", int),
-            **panel,
-        }
-    )
-
-
-def _run(
-    experiment: Experiment,
-    out: Path,
-    shard: str | None,
-    retry_failed: bool,
-    ray: int | None,
-    fail: bool = True,
-) -> None:
-    from gracekv.evaluate.runner import run
-    from gracekv.evaluate.shards import parse_shard
-
-    done = run(
-        experiment,
-        out,
-        shard=parse_shard(shard),
-        retry_failed=retry_failed,
-        progress=True,
-        ray_workers=ray,
-    )
-    typer.echo(
-        f"{done.written} cells run, {done.kept} kept from before, {done.failed} failed; see "
-        f"gracekv table {done.folder}",
-        err=True,
-    )
-    if done.failed and fail:
         raise typer.Exit(1)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from gracekv.evaluate.measures import Measure
 from gracekv.evaluate.row_files import Row, latest
 from gracekv.evaluate.statistics import Interval
-from gracekv.evaluate.tables import FULL, Table
+from gracekv.evaluate.tables import FULL, Table, make_tables
 
 _CSV = (
     "model", "protocol", "group", "metric", "length", "measure", "method", "column", "mean", "low",
@@ -88,6 +88,30 @@ def as_csv(found: Sequence[Table], measure: Measure) -> str:
 
 
 FORMATS: dict[str, Format] = {"markdown": markdown, "latex": latex, "csv": as_csv}
+
+
+def deltas(rows: Sequence[Row], base: str, measure: Measure) -> str:
+    """Markdown: the base's mean, and every variant's paired difference from it, a table a group.
+
+    Differences that `compare` finds at p < 0.05, Holm-adjusted, are bold.
+    """
+    parts = []
+    for table in make_tables(rows, measure, base):
+        lines = [f"### {table.title}: {measure.title}, difference from {base}", ""]
+        lines += [_line(["method", *table.columns]), _line(["---", *["---:"] * len(table.columns)])]
+        for method in (base, *(m for m in table.methods if m != base)):
+            if (method, FULL) in table.cells:
+                continue
+            cells = []
+            for column in table.columns:
+                versus = table.against.get((method, column))
+                text = "–" if versus is None else difference(versus.delta, measure.digits)
+                if method == base and (base, column) in table.cells:
+                    text = f"{table.cells[base, column].mean:.{measure.digits}f}"
+                cells.append(f"**{text}**" if versus is not None and versus.p < 0.05 else text)
+            lines.append(_line([method, *cells]))
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) + "\n"
 
 
 def difference(delta: Interval, digits: int) -> str:

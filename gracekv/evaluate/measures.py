@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from gracekv.errors import ConfigError
 from gracekv.evaluate.row_files import Row
@@ -13,6 +14,8 @@ from gracekv.registry import suggestion
 # A method that equals FullKV has KL 0; its logarithm is cut here (ours; float32 rounding alone
 # makes about 1e-6).
 _LEAST_KL = 1e-4
+# What is larger is no measurement, and its square would be infinite.
+_LARGEST = 1e100
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,40 +37,37 @@ class Measure:
     digits: int
 
 
-def _fidelity(name: str, scale: float = 1.0) -> Callable[[Row], float | None]:
+def _number(*path: str, scale: float = 1.0) -> Callable[[Row], float | None]:
+    """Reads the number at `path` of a row, times `scale`; None if there is none."""
+
     def read(row: Row) -> float | None:
-        found = row.get("fidelity")
-        return None if found is None else _number(found[name], scale)
+        value: Any = row
+        for name in path:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        # Rows spell NaN and infinity as text: an average must not swallow them.
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        return scale * float(value) if known and abs(value) <= _LARGEST else None
 
     return read
 
 
-def _plain(name: str, scale: float = 1.0) -> Callable[[Row], float | None]:
-    return lambda row: _number(row.get(name), scale)
-
-
-def _extra(name: str) -> Callable[[Row], float | None]:
-    return lambda row: _number(row.get("scores", {}).get(name), 100.0)
+def _percent(*path: str) -> Callable[[Row], float | None]:
+    return _number(*path, scale=100.0)
 
 
 def _share(part: str, of: str, whole: str) -> Callable[[Row], float | None]:
     def read(row: Row) -> float | None:
-        found = row.get(part)
-        return None if found is None else 100.0 * float(found[of]) / float(found[whole])
+        value, full = _number(part, of)(row), _number(part, whole)(row)
+        return None if value is None or not full else 100.0 * value / full
 
     return read
 
 
-def _number(value: object, scale: float) -> float | None:
-    # Rows spell NaN and infinity as text: an average must not swallow them.
-    return scale * float(value) if isinstance(value, int | float) else None
-
-
 def _log_kl(row: Row) -> float | None:
     # Of several questions over one cache the mean of their logarithms.
-    found = [_fidelity("kl")(part) for part in row.get("questions", [row])]
-    known = [kl for kl in found if kl is not None]
-    if not known or len(known) < len(found):
+    each = [_number("fidelity", "kl")(part) for part in row.get("questions", [row])]
+    known = [kl for kl in each if kl is not None]
+    if not known or len(known) < len(each):
         return None
     return sum(math.log(max(kl, _LEAST_KL)) for kl in known) / len(known)
 
@@ -75,24 +75,40 @@ def _log_kl(row: Row) -> float | None:
 MEASURES = {
     measure.name: measure
     for measure in (
-        Measure("score", "score x 100", _plain("score", 100.0), True, 1),
+        Measure("score", "score x 100", _percent("score"), True, 1),
         Measure(
-            "rouge_l_longbench", "LongBench's Rouge-L x 100", _extra("rouge_l_longbench"), True, 1
+            "rouge_l_longbench",
+            "LongBench's Rouge-L x 100",
+            _percent("scores", "rouge_l_longbench"),
+            True,
+            1,
         ),
-        Measure("strict_recall", "strict recall x 100", _extra("strict_recall"), True, 1),
-        Measure("kl", "KL to FullKV, nats", _fidelity("kl"), False, 3),
+        Measure(
+            "strict_recall",
+            "strict recall x 100",
+            _percent("scores", "strict_recall"),
+            True,
+            1,
+        ),
+        Measure("kl", "KL to FullKV, nats", _number("fidelity", "kl"), False, 3),
         Measure("log_kl", "log KL to FullKV", _log_kl, False, 2),
-        Measure("dnll", "NLL minus FullKV's, nats", _fidelity("dnll"), False, 3),
-        Measure("top1", "top-1 agreement with FullKV, %", _fidelity("top1", 100.0), True, 1),
-        Measure("aoe", "attention output error, %", _fidelity("aoe", 100.0), False, 1),
+        Measure("dnll", "NLL minus FullKV's, nats", _number("fidelity", "dnll"), False, 3),
+        Measure(
+            "top1",
+            "top-1 agreement with FullKV, %",
+            _percent("fidelity", "top1"),
+            True,
+            1,
+        ),
+        Measure("aoe", "attention output error, %", _percent("fidelity", "aoe"), False, 1),
         Measure(
             "kv_share", "K and V bytes, % of FullKV", _share("bytes", "kv", "full_kv"), False, 1
         ),
         Measure(
             "entry_share", "context entries kept, %", _share("entries", "spent", "full"), False, 1
         ),
-        Measure("construction", "construction, s", _plain("construction_seconds"), False, 2),
-        Measure("ms_per_token", "ms per token", _plain("ms_per_token"), False, 1),
+        Measure("construction", "construction, s", _number("construction_seconds"), False, 2),
+        Measure("ms_per_token", "ms per token", _number("ms_per_token"), False, 1),
     )
 }
 

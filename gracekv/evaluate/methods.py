@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gracekv import recipes
 from gracekv.errors import ConfigError
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline
@@ -112,3 +113,20 @@ def sweep(base: str, settings: Sequence[str]) -> list[str]:
             changes = [f"{name}={part}" for name, part in zip(names, parts, strict=True)]
             found.append(f"{match['base']}[{';'.join([*kept, *changes])}]")
     return found
+
+
+def variants(base: str, settings: Sequence[str], ablations: bool) -> list[str]:
+    """The base method, its ablation recipes (`BASE-no-...`), and one method a swept value.
+
+    Raises `ConfigError` if nothing is left to compare with the base.
+    """
+    methods = [base]
+    if ablations:
+        methods += [name for name in recipes.names() if name.startswith(f"{base}-no-")]
+    methods += sweep(base, settings)
+    if len(methods) == 1:
+        raise ConfigError(
+            f"There are no ablation recipes of {base!r}. Give --set stage.field=v1,v2, or a base "
+            f"with recipes {base}-no-..."
+        )
+    return methods

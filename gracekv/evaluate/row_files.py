@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,17 +19,37 @@ from gracekv.errors import ConfigError
 
 Row = dict[str, Any]
 
+# What a row must hold, and what it may; nothing else is read without a look at its type.
+_FIELDS: dict[str, Any] = {
+    "key": str, "sample": str, "model": str, "dtype": str, "task": str, "group": str,
+    "method": str, "column": str, "length": int | None, "seed": int, "index": int,
+    "settings": dict, "versions": dict,
+}  # fmt: skip
+_OPTIONAL: dict[str, Any] = {
+    "error": dict | None, "metric": str, "prompt_hash": str, "source": str, "marks": dict,
+    "questions": list,
+}  # fmt: skip
+# "full", "8x" or "512 entries".
+_COLUMN = re.compile(r"full|\d+(\.\d+)?(e[+-]\d\d)?(x| entries)")
+
 
 class RowFile:
     """Appends rows to `folder`/rows-NAME.jsonl; a second writer of the same file is refused.
 
-    A context manager. Raises `ConfigError` if another process has the file open for writing.
+    A context manager. Raises `ConfigError` if the file cannot be written, or if another process has
+    it open for writing.
     """
 
     def __init__(self, folder: Path, name: str = "main") -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"rows-{name}.jsonl"
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"Rows cannot be written to {self.path}: {error}. Give --out a folder that can be "
+                f"written."
+            ) from error
         try:
             self._lock()
             self._cut_torn_line()
@@ -85,25 +106,72 @@ class RowFile:
 def read_rows(folder: Path) -> list[Row]:
     """All complete rows under `folder`, file by file in order of their names.
 
-    Raises `ConfigError` for a folder that does not exist and for a complete line that is no row.
+    Raises `ConfigError` for a folder that does not exist or cannot be read, and for a complete line
+    that is no row: a field is missing, of another type, NaN or infinite.
     """
     if not folder.is_dir():
         raise ConfigError(f"There is no folder {folder}. Give the --out of an evaluation.")
     rows: list[Row] = []
     for path in sorted(folder.rglob("rows-*.jsonl")):
-        # Not splitlines(): answers may hold other line separators.
-        lines = path.read_bytes().split(b"\n")
+        try:
+            # Not splitlines(): answers may hold other line separators.
+            lines = path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise ConfigError(f"Cannot read the rows in {path}: {error}.") from error
         for number, line in enumerate(lines[:-1], 1):
             try:
-                row = json.loads(line)
-                row["key"]
-            except (ValueError, TypeError, KeyError) as error:
+                rows.append(_row(line))
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"Line {number} of {path} is not a row ({error}). Restore the file or delete "
                     f"that line; its cell will then be run again."
                 ) from error
-            rows.append(row)
     return rows
+
+
+def note_marks(row: Mapping[str, Any], known: dict[tuple[str, str], Any]) -> None:
+    """Remember in `known` of which weights and tokenizer the rows of a model's name are.
+
+    Raises `ConfigError` if this row is of others: both would be averaged in one table. Rows without
+    `marks`, of samples that could not be made, are of any.
+    """
+    if "marks" not in row:
+        return
+    marks, other = row["marks"], known.setdefault((row["model"], row["dtype"]), row["marks"])
+    if marks != other:
+        names = sorted(n for n in {*marks, *other} if marks.get(n) != other.get(n))
+        raise ConfigError(
+            f"The folder holds rows of another model or tokenizer that was also called "
+            f"{row['model']!r} (other {', '.join(names)}). Keep the rows of each in a folder of "
+            f"their own."
+        )
+
+
+def _row(line: bytes) -> Row:
+    """The row that a line holds; `ValueError` says what is wrong with it."""
+    row = json.loads(line)
+    # Refuses NaN, infinity, and text that no file can hold.
+    json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
+    if not isinstance(row, dict):
+        raise ValueError("it is no mapping")
+    for name, kind in (*_FIELDS.items(), *((n, k) for n, k in _OPTIONAL.items() if n in row)):
+        if name not in row:
+            raise ValueError(f"it has no {name!r}")
+        if not isinstance(row[name], kind) or isinstance(row[name], bool):
+            raise ValueError(f"its {name!r} is {row[name]!r:.100}")
+    inside = [(row["settings"], "protocol"), *((row["versions"], name) for name in row["versions"])]
+    if (error := row.get("error")) is not None:
+        inside += [(error, "type"), (error, "message")]
+    else:
+        inside.append((row, "metric"))
+    for place, name in inside:
+        if not isinstance(place.get(name), str):
+            raise ValueError(f"its {name!r} is no text")
+    if not all(isinstance(part, dict) for part in row.get("questions", ())):
+        raise ValueError("its 'questions' are no mappings")
+    if not _COLUMN.fullmatch(row["column"]):
+        raise ValueError(f"its 'column' is {row['column']!r:.100}")
+    return row
 
 
 def latest(rows: list[Row]) -> dict[str, Row]:

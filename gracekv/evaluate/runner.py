@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import importlib
+import importlib.util
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from gracekv.errors import ConfigError
+from gracekv.errors import MissingDependencyError
 from gracekv.evaluate.experiment import Experiment, PendingSample
-from gracekv.evaluate.row_files import Row, RowFile, read_rows
-from gracekv.evaluate.schedule import Schedule, make_schedule
-from gracekv.evaluate.shards import Shard, local_device
+from gracekv.evaluate.row_files import Row, RowFile, note_marks, read_rows
+from gracekv.evaluate.schedule import Schedule, Shard, local_device, make_schedule
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.worker import Worker
+from gracekv.registry.plugins import import_modules, imported_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,10 @@ def run(
 ) -> Summary:
     """Run what is missing; every row is on the disk as soon as it exists.
 
-    A run that was killed goes on where it stopped, and a finished one ends at once, without
-    loading the model (unless samples are chosen by their length). Several processes may write to
-    one folder, each its own shard. A failed cell is recorded and does not end the run.
+    A run that was killed goes on where it stopped. Rows of other weights or of another tokenizer
+    under the same names are never gone on from: the model is loaded, also where nothing is left to
+    run, and compared with the rows (over a cluster, as soon as a row comes back). Several processes
+    may write to one folder, each its own shard. A failed cell is recorded and does not end the run.
 
     Args:
         experiment: what to run.
@@ -69,7 +72,7 @@ def run(
         ray_workers: spread samples over this many workers of a Ray cluster.
 
     Raises `ConfigError` or `TaskError` before anything is run if the experiment, its data or the
-    folder cannot be used.
+    folder cannot be used, or if the folder holds rows of another model that had the same name.
     """
     folder, part = Path(out), shard or Shard()
     sources = Sources(None if experiment.data is None else Path(experiment.data))
@@ -83,39 +86,28 @@ def run(
             loaded = load_model(experiment.model, experiment.dtype, local_device())
         return Worker(experiment.model, experiment.dtype, *loaded, sources)
 
+    marks: dict[tuple[str, str], Any] = {}
     with RowFile(folder, part.name) as file:
         rows = read_rows(folder)
+        for row in rows:
+            note_marks(row, marks)
         schedule = make_schedule(experiment, rows, sources, worker, part.owns, retry_failed)
+        if ray_workers is None:
+            note_marks(worker().named, marks)
         written = failed = 0
         if schedule.samples:
             if ray_workers is None:
                 new = _here(schedule.samples, worker())
             else:
-                from gracekv.evaluate.cluster import spread
-
                 new = spread(experiment, schedule.samples, ray_workers)
             with _bar(schedule, progress) as tick:
                 for row in new:
-                    _check_model(row, rows)
+                    note_marks(row, marks)
                     file.append(row)
                     written += 1
                     failed += row["error"] is not None
                     tick(row)
     return Summary(written, schedule.failed + failed, schedule.done, folder)
-
-
-def _check_model(row: Row, before: list[Row]) -> None:
-    """Rows of two models under one name would be averaged in one table."""
-    for other in before:
-        if all(name in other and name in row for name in ("model", "dtype", "marks")) and (
-            (other["model"], other["dtype"]) == (row["model"], row["dtype"])
-        ):
-            if other["marks"] != row["marks"]:
-                raise ConfigError(
-                    f"The folder holds rows of another model or tokenizer that was also called "
-                    f"{row['model']!r}. Use a new folder."
-                )
-            return
 
 
 def _here(samples: Iterable[PendingSample], worker: Worker) -> Iterator[Row]:
@@ -163,3 +155,63 @@ def _bar(schedule: Schedule, shown: bool) -> Iterator[Tick]:
                 )
 
         yield tick
+
+
+class RemoteWorker:
+    """The actor: a `Worker` made on its own machine.
+
+    Args:
+        name: of the model.
+        dtype: of its weights.
+        data: folder of texts, or None.
+        imports: modules that register the strategies in the pipelines of pending samples.
+    """
+
+    def __init__(self, name: str, dtype: str, data: str | None, imports: Sequence[str]) -> None:
+        from gracekv.hf.loading import load_model
+
+        import_modules(imports)
+        sources = Sources(None if data is None else Path(data))
+        self.worker = Worker(name, dtype, *load_model(name, dtype), sources)
+
+    def rows(self, sample: PendingSample) -> list[Row]:
+        """All rows of one sample."""
+        return list(self.worker.rows(sample))
+
+
+def spread(experiment: Experiment, samples: Sequence[PendingSample], workers: int) -> Iterator[Row]:
+    """Rows of all samples, run on a Ray cluster, as they are finished, in any order.
+
+    Each worker loads the model once and takes sample after sample. Rows come back to the caller,
+    which alone writes them; the workers need no common disk, only the model and the data under the
+    same names.
+
+    Joins the cluster that RAY_ADDRESS names, or starts one on this machine. A worker that dies is
+    started again and its sample run once more. Raises `MissingDependencyError` without Ray.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise MissingDependencyError(
+            "Spreading samples over a cluster needs the package 'ray'. Install it with: "
+            "pip install 'gracekv[ray]'"
+        )
+    # Ray is loosely typed and optional: to the type checker it is anything.
+    ray: Any = importlib.import_module("ray")
+    pools: Any = importlib.import_module("ray.util")
+
+    started = not ray.is_initialized()
+    if started:
+        ray.init(log_to_driver=False, include_dashboard=False)
+    try:
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=1)(
+            RemoteWorker
+        )
+        count = min(workers, len(samples))
+        made_of = (experiment.model, experiment.dtype, experiment.data, imported_modules())
+        actors = [remote.remote(*made_of) for _ in range(count)]
+        pool = pools.ActorPool(actors)
+        for rows in pool.map_unordered(lambda actor, sample: actor.rows.remote(sample), samples):
+            yield from rows
+    finally:
+        if started:
+            ray.shutdown()

@@ -14,13 +14,9 @@ from random import Random
 from typing import NamedTuple
 
 from gracekv.errors import TaskError
-from gracekv.evaluate import templates
-from gracekv.evaluate.questions import Passage
-from gracekv.evaluate.ruler.fitting import largest
-from gracekv.evaluate.ruler.generate import random_stream
-from gracekv.evaluate.ruler.vocabulary import distinct
 from gracekv.evaluate.sample import FurtherQuestion, Sample
-from gracekv.evaluate.sources import Sources
+from gracekv.evaluate.sources import Passage, Sources, ruler_forms
+from gracekv.evaluate.texts import Family, Texts, distinct, largest, random_stream
 
 
 class Kind(NamedTuple):
@@ -47,20 +43,6 @@ _QUESTIONS = {"squad": 6, "kv": 5}
 _LEAST = 5
 
 
-class _Texts(NamedTuple):
-    instruction: str
-    context: str
-    asked: list[FurtherQuestion]
-
-
-class _Family(NamedTuple):
-    """Texts of any size from a random stream; the sizes that make sense."""
-
-    draw: Callable[[int, Random], _Texts]
-    least: int
-    most: int | None
-
-
 def generate(
     name: str,
     length: int,
@@ -85,27 +67,15 @@ def generate(
     if name == "squad":
         families = _passages(_article(index, sources), random_stream(task, length, seed, index))
     else:
-        families = iter([_Family(_lookups, least=_LEAST, most=None)])
+        families = iter([Family(_lookups, least=_LEAST)])
 
-    def build(family: _Family, size: int) -> Sample:
+    def build(family: Family, size: int) -> Sample:
         texts = family.draw(size, random_stream(f"{task}|texts", length, seed, index))
-        first, *further = texts.asked
-        return Sample(
-            task=task,
-            index=index,
-            instruction=texts.instruction,
-            context=texts.context,
-            question=first.question,
-            answer_prefix=first.answer_prefix,
-            answers=first.answers,
-            metric=kind.metric,
-            further=tuple(further),
-            in_turns=kind.in_turns,
-        )
+        return texts.sample(task=task, index=index, metric=kind.metric, in_turns=kind.in_turns)
 
     room = length - kind.max_new_tokens
 
-    def fits(family: _Family, size: int) -> bool:
+    def fits(family: Family, size: int) -> bool:
         return count(build(family, size)) <= room
 
     for family in families:
@@ -127,7 +97,7 @@ def _article(index: int, sources: Sources) -> list[Passage]:
     return sources.articles[index]
 
 
-def _passages(article: Sequence[Passage], rng: Random) -> Iterator[_Family]:
+def _passages(article: Sequence[Passage], rng: Random) -> Iterator[Family]:
     """Paragraphs of an article in a row from one of its first half on, in a random order of those.
 
     Sizes count paragraphs.
@@ -138,41 +108,41 @@ def _passages(article: Sequence[Passage], rng: Random) -> Iterator[_Family]:
         enough = [size for size, count in enumerate(known, 1) if count >= _LEAST]
         if enough:
             draw = partial(_questions, article[first:])
-            yield _Family(draw, least=enough[0], most=len(article) - first)
+            yield Family(draw, least=enough[0], most=len(article) - first)
 
 
-def _questions(article: Sequence[Passage], size: int, rng: Random) -> _Texts:
+def _questions(article: Sequence[Passage], size: int, rng: Random) -> Texts:
     """The article's first `size` paragraphs, and questions about them."""
-    form, task = templates.ruler()["document"], templates.ruler()["tasks"]["qa_1"]
+    form, task = ruler_forms()["document"], ruler_forms()["tasks"]["qa_1"]
 
     shown = article[:size]
     questions = [question for passage in shown for question in passage.questions]
     asked = rng.sample(questions, min(_QUESTIONS["squad"], len(questions)))
-    return _Texts(
+    return Texts(
         task["prefix"],
         "\n\n".join(form.format(i=i, document=one.text) for i, one in enumerate(shown, 1)),
-        [
+        tuple(
             FurtherQuestion(task["question"].format(query=text), task["answer_prefix"], answers)
             for text, answers in asked
-        ],
+        ),
     )
 
 
-def _lookups(size: int, rng: Random) -> _Texts:
+def _lookups(size: int, rng: Random) -> Texts:
     """A JSON object of `size` keys with numbers of 7 digits, and some keys to look up."""
     taken: set[str] = set()
     keys = distinct("words", size, rng, taken)
     values = dict(zip(keys, map(int, distinct("numbers", size, rng, taken)), strict=True))
-    return _Texts(
+    return Texts(
         "The following JSON object holds keys and their values. I will ask you for some of the "
         "values afterwards.\n",
         json.dumps(values, indent=0),
-        [
+        tuple(
             FurtherQuestion(
                 f'\nWhat is the value of the key "{key}" in the JSON object?',
                 f' The value of the key "{key}" is',
                 (str(values[key]),),
             )
             for key in rng.sample(keys, _QUESTIONS["kv"])
-        ],
+        ),
     )

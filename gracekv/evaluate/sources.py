@@ -1,4 +1,8 @@
-"""Where benchmark texts come from: a local folder, the package, or the hub."""
+"""Where benchmark texts come from: a local folder, the package, or the hub.
+
+Questions about documents are read from SQuAD's and HotpotQA's files, prompt strings from the
+package's own data.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ import hashlib
 import importlib.util
 import json
 import zipfile
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gracekv.errors import MissingDependencyError, TaskError
-from gracekv.evaluate.questions import Passage, Question, hotpot, squad, squad_articles
 
 BUILT_IN = "alice_chapter_1.txt"
 _FOUND_IN = {"squad": "qa/squad*.json", "hotpotqa": "qa/hotpot*.json"}
@@ -22,6 +26,35 @@ _WHERE_FROM = {
     "hotpotqa": "HotpotQA's hotpot_dev_distractor_v1.json (hotpotqa.github.io)",
 }
 _LONGBENCH = "THUDM/LongBench"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question of SQuAD or HotpotQA.
+
+    Attributes:
+        text: the question.
+        answers: all annotators' answers.
+        gold: documents that hold the answer; always shown.
+        near: distractors that are shown before any other: the same article's, or the question's.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    gold: tuple[str, ...]
+    near: tuple[str, ...]
+
+
+class Passage(NamedTuple):
+    """One paragraph of a SQuAD article.
+
+    Attributes:
+        text: the paragraph.
+        questions: those that it answers, each with all annotators' answers.
+    """
+
+    text: str
+    questions: tuple[tuple[str, tuple[str, ...]], ...]
 
 
 class Sources:
@@ -134,6 +167,76 @@ class Sources:
                 f"LongBench's {name} could not be read from {_LONGBENCH}: {error}. Put the file "
                 f"in a folder as longbench/{name}.jsonl and give the folder as --data."
             ) from error
+
+
+@cache
+def ruler_forms() -> Mapping[str, Any]:
+    """RULER's prompt strings: the needle and noise lines, and under "tasks" one entry per task."""
+    return _packaged("ruler.json")
+
+
+@cache
+def longbench_forms() -> Mapping[str, Any]:
+    """LongBench's prompt strings, one entry per data set."""
+    forms: Mapping[str, Any] = _packaged("longbench.json")["datasets"]
+    return forms
+
+
+def squad_articles(data: Mapping[str, Any]) -> list[list[Passage]]:
+    """The articles of a SQuAD v2 file in file order, paragraph by paragraph."""
+    return [
+        [
+            Passage(
+                paragraph["context"],
+                tuple(
+                    (qa["question"].strip(), tuple(answer["text"] for answer in qa["answers"]))
+                    for qa in paragraph["qas"]
+                    if not qa.get("is_impossible")
+                ),
+            )
+            for paragraph in article["paragraphs"]
+        ]
+        for article in data["data"]
+    ]
+
+
+def squad(data: Mapping[str, Any]) -> tuple[list[Question], list[str]]:
+    """Answerable questions of a SQuAD v2 file in file order, and all its paragraphs."""
+    questions, corpus = [], []
+    for article in squad_articles(data):
+        texts = [passage.text for passage in article]
+        corpus += texts
+        for passage in article:
+            others = tuple(text for text in texts if text != passage.text)
+            questions += [
+                Question(text, answers, (passage.text,), others)
+                for text, answers in passage.questions
+            ]
+    return questions, list(dict.fromkeys(corpus))
+
+
+def hotpot(data: Sequence[Mapping[str, Any]]) -> tuple[list[Question], list[str]]:
+    """Questions of a HotpotQA distractor file in file order, and all its documents.
+
+    The documents with supporting facts are the gold ones; at short lengths the question's other
+    documents are left out first (RULER shows all ten, which fit from about 2,000 tokens on).
+    """
+    questions: list[Question] = []
+    corpus: list[str] = []
+    for record in data:
+        texts = {title: f"{title}\n{''.join(lines)}" for title, lines in record["context"]}
+        corpus += texts.values()
+        needed = dict.fromkeys(title for title, _ in record["supporting_facts"])
+        gold = tuple(texts[title] for title in needed if title in texts)
+        near = tuple(text for title, text in texts.items() if title not in needed)
+        questions.append(Question(record["question"], (record["answer"],), gold, near))
+    return questions, list(dict.fromkeys(corpus))
+
+
+def _packaged(name: str) -> Mapping[str, Any]:
+    text = (files("gracekv.evaluate") / "data" / name).read_text(encoding="utf-8")
+    data: Mapping[str, Any] = json.loads(text)
+    return data
 
 
 def _digest(data: bytes) -> str:

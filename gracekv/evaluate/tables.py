@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from gracekv.errors import ConfigError
 from gracekv.evaluate.measures import Measure
-from gracekv.evaluate.row_files import Row, latest
+from gracekv.evaluate.row_files import Row, latest, note_marks
 from gracekv.evaluate.statistics import Comparison, Interval, Values, compare, holm, interval
 
 FULL = "full"
@@ -80,8 +80,8 @@ class Table:
 def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = None) -> list[Table]:
     """All tables that `rows` hold values for.
 
-    Raises `ConfigError` if rows of one sample and method were made under different settings, or
-    `against` names no method.
+    Raises `ConfigError` if rows of one sample and method were made under different settings, if
+    rows of one model's name are of different weights, or if `against` names no method.
     """
     found: dict[Title, dict[tuple[str, str], dict[tuple[str, int, int], float]]] = {}
     for row in _trusted(rows):
@@ -102,7 +102,7 @@ def make_tables(rows: Sequence[Row], measure: Measure, against: str | None = Non
 
 
 def _trusted(rows: Sequence[Row]) -> list[Row]:
-    """One row for each cell of a table; `ConfigError` if rows differ in their settings."""
+    """One row for each cell of a table; `ConfigError` if rows differ in settings or weights."""
     chosen = list(latest(list(rows)).values())
     seen: dict[tuple[object, ...], Row] = {}
     for row in chosen:
@@ -119,11 +119,11 @@ def _trusted(rows: Sequence[Row]) -> list[Row]:
                 f"both. Keep each in a folder of its own."
             )
     hashes: dict[str, str] = {}
+    marks: dict[tuple[str, str], Any] = {}
     for row in chosen:
-        if (
-            "prompt_hash" in row
-            and hashes.setdefault(row["sample"], row["prompt_hash"]) != (row["prompt_hash"])
-        ):
+        note_marks(row, marks)
+        found = row.get("prompt_hash")
+        if found is not None and hashes.setdefault(row["sample"], found) != found:
             raise ConfigError(
                 f"Methods saw different prompts in sample {row['index']} of {row['task']}: the "
                 f"data or the tokenizer changed between runs. Run it again in a new folder."
@@ -181,5 +181,5 @@ def _by_task(
 
 def _generosity(column: str) -> tuple[int, float]:
     """Sorts ratios upwards, then entries downwards."""
-    amount = float(re.findall(r"[\d.]+", column)[0])
-    return (0, amount) if column.endswith("x") else (1, -amount)
+    ratio, entries = column.removesuffix("x"), column.removesuffix(" entries")
+    return (0, float(ratio)) if ratio != column else (1, -float(entries))

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from gracekv.errors import TaskError
-from gracekv.evaluate import longbench, ruler, shared_context, templates
+from gracekv.evaluate import ruler, shared_context
 from gracekv.evaluate.rendering import chat_prompt, render_questions
 from gracekv.evaluate.sample import Sample
-from gracekv.evaluate.sources import Sources
+from gracekv.evaluate.sources import Sources, longbench_forms, ruler_forms
 from gracekv.registry import suggestion
 
 # Tasks of several questions about one text; see `gracekv.evaluate.shared_context`.
 SHARED = tuple(f"shared_context:{name}" for name in shared_context.TASKS)
 NAMES = (
     *(f"ruler:{name}" for name in ruler.TASKS),
-    *(f"longbench:{name}" for name in longbench.DATASETS),
+    *(f"longbench:{name}" for name in longbench_forms()),
     *SHARED,
 )
 
@@ -39,7 +39,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "ruler": tuple(f"ruler:{name}" for name in ruler.TASKS),
     "longbench": tuple(
         f"longbench:{name}"
-        for name, form in templates.longbench().items()
+        for name, form in longbench_forms().items()
         if form["language"] == "en" and form["category"] != "code"
     ),
 }
@@ -80,11 +80,11 @@ class Task:
         """The row of the paper's tables that the task counts into."""
         benchmark, _, name = self.name.partition(":")
         if benchmark == "longbench":
-            group: str = templates.longbench()[name]["category"]
+            group: str = longbench_forms()[name]["category"]
             return group
         if benchmark == "shared_context":
             return shared_context.TASKS[name].group
-        group = templates.ruler()["tasks"][name]["group"]
+        group = ruler_forms()["tasks"][name]["group"]
         # Substring recall over RULER's documents is not LongBench's F1.
         return "ruler_qa" if group == "qa" else group
 
@@ -95,7 +95,7 @@ class Task:
             return sources.digest(self.name)
         if benchmark == "shared_context":
             return sources.digest("squad") if name == "squad" else "generated"
-        args = templates.ruler()["tasks"][name]["args"]
+        args = ruler_forms()["tasks"][name]["args"]
         if "dataset" in args:
             return sources.digest(args["dataset"])
         return sources.digest("essay") if args.get("type_haystack") == "essay" else "generated"
@@ -104,7 +104,7 @@ class Task:
         """Sample `index`; raises `TaskError` if there is none."""
         benchmark, _, name = self.name.partition(":")
         if benchmark == "longbench":
-            return longbench.record_sample(name, index, sources)
+            return record_sample(name, index, sources)
         if self.length is None:
             raise TaskError(f"{self.name} needs a length in tokens, such as 4096.")
         if benchmark == "shared_context":
@@ -129,7 +129,7 @@ class Task:
         benchmark, _, name = self.name.partition(":")
         if benchmark == "shared_context":
             return shared_context.TASKS[name].max_new_tokens
-        forms = templates.longbench() if benchmark == "longbench" else templates.ruler()["tasks"]
+        forms = longbench_forms() if benchmark == "longbench" else ruler_forms()["tasks"]
         cap: int = forms[name]["max_new_tokens"]
         return cap
 
@@ -156,3 +156,35 @@ class Task:
             if len(prompt.ids) <= limit:
                 found += 1
                 yield index
+
+
+def record_sample(name: str, index: int, sources: Sources) -> Sample:
+    """Record `index` of LongBench v1's data set `name`, in file order, as LongBench asks it.
+
+    The query, with the instruction that LongBench repeats after the text, is the question and is
+    never compressed. Raises `TaskError` if there is no such record.
+    """
+    form, records = longbench_forms()[name], sources.longbench(name)
+    if index >= len(records):
+        raise TaskError(
+            f"longbench:{name} has {len(records)} records here; sample {index} does not exist. "
+            f"Ask for fewer samples."
+        )
+    record = records[index]
+    classes = tuple(record.get("all_classes") or ())
+    answers = [str(answer) for answer in record["answers"]]
+    return Sample(
+        task=f"longbench:{name}",
+        index=index,
+        instruction=form["prefix"],
+        context=record["context"],
+        # Not format(): queries hold braces.
+        question=form["suffix"].replace("{input}", record["input"]),
+        answer_prefix="",
+        answers=tuple(answer for answer in answers if answer.strip()),
+        metric=form["metric"],
+        chat=form["chat_template"],
+        first_line=form["first_line_only"],
+        stop=form["extra_stop"],
+        classes=classes,
+    )

@@ -10,9 +10,8 @@ from typing import Any
 
 from gracekv import compress
 from gracekv.errors import TaskError
+from gracekv.evaluate.answers import AnswerOutputs, compare, greedy, teacher_force
 from gracekv.evaluate.experiment import Cell, Panel, PendingSample
-from gracekv.evaluate.fidelity import AnswerOutputs, compare, teacher_force
-from gracekv.evaluate.generation import greedy
 from gracekv.evaluate.metrics import score
 from gracekv.evaluate.rendering import Rendered, joint_digest, render_questions
 from gracekv.evaluate.row_fields import cost_fields, error_fields, known_fields, over_questions
@@ -65,7 +64,9 @@ class Worker:
         self.name, self.dtype = name, dtype
         self.model, self.tokenizer = model, tokenizer
         self.sources = sources
-        self.marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k != "model_name"}
+        marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k != "model_name"}
+        # What every row says of the model.
+        self.named = {"model": name, "dtype": dtype, "marks": marks}
 
     def longest_prompt(self, panel: Panel, task: Task) -> int:
         """Most prompt tokens of a sample: the panel's, or what the answer leaves of the model's."""
@@ -81,7 +82,10 @@ class Worker:
         sample fails, because its rows could not be compared.
         """
         panel, task, index, cells = pending.panel, pending.task, pending.index, pending.cells
-        known = [known_fields(self.name, self.dtype, panel, task, index, cell) for cell in cells]
+        known = [
+            {**known_fields(self.name, self.dtype, panel, task, index, cell), **self.named}
+            for cell in cells
+        ]
         try:
             prepared = self._prepare(pending)
             about = self._about(prepared, task)
@@ -139,7 +143,6 @@ class Worker:
         return {
             "prompt_hash": prepared.digest,
             "source": task.source(self.sources),
-            "marks": self.marks,
             "prompt_tokens": spans.length,
             "context_tokens": spans.context_length,
             "removed_tokens": first.rendered.removed,

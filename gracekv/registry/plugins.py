@@ -8,12 +8,13 @@ registers its strategies and recipes. They are loaded the first time a registry 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -23,51 +24,72 @@ GROUP = "gracekv.strategies"
 """The entry-point group; each entry names a module."""
 
 _lock = threading.RLock()
+_loading = False
 _loaded = False
-_broken: dict[str, str] = {}
+# Entry points that were imported, by name and value: "", or why it failed.
+_tried: dict[tuple[str, str], str] = {}
 _imported: dict[str, None] = {}
 
 
 def load_plugins() -> None:
     """Import the modules of all installed plugins, once, ordered by name.
 
-    A plugin that cannot be imported is skipped with a `PluginWarning`.
+    A plugin that cannot be imported, or that ends the program while it is, is skipped with a
+    `PluginWarning`; the others load. An interrupt by the user passes through, and the next call
+    goes on where it came.
     """
-    global _loaded
+    global _loading, _loaded
     with _lock:
-        if _loaded:
+        # The same thread comes again where a plugin reads a registry while it is imported.
+        if _loaded or _loading:
             return
-        # Set first: a plugin may read a registry while it is imported.
-        _loaded = True
-        entries = {(entry.name, entry.value): entry for entry in metadata.entry_points(group=GROUP)}
-        for (name, value), entry in sorted(entries.items()):
-            try:
-                entry.load()
-            except Exception as error:
-                _broken[name] = f"{type(error).__name__}: {error}"
+        _loading = True
+        try:
+            entries = {(e.name, e.value): e for e in metadata.entry_points(group=GROUP)}
+            for key in sorted(entries.keys() - _tried.keys()):
+                _tried[key] = _described(_failure(entries[key].load))
+            _loaded = True
+        finally:
+            _loading = False
+        # After all are loaded, since users may have made this warning an error.
+        for (name, value), why in _tried.items():
+            if why:
                 warnings.warn(
                     f"The gracekv plugin {name!r} ({value}) cannot be imported; its strategies and "
-                    f"recipes are missing. {_broken[name]}. Repair or uninstall its package.",
+                    f"recipes are missing. {why}. Repair or uninstall its package.",
                     PluginWarning,
                     stacklevel=2,
                 )
 
 
+def _failure(action: Callable[[], object]) -> BaseException | None:
+    """What `action` raised, SystemExit included; interrupts pass through."""
+    try:
+        action()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return error
+    return None
+
+
+def _described(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
 def import_modules(names: Iterable[str]) -> None:
     """Import modules that register strategies or recipes; also from the current folder.
 
-    Raises `PluginError` if one cannot be imported.
+    Raises `PluginError` if one cannot be imported, or ends the program while it is.
     """
     for name in names:
         here = os.getcwd()
         if here not in sys.path:
             sys.path.append(here)
-        try:
-            importlib.import_module(name)
-        except Exception as error:
+        if error := _failure(functools.partial(importlib.import_module, name)):
             raise PluginError(
                 f"The module {name!r}, named as one that registers strategies, cannot be imported: "
-                f"{type(error).__name__}: {error}. Install its package, or run where "
+                f"{_described(error)}. Install its package, or run where "
                 f"{name.partition('.')[0]}.py lies."
             ) from error
         _imported[name] = None
@@ -87,7 +109,9 @@ def imported_modules() -> tuple[str, ...]:
 
 def missing_hint() -> str:
     """What an error about an unknown name adds: how to make it known, and which plugins broke."""
-    broken = "".join(f" The plugin {name!r} is broken: {why}." for name, why in _broken.items())
+    broken = "".join(
+        f" The plugin {name!r} is broken: {why}." for (name, _), why in _tried.items() if why
+    )
     return (
         f"One of another package is known once the package is installed (entry-point group "
         f"{GROUP!r}) or its module imported (on the command line: --import MODULE).{broken}"

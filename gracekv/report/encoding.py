@@ -21,7 +21,7 @@ from torch import Tensor
 from gracekv.kernels.ragged import offsets
 from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
-from gracekv.report.relevance import CodedRelevance
+from gracekv.report.record import CodedRelevance
 
 DROPPED, EXACT, MERGED = 0, 1, 2
 

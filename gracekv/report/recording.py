@@ -10,8 +10,7 @@ from gracekv.allocate import Selection
 from gracekv.cache import CompressedCache
 from gracekv.pipeline.run import Run
 from gracekv.report.auction import auction_curve
-from gracekv.report.record import ReportRecord
-from gracekv.report.relevance import CodedRelevance
+from gracekv.report.record import CodedRelevance, ReportRecord
 
 
 def record_of(run: Run) -> ReportRecord | None:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from gracekv.evaluate import templates
+from gracekv.evaluate.sources import longbench_forms, ruler_forms
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
 
 VOCABULARY = 2000
 
 
 def trained():
-    forms = json.dumps(templates.ruler()) + json.dumps(templates.longbench()["qasper"])
+    forms = json.dumps(ruler_forms()) + json.dumps(longbench_forms()["qasper"])
     return tiny_tokenizer([forms], VOCABULARY)
 
 

@@ -10,7 +10,7 @@ from gracekv.cli.main import main
 from gracekv.errors import ConfigError, TaskError, UnknownStrategyError
 from gracekv.evaluate import Experiment
 from gracekv.evaluate.methods import parse_method, split_methods, sweep
-from gracekv.evaluate.shards import Shard, parse_shard
+from gracekv.evaluate.schedule import Shard, parse_shard
 from gracekv.pipeline import Pipeline
 
 FLAT = {"model": "tiny", "tasks": ["retrieval"], "ratios": [1.5, 8], "entries": [64]}

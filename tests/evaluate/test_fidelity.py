@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gracekv import capture, compress
-from gracekv.evaluate.fidelity import compare, teacher_force
-from gracekv.evaluate.generation import greedy
+from gracekv.evaluate.answers import compare, greedy, teacher_force
 from gracekv.evaluate.sample import Sample
 from gracekv.pipeline import Pipeline
 from gracekv.prefill.prompt import Prompt

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from gracekv.errors import ConfigError
-from gracekv.evaluate import metrics, templates
+from gracekv.evaluate import metrics
 from gracekv.evaluate.sample import Sample
+from gracekv.evaluate.sources import longbench_forms
 
 
 def sample(metric, *answers, **fields):
@@ -103,7 +104,7 @@ def golden(folder, name):
 
 def test_agrees_with_longbench_on_real_predictions(real_data):
     for case in golden(real_data, "longbench_metric_vectors"):
-        form = templates.longbench()[case["dataset"]]
+        form = longbench_forms()[case["dataset"]]
         one = sample(
             form["metric"],
             *case["answers"],

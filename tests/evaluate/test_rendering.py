@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.errors import TaskError
-from gracekv.evaluate.longbench import record_sample
 from gracekv.evaluate.rendering import chat_prompt, render
 from gracekv.evaluate.sources import Sources
-from gracekv.evaluate.tasks import NAMES, SUITES, Task, expand
+from gracekv.evaluate.tasks import NAMES, SUITES, Task, expand, record_sample
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,17 @@ import pytest
 
 from gracekv.errors import ConfigError
 from gracekv.evaluate.row_files import RowFile, latest, read_rows
+from support.evaluation_rows import row, written
+
+
+def keyed(key, **fields):
+    return {**row("ours", "2x", 0, 1.0), "key": key, **fields}
 
 
 def test_rows_come_back_in_order(tmp_path):
     with RowFile(tmp_path) as file:
         for n in range(3):
-            file.append({"key": str(n), "text": "line\u2028separator\nand ünïcode"})
+            file.append(keyed(str(n), text="line\u2028separator\nand ünïcode"))
     rows = read_rows(tmp_path)
     assert [row["key"] for row in rows] == ["0", "1", "2"]
     assert rows[0]["text"] == "line\u2028separator\nand ünïcode"
@@ -20,13 +25,13 @@ def test_rows_come_back_in_order(tmp_path):
 
 def test_a_torn_line_is_ignored_and_then_cut_off(tmp_path):
     with RowFile(tmp_path) as file:
-        file.append({"key": "whole"})
+        file.append(keyed("whole"))
     path = tmp_path / "rows-main.jsonl"
     with path.open("ab") as file:
         file.write(b'{"key": "to')
     assert [row["key"] for row in read_rows(tmp_path)] == ["whole"]
     with RowFile(tmp_path) as file:
-        file.append({"key": "next"})
+        file.append(keyed("next"))
     assert [row["key"] for row in read_rows(tmp_path)] == ["whole", "next"]
     assert path.read_bytes().count(b"\n") == 2
 
@@ -36,15 +41,15 @@ def test_a_second_writer_of_one_file_is_refused(tmp_path):
         with pytest.raises(ConfigError, match="Another process is writing"):
             RowFile(tmp_path)
         with RowFile(tmp_path, "1of2") as other:
-            other.append({"key": "b"})
+            other.append(keyed("b"))
     with RowFile(tmp_path) as again:
-        again.append({"key": "a"})
+        again.append(keyed("a"))
     assert {row["key"] for row in read_rows(tmp_path)} == {"a", "b"}
 
 
 def test_nan_is_text_and_not_zero(tmp_path):
     with RowFile(tmp_path) as file:
-        file.append({"key": "a", "deep": {"values": [float("nan"), 1.0, float("inf")]}})
+        file.append(keyed("a", deep={"values": [float("nan"), 1.0, float("inf")]}))
     (row,) = read_rows(tmp_path)
     assert row["deep"]["values"] == ["nan", 1.0, "inf"]
 
@@ -52,20 +57,48 @@ def test_nan_is_text_and_not_zero(tmp_path):
 def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
     real = os.write
     with RowFile(tmp_path) as file:
-        file.append({"key": "a"})
+        file.append(keyed("a"))
         monkeypatch.setattr(os, "write", lambda file, data: real(file, data[:5]))
         with pytest.raises(OSError, match="Only 5 of"):
-            file.append({"key": "b"})
+            file.append(keyed("b"))
         monkeypatch.setattr(os, "write", real)
-        file.append({"key": "c"})
+        file.append(keyed("c"))
     assert [row["key"] for row in read_rows(tmp_path)] == ["a", "c"]
 
 
-@pytest.mark.parametrize("line", ["not json", "[1]", json.dumps({"no": "key"})])
-def test_a_complete_line_that_is_no_row_is_an_error(tmp_path, line):
-    (tmp_path / "rows-main.jsonl").write_text(line + "\n")
-    with pytest.raises(ConfigError, match=r"Line 1 of .* is not a row"):
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("not json", "Expecting value"),
+        ("[1]", "no mapping"),
+        ('{"no": "key"}', "has no 'key'"),
+        ("[" * 100_000, "recursion"),
+        ('{"key": "\\ud800"}', "surrogates"),
+        (json.dumps(keyed("a", seed=True)), "'seed' is True"),
+        (json.dumps(keyed("a", length="1024")), "'length' is '1024'"),
+        (json.dumps(keyed("a", column="fast")), "'column' is 'fast'"),
+        (json.dumps(keyed("a", column="1e999x")), "'column'"),
+        (json.dumps(keyed("a", settings={})), "'protocol' is no text"),
+        (json.dumps(keyed("a", versions={"torch": 2})), "'torch' is no text"),
+        (json.dumps(keyed("a", error={"type": "X"})), "'message' is no text"),
+        (json.dumps(keyed("a", metric=None)), "'metric' is None"),
+        (json.dumps(keyed("a", questions=[3])), "no mappings"),
+        (json.dumps(keyed("a", score=float("nan"))), "not JSON compliant"),
+    ],
+)
+def test_a_complete_line_that_is_no_row_is_an_error(tmp_path, line, why):
+    path = written(tmp_path, [keyed("whole")]) / "rows-main.jsonl"
+    path.write_text(f"{path.read_text()}{line}\n")
+    with pytest.raises(ConfigError, match=rf"(?s)Line 2 of .*rows-main.jsonl is not a row .*{why}"):
         read_rows(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder" / "rows-main.jsonl").mkdir(parents=True)
+    for folder in ("file", "file/below", "folder"):
+        with pytest.raises(ConfigError, match=r"Rows cannot be written to .*--out"):
+            RowFile(tmp_path / folder)
 
 
 def test_a_missing_folder_is_an_error(tmp_path):

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.errors import TaskError
-from gracekv.evaluate import ruler, templates
+from gracekv.evaluate import ruler
+from gracekv.evaluate.needles import noise_lines
 from gracekv.evaluate.rendering import chat_prompt
-from gracekv.evaluate.ruler.fitting import largest
-from gracekv.evaluate.ruler.needles import noise_lines
-from gracekv.evaluate.sources import Sources
+from gracekv.evaluate.sources import Sources, ruler_forms
+from gracekv.evaluate.texts import largest
 
 NIAH = [name for name in ruler.TASKS if name.startswith("niah")]
 # The smallest unit that a task can add, in tokens of the test tokenizer, where it exceeds 2 %.
@@ -21,7 +21,7 @@ UNIT = {"niah_multikey_2": 45, "niah_multikey_3": 140, "qa_1": 60, "qa_2": 80}
 
 
 def cap(name):
-    return templates.ruler()["tasks"][name]["max_new_tokens"]
+    return ruler_forms()["tasks"][name]["max_new_tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_every_needle_is_present_once_and_the_answer_is_derivable(make, name, se
     sample = make(name, 1536, seed)
     # Of wonderwords' adjectives one has a blank.
     found = re.findall(r"One of the special magic (\w+) for (.+?) is: (\S+)\.", sample.context)
-    args = templates.ruler()["tasks"][name]["args"]
+    args = ruler_forms()["tasks"][name]["args"]
     asked = {key for _, key, _ in found if key in sample.question}
     assert len(asked) == args["num_needle_q"]
     assert sorted(v for _, key, v in found if key in asked) == sorted(sample.answers)

@@ -12,7 +12,8 @@ import pytest
 from gracekv.errors import ConfigError, TaskError
 from gracekv.evaluate import Experiment, run
 from gracekv.evaluate.row_files import read_rows
-from gracekv.evaluate.shards import Shard
+from gracekv.evaluate.schedule import Shard
+from gracekv.testing.models import tiny_llama
 
 METHODS = ["fullkv", "gracekv", "gracekv-no-global"]
 PANEL = {
@@ -69,11 +70,10 @@ def test_one_prefill_serves_all_cells_of_a_sample(experiment, tiny, tmp_path, mo
     assert len(calls) == 4
 
 
-def test_a_finished_run_does_not_load_the_model(experiment, tiny, tmp_path):
+def test_a_finished_run_changes_nothing(experiment, tiny, tmp_path):
     run(experiment, tmp_path, **tiny)
     before = (tmp_path / "rows-main.jsonl").read_bytes()
-    # Without a loaded model it would look for one called "tiny".
-    again = run(experiment, tmp_path)
+    again = run(experiment, tmp_path, **tiny)
     assert (again.written, again.kept) == (0, CELLS)
     assert (tmp_path / "rows-main.jsonl").read_bytes() == before
 
@@ -98,7 +98,7 @@ def test_a_failure_is_a_row_and_the_run_goes_on(experiment, tiny, tmp_path):
     assert {row["column"] for row in failed} == {"400x"}
     assert {row["error"]["type"] for row in failed} == {"BudgetError"}
     assert all("score" not in row for row in failed)
-    assert run(broken, tmp_path).failed == 8
+    assert run(broken, tmp_path, **tiny).failed == 8
     assert run(broken, tmp_path, retry_failed=True, **tiny).written == 8
 
 
@@ -169,27 +169,29 @@ def test_other_data_under_the_same_names_are_noticed(experiment, tiny, tmp_path,
     rows = (tmp_path / "rows-main.jsonl").read_bytes().split(b"\n")
     # A row is missing, and what it was made from has changed since.
     (tmp_path / "rows-main.jsonl").write_bytes(b"\n".join([*rows[:-2], b""]))
-    from gracekv.evaluate import longbench
+    from gracekv.evaluate import tasks
 
-    real = longbench.record_sample
+    real = tasks.record_sample
 
     def changed(*args):
         sample = real(*args)
         return replace(sample, context=sample.context + " More.")
 
-    monkeypatch.setattr(longbench, "record_sample", changed)
+    monkeypatch.setattr(tasks, "record_sample", changed)
     done = run(experiment, tmp_path, **tiny)
     assert (done.written, done.failed) == (1, 1)
     assert "have changed" in read_rows(tmp_path)[-1]["error"]["message"]
 
 
-def test_another_model_under_the_same_name_is_refused(experiment, tiny, tmp_path):
-    from gracekv.testing.models import tiny_llama
-
-    run(replace(experiment, panels=(replace(experiment.panels[0], samples=1),)), tmp_path, **tiny)
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_model_under_the_same_name_is_refused(experiment, tiny, tmp_path, finished):
+    one = replace(experiment, panels=(replace(experiment.panels[0], samples=1),))
+    run(one, tmp_path, **tiny)
+    before = (tmp_path / "rows-main.jsonl").read_bytes()
     other = {**tiny, "model": tiny_llama(vocabulary=2000, layers=3)}
-    with pytest.raises(ConfigError, match="another model"):
-        run(experiment, tmp_path, **other)
+    with pytest.raises(ConfigError, match=r"another model .* 'tiny' \(other "):
+        run(one if finished else experiment, tmp_path, **other)
+    assert (tmp_path / "rows-main.jsonl").read_bytes() == before
 
 
 SCRIPT = """

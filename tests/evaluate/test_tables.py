@@ -11,44 +11,15 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from gracekv.errors import ConfigError
-from gracekv.evaluate.ablate import deltas, variants
-from gracekv.evaluate.formats import as_csv, footer, latex, markdown
+from gracekv.evaluate.formats import as_csv, deltas, footer, latex, markdown
 from gracekv.evaluate.measures import MEASURES, measure
+from gracekv.evaluate.methods import variants
 from gracekv.evaluate.plots import plot
 from gracekv.evaluate.statistics import compare, holm, interval
 from gracekv.evaluate.tables import make_tables
+from support.evaluation_rows import grid, row
 
 SCORE = MEASURES["score"]
-
-
-def row(method, column, index, score, task="ruler:cwe", **fields):
-    return {
-        "key": f"{method}|{column}|{task}|{index}|{fields.get('settings', '')}",
-        "sample": f"{task}|{index}",
-        "prompt_hash": f"{task}|{index}",
-        "model": "tiny",
-        "dtype": "float32",
-        "task": task,
-        "length": 1024,
-        "seed": 42,
-        "index": index,
-        "settings": {"protocol": "query_aware", "max_new_tokens": 4},
-        "group": "aggregation",
-        "metric": "set_recall",
-        "method": method,
-        "column": column,
-        "versions": {"gracekv": "0.1.0"},
-        "source": "generated",
-        "error": None,
-        "score": score,
-        "fidelity": {"kl": 1 - score, "dnll": 0.0, "top1": score, "aoe": 0.5},
-        **fields,
-    }
-
-
-def grid(scores):
-    """{(method, column): [scores]} as rows of one task."""
-    return [row(m, c, i, s) for (m, c), values in scores.items() for i, s in enumerate(values)]
 
 
 ROWS = grid(
@@ -167,6 +138,24 @@ def test_rows_of_two_settings_are_not_mixed():
 def test_rows_of_two_prompts_are_not_mixed():
     with pytest.raises(ConfigError, match="different prompts"):
         make_tables([*ROWS, row("fourth", "2x", 0, 1.0, prompt_hash="other")], SCORE)
+
+
+def test_rows_of_two_models_of_one_name_are_not_mixed():
+    other = row("fourth", "2x", 0, 1.0, marks={"weights": "second"})
+    with pytest.raises(ConfigError, match=r"another model .* 'tiny' \(other weights\)"):
+        make_tables([*ROWS, other], SCORE)
+    # Under another name, or without a word of any, they are no danger.
+    make_tables([*ROWS, {**other, "model": "large"}], SCORE)
+    failed = {"error": {"type": "TaskError", "message": "no data"}}
+    make_tables([*ROWS, {n: v for n, v in {**other, **failed}.items() if n != "marks"}], SCORE)
+
+
+def test_values_that_are_no_numbers_are_left_out():
+    for value in (None, True, "nan", [1], 10**400, {"nll": 1}):
+        broken = [{**r, "score": value, "bytes": {"kv": value, "full_kv": 0}} for r in ROWS]
+        assert not make_tables(broken, SCORE)
+        assert not make_tables([{**r, "fidelity": value} for r in ROWS], MEASURES["log_kl"])
+        assert not make_tables(broken, MEASURES["kv_share"])
 
 
 def test_protocols_metrics_and_lengths_have_blocks_of_their_own():

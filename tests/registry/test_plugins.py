@@ -6,6 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
@@ -221,22 +224,86 @@ class Entry:
         self.name, self.value, self.load = name, f"{name}_module", action
 
 
-def test_plugins_load_in_order_and_a_broken_one_harms_no_other(monkeypatch):
+@pytest.fixture
+def entries(monkeypatch):
+    """The entry points that plugins are loaded from; none was loaded before."""
+    entries = []
+    monkeypatch.setattr(metadata, "entry_points", lambda group: entries)
+    monkeypatch.setattr(plugins, "_loaded", False)
+    monkeypatch.setattr(plugins, "_tried", {})
+    return entries
+
+
+class Quits(BaseException):
+    """What is neither an error nor an interrupt."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no device"), SystemExit("no device"), Quits(3)])
+def test_plugins_load_in_order_and_a_broken_one_harms_no_other(entries, error):
     seen = []
 
     def broken():
-        raise RuntimeError("no such device")
+        raise error
 
-    entries = [
+    entries += [
         Entry("c", lambda: seen.append("c")),
         Entry("b", broken),
         Entry("a", lambda: seen.append("uniform" in SEGMENTERS)),
     ]
-    monkeypatch.setattr(metadata, "entry_points", lambda group: entries)
-    monkeypatch.setattr(plugins, "_loaded", False)
-    monkeypatch.setattr(plugins, "_broken", {})
-    with pytest.warns(PluginWarning, match=r"'b' \(b_module\) .* RuntimeError: no such device"):
+    why = f"{type(error).__name__}: {error}"
+    with pytest.warns(PluginWarning, match=rf"'b' \(b_module\) .* {why}"):
         len(SEGMENTERS)
     assert seen == [True, "c"]
-    with pytest.raises(UnknownStrategyError, match="plugin 'b' is broken: RuntimeError"):
+    with pytest.raises(UnknownStrategyError, match=f"plugin 'b' is broken: {why}"):
         SEGMENTERS.get("of_b")
+    # Said once.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        len(SEGMENTERS)
+    assert seen == [True, "c"]
+
+
+def test_plugins_load_where_their_warnings_are_errors(entries):
+    seen = []
+    entries += [Entry("a", lambda: sys.exit(1)), Entry("b", lambda: seen.append("b"))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(PluginWarning, match="SystemExit: 1"):
+            len(SEGMENTERS)
+        len(SEGMENTERS)
+    assert seen == ["b"]
+
+
+def test_an_interrupt_while_plugins_load_loses_none_of_them(entries):
+    seen, interrupts = [], [KeyboardInterrupt]
+
+    def interrupted():
+        if interrupts:
+            raise interrupts.pop()
+        seen.append("b")
+
+    entries += [
+        Entry("a", lambda: seen.append("a")),
+        Entry("b", interrupted),
+        Entry("c", lambda: seen.append("c")),
+    ]
+    with pytest.raises(KeyboardInterrupt):
+        len(SEGMENTERS)
+    assert seen == ["a"]
+    # Threads that come together see all of them, each loaded once.
+    barrier = threading.Barrier(4)
+
+    def read(_):
+        barrier.wait()
+        len(SEGMENTERS)
+        return tuple(seen)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(read, range(4))) == {("a", "b", "c")}
+
+
+def test_a_named_module_that_ends_the_program_is_an_error(mine):
+    (mine / "quits.py").write_text("raise SystemExit(3)")
+    with pytest.raises(PluginError, match=r"'quits'.*SystemExit: 3"):
+        plugins.import_modules(["quits"])
+    assert plugins.imported_modules() == ()

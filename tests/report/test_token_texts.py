@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gracekv import Prompt
-from gracekv.report.texts import token_texts
+from gracekv.report.data import token_texts
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

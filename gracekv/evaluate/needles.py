@@ -1,20 +1,27 @@
-"""niah_*: sentences with a key and a value, hidden in essays, in noise, or among their like."""
+"""RULER's hidden sentences: niah_* (keys with values) and vt (a chain of variables).
+
+Sentences with a key and a value are hidden in essays, in noise, or among their like; variables,
+each assigned the one before, among noise.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+import string
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
-from gracekv.evaluate import templates
-from gracekv.evaluate.ruler.texts import Family, Texts
-from gracekv.evaluate.ruler.vocabulary import distinct
+from gracekv.evaluate.sample import FurtherQuestion
+from gracekv.evaluate.sources import ruler_forms
+from gracekv.evaluate.texts import Family, Texts, distinct, letters
 
 # RULER draws depths from 40 evenly spaced percentages of the text.
 _DEPTHS = tuple(i / 39 for i in range(40))
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
+# Lines of vt's demonstration: what RULER's search finds for at most 500 tokens, one step of lines.
+_DEMONSTRATION = {"long": 10, "short": 5}
 
 
 def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
@@ -58,20 +65,58 @@ def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
             (_singular(text) if single else text).format(**fields) for text in texts
         )
         answers = tuple(v for k in asked for v in values[k])
-        return Texts(instruction, context, question, answer_prefix, answers)
+        return Texts(instruction, context, (FurtherQuestion(question, answer_prefix, answers),))
+
+    return Family(draw, least=1)
+
+
+def chains(task: Mapping[str, Any], length: int) -> Family:
+    """vt, the variable tracing task; sizes count sentences of noise.
+
+    The demonstration, a solved instance with shorter names, stands before the instruction and is
+    never compressed (ours; RULER knows no compression).
+    """
+    lines = _DEMONSTRATION["long" if length >= 4096 else "short"]
+    names = task["args"]["num_hops"] + 1
+
+    def instance(sentences: int, letters_per_name: int, rng: Random) -> Texts:
+        variables = letters(letters_per_name, names, rng, string.ascii_uppercase)
+        value = str(rng.randint(10_000, 99_998))
+        form = ruler_forms()
+        chain = [form["vt_first"].format(x=variables[0], value=value)]
+        chain += [
+            form["vt_next"].format(y=new, x=old).rstrip()
+            for old, new in itertools.pairwise(variables)
+        ]
+        text = noise_lines(sentences)
+        places = sorted(rng.choices(range(len(text) + 1), k=names))
+        for place, line in reversed(list(zip(places, chain, strict=True))):
+            text.insert(place, line)
+        question, answer_prefix = (
+            task[part].format(query=value, num_v=names) for part in ("question", "answer_prefix")
+        )
+        asked = FurtherQuestion(question, answer_prefix, tuple(variables))
+        return Texts(task["prefix"], "\n".join(text), (asked,))
+
+    def draw(size: int, rng: Random) -> Texts:
+        # Its own stream: the demonstration must not change with the size of the real instance.
+        shown = instance(5 * lines, 3, Random(rng.getrandbits(64)))
+        solved = shown.solved() + " ".join(shown.asked[0].answers)
+        real = instance(size, 5, rng)
+        return real._replace(instruction=f"{solved}\n\n{real.instruction}")
 
     return Family(draw, least=1)
 
 
 def noise_lines(sentences: int) -> list[str]:
     """RULER's noise in lines of five sentences; the last may be shorter, to fill the length."""
-    line = _SENTENCE.split(templates.ruler()["noise"])
+    line = _SENTENCE.split(ruler_forms()["noise"])
     full, rest = divmod(sentences, len(line))
     return [" ".join(line)] * full + ([" ".join(line[:rest])] if rest else [])
 
 
 def _needle(args: Mapping[str, Any], key: str, value: str) -> str:
-    text: str = templates.ruler()["needle"].format(
+    text: str = ruler_forms()["needle"].format(
         type_needle_v=args["type_needle_v"], key=key, value=value
     )
     return text

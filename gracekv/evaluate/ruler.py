@@ -1,0 +1,177 @@
+"""RULER's 13 tasks, generated locally from their published procedure, for any tokenizer.
+
+Families of hidden sentences are in `gracekv.evaluate.needles`; here are those of counting (cwe,
+fwe) and of questions about documents (qa).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+from gracekv.errors import TaskError
+from gracekv.evaluate.needles import chains, needles
+from gracekv.evaluate.sample import FurtherQuestion, Sample
+from gracekv.evaluate.sources import Question, Sources, ruler_forms
+from gracekv.evaluate.texts import Family, Texts, largest, letters, random_stream, words
+
+TASKS = tuple(ruler_forms()["tasks"])
+
+_METRICS = {"string_match_all": "set_recall", "string_match_part": "set_any"}
+_ZETA_2 = math.pi**2 / 6
+
+
+def generate(
+    name: str,
+    length: int,
+    seed: int,
+    index: int,
+    sources: Sources,
+    count: Callable[[Sample], int],
+) -> Sample:
+    """The longest sample whose prompt and generated tokens together fit `length`.
+
+    Every sample has a random stream of its own, made of task, length, seed and index: the same
+    arguments give the same text, and places in the text differ between samples (RULER shuffles all
+    samples alike).
+
+    Args:
+        name: one of `TASKS`.
+        length: tokens of the rendered prompt plus the task's generation cap.
+        seed: of the whole data set.
+        index: number of the sample.
+        sources: essays and questions.
+        count: tokens of a sample's rendered prompt.
+
+    Raises `TaskError` if not even the smallest text fits, or the data run out.
+    """
+    task = ruler_forms()["tasks"][name]
+    family = _family(name, length, index, sources)
+
+    def build(size: int) -> Sample:
+        texts = family.draw(size, random_stream(name, length, seed, index))
+        return texts.sample(task=f"ruler:{name}", index=index, metric=_METRICS[task["metric"]])
+
+    room = length - task["max_new_tokens"]
+    size = largest(lambda size: count(build(size)) <= room, family.least, family.most)
+    if size is None:
+        raise TaskError(
+            f"The smallest sample {index} of ruler:{name} has {count(build(family.least))} tokens "
+            f"and generates up to {task['max_new_tokens']}, more than the length {length}. Use a "
+            f"larger length."
+        )
+    if size == family.most:
+        raise TaskError(
+            f"There are not enough data for ruler:{name} at length {length}. Use a shorter length "
+            f"(cwe ends at about 100,000 tokens), or a larger question file."
+        )
+    return build(size)
+
+
+def _family(name: str, length: int, index: int, sources: Sources) -> Family:
+    task = ruler_forms()["tasks"][name]
+    if task["family"] == "niah":
+        essay = task["args"]["type_haystack"] == "essay"
+        return needles(task, sources.essay() if essay else ())
+    if task["family"] == "variable_tracking":
+        return chains(task, length)
+    if task["family"] == "common_words_extraction":
+        return common_words(task, length)
+    if task["family"] == "freq_words_extraction":
+        return coded_words(task, length)
+    questions, corpus = sources.questions(task["args"]["dataset"])
+    if index >= len(questions):
+        raise TaskError(
+            f"ruler:{name} has {len(questions)} questions; sample {index} does not exist. Use "
+            f"fewer samples or a larger question file."
+        )
+    return documents(task, questions[index], corpus)
+
+
+def common_words(task: Mapping[str, Any], length: int) -> Family:
+    """cwe: the most common words of a numbered list; sizes count distinct words.
+
+    Ten words occur `often` times, all others `seldom`; a solved, smaller instance stands before
+    the instruction and is never compressed (ours). Shorter lengths repeat less, as in RULER.
+    """
+    args = task["args"]
+    common = args["num_cw"]
+    often, seldom = (args["freq_cw"], args["freq_ucw"]) if length >= 4096 else (6, 1)
+    shown, shown_often, shown_seldom = (40, 10, 3) if length >= 4096 else (20, 3, 1)
+    vocabulary = words("adjectives", "nouns", "verbs")
+
+    def instance(chosen: Sequence[str], often: int, seldom: int, rng: Random) -> Texts:
+        text = list(chosen[:common]) * often + list(chosen[common:]) * seldom
+        rng.shuffle(text)
+        return _asked_once(task, _numbered(text), tuple(chosen[:common]))
+
+    def draw(size: int, rng: Random) -> Texts:
+        shuffled = rng.sample(vocabulary, len(vocabulary))
+        # The demonstration's words come from the end, so that they do not depend on the size.
+        example = instance(shuffled[-shown:], shown_often, shown_seldom, rng)
+        solved = f"{example.solved()} {_numbered(example.asked[0].answers)}\n"
+        real = instance(shuffled[:size], often, seldom, rng)
+        return real._replace(instruction=solved + real.instruction)
+
+    return Family(draw, least=common + 1, most=len(vocabulary) - shown)
+
+
+def coded_words(task: Mapping[str, Any], length: int) -> Family:
+    """fwe: sizes count the words of a Zipf text, of which rank 1 is printed as dots.
+
+    The answers are ranks 2 to 4.
+    """
+    vocabulary = max(5, (length - task["max_new_tokens"]) // 50)
+
+    def draw(size: int, rng: Random) -> Texts:
+        ranked = letters(6, vocabulary, rng)
+        ranked[0] = "..."
+        counts = [math.floor(size * k**-2 / _ZETA_2) for k in range(1, vocabulary + 1)]
+        text = list(Counter(dict(zip(ranked, counts, strict=True))).elements())
+        rng.shuffle(text)
+        return _asked_once(task, " ".join(text), tuple(ranked[1:4]))
+
+    # From here on ranks 2 to 5 occur differently often.
+    return Family(draw, least=80)
+
+
+def documents(task: Mapping[str, Any], question: Question, corpus: Sequence[str]) -> Family:
+    """qa_1 and qa_2: a question about one or two documents; sizes count characters of distractors.
+
+    Distractors are taken in RULER's order (near ones, then random ones), leaving out those that no
+    longer fit, so that whole documents fill the length (ours; RULER adds ten at a time).
+    """
+    form = ruler_forms()["document"]
+    most = sum(len(text) for text in {*question.near, *corpus} - set(question.gold))
+
+    def draw(size: int, rng: Random) -> Texts:
+        near = list(question.near)
+        rng.shuffle(near)
+        far = [text for text in corpus if text not in {*question.near, *question.gold}]
+        rng.shuffle(far)
+        chosen, room = list(question.gold), size
+        for text in near + far:
+            if len(text) <= room:
+                chosen.append(text)
+                room -= len(text)
+        rng.shuffle(chosen)
+        context = "\n\n".join(form.format(i=i, document=text) for i, text in enumerate(chosen, 1))
+        return _asked_once(task, context, question.answers, query=question.text)
+
+    return Family(draw, least=0, most=most)
+
+
+def _asked_once(
+    task: Mapping[str, Any], context: str, answers: tuple[str, ...], **fields: str
+) -> Texts:
+    """A task's own instruction and question around `context`; `fields` fill the question."""
+    question = task["question"].format(**fields) if fields else task["question"]
+    asked = FurtherQuestion(question, task["answer_prefix"], answers)
+    return Texts(task["prefix"], context, (asked,))
+
+
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))

@@ -1,0 +1,147 @@
+"""Texts that are made here, at any size: what RULER and tasks of several questions have in common.
+
+A family draws texts of a size from a random stream; `largest` finds the size that fits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import string
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any, NamedTuple
+
+from gracekv.errors import MissingDependencyError
+from gracekv.evaluate.sample import FurtherQuestion, Sample
+
+
+class Texts(NamedTuple):
+    """The texts of one sample.
+
+    Attributes:
+        instruction: what stands before the long text.
+        context: the long text.
+        asked: the questions about it, at least one.
+    """
+
+    instruction: str
+    context: str
+    asked: tuple[FurtherQuestion, ...]
+
+    def solved(self) -> str:
+        """Everything up to the first question's given start of an answer."""
+        return "".join((self.instruction, self.context, *self.asked[0][:2]))
+
+    def sample(self, **about: Any) -> Sample:
+        """The sample of these texts; `about` are the fields that the task decides."""
+        first, *further = self.asked
+        return Sample(
+            instruction=self.instruction,
+            context=self.context,
+            further=tuple(further),
+            **first._asdict(),
+            **about,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One task, ready to be drawn at any size.
+
+    Attributes:
+        draw: texts of a size, from a random stream; the same stream gives the same texts.
+        least: the smallest size that makes sense.
+        most: the largest that the data allow, or None.
+    """
+
+    draw: Callable[[int, Random], Texts]
+    least: int
+    most: int | None = None
+
+
+def random_stream(name: str, length: int, seed: int, index: int) -> Random:
+    """The random numbers of one sample: the same arguments give the same ones."""
+    text = f"{name}|{length}|{seed}|{index}"
+    return Random(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
+
+
+def largest(fits: Callable[[int], bool], least: int, most: int | None = None) -> int | None:
+    """The largest size in [least, most] with `fits`, by doubling and bisection; None if none fits.
+
+    RULER searches in coarse steps and never below the first; steps of one fill the length and work
+    at any (ours). A text of one more unit may be a token shorter, so `fits` need not be monotone:
+    the result always fits, and is the largest around where bisection ends.
+    """
+    if not fits(least):
+        return None
+    good, step = least, 1
+    while True:
+        bad = good + step
+        if most is not None and bad > most:
+            bad = most + 1
+            break
+        if not fits(bad):
+            break
+        good, step = bad, 2 * step
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+@cache
+def words(*categories: str) -> tuple[str, ...]:
+    """Distinct words of wonderwords' categories ("nouns", "adjectives", "verbs"), sorted.
+
+    Raises `MissingDependencyError` if wonderwords is not installed.
+    """
+    if importlib.util.find_spec("wonderwords") is None:
+        raise MissingDependencyError(
+            "RULER's words come from the package 'wonderwords'. Install it with: "
+            "pip install 'gracekv[evaluate]'"
+        )
+    from wonderwords import RandomWord
+
+    source = RandomWord()
+    return tuple(
+        sorted({w for category in categories for w in source.filter(include_categories=[category])})
+    )
+
+
+def distinct(kind: str, count: int, rng: Random, taken: set[str]) -> list[str]:
+    """`count` draws that differ from each other and from `taken`, to which they are added.
+
+    Kinds are "words" (adjective-noun), "numbers" (7 digits) and "uuids" (version 4). RULER draws
+    with replacement; a repeated key would make its question ambiguous.
+    """
+
+    def draw() -> str:
+        if kind == "words":
+            return f"{rng.choice(words('adjectives'))}-{rng.choice(words('nouns'))}"
+        if kind == "numbers":
+            return str(rng.randint(1_000_000, 9_999_999))
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        if (one := draw()) not in taken:
+            drawn[one] = None
+            taken.add(one)
+    return list(drawn)
+
+
+def letters(
+    length: int, count: int, rng: Random, alphabet: str = string.ascii_lowercase
+) -> list[str]:
+    """`count` distinct strings of `length` random letters."""
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        drawn["".join(rng.choices(alphabet, k=length))] = None
+    return list(drawn)
