@@ -4,6 +4,11 @@ All derive from `GracekvError`; those caused by an argument are also `ValueError
 callers can catch what they already catch.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
 
 class GracekvError(Exception):
     """Base of every error that gracekv raises on purpose."""
@@ -83,6 +88,20 @@ class ReportError(GracekvError, ValueError):
 
 class MissingDependencyError(GracekvError, ImportError):
     """An optional package that this feature needs is not installed."""
+
+
+def required(module: str, extra: str, package: str = "") -> Any:
+    """The optional module of that name.
+
+    Raises `MissingDependencyError` naming its package (default: as the module) and our extra.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"This needs the package {package or module.partition('.')[0]!r}. Install it with: "
+            f"pip install 'gracekv[{extra}]'"
+        ) from error
 
 
 class LengthWarning(UserWarning):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer import Argument, Option
 
 from gracekv.cli.options import Imports
 from gracekv.errors import ConfigError
@@ -23,56 +24,46 @@ _PANEL = (
     "samples", "seed", "recent_share", "protocol", "max_new_tokens", "generate", "fidelity",
     "truncate", "max_prompt",
 )  # fmt: skip
-MeasureNames = Annotated[str, typer.Option("--metric", help="What to show, such as score,kl.")]
+MeasureNames = Annotated[str, Option("--metric", help="What to show, such as score,kl.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What `evaluate` and `ablate` run, and where: each field is an option of both commands."""
 
-    out: Annotated[Path, typer.Option(help="Folder of rows; a run in it is continued.")]
-    model: Annotated[
-        str | None, typer.Option(help="'smollm2', or a transformers name or folder.")
-    ] = None
-    tasks: Annotated[str | None, typer.Option(help="Tasks and suites, separated by commas.")] = None
-    ratios: Annotated[str, typer.Option(help="Budgets as ratios, such as 4,8,16.")] = ""
-    entries: Annotated[str, typer.Option(help="Budgets as entries per head, such as 512,1024.")] = (
-        ""
+    out: Annotated[Path, Option(help="Folder of rows; a run in it is continued.")]
+    model: Annotated[str | None, Option(help="'smollm2', or a transformers name or folder.")] = None
+    tasks: Annotated[str | None, Option(help="Tasks and suites, separated by commas.")] = None
+    ratios: Annotated[str, Option(help="Budgets as ratios, such as 4,8,16.")] = ""
+    entries: Annotated[str, Option(help="Budgets as entries per head, such as 512,1024.")] = ""
+    samples: Annotated[int, Option(min=1, help="Samples of each task and length.")] = 50
+    length: Annotated[str, Option(help="Total tokens of RULER's samples, such as 4096,8192.")] = (
+        "4096"
     )
-    samples: Annotated[int, typer.Option(min=1, help="Samples of each task and length.")] = 50
-    length: Annotated[
-        str, typer.Option(help="Total tokens of RULER's samples, such as 4096,8192.")
-    ] = "4096"
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32"
-    data: Annotated[Path | None, typer.Option(help="Folder with essays/, qa/ and longbench/.")] = (
-        None
-    )
-    seed: Annotated[int, typer.Option(help="Seed of RULER's samples.")] = 42
+    dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32"
+    data: Annotated[Path | None, Option(help="Folder with essays/, qa/ and longbench/.")] = None
+    seed: Annotated[int, Option(help="Seed of RULER's samples.")] = 42
     recent_share: Annotated[
-        float | None, typer.Option(help="Most of the budget that the recent window may take.")
+        float | None, Option(help="Most of the budget that the recent window may take.")
     ] = None
-    protocol: Annotated[str, typer.Option(help="query_aware (the paper's) or query_agnostic.")] = (
+    protocol: Annotated[str, Option(help="query_aware (the paper's) or query_agnostic.")] = (
         "query_aware"
     )
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Lower cap on generated tokens.")
-    ] = None
-    generate: Annotated[bool, typer.Option(help="Generate answers and score them.")] = True
-    fidelity: Annotated[
-        bool, typer.Option(help="Feed the reference answer, compare with FullKV.")
-    ] = True
-    truncate: Annotated[
-        str, typer.Option(help="Prompts too long: middle, start, error or skip.")
-    ] = "middle"
-    max_prompt: Annotated[int | None, typer.Option(min=1, help="Most prompt tokens.")] = None
+    max_new_tokens: Annotated[int | None, Option(min=1, help="Lower cap on generated tokens.")] = (
+        None
+    )
+    generate: Annotated[bool, Option(help="Generate answers and score them.")] = True
+    fidelity: Annotated[bool, Option(help="Feed the reference answer, compare with FullKV.")] = True
+    truncate: Annotated[str, Option(help="Prompts too long: middle, start, error or skip.")] = (
+        "middle"
+    )
+    max_prompt: Annotated[int | None, Option(min=1, help="Most prompt tokens.")] = None
     shard: Annotated[
-        str | None, typer.Option(help="i/n: this process's part; default RANK and WORLD_SIZE.")
+        str | None, Option(help="i/n: this process's part; default RANK and WORLD_SIZE.")
     ] = None
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Run failed cells again.")
-    ] = False
+    retry_failed: Annotated[bool, Option("--retry-failed", help="Run failed cells again.")] = False
     ray: Annotated[
-        int | None, typer.Option("--ray", min=1, help="Spread samples over this many Ray workers.")
+        int | None, Option("--ray", min=1, help="Spread samples over this many Ray workers.")
     ] = None
     imports: Imports = None
 
@@ -151,9 +142,9 @@ def _with_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def evaluate(
     options: RunOptions,
-    config: Annotated[Path | None, typer.Option(help="A YAML file instead of options.")] = None,
+    config: Annotated[Path | None, Option(help="A YAML file instead of options.")] = None,
     methods: Annotated[
-        str, typer.Option(help="Recipes, files, or recipe[stage.field=value].")
+        str, Option(help="Recipes, files, or recipe[stage.field=value].")
     ] = "fullkv,gracekv",
 ) -> None:
     """Run methods on benchmark tasks; one row a sample, method and budget, resumable."""
@@ -173,16 +164,16 @@ def evaluate(
 
 
 def table(
-    runs: Annotated[Path, typer.Argument(help="The --out of an evaluation; shards are merged.")],
-    format: Annotated[str, typer.Option(help="markdown, latex or csv.")] = "markdown",
+    runs: Annotated[Path, Argument(help="The --out of an evaluation; shards are merged.")],
+    format: Annotated[str, Option(help="markdown, latex or csv.")] = "markdown",
     metric: MeasureNames = "score",
     against: Annotated[
-        str | None, typer.Option(help="Wins, ties and losses against this method.")
+        str | None, Option(help="Wins, ties and losses against this method.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Also draw the first metric against the ratio.")
+        Path | None, Option(help="Also draw the first metric against the ratio.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write here instead of to the screen.")] = None,
+    out: Annotated[Path | None, Option(help="Write here instead of to the screen.")] = None,
 ) -> None:
     """Means with 95 % bootstrap intervals on paired samples, in the paper's layout."""
     from gracekv.evaluate.formats import FORMATS, footer
@@ -208,13 +199,13 @@ def table(
 
 def ablate(
     options: RunOptions,
-    base: Annotated[str, typer.Option(help="The method that is varied.")] = "gracekv",
+    base: Annotated[str, Option(help="The method that is varied.")] = "gracekv",
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="stage.field=v1,v2: one method a value; may be repeated."),
+        Option("--set", help="stage.field=v1,v2: one method a value; may be repeated."),
     ] = None,
     ablations: Annotated[
-        bool | None, typer.Option(help="The base's ablation recipes; default: if no --set.")
+        bool | None, Option(help="The base's ablation recipes; default: if no --set.")
     ] = None,
     metric: MeasureNames = "score",
 ) -> None:

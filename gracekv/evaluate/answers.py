@@ -45,7 +45,8 @@ def greedy(
     prompt = ids[None].to(device)
     # The model's own sampling settings would only raise warnings here.
     options: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
-    ends = _ends(model)
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
     if sample.stop is not None:
         # As LongBench does it: the first token may not be an end, and a text that is one token
         # ends the answer as that token.
@@ -69,13 +70,6 @@ def greedy(
     seconds = _now(device) - start
     new = output[0, len(ids) :]
     return Answer(tokenizer.decode(new, skip_special_tokens=True), len(new), seconds)
-
-
-def _ends(model: Any) -> list[int]:
-    ends = model.generation_config.eos_token_id
-    if ends is None:
-        return []
-    return list(ends) if isinstance(ends, list | tuple) else [ends]
 
 
 def _now(device: torch.device) -> float:

@@ -7,6 +7,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 
 from gracekv.evaluate.measures import Measure
 from gracekv.evaluate.row_files import Row, latest
@@ -70,19 +71,12 @@ def as_csv(found: Sequence[Table], measure: Measure) -> str:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_CSV)
     for table in found:
-        title = table.title
         for (method, column), cell in table.cells.items():
-            line: list[object] = [
-                title.model, title.protocol, title.group, title.metric, title.length or "",
-                measure.name, method, column, cell.mean, cell.low, cell.high, cell.samples,
-            ]  # fmt: skip
+            line = [*astuple(table.title), measure.name, method, column, *astuple(cell)]
             versus = table.against.get((method, column))
             if versus is not None:
-                delta = versus.delta
-                line += [
-                    table.reference, delta.mean, delta.low, delta.high,
-                    versus.wins, versus.ties, versus.losses, versus.p,
-                ]  # fmt: skip
+                *delta, _samples = astuple(versus.delta)
+                line += [table.reference, *delta, *astuple(versus)[1:]]
             writer.writerow(line)
     return out.getvalue()
 
@@ -189,18 +183,9 @@ def _comparisons(table: Table, measure: Measure) -> str:
         _line(["---", "---:", "---:", "---:", "---:"]),
     ]
     for (method, column), versus in table.against.items():
-        delta = versus.delta
-        lines.append(
-            _line(
-                [
-                    method,
-                    column,
-                    difference(delta, measure.digits),
-                    f"{versus.wins} / {versus.ties} / {versus.losses}",
-                    f"{versus.p:.3f}",
-                ]
-            )
-        )
+        counts = f"{versus.wins} / {versus.ties} / {versus.losses}"
+        delta = difference(versus.delta, measure.digits)
+        lines.append(_line([method, column, delta, counts, f"{versus.p:.3f}"]))
     return "\n".join(lines)
 
 

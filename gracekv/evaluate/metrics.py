@@ -18,9 +18,10 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
-from gracekv.errors import ConfigError, MissingDependencyError
+from gracekv.errors import ConfigError, required
 from gracekv.evaluate.sample import Sample
 
 _CONTROL = re.compile("[\x00-\x1f]")
@@ -152,12 +153,9 @@ def code_sim(prediction: str, answer: str) -> float:
     """Edit similarity of the first line that is no comment and no code fence."""
     lines = prediction.lstrip("\n").split("\n")
     code = [line for line in lines if not any(mark in line for mark in ("`", "#", "//"))]
-    try:
-        from rapidfuzz import fuzz
-    except ImportError as error:
-        raise _missing("rapidfuzz") from error
+    fuzz = required("rapidfuzz.fuzz", "evaluate")
     # The official fuzzywuzzy rounds to whole percents.
-    return round(fuzz.ratio(code[0] if code else "", answer)) / 100
+    return float(round(fuzz.ratio(code[0] if code else "", answer)) / 100)
 
 
 PAIRWISE: dict[str, Metric] = {
@@ -189,37 +187,14 @@ def _f1(prediction: list[str], answer: list[str]) -> float:
 
 @cache
 def _lcs_scorer() -> Any:
-    try:
-        from rouge_score import rouge_scorer, tokenizers
-    except ImportError as error:
-        raise _missing("rouge-score") from error
-
-    class Blanks(tokenizers.Tokenizer):  # type: ignore[misc]
-        def tokenize(self, text: str) -> list[str]:
-            return text.split()
-
-    return rouge_scorer.RougeScorer(["rougeL"], tokenizer=Blanks())
+    scorer = required("rouge_score.rouge_scorer", "evaluate", "rouge-score")
+    return scorer.RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=str.split))
 
 
 @cache
 def _rouge() -> Any:
-    try:
-        from rouge import Rouge
-    except ImportError as error:
-        raise _missing("rouge") from error
-    return Rouge()
+    return required("rouge", "evaluate").Rouge()
 
 
 def _jieba() -> Any:
-    try:
-        import jieba
-    except ImportError as error:
-        raise _missing("jieba") from error
-    return jieba
-
-
-def _missing(package: str) -> MissingDependencyError:
-    return MissingDependencyError(
-        f"This metric needs the package {package!r}. Install it with: "
-        f"pip install 'gracekv[evaluate]'"
-    )
+    return required("jieba", "evaluate")

@@ -25,34 +25,45 @@ _SETTINGS = (
 )  # fmt: skip
 
 
-def sample_key(model: str, dtype: str, panel: Panel, task: Task, index: int) -> str:
-    """Identifies a sample under a panel's settings, without loading the model."""
-    return _digest(_identity(model, dtype, panel, task, index))
+def identity(model: str, dtype: str, panel: Panel, task: Task, index: int) -> dict[str, Any]:
+    """The fields that tell one sample under a panel's settings from all others."""
+    return {
+        "model": model,
+        "dtype": dtype,
+        "task": task.name,
+        "length": task.length,
+        "seed": task.seed,
+        "index": index,
+        "settings": {name: getattr(panel, name) for name in _SETTINGS},
+    }
 
 
-def row_key(model: str, dtype: str, panel: Panel, task: Task, index: int, cell: Cell) -> str:
-    """Identifies one cell of one sample: rows of the same key measure the same thing."""
-    return _digest(
-        {
-            **_identity(model, dtype, panel, task, index),
-            "method": cell.method.label,
-            "pipeline": cell.method.pipeline.to_dict(),
-            "column": cell.column,
-        }
-    )
+def sample_key(sample: Mapping[str, Any]) -> str:
+    """Identifies the sample of that `identity`, without loading the model."""
+    return hashlib.sha256(json.dumps(sample, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def known_fields(model: str, dtype: str, panel: Panel, task: Task, index: int, cell: Cell) -> Row:
+def cell_fields(sample: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
+    """The method and the budget of one cell of a sample, and `key`.
+
+    Rows of the same key measure the same thing.
+    """
+    fields = {
+        "method": cell.method.label,
+        "pipeline": cell.method.pipeline.to_dict(),
+        "column": cell.column,
+    }
+    return {"key": sample_key({**sample, **fields}), **fields}
+
+
+def known_fields(sample: Mapping[str, Any], group: str, cell: Cell) -> Row:
     """The part of a row that is known before anything is run."""
     return {
-        "key": row_key(model, dtype, panel, task, index, cell),
-        "sample": sample_key(model, dtype, panel, task, index),
-        **_identity(model, dtype, panel, task, index),
-        "group": task.group,
-        "method": cell.method.label,
-        "column": cell.column,
+        **cell_fields(sample, cell),
+        "sample": sample_key(sample),
+        **sample,
+        "group": group,
         "budget": None if cell.budget is None else cell.budget.kind,
-        "pipeline": cell.method.pipeline.to_dict(),
         "versions": versions(),
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "error": None,
@@ -119,19 +130,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "unknown"
     return found
-
-
-def _identity(model: str, dtype: str, panel: Panel, task: Task, index: int) -> dict[str, Any]:
-    return {
-        "model": model,
-        "dtype": dtype,
-        "task": task.name,
-        "length": task.length,
-        "seed": task.seed,
-        "index": index,
-        "settings": {name: getattr(panel, name) for name in _SETTINGS},
-    }
-
-
-def _digest(data: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:24]

@@ -75,7 +75,7 @@ def _family(name: str, length: int, index: int, sources: Sources) -> Family:
     task = ruler_forms()["tasks"][name]
     if task["family"] == "niah":
         essay = task["args"]["type_haystack"] == "essay"
-        return needles(task, sources.essay() if essay else ())
+        return needles(task, sources.essay if essay else ())
     if task["family"] == "variable_tracking":
         return chains(task, length)
     if task["family"] == "common_words_extraction":

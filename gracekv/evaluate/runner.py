@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from gracekv.errors import MissingDependencyError
+from gracekv.errors import required
 from gracekv.evaluate.experiment import Experiment, PendingSample
 from gracekv.evaluate.row_files import Row, RowFile, note_marks, read_rows
 from gracekv.evaluate.schedule import Schedule, Shard, local_device, make_schedule
@@ -35,12 +33,6 @@ class Summary:
     failed: int
     kept: int
     folder: Path
-
-
-class Tick(Protocol):
-    """Called with every row as it is written."""
-
-    def __call__(self, row: Row) -> None: ...
 
 
 def run(
@@ -116,26 +108,19 @@ def _here(samples: Iterable[PendingSample], worker: Worker) -> Iterator[Row]:
 
 
 @contextmanager
-def _bar(schedule: Schedule, shown: bool) -> Iterator[Tick]:
-    """A progress bar over cells with the time left, or nothing."""
+def _bar(schedule: Schedule, shown: bool) -> Iterator[Callable[[Row], None]]:
+    """A progress bar over cells with the time left, called with every row; or nothing."""
     if not shown:
         yield lambda row: None
         return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress as rich
 
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TextColumn("left"), TimeRemainingColumn(),
+        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn(),
     )  # fmt: skip
     # Cells come in bursts, a prefill before each: a short window would make the estimate jump.
-    with Progress(*columns, speed_estimate_period=600) as bar:
+    with rich.Progress(*columns, speed_estimate_period=600) as bar:
         task = bar.add_task("starting", total=schedule.cells)
         printed: set[tuple[str, str]] = set()
 
@@ -189,15 +174,7 @@ def spread(experiment: Experiment, samples: Sequence[PendingSample], workers: in
     Joins the cluster that RAY_ADDRESS names, or starts one on this machine. A worker that dies is
     started again and its sample run once more. Raises `MissingDependencyError` without Ray.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise MissingDependencyError(
-            "Spreading samples over a cluster needs the package 'ray'. Install it with: "
-            "pip install 'gracekv[ray]'"
-        )
-    # Ray is loosely typed and optional: to the type checker it is anything.
-    ray: Any = importlib.import_module("ray")
-    pools: Any = importlib.import_module("ray.util")
-
+    ray, pools = required("ray", "ray"), required("ray.util", "ray")
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=False, include_dashboard=False)
@@ -208,8 +185,7 @@ def spread(experiment: Experiment, samples: Sequence[PendingSample], workers: in
         )
         count = min(workers, len(samples))
         made_of = (experiment.model, experiment.dtype, experiment.data, imported_modules())
-        actors = [remote.remote(*made_of) for _ in range(count)]
-        pool = pools.ActorPool(actors)
+        pool = pools.ActorPool([remote.remote(*made_of) for _ in range(count)])
         for rows in pool.map_unordered(lambda actor, sample: actor.rows.remote(sample), samples):
             yield from rows
     finally:

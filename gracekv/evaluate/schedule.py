@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gracekv.errors import ConfigError
 from gracekv.evaluate.experiment import Experiment, PendingSample
-from gracekv.evaluate.row_fields import row_key, sample_key
+from gracekv.evaluate.row_fields import cell_fields, identity, sample_key
 from gracekv.evaluate.row_files import Row, latest
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.worker import Worker
@@ -79,7 +79,6 @@ def make_schedule(
     """
     known = latest(list(rows))
     hashes = {row["sample"]: row["prompt_hash"] for row in rows if "prompt_hash" in row}
-    name, dtype = experiment.model, experiment.dtype
     # Panels with the same sample under the same settings share its prefill.
     numbers: dict[str, int] = {}
     pending: dict[str, tuple[int, PendingSample]] = {}
@@ -97,12 +96,13 @@ def make_schedule(
                     panel.samples, sources, loaded.tokenizer, longest, panel.first
                 )
             for rank, index in enumerate(indices):
-                sample = sample_key(name, dtype, panel, task, index)
+                about = identity(experiment.model, experiment.dtype, panel, task, index)
+                sample = sample_key(about)
                 if not owns(numbers.setdefault(sample, len(numbers))):
                     continue
                 missing = []
                 for cell in cells:
-                    key = row_key(name, dtype, panel, task, index, cell)
+                    key = cell_fields(about, cell)["key"]
                     if key in seen:
                         continue
                     seen.add(key)

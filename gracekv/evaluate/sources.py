@@ -7,7 +7,6 @@ package's own data.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from gracekv.errors import MissingDependencyError, TaskError
+from gracekv.errors import TaskError, required
 
 BUILT_IN = "alice_chapter_1.txt"
 _FOUND_IN = {"squad": "qa/squad*.json", "hotpotqa": "qa/hotpot*.json"}
@@ -76,12 +75,9 @@ class Sources:
         self._questions: dict[str, tuple[list[Question], list[str]]] = {}
         self._records: dict[str, list[dict[str, Any]]] = {}
 
-    def essay(self) -> Sequence[str]:
-        """The haystack of RULER's essay tasks, as words."""
-        return self._essay
-
     @cached_property
-    def _essay(self) -> list[str]:
+    def essay(self) -> list[str]:
+        """The haystack of RULER's essay tasks, as words."""
         path = None if self.folder is None else self.folder / "essays" / "PaulGrahamEssays.json"
         if path is None or not path.is_file():
             text = (files("gracekv") / "data" / BUILT_IN).read_text(encoding="utf-8")
@@ -141,7 +137,7 @@ class Sources:
     def digest(self, part: str) -> str:
         """File name and hash of what "essay", "squad", "hotpotqa" or "longbench:NAME" was."""
         if part == "essay":
-            self.essay()
+            _ = self.essay
         elif part in ("squad", "hotpotqa"):
             self.questions(part)  # type: ignore[arg-type]
         else:
@@ -149,17 +145,11 @@ class Sources:
         return self._digests[part]
 
     def _download(self, name: str) -> bytes:
-        if importlib.util.find_spec("huggingface_hub") is None:
-            raise MissingDependencyError(
-                "Downloading LongBench needs 'huggingface_hub'. Install it with: "
-                "pip install 'gracekv[evaluate]'"
-            )
+        hub = required("huggingface_hub", "evaluate")
         # The hub's copy is a loading script, which current `datasets` refuse to run, around one
         # archive: reading the archive runs no code of others.
-        from huggingface_hub import hf_hub_download
-
         try:
-            archive = hf_hub_download(_LONGBENCH, "data.zip", repo_type="dataset")
+            archive = hub.hf_hub_download(_LONGBENCH, "data.zip", repo_type="dataset")
             with zipfile.ZipFile(archive) as opened:
                 return opened.read(f"data/{name}.jsonl")
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,15 +78,20 @@ class Task:
     @property
     def group(self) -> str:
         """The row of the paper's tables that the task counts into."""
-        benchmark, _, name = self.name.partition(":")
-        if benchmark == "longbench":
-            group: str = longbench_forms()[name]["category"]
-            return group
-        if benchmark == "shared_context":
-            return shared_context.TASKS[name].group
-        group = ruler_forms()["tasks"][name]["group"]
+        group = str(self._form["category" if self.name.startswith("longbench") else "group"])
         # Substring recall over RULER's documents is not LongBench's F1.
         return "ruler_qa" if group == "qa" else group
+
+    @property
+    def _form(self) -> Mapping[str, Any]:
+        """What is fixed of the task."""
+        benchmark, _, name = self.name.partition(":")
+        if benchmark == "shared_context":
+            return shared_context.TASKS[name]._asdict()
+        form: Mapping[str, Any] = (
+            longbench_forms() if benchmark == "longbench" else ruler_forms()["tasks"]
+        )[name]
+        return form
 
     def source(self, sources: Sources) -> str:
         """What the samples are made of: file names and hashes, or "generated"."""
@@ -95,7 +100,7 @@ class Task:
             return sources.digest(self.name)
         if benchmark == "shared_context":
             return sources.digest("squad") if name == "squad" else "generated"
-        args = ruler_forms()["tasks"][name]["args"]
+        args = self._form["args"]
         if "dataset" in args:
             return sources.digest(args["dataset"])
         return sources.digest("essay") if args.get("type_haystack") == "essay" else "generated"
@@ -126,12 +131,7 @@ class Task:
     @property
     def max_new_tokens(self) -> int:
         """The benchmark's cap on generated tokens."""
-        benchmark, _, name = self.name.partition(":")
-        if benchmark == "shared_context":
-            return shared_context.TASKS[name].max_new_tokens
-        forms = longbench_forms() if benchmark == "longbench" else ruler_forms()["tasks"]
-        cap: int = forms[name]["max_new_tokens"]
-        return cap
+        return int(self._form["max_new_tokens"])
 
     def available(self, samples: int, sources: Sources, first: int = 0) -> range:
         """Numbers of `samples` samples from `first` on, or of as many as the data hold."""

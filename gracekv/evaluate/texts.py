@@ -6,7 +6,6 @@ A family draws texts of a size from a random stream; `largest` finds the size th
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import string
 import uuid
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from functools import cache
 from random import Random
 from typing import Any, NamedTuple
 
-from gracekv.errors import MissingDependencyError
+from gracekv.errors import required
 from gracekv.evaluate.sample import FurtherQuestion, Sample
 
 
@@ -102,14 +101,7 @@ def words(*categories: str) -> tuple[str, ...]:
 
     Raises `MissingDependencyError` if wonderwords is not installed.
     """
-    if importlib.util.find_spec("wonderwords") is None:
-        raise MissingDependencyError(
-            "RULER's words come from the package 'wonderwords'. Install it with: "
-            "pip install 'gracekv[evaluate]'"
-        )
-    from wonderwords import RandomWord
-
-    source = RandomWord()
+    source = required("wonderwords", "evaluate").RandomWord()
     return tuple(
         sorted({w for category in categories for w in source.filter(include_categories=[category])})
     )

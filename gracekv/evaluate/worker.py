@@ -14,7 +14,13 @@ from gracekv.evaluate.answers import AnswerOutputs, compare, greedy, teacher_for
 from gracekv.evaluate.experiment import Cell, Panel, PendingSample
 from gracekv.evaluate.metrics import score
 from gracekv.evaluate.rendering import Rendered, joint_digest, render_questions
-from gracekv.evaluate.row_fields import cost_fields, error_fields, known_fields, over_questions
+from gracekv.evaluate.row_fields import (
+    cost_fields,
+    error_fields,
+    identity,
+    known_fields,
+    over_questions,
+)
 from gracekv.evaluate.row_files import Row
 from gracekv.evaluate.sample import Sample
 from gracekv.evaluate.sources import Sources
@@ -61,12 +67,11 @@ class Worker:
     """
 
     def __init__(self, name: str, dtype: str, model: Any, tokenizer: Any, sources: Sources) -> None:
-        self.name, self.dtype = name, dtype
         self.model, self.tokenizer = model, tokenizer
         self.sources = sources
         marks = {k: v for k, v in fingerprint(model, tokenizer).items() if k != "model_name"}
         # What every row says of the model.
-        self.named = {"model": name, "dtype": dtype, "marks": marks}
+        self.named: dict[str, Any] = {"model": name, "dtype": dtype, "marks": marks}
 
     def longest_prompt(self, panel: Panel, task: Task) -> int:
         """Most prompt tokens of a sample: the panel's, or what the answer leaves of the model's."""
@@ -82,10 +87,8 @@ class Worker:
         sample fails, because its rows could not be compared.
         """
         panel, task, index, cells = pending.panel, pending.task, pending.index, pending.cells
-        known = [
-            {**known_fields(self.name, self.dtype, panel, task, index, cell), **self.named}
-            for cell in cells
-        ]
+        sample = identity(self.named["model"], self.named["dtype"], panel, task, index)
+        known = [{**known_fields(sample, task.group, cell), **self.named} for cell in cells]
         try:
             prepared = self._prepare(pending)
             about = self._about(prepared, task)

@@ -30,6 +30,14 @@ DROPPED, EXACT, MERGED = 0, 1, 2
 _RELEVANCE_BYTES = 7 * 2**20
 
 
+# What the page shows of an `Accounting`, and of an `AuctionCurve`.
+_ACCOUNTING = (
+    "budget", "spent", "floor_spent", "recent", "bytes", "metadata_bytes", "full_bytes",
+    "backend_bytes", "utility", "bound", "certified_ratio", "entries",
+)  # fmt: skip
+_CURVE = ("entries", "utility", "floor_entries", "bound_entries", "bound")
+
+
 @dataclass(slots=True)
 class Block:
     """Bytes under construction, and where each part lies.
@@ -79,7 +87,7 @@ def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
 
 def _column(block: Block, number: int, data: ReportData) -> dict[str, Any]:
     column = data.columns[number]
-    entries, kept = column.entries, column.accounting
+    entries, curve = column.entries, column.curve
     stream, starts = run_lengths(entries)
     merged = entries.length > 1
     block.add(f"runs.{number}", stream)
@@ -105,24 +113,11 @@ def _column(block: Block, number: int, data: ReportData) -> dict[str, Any]:
         "answer": column.answer,
         "represents": column.represents,
         "pipeline": settings(column),
-        "accounting": {
-            "budget": kept.budget,
-            "spent": kept.spent,
-            "floorSpent": kept.floor_spent,
-            "recent": kept.recent,
-            "bytes": kept.bytes,
-            "metadataBytes": kept.metadata_bytes,
-            "fullBytes": kept.full_bytes,
-            "backendBytes": kept.backend_bytes,
-            "utility": kept.utility,
-            "bound": kept.bound,
-            "certifiedRatio": kept.certified_ratio,
-            "entries": kept.entries.tolist(),
-        },
+        "accounting": _plain(column.accounting, *_ACCOUNTING),
         "timings": dict(column.timings.as_dict()),
         "hasFloor": entries.floor is not None,
         "relevance": _relevance(block, number, data.columns),
-        "curve": _curve(column),
+        "curve": None if curve is None else _plain(curve, *_CURVE),
     }
 
 
@@ -199,27 +194,20 @@ def _relevance(block: Block, number: int, columns: Sequence[ReportColumn]) -> di
         whole = everything // heads > _RELEVANCE_BYTES
         coded = CodedRelevance.of(layers.mean(0, keepdim=True) if whole else layers)
     block.add(f"relevance.{number}", coded.codes.numpy().tobytes())
-    layers_shown, heads, length = coded.codes.shape
-    return {
-        "layers": layers_shown,
-        "heads": heads,
-        "length": length,
-        "low": coded.low,
-        "high": coded.high,
-    }
+    shape = dict(zip(("layers", "heads", "length"), coded.codes.shape, strict=True))
+    return {**shape, "low": coded.low, "high": coded.high}
 
 
-def _curve(column: ReportColumn) -> dict[str, Any] | None:
-    curve = column.curve
-    if curve is None:
-        return None
-    return {
-        "entries": curve.entries.tolist(),
-        "utility": curve.utility.tolist(),
-        "floorEntries": curve.floor_entries,
-        "boundEntries": curve.bound_entries.tolist(),
-        "bound": curve.bound.tolist(),
-    }
+def _plain(value: object, *names: str) -> dict[str, Any]:
+    """Those attributes as plain data, named as scripts name them: floorEntries."""
+    plain = {}
+    for name in names:
+        first, *rest = name.split("_")
+        found = getattr(value, name)
+        plain[first + "".join(map(str.title, rest))] = (
+            found.tolist() if isinstance(found, Tensor) else found
+        )
+    return plain
 
 
 def settings(column: ReportColumn) -> list[list[str]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gracekv.errors import MissingDependencyError, ReportError
+from gracekv.errors import ReportError, required
 from gracekv.report.data import Result, report_column
 from gracekv.report.entries import kept_entries
 from gracekv.report.page import default_label, labelled
@@ -175,14 +175,8 @@ def _named(
 
 def _figure(width: float, height: float) -> Figure:
     """A figure of that many inches."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Figures need the package 'matplotlib'. Install it with: pip install 'gracekv[cli]'"
-        ) from error
     # The object interface draws without a display and leaves matplotlib's global state alone.
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    shown = required("matplotlib.figure", "cli")
+    figure: Figure = shown.Figure(figsize=(width, height), layout="constrained")
+    required("matplotlib.backends.backend_agg", "cli").FigureCanvasAgg(figure)
     return figure

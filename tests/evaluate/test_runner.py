@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gracekv.errors import ConfigError, TaskError
 from gracekv.evaluate import Experiment, run
@@ -184,13 +185,18 @@ def test_other_data_under_the_same_names_are_noticed(experiment, tiny, tmp_path,
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_another_model_under_the_same_name_is_refused(experiment, tiny, tmp_path, finished):
+@pytest.mark.parametrize("change", ["config", "weights"])
+def test_another_model_under_the_same_name_is_refused(experiment, tiny, tmp_path, finished, change):
     one = replace(experiment, panels=(replace(experiment.panels[0], samples=1),))
     run(one, tmp_path, **tiny)
     before = (tmp_path / "rows-main.jsonl").read_bytes()
-    other = {**tiny, "model": tiny_llama(vocabulary=2000, layers=3)}
-    with pytest.raises(ConfigError, match=r"another model .* 'tiny' \(other "):
-        run(one if finished else experiment, tmp_path, **other)
+    other = tiny_llama(vocabulary=2000, layers=3 if change == "config" else 2)
+    if change == "weights":
+        # One matrix of a checkpoint that was trained further.
+        with torch.no_grad():
+            other.get_decoder().layers[1].mlp.up_proj.weight.add_(1e-3)
+    with pytest.raises(ConfigError, match=rf"another model .* 'tiny' \(other .*{change}"):
+        run(one if finished else experiment, tmp_path, model=other, tokenizer=tiny["tokenizer"])
     assert (tmp_path / "rows-main.jsonl").read_bytes() == before
 
 
