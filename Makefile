@@ -53,9 +53,10 @@ lowest: $(STAMP)
 gpu: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py
 
-# Thousands of broken files and random pipelines, every night: benchmarks/results/fuzz.md.
+# Thousands of broken files, headers and rows, random pipelines, and interrupts at random lines:
+# benchmarks/results/fuzz.md. A part of them: make test-long FUZZ="-k rows".
 test-long: $(STAMP)
-	GRACEKV_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/fuzz
+	GRACEKV_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/fuzz $(FUZZ)
 
 # A stock vLLM serves compressed contexts. Takes 1 GB of packages once, then minutes.
 test-vllm: $(VLLM_STAMP)

@@ -1,13 +1,22 @@
 import pytest
 
-from support.fuzzing import Tally
+from support.fuzzing import FULL, Tally, write_line
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when == "call":
+        item.passed = report.passed
+    return report
 
 
 @pytest.fixture
 def tally(request, capsys):
-    """A `Tally` that is printed when the test ends."""
+    """A `Tally` that is printed when the test ends, and written down if all of it passed."""
     tally = Tally(request.node.name)
     yield tally
     with capsys.disabled():
-        found = ", ".join(f"{count} {name}" for name, count in sorted(tally.outcomes.items()))
-        print(f"\n{tally.name}: {found}; slowest {tally.slowest:.2f} s")
+        print(f"\n{tally.name}: {tally.counts()}; slowest {tally.slowest:.2f} s")
+    if FULL and getattr(request.node, "passed", False):
+        write_line(tally)

@@ -1,0 +1,89 @@
+"""Crafted rows of an evaluation are refused by name, or are rows."""
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gracekv.errors import ConfigError
+from gracekv.evaluate import Experiment
+from gracekv.evaluate.formats import FORMATS, deltas, footer
+from gracekv.evaluate.measures import MEASURES
+from gracekv.evaluate.row_files import read_rows
+from gracekv.evaluate.schedule import make_schedule
+from gracekv.evaluate.sources import Sources
+from gracekv.evaluate.tables import make_tables
+from support.evaluation_rows import row, written
+from support.fuzzing import FULL
+from support.mutations import mutated_bytes, mutated_data
+
+CASES = 2000 if FULL else 120
+METHODS = ("fullkv", "gracekv", "snapkv")
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    return Experiment.from_dict(
+        {
+            "model": "tiny", "tasks": ["ruler:vt"], "methods": METHODS, "ratios": [2],
+            "lengths": [1024], "samples": 3,
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Rows of three methods, with all that rows can hold."""
+    costs = {
+        "entries": {"spent": 10, "full": 40}, "bytes": {"kv": 10, "full_kv": 40},
+        "construction_seconds": 0.5, "ms_per_token": 3.0, "prediction": "a",
+    }  # fmt: skip
+    found = [
+        row(method, "full" if method == "fullkv" else "2x", index, index / 3, "ruler:vt", **costs)
+        for method in METHODS
+        for index in range(3)
+    ]
+    found[4] |= {"error": {"type": "BudgetError", "message": "small", "where": "at:1"}}
+    found[5] |= {"questions": [{"fidelity": {"kl": 0.1}}, {"fidelity": {"kl": 0.2}}]}
+    return found
+
+
+def use(folder, experiment, rng):
+    """Everything that reads rows: the schedule of a run that goes on, and tables."""
+    rows = read_rows(folder)
+    schedule = make_schedule(experiment, rows, Sources(), lambda: None)
+    assert schedule.cells + schedule.done == 3 * len(METHODS)
+    footer(rows)
+    for name in rng.sample(sorted(MEASURES), 3):
+        measure = MEASURES[name]
+        for form in FORMATS.values():
+            form(make_tables(rows, measure, "gracekv"), measure).encode()
+        deltas(rows, "gracekv", measure).encode()
+
+
+def test_crafted_rows_are_refused(rows, experiment, tmp_path, tally):
+    folder = written(tmp_path / "runs", rows)
+    path = Path(folder / "rows-main.jsonl")
+    good = path.read_bytes()
+    for seed in range(CASES):
+        rng = Random(seed)
+        if seed % 3 == 0:
+            kind, broken = mutated_bytes(good, rng)
+        else:
+            at = rng.randrange(len(rows))
+            kind, changed = mutated_data(rows[at], rng)
+            lines = [changed if number == at else one for number, one in enumerate(rows)]
+            broken = "".join(json.dumps(one) + "\n" for one in lines).encode()
+        path.write_bytes(broken)
+        try:
+            with tally:
+                use(folder, experiment, rng)
+        except ConfigError:
+            tally.add("refused")
+            continue
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {kind}") from error
+        tally.add("tables")
+    assert tally.outcomes["refused"] > CASES // 4
+    assert tally.outcomes["tables"] > CASES // 10

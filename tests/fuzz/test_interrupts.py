@@ -1,0 +1,127 @@
+"""Interrupts at random lines: the model answers as before, files are the old or the new ones."""
+
+import hashlib
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+import gracekv
+from gracekv.evaluate import Experiment, read_rows, run
+from gracekv.testing.models import tiny_llama
+from gracekv.testing.tokenizers import tiny_tokenizer
+from support.fuzzing import FULL
+from support.interrupts import executed_lines, interrupted
+
+CASES = 1000 if FULL else 12
+PACKAGE = Path(gracekv.__file__).parent
+
+
+class Session:
+    """A model, two prompts, a result and its file: what an interrupt may not harm."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.tokenizer = tiny_tokenizer(vocabulary=600)
+        self.model = tiny_llama(vocabulary=600)
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(4, 600, (2, 90), generator=draw)
+        self.prompt, other = (gracekv.Prompt.from_ids(one, (4, 80)) for one in ids)
+        self.result = gracekv.compress(self.model, self.prompt, ratio=2)
+        book = gracekv.Prompt.from_ids(ids[0], (4, 90))
+        self.book = gracekv.compress(self.model, book, ratio=2)
+        self.passage = ids[1, :30]
+        gracekv.compress(self.model, other, ratio=4).save(folder / "other.gracekv")
+        self.result.save(folder / "result.gracekv")
+        self.files = {
+            hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.gracekv")
+        }
+        panel = {
+            "tasks": ["ruler:niah_single_1"], "methods": ["fullkv", "gracekv"], "ratios": [2],
+            "lengths": [400], "samples": 1, "generate": False, "model": "tiny",
+        }  # fmt: skip
+        self.experiment = Experiment.from_dict(panel)
+        self.want = self.answers()
+
+    def compress(self):
+        gracekv.compress(self.model, self.prompt, ratio=2)
+
+    def generate(self):
+        self.result.generate_ids(3)
+
+    def extend(self):
+        self.book.extend(self.passage, ratio=2)
+
+    def save(self):
+        self.result.save(self.folder / "target.gracekv")
+
+    def load(self):
+        gracekv.load(self.folder / "result.gracekv", self.model)
+
+    def evaluate(self):
+        run(self.experiment, self.folder / "rows", model=self.model, tokenizer=self.tokenizer)
+
+    def answers(self):
+        """Of the model by itself, of a held result, and of a new one."""
+        ids = self.prompt.ids[None]
+        plain = self.model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        new = gracekv.compress(self.model, self.prompt, ratio=2)
+        return [plain.tolist(), *(r.generate_ids(3).tolist() for r in (self.result, new))]
+
+    def check(self, action):
+        assert torch.is_grad_enabled()
+        assert self.answers() == self.want
+        if action == "save":
+            # Before each save the other file was put there.
+            target = (self.folder / "target.gracekv").read_bytes()
+            assert hashlib.sha256(target).hexdigest() in self.files
+        if action == "evaluate":
+            before = (self.folder / "rows" / "rows-main.jsonl").read_bytes()
+            done = run(
+                self.experiment, self.folder / "rows", model=self.model, tokenizer=self.tokenizer
+            )
+            rows = read_rows(self.folder / "rows")
+            assert (done.failed, len(rows), len({row["key"] for row in rows})) == (0, 2, 2)
+            assert not any(row["error"] for row in rows)
+            whole = before[: before.rfind(b"\n") + 1]
+            assert (self.folder / "rows" / "rows-main.jsonl").read_bytes().startswith(whole)
+
+    def prepare(self, action):
+        if action == "save":
+            other = (self.folder / "other.gracekv").read_bytes()
+            (self.folder / "target.gracekv").write_bytes(other)
+        if action == "evaluate":
+            (self.folder / "rows").mkdir(exist_ok=True)
+            (self.folder / "rows" / "rows-main.jsonl").write_bytes(b"")
+
+
+ACTIONS = ("compress", "generate", "extend", "save", "load", "evaluate")
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    return Session(tmp_path_factory.mktemp("session"))
+
+
+def test_interrupts_at_random_lines_harm_nothing(session, tally):
+    lines = {}
+    for action in ACTIONS:
+        for _ in range(2):
+            # What is only done once in a process, such as compiling, is not counted.
+            session.prepare(action)
+            lines[action] = executed_lines(getattr(session, action))
+    for seed in range(CASES):
+        rng = Random(seed)
+        action = ACTIONS[seed % len(ACTIONS)]
+        place = rng.choice(sorted(lines[action]))
+        occurrence = rng.randint(1, min(3, lines[action][place]))
+        session.prepare(action)
+        try:
+            with tally:
+                came = interrupted(getattr(session, action), place, occurrence)
+            session.check(action)
+        except Exception as error:
+            where = f"{Path(place[0]).relative_to(PACKAGE)}:{place[1]}"
+            raise AssertionError(f"seed {seed}: {action} at {where}, {occurrence}") from error
+        tally.add(f"{action} interrupted" if came else f"{action} not interrupted")
