@@ -9,8 +9,7 @@ import torch
 
 import gracekv
 from gracekv.evaluate import Experiment, read_rows, run
-from gracekv.testing.models import tiny_llama
-from gracekv.testing.tokenizers import tiny_tokenizer
+from gracekv.testing.models import tiny_llama, tiny_tokenizer
 from support.fuzzing import FULL
 from support.interrupts import executed_lines, interrupted
 
