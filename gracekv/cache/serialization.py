@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.layer_checks import check_codes, check_index, check_numbers
 from gracekv.cache.quantised import QuantisedLayer, coded_prefixes
 from gracekv.cache.saved_states import read_kept
-from gracekv.errors import GracekvError, MissingDependencyError, SavedCacheError, ShapeError
+from gracekv.cache.tensor_file import AGAIN, TensorFile, refusing
+from gracekv.errors import MissingDependencyError, SavedCacheError, ShapeError
 from gracekv.files import replacing
 from gracekv.registry import check_values
 
@@ -80,22 +83,112 @@ def _format(codings: Sequence[Coding]) -> int:
     return FORMAT if repeated else min(1 + len(codings), 3)
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The header alone, without the tensors.
+@dataclass(frozen=True, slots=True, eq=False)
+class SavedFile:
+    """An open file of `write_cache`: header and entries are of one file, whatever takes its place.
+
+    Attributes:
+        header: what `write_cache` was given, and what it added.
+        digest: sha256 of the header, which holds the checksum of every tensor: it identifies the
+            file.
+    """
+
+    header: dict[str, Any]
+    digest: str
+    _file: TensorFile
+
+    def read(self, devices: Sequence[torch.device]) -> tuple[CompressedCache, dict[str, Tensor]]:
+        """The cache with its layers on `devices`, and the prompts' tensors [...], on the CPU.
+
+        Layers are read one after the other, so that of entries for a GPU one layer at a time lies
+        in the memory of the CPU.
+
+        Raises `SavedCacheError` if a tensor is missing or its checksum differs, or if the model has
+        another number of layers.
+        """
+        header, path = self.header, self._file.path
+        missing = sorted(set(header["sha256"]) ^ self._file.names)
+        if missing:
+            raise SavedCacheError(f"{path} lacks or adds {', '.join(missing[:3])}. {AGAIN}")
+        layers = []
+        with refusing(path, "a whole cache"):
+            padding, length = _whole(header["padding"]), header["length"]
+            codings = _codings(header.get("coding"))
+            kept = read_kept(header, self._tensors("kept."), devices)
+            others = {state.number for state in kept if not state.beside_entries}
+            if header["layers"] + len(others) != len(devices):
+                raise SavedCacheError(
+                    f"{path} holds {header['layers'] + len(others)} layers, the model has "
+                    f"{len(devices)}. Load it with the model that it was saved from."
+                )
+            own_devices = [device for x, device in enumerate(devices) if x not in others]
+            for number, device in enumerate(own_devices):
+                prefix = f"layers.{number}."
+                parts = {name.removeprefix(prefix): x for name, x in self._tensors(prefix).items()}
+                layers.append(_layer(parts, codings, length, len(padding), device))
+            cache = CompressedCache(tuple(layers), length, padding, kept)
+        return cache, self._tensors("prompts.")
+
+    def _tensors(self, prefix: str) -> dict[str, Tensor]:
+        """[...] by name; raises `SavedCacheError` if a checksum differs."""
+        found = {}
+        for name in sorted(name for name in self._file.names if name.startswith(prefix)):
+            found[name] = self._file.tensor(name)
+            if _digest(found[name]) != self.header["sha256"][name]:
+                raise SavedCacheError(
+                    f"{name} in {self._file.path} is damaged (its checksum differs). {AGAIN}"
+                )
+        return found
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[SavedFile]:
+    """The saved cache in `path`, open for the length of a `with` block.
 
     Raises `SavedCacheError` if the file cannot be read, is damaged, is no saved cache, or has a
     format that this version does not know.
     """
-    from safetensors import SafetensorError
-
-    open_file = _safetensors().safe_open
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise SavedCacheError(f"{path} is {kind}, not what result.save wrote.")
     try:
-        with open_file(path, "pt") as file:
-            metadata = file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        if path.is_dir():
-            raise SavedCacheError(f"{path} is a folder, not what result.save wrote.") from error
+        file = open(path, "rb")  # noqa: SIM115 (an error of the block is not one of opening)
+    except (OSError, ValueError) as error:
         raise SavedCacheError(f"Cannot read the saved cache {path}: {error}. {AGAIN}") from error
+    with file:
+        tensors = TensorFile(path, file)
+        header = _header(path, tensors.metadata)
+        text = json.dumps(header, sort_keys=True)
+        yield SavedFile(header, hashlib.sha256(text.encode()).hexdigest(), tensors)
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header alone, without the tensors; raises `SavedCacheError` as `opened` does."""
+    with opened(path) as saved:
+        return saved.header
+
+
+def read_digest(path: Path) -> str:
+    """`SavedFile.digest`; raises `SavedCacheError` as `opened` does."""
+    with opened(path) as saved:
+        return saved.digest
+
+
+def read_cache(
+    path: Path, devices: Sequence[torch.device], digest: str | None = None
+) -> CompressedCache:
+    """The cache in `path` with its layers on `devices`.
+
+    Raises `SavedCacheError` as `opened` and `SavedFile.read` do, and if `digest` is given and is
+    not that of the file.
+    """
+    with opened(path) as saved:
+        if digest not in (None, saved.digest):
+            raise SavedCacheError(f"{path} is not the file that was asked for, but another one.")
+        return saved.read(devices)[0]
+
+
+def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if "gracekv_format" not in metadata:
         raise SavedCacheError(
             f"{path} is a safetensors file, but not a cache that gracekv saved. Write one with "
@@ -107,9 +200,14 @@ def read_header(path: Path) -> dict[str, Any]:
             f"formats 1 to {FORMAT}. Update gracekv, or save the cache again."
         )
     text = metadata.get("gracekv", "")
-    if hashlib.sha256(text.encode()).hexdigest() != metadata.get("gracekv_sha256"):
-        raise SavedCacheError(f"The header of {path} is damaged (its checksum differs). {AGAIN}")
-    header: dict[str, Any] = json.loads(text)
+    with refusing(path, "a header"):
+        if hashlib.sha256(text.encode()).hexdigest() != metadata.get("gracekv_sha256"):
+            raise SavedCacheError(
+                f"The header of {path} is damaged (its checksum differs). {AGAIN}"
+            )
+        header: dict[str, Any] = json.loads(text)
+        # What identifies the file is made of it.
+        json.dumps(header, sort_keys=True).encode()
     if not isinstance(header, dict) or not all(
         isinstance(header.get(name), kind) and not isinstance(header[name], bool)
         for name, kind in _FIELDS.items()
@@ -117,66 +215,6 @@ def read_header(path: Path) -> dict[str, Any]:
         fields = ", ".join(f"{name} ({kind.__name__})" for name, kind in _FIELDS.items())
         raise SavedCacheError(f"The header of {path} does not hold {fields}. {AGAIN}")
     return header
-
-
-def read_digest(path: Path) -> str:
-    """sha256 of the header, which holds the checksum of every tensor: it identifies the file.
-
-    Raises `SavedCacheError` as `read_header` does.
-    """
-    text = json.dumps(read_header(path), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def read_cache(
-    path: Path, devices: list[torch.device]
-) -> tuple[CompressedCache, dict[str, Any], dict[str, Tensor]]:
-    """The cache, each layer on its of `devices`, with header and further tensors (on the CPU).
-
-    `devices` are those of all layers of the model, compressed or not.
-
-    Tensors have the shapes that they were written with; a layer's are [E, d] and [E].
-
-    Raises `SavedCacheError` as `read_header` does, and if a tensor is missing or its checksum
-    differs.
-    """
-    from safetensors import SafetensorError
-
-    header = read_header(path)
-    sums: dict[str, str] = header["sha256"]
-    try:
-        with _safetensors().safe_open(path, "pt") as file:
-            missing = sorted(set(sums) ^ set(file.keys()))
-            if missing:
-                raise SavedCacheError(f"{path} lacks or adds {', '.join(missing[:3])}. {AGAIN}")
-            tensors = {name: file.get_tensor(name) for name in sums}
-    except (OSError, SafetensorError) as error:
-        raise SavedCacheError(f"Cannot read the saved cache {path}: {error}. {AGAIN}") from error
-    for name, tensor in tensors.items():
-        if _digest(tensor) != sums[name]:
-            raise SavedCacheError(f"{name} in {path} is damaged (its checksum differs). {AGAIN}")
-    layers = []
-    try:
-        padding, length = _whole(header["padding"]), header["length"]
-        codings, kept = _codings(header.get("coding")), read_kept(header, tensors, devices)
-        others = {state.number for state in kept if not state.beside_entries}
-        if header["layers"] + len(others) != len(devices):
-            raise SavedCacheError(
-                f"{path} holds {header['layers'] + len(others)} layers, the model has "
-                f"{len(devices)}. Load it with the model that it was saved from."
-            )
-        own_devices = [device for x, device in enumerate(devices) if x not in others]
-        for number, device in enumerate(own_devices):
-            prefix = f"layers.{number}."
-            own = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
-            parts = {name.removeprefix(prefix): tensor for name, tensor in own.items()}
-            layers.append(_layer(parts, codings, length, len(padding), device))
-        cache = CompressedCache(tuple(layers), length, padding, kept)
-    except SavedCacheError:
-        raise
-    except (GracekvError, KeyError, TypeError) as error:
-        raise SavedCacheError(f"{path} does not hold a whole cache: {error}. {AGAIN}") from error
-    return cache, header, tensors
 
 
 def _codings(facts: Any) -> tuple[Coding, ...]:
@@ -225,10 +263,6 @@ def _whole(numbers: list[Any]) -> tuple[int, ...]:
     if not numbers or any(type(number) is not int for number in numbers):
         raise ShapeError(f"padding takes whole numbers, at least one; got {numbers!r}")
     return tuple(numbers)
-
-
-AGAIN = "Compress and save again."
-"""How every error about a damaged file ends."""
 
 
 def _digest(tensor: Tensor) -> str:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from gracekv.backends import BACKENDS, Backend
 from gracekv.cache import CompressedCache, WidthShare
-from gracekv.cache.serialization import AGAIN, read_cache, read_digest, read_header
+from gracekv.cache.serialization import SavedFile, opened
 from gracekv.cache.sharding import own_cache
+from gracekv.cache.tensor_file import AGAIN, refusing
 from gracekv.distributed import head_shard
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sampled_weights import even_digest
@@ -27,6 +28,7 @@ from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.prefill.kept import bytes_by_kind
+from gracekv.prefill.model_layers import head_sizes
 from gracekv.registry.plugins import missing_modules
 
 # What every file says of its model.
@@ -61,19 +63,20 @@ def load(
         RankError: as for `gracekv.compress`.
     """
     path = Path(path)
-    with in_step(model) as shard:
+    with in_step(model) as shard, opened(path) as saved:
         if shard is not None:
-            shard.agree(file=read_digest(path).encode())
-        return _loaded(path, model, tokenizer, backend)
+            shard.agree(file=saved.digest.encode())
+        return _loaded(path, saved, model, tokenizer, backend)
 
 
 def _loaded(
-    path: Path, model: Any, tokenizer: Any, backend: str | Backend | None
+    path: Path, file: SavedFile, model: Any, tokenizer: Any, backend: str | Backend | None
 ) -> CompressionResult | BatchResult:
-    header = read_header(path)
+    header = file.header
     now = _checked_model(path, header, model, tokenizer)
     pipeline = _pipeline(path, header)
-    packed, header, tensors = read_cache(path, layer_devices(model))
+    packed, tensors = file.read(layer_devices(model))
+    _check_heads(path, packed, model)
     if backend is not None:
         pipeline = dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -126,7 +129,7 @@ def _prompts(
     vocabulary: int,
 ) -> list[SavedPrompt]:
     """The prompts, checked against one another and against the entries."""
-    try:
+    with refusing(path, "whole prompts"):
         saved = [
             SavedPrompt.from_header(facts, tensors[f"prompts.{number}.ids"], tokenizer)
             for number, facts in enumerate(header["prompts"])
@@ -138,14 +141,17 @@ def _prompts(
             raise ConfigError(f"batch is {header['batch']!r} for {len(saved)} prompts")
         for number, one in enumerate(saved):
             _check_entries(one, packed.sequence(number), vocabulary)
-    # Plain data from a file can be wrong in any of these ways.
-    except (
-        AttributeError, KeyError, IndexError, OverflowError, RuntimeError, TypeError, ValueError,
-    ) as error:  # fmt: skip
-        raise SavedCacheError(
-            f"{path} does not hold whole prompts ({type(error).__name__}: {error}). {AGAIN}"
-        ) from error
     return saved
+
+
+def _check_heads(path: Path, packed: CompressedCache, model: Any) -> None:
+    _, heads, dim = head_sizes(model)
+    for number, layer in enumerate(packed.layers):
+        if (layer.heads, layer.dim) != (heads, dim):
+            raise SavedCacheError(
+                f"Layer {number} of {path} has {layer.heads} heads of {layer.dim} features, those "
+                f"of the model have {heads} of {dim}. {AGAIN}"
+            )
 
 
 def _check_entries(saved: SavedPrompt, packed: CompressedCache, vocabulary: int) -> None:

@@ -185,7 +185,8 @@ class ContextStore:
     def _read(self, name: str, header: ContextHeader) -> StoredContext:
         path = self.folder(name) / ENTRIES
         try:
-            cache, _, _ = read_cache(path, [torch.device("cpu")] * header.model["layers"])
+            layers = [torch.device("cpu")] * header.model["layers"]
+            cache = read_cache(path, layers, header.digest)
         except SavedCacheError as error:
             raise StoreError(f"{ENTRIES} of context {name!r} is damaged. {AGAIN}") from error
         entries = dequantised(cache)

@@ -1,6 +1,8 @@
 """Broken saved caches are refused by name, fast, and in little memory."""
 
+import os
 import resource
+import threading
 from random import Random
 
 import pytest
@@ -59,3 +61,59 @@ def test_broken_caches_are_refused(model, saved, tmp_path, tally):
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         assert tally.slowest < SECONDS
         assert grown < MIB
+
+
+def other_result(model):
+    ids = torch.randint(97, (80,), generator=torch.Generator().manual_seed(1))
+    prompt = gracekv.Prompt.from_ids(ids, (4, 70))
+    return gracekv.compress(model, prompt, ratio=2, backend="eager")
+
+
+@pytest.mark.parametrize("damage", ["another file", "truncated", "noise"])
+def test_what_becomes_of_a_file_does_not_change_what_was_loaded(model, saved, tmp_path, damage):
+    path = tmp_path / "live.gracekv"
+    path.write_bytes(saved.read_bytes())
+    loaded = gracekv.load(path, model)
+    before = [x.clone() for layer in loaded.packed.layers for x in layer.tensors().values()]
+    want = loaded.generate_ids(3)
+    # In place, as `cp` writes: a file that is mapped into memory would change with it.
+    if damage == "another file":
+        other_result(model).save(tmp_path / "other.gracekv")
+        path.write_bytes((tmp_path / "other.gracekv").read_bytes())
+    elif damage == "noise":
+        path.write_bytes(Random(0).randbytes(path.stat().st_size))
+    else:
+        os.truncate(path, 0)
+    after = [x for layer in loaded.packed.layers for x in layer.tensors().values()]
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    assert torch.equal(loaded.generate_ids(3), want)
+
+
+def test_a_file_that_others_save_to_is_one_of_theirs(model, saved, tmp_path):
+    path = tmp_path / "shared.gracekv"
+    results = [gracekv.load(saved, model), other_result(model)]
+    ids = [result.prompt.ids for result in results]
+    results[0].save(path)
+    done, failed = threading.Event(), []
+
+    def keep_saving(result):
+        while not done.is_set():
+            try:
+                result.save(path)
+            except Exception as error:
+                failed.append(error)
+                raise
+
+    savers = [threading.Thread(target=keep_saving, args=(result,)) for result in results]
+    for saver in savers:
+        saver.start()
+    try:
+        for _ in range(200 if FULL else 30):
+            loaded = gracekv.load(path, model)
+            assert any(torch.equal(loaded.prompt.ids, own) for own in ids)
+    finally:
+        done.set()
+        for saver in savers:
+            saver.join()
+    assert not failed
+    assert [x.name for x in tmp_path.iterdir()] == [path.name]

@@ -242,6 +242,23 @@ def reheaded(**fields):
     return change
 
 
+def headed(text):
+    """The text in place of the header, with its checksum."""
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return lambda parts: parts.metadata.update(gracekv=text, gracekv_sha256=digest)
+
+
+def emptied(name):
+    """The tensor [E] as [E, 0], with its checksum."""
+
+    def change(parts):
+        parts.tensors[name] = parts.tensors[name][:, None][:, :0].clone()
+        sums = json.loads(parts.metadata["gracekv"])["sha256"]
+        reheaded(sha256=sums | {name: serialization._digest(parts.tensors[name])})(parts)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -257,6 +274,9 @@ def reheaded(**fields):
         (lambda p: p.tensors.update(more=torch.ones(1)), "lacks or adds more"),
         (reheaded(layers=2), "holds 2 layers, the model has 3"),
         (reheaded(padding=[0, 0, 0]), "does not hold a whole cache"),
+        (emptied("layers.1.positions"), "does not hold a whole cache"),
+        (headed("{"), "does not hold a header"),
+        (headed("[" * 100_000), "does not hold a header"),
     ],
 )
 def test_what_cannot_be_trusted_is_refused(model, saved, change, message):

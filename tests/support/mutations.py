@@ -14,8 +14,26 @@ from safetensors.torch import load, save
 JUNK = (
     None, True, False, 0, -1, 1, 2, 3.5, float("nan"), float("inf"), -0.0, 1 << 31, 1 << 62,
     1 << 70, 10**400, 1e308, "", "x", "greedy", "-1", "\ud7ff\x00", [], {}, [[]],
-    {"name": "greedy"}, {"name": 3}, [0], ["a", 1], list(range(50)), [1 << 62] * 3,
+    {"name": "greedy"}, {"name": 3}, [0], ["a", 1], list(range(50)), [1 << 62] * 3, "DEEP", "HUGE",
 )  # fmt: skip
+# What JSON can say and json.dumps cannot write, by the text that stands for it.
+UNWRITABLE = {
+    '"DEEP"': "[" * 100_000 + "]" * 100_000,
+    '"HUGE"': "1e999",
+}
+# Texts that are no header, whatever their checksum.
+NO_HEADERS = (
+    "",
+    "{",
+    "[" * 100_000,
+    '{"x":' * 100_000,
+    "1e999",
+    "NaN",
+    "9" * 5000,
+    '"x"',
+    "[]",
+    "{}",
+)
 
 
 def mutated_bytes(data: bytes, rng: Random) -> tuple[str, bytes]:
@@ -90,6 +108,10 @@ def mutated_content(data: bytes, rng: Random) -> tuple[str, bytes]:
         tensors[name] = _mutated_tensor(tensors[name], rng)
         header["sha256"][name] = _digest(tensors[name])
     text = json.dumps(header, sort_keys=True)
+    for stand_in, written in UNWRITABLE.items():
+        text = text.replace(stand_in, written)
+    if rng.random() < 0.1:
+        kind, text = "no header", rng.choice(NO_HEADERS)
     metadata["gracekv"] = text
     metadata["gracekv_sha256"] = hashlib.sha256(text.encode()).hexdigest()
     return f"content: {kind}", save(tensors, metadata)
@@ -128,7 +150,9 @@ def _mutate_plain(data: dict | list, rng: Random) -> str:
 
 
 def _mutated_tensor(tensor: torch.Tensor, rng: Random) -> torch.Tensor:
-    kind = rng.choice(["shorter", "longer", "dtype", "shape", "values", "nan", "order", "empty"])
+    kind = rng.choice(
+        ["shorter", "longer", "dtype", "shape", "values", "nan", "order", "empty", "flat"]
+    )
     flat = tensor.clone()
     if kind == "shorter":
         flat = flat[:-1]
@@ -142,6 +166,9 @@ def _mutated_tensor(tensor: torch.Tensor, rng: Random) -> torch.Tensor:
         flat.view(-1)[rng.randrange(flat.numel())] = rng.choice([-1, 1 << 30, 7])
     elif kind == "nan" and flat.is_floating_point():
         flat.view(-1)[rng.randrange(flat.numel())] = float(rng.choice(["nan", "inf", "-inf"]))
+    elif kind == "flat":
+        flat = flat.new_empty(rng.choice([(len(flat), 0), (len(flat), 1, 1), (0, 7), ()]))
+        flat.zero_()
     elif kind == "order":
         flat = flat.flip(0)
     else:
