@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from gracekv.backends import AttentionSpec, Auto
+from gracekv.backends import AttentionSpec, AttentionStep, Auto
 from gracekv.cache import LayerEntries, RaggedCache, RaggedLayer
 from gracekv.hf import GraceCache
 from gracekv.hf.smollm2 import load_smollm2
@@ -133,7 +133,7 @@ class Attention:
 
         def step() -> None:
             for layer, tail in zip(layers, self.tails, strict=True):
-                self.backend(self.query, layer, *tail, None, scale)
+                self.backend(AttentionStep(self.query, layer, *tail, scale))
 
         return step, stored + self.position_bytes * TAIL + held
 

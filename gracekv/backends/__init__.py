@@ -1,8 +1,13 @@
 """Attention over the ragged cache."""
 
-from gracekv.backends.attention_spec import AttentionSpec
 from gracekv.backends.auto import Auto
-from gracekv.backends.base import BACKENDS, AttentionBackend, Backend, Partial, combine
+from gracekv.backends.base import (
+    BACKENDS,
+    AttentionBackend,
+    AttentionSpec,
+    AttentionStep,
+    Backend,
+)
 from gracekv.backends.eager import Eager
 from gracekv.backends.numba import Numba
 from gracekv.backends.sdpa import Sdpa
@@ -12,12 +17,11 @@ __all__ = [
     "BACKENDS",
     "AttentionBackend",
     "AttentionSpec",
+    "AttentionStep",
     "Auto",
     "Backend",
     "Eager",
     "Numba",
-    "Partial",
     "Sdpa",
     "Triton",
-    "combine",
 ]

@@ -7,8 +7,7 @@ from typing import final
 
 import torch
 
-from gracekv.backends.attention_spec import AttentionSpec
-from gracekv.backends.base import BACKENDS, AttentionBackend, Backend
+from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionSpec, Backend
 
 # Fastest first; one that cannot run there is passed over.
 _PREFERRED = {"cuda": ("triton", "sdpa"), "cpu": ("numba", "sdpa")}

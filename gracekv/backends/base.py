@@ -1,4 +1,4 @@
-"""The interface of attention over a packed ragged part and a dense tail."""
+"""The interface of attention to packed ragged entries and a dense tail."""
 
 from __future__ import annotations
 
@@ -9,54 +9,98 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gracekv.backends.attention_spec import AttentionSpec
+from gracekv.cache.coded import Coding
+from gracekv.cache.entries import LayerEntries
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.registry import Registry, Strategy
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Partial:
-    """Softmax attention over a part of the entries, ready to be combined with other parts.
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What one layer's attention asks of a backend, known before the first query.
 
     Attributes:
-        output: [B, H, Tq, d], normalised inside the part (0 where the part is empty).
-        lse: [B, H, Tq] float32, log of the part's summed exponentials (-inf where empty).
+        device: where queries, keys and values lie.
+        dtype: of the queries and of entries that are not quantised; None: any.
+        dim: d, the head dimension; None: any.
+        codings: how quantised entries are stored, a coding for each width; () if none are.
     """
 
-    output: Tensor
-    lse: Tensor
+    device: torch.device
+    dtype: torch.dtype | None = None
+    dim: int | None = None
+    codings: tuple[Coding, ...] = ()
+
+    @classmethod
+    def of(cls, entries: LayerEntries) -> AttentionSpec:
+        """That of attention to `entries`."""
+        return cls(entries.device, entries.dtype, entries.dim, entries.codings)
 
 
-def combine(first: Partial, second: Partial, sink_logits: Tensor | None = None) -> Tensor:
-    """[B, H, Tq, d]: attention over the union of two disjoint parts.
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionStep:
+    """Attention of a few new tokens to one layer: to its packed entries and to the tail.
 
-    o = (e^{lse1} o1 + e^{lse2} o2) / (e^{lse1} + e^{lse2}), with the larger lse subtracted; a row
-    that sees nothing in either part gives 0. With `sink_logits` s [H], e^s is added to the
-    denominator. Source: flash decoding (Dao et al., 2023).
+    B rows, the continuations of the layer's S sequences, share the packed entries. Every query
+    sees all those of its row's sequence.
+
+    Attributes:
+        query: [B, H, Tq, d].
+        packed: the packed entries, as the backend's `prepare` made them; for the reference the
+            `LayerEntries` themselves.
+        keys: [B, G, C, d], the tail: the tokens after the packed ones, the queries' own at the
+            end. C may be 0.
+        values: [B, G, C, d].
+        scale: factor of q . k.
+        mask: bool (True: seen) or additive float [B or 1, 1, Tq, C], over the tail and added after
+            `softcap`; None: query i sees the first T - Tq + i + 1 of T tokens of the tail.
+        length: int32 or int64 [B] on the query's device, T of each row; places from T on may hold
+            any finite numbers. Only without a mask. None: T = C.
+        rows: int64 [B] on the query's device, the sequence that each row continues; None: the
+            sequences in order, each by B // S consecutive rows.
+        softcap: c; logits x become c tanh(x / c) (Gemma 2). An entry stands for m tokens of the
+            same capped logit, so log m is added afterwards. None: no cap.
+        sink_logits: [H], of a token without a value that each query head sees besides all others
+            (GPT-OSS): part of the softmax's denominator alone. None: no such token.
     """
-    top = torch.maximum(first.lse, second.lse)
-    if sink_logits is not None:
-        sink = sink_logits.float()[:, None]
-        top = torch.maximum(top, sink)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    a, b = (first.lse - top).exp(), (second.lse - top).exp()
-    total = a + b if sink_logits is None else a + b + (sink - top).exp()
-    total = total.clamp(min=torch.finfo(torch.float32).tiny)
-    mixed = (
-        first.output.float() * (a / total)[..., None]
-        + second.output.float() * (b / total)[..., None]
-    )
-    return mixed.to(first.output.dtype)
 
+    query: Tensor
+    packed: Any
+    keys: Tensor
+    values: Tensor
+    scale: float
+    mask: Tensor | None = None
+    length: Tensor | None = None
+    rows: Tensor | None = None
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
 
-def united(first: Partial, second: Partial) -> Partial:
-    """Attention over the union of two disjoint parts, itself a part."""
-    return Partial(combine(first, second), torch.logaddexp(first.lse, second.lse))
+    def tail_bias(self) -> Tensor | None:
+        """float32 [B or 1, 1, Tq, C] to add to the tail's logits; None: every query sees all."""
+        mask, tokens, places = self.mask, self.query.shape[2], self.keys.shape[2]
+        if mask is None:
+            if tokens == 1 and self.length is None:
+                return None
+            device = self.query.device
+            own = torch.arange(-tokens, 0, device=device)
+            last = own + (places if self.length is None else self.length[:, None])
+            seen = torch.arange(places, device=device) <= last[..., None]
+            mask = seen.view(-1, 1, tokens, places)
+        if mask.dtype == torch.bool:
+            return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
+        return mask.float()
 
+    def rows_of(self, sequences: int) -> list[slice | Tensor]:
+        """The rows of the batch that continue each of S `sequences`: a slice, or int64 [any].
 
-def without_none(**options: Any) -> dict[str, Any]:
-    """The options that are not None: a backend that does not know one is not given it."""
-    return {name: x for name, x in options.items() if x is not None}
+        Raises `ShapeError` if the rows do not fit the sequences.
+        """
+        of_row = sequence_of_row(self.rows, len(self.query), sequences, self.query.device)
+        if self.rows is not None:
+            return [(of_row == sequence).nonzero()[:, 0] for sequence in range(sequences)]
+        # Views, and nothing waits for the device.
+        each = len(of_row) // sequences
+        return [slice(each * sequence, each * (sequence + 1)) for sequence in range(sequences)]
 
 
 def sequence_of_row(
@@ -66,15 +110,20 @@ def sequence_of_row(
 
     Raises `ShapeError` if the batch does not fit.
     """
-    if rows is None and batch % sequences == 0:
-        return torch.arange(sequences, device=device).repeat_interleave(batch // sequences)
-    if rows is None or rows.shape != (batch,):
+    check_rows(rows, batch, sequences)
+    if rows is not None:
+        return rows
+    return torch.arange(sequences, device=device).repeat_interleave(batch // sequences)
+
+
+def check_rows(rows: Tensor | None, batch: int, sequences: int) -> None:
+    """Raise `ShapeError` unless `rows` [B], or None, say what `batch` rows continue."""
+    if batch % sequences if rows is None else rows.shape != (batch,):
         raise ShapeError(
             f"A cache of {sequences} sequences takes a multiple of as many rows, or `rows` of "
             f"shape [B]; got a batch of {batch} and rows "
             f"{None if rows is None else list(rows.shape)}."
         )
-    return rows
 
 
 class Backend(Strategy, abc.ABC):
@@ -91,22 +140,14 @@ class Backend(Strategy, abc.ABC):
 class AttentionBackend(Backend):
     """Attention of a few new tokens over one packed layer and the tail.
 
-    B rows, the continuations of the layer's S sequences, share the packed part. `rows` int64 [B],
-    on the query's device, says which sequence each of them continues; None: the sequences in
-    order, each by B // S consecutive rows. Softmax statistics are float32 or better. Results of
-    all backends agree within `gracekv.testing.attention.TOLERANCES`.
+    Softmax statistics are float32 or better. Results of all backends agree within
+    `gracekv.testing.attention.TOLERANCES`.
 
     Attributes:
         reads_codes: whether it reads quantised entries.
-        takes_softcap: whether it caps logits.
-        takes_sink_logits: whether it adds a logit of each query head to the softmax's denominator.
-
-    What a backend does not take it is never given, so it need not have the arguments.
     """
 
     reads_codes: ClassVar[bool] = False
-    takes_softcap: ClassVar[bool] = False
-    takes_sink_logits: ClassVar[bool] = False
 
     def resolve(self, spec: AttentionSpec) -> AttentionBackend:
         return self
@@ -116,13 +157,11 @@ class AttentionBackend(Backend):
 
         A class that adds reasons of its own calls this first.
         """
-        others = "Use backend 'auto', 'sdpa' or 'eager'"
         if spec.codings and not self.reads_codes:
-            return f"It does not read quantised entries. {others}, or precision 'full'."
-        if spec.softcap and not self.takes_softcap:
-            return f"It does not cap logits, as this model's attention does. {others}."
-        if spec.sink_logits and not self.takes_sink_logits:
-            return f"It takes no sink logits, which this model's attention has. {others}."
+            return (
+                "It does not read quantised entries. Use backend 'auto', 'sdpa' or 'eager', or "
+                "precision 'full'."
+            )
         return None
 
     def require(self, spec: AttentionSpec) -> None:
@@ -149,109 +188,12 @@ class AttentionBackend(Backend):
         """
 
     @abc.abstractmethod
-    def packed(
-        self,
-        query: Tensor,
-        prepared: Any,
-        scale: float,
-        rows: Tensor | None = None,
-        *,
-        softcap: float | None = None,
-    ) -> Partial:
-        """Attention of query [B, H, Tq, d] to all packed entries of each row's sequence.
+    def __call__(self, step: AttentionStep) -> Tensor:
+        """[B, H, Tq, d]: attention to packed entries and tail together.
 
-        Log multiplicities are added to the logits, after `softcap` (see `__call__`).
+        A query that sees nothing gives 0. With `step.length`, nothing waits for the device and
+        shapes do not depend on it. Raises `ShapeError` if `step.rows` do not fit the sequences.
         """
-
-    @abc.abstractmethod
-    def tail(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        *,
-        softcap: float | None = None,
-    ) -> Partial:
-        """Attention to the tail.
-
-        Args:
-            query: [B, H, Tq, d].
-            keys: [B, G, S, d], the new tokens, the queries' own included at the end.
-            values: [B, G, S, d].
-            mask: bool or additive float [B, 1, Tq, S], or None: query i sees the tail's first
-                S - Tq + i + 1 tokens.
-            scale: factor of q . k.
-            softcap: see `__call__`; the mask is added after it.
-        """
-
-    def __call__(
-        self,
-        query: Tensor,
-        prepared: Any,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        rows: Tensor | None = None,
-        *,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        """[B, H, Tq, d]: attention to packed part and tail together.
-
-        Args:
-            query: [B, H, Tq, d].
-            prepared: from `prepare`.
-            keys: [B, G, S, d] of the tail.
-            values: [B, G, S, d].
-            mask: see `tail`.
-            scale: factor of q . k.
-            rows: int64 [B], or None.
-            softcap: c; logits x become c tanh(x / c) (Gemma 2). An entry stands for m tokens of
-                the same capped logit, so log m is added afterwards.
-            sink_logits: [H], of a token without a value that each query head sees besides all
-                others (GPT-OSS): part of the softmax's denominator alone.
-        """
-        cap = without_none(softcap=softcap)
-        packed = self.packed(query, prepared, scale, rows, **cap)
-        tail = self.tail(query, keys, values, mask, scale, **cap)
-        return combine(packed, tail, sink_logits)
-
-    def decode(
-        self,
-        query: Tensor,
-        prepared: Any,
-        keys: Tensor,
-        values: Tensor,
-        length: Tensor,
-        scale: float,
-        rows: Tensor | None = None,
-        *,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        """[B, H, Tq, d]: like calling, over tail buffers whose used length lies on the device.
-
-        Nothing waits for the device, and shapes do not depend on `length`.
-
-        Args:
-            query: [B, H, Tq, d].
-            prepared: from `prepare`.
-            keys: [B, G, C, d]; places from `length` on may hold any finite numbers.
-            values: [B, G, C, d].
-            length: int32 or int64 [B], tokens in each row's tail, the queries' own included.
-            scale: factor of q . k.
-            rows: int64 [B], or None.
-            softcap: see `__call__`.
-            sink_logits: [H], see `__call__`.
-        """
-        query_places = torch.arange(-query.shape[2], 0, device=length.device) + length[:, None]
-        places = torch.arange(keys.shape[2], device=length.device)
-        seen = places <= query_places[..., None]
-        options = without_none(softcap=softcap, sink_logits=sink_logits)
-        return self(query, prepared, keys, values, seen[:, None], scale, rows, **options)
 
 
 BACKENDS: Registry[Backend] = Registry("backend", "how decoding reads the ragged cache")

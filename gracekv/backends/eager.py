@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import BACKENDS, AttentionBackend, Partial, sequence_of_row
+from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionStep
 from gracekv.cache.entries import LayerEntries
 from gracekv.kernels.logits import capped
 
@@ -26,8 +25,6 @@ class Eager(AttentionBackend):
     """
 
     reads_codes: ClassVar[bool] = True
-    takes_softcap: ClassVar[bool] = True
-    takes_sink_logits: ClassVar[bool] = True
 
     def prepare(self, layer: LayerEntries) -> LayerEntries:
         return layer
@@ -35,74 +32,39 @@ class Eager(AttentionBackend):
     def held_bytes(self, prepared: LayerEntries) -> int:
         return 0
 
-    def packed(
-        self,
-        query: Tensor,
-        prepared: LayerEntries,
-        scale: float,
-        rows: Tensor | None = None,
-        *,
-        softcap: float | None = None,
-    ) -> Partial:
-        batch, heads, tokens, _ = query.shape
-        group = heads // prepared.heads
-        of_row = sequence_of_row(rows, batch, prepared.sequences, query.device)
-        output = torch.zeros_like(query)
-        lse = query.new_full((batch, heads, tokens), -math.inf, dtype=torch.float32)
-        for sequence in range(prepared.sequences):
-            of_sequence = of_row == sequence
+    def __call__(self, step: AttentionStep) -> Tensor:
+        entries: LayerEntries = step.packed
+        heads = step.query.shape[1]
+        group, bias = heads // entries.heads, step.tail_bias()
+        output = torch.zeros_like(step.query)
+        for sequence, rows in enumerate(step.rows_of(entries.sequences)):
+            own_bias = bias if bias is None or len(bias) == 1 else bias[rows]
             for head in range(heads):
-                keys, values, _, log_multiplicity = prepared.head(head // group, sequence)
-                logits = capped(scale * query[of_sequence, head].float() @ keys.float().T, softcap)
-                mixed, total = _attend(logits + log_multiplicity, values.float())
-                output[of_sequence, head], lse[of_sequence, head] = mixed.to(query.dtype), total
-        return Partial(output, lse)
-
-    def tail(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        *,
-        softcap: float | None = None,
-    ) -> Partial:
-        group = query.shape[1] // keys.shape[1]
-        bias = additive_mask(mask, query.shape[2], keys.shape[2], query.device)
-        parts = []
-        for head in range(query.shape[1]):
-            k, v = keys[:, head // group].float(), values[:, head // group].float()
-            logits = capped(scale * query[:, head].float() @ k.mT, softcap)
-            parts.append(_attend(logits + bias[:, 0], v))
-        return _stack(parts, query)
+                g = head // group
+                keys, values, _, log_multiplicity = entries.head(g, sequence)
+                query = step.scale * step.query[rows, head].float()
+                tail = capped(query @ step.keys[rows, g].float().mT, step.softcap)
+                packed = capped(query @ keys.float().T, step.softcap) + log_multiplicity
+                logits = torch.cat(
+                    [packed, tail if own_bias is None else tail + own_bias[:, 0]], dim=-1
+                )
+                weights = _weights(
+                    logits, None if step.sink_logits is None else step.sink_logits[head].float()
+                )
+                mixed = weights[..., : len(keys)] @ values.float()
+                mixed += weights[..., len(keys) :] @ step.values[rows, g].float()
+                output[rows, head] = mixed.to(output.dtype)
+        return output
 
 
-def additive_mask(mask: Tensor | None, queries: int, keys: int, device: torch.device) -> Tensor:
-    """The tail's mask as float32 [B or 1, 1, Tq, S] to add to logits.
-
-    Args:
-        mask: bool (True: seen) or additive float [B, 1, Tq, S]; None is causal, aligned at the end.
-        queries: Tq.
-        keys: S.
-        device: where to build the causal mask.
-    """
-    if mask is None:
-        seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-        mask = seen[None, None]
-    if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -math.inf)
-    return mask.float()
-
-
-def _attend(logits: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [B, Tq, d] and lse [B, Tq] of logits [B, Tq, E] over values [E, d] or [B, E, d]."""
-    # A row that sees nothing has lse -inf; its softmax would be NaN where the answer is 0.
-    lse = torch.logsumexp(logits, dim=-1)
-    weights = (logits - torch.where(lse == -math.inf, 0.0, lse)[..., None]).exp()
-    return weights @ values, lse
-
-
-def _stack(parts: list[tuple[Tensor, Tensor]], query: Tensor) -> Partial:
-    output = torch.stack([output for output, _ in parts], dim=1).to(query.dtype)
-    return Partial(output, torch.stack([lse for _, lse in parts], dim=1))
+def _weights(logits: Tensor, sink: Tensor | None) -> Tensor:
+    """Softmax of logits [B, Tq, any] beside a `sink` []; 0 in rows that see nothing."""
+    top = logits.amax(dim=-1, keepdim=True) if logits.shape[-1] else logits.new_zeros(())
+    if sink is not None:
+        top = torch.maximum(top, sink)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    weights = (logits - top).exp()
+    total = weights.sum(dim=-1, keepdim=True)
+    if sink is not None:
+        total = total + (sink - top).exp()
+    return weights / total.clamp(min=torch.finfo(torch.float32).tiny)

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from gracekv.backends.attention_args import AttentionArgs
-from gracekv.backends.attention_spec import AttentionSpec
-from gracekv.backends.base import BACKENDS, AttentionBackend, Partial
-from gracekv.backends.coded_pieces import QuantisedWindows
-from gracekv.backends.eager import additive_mask
-from gracekv.backends.kv_windows import WindowedLayer
-from gracekv.backends.sdpa import Sdpa
-from gracekv.backends.split_kv import Layer, SplitKV, SplitLayer
+from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionSpec, AttentionStep
+from gracekv.backends.sdpa import Layer, Sdpa
+from gracekv.backends.split_kv import SplitKV, SplitLayer
 from gracekv.kernels import omp_threads
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NumbaLayer:
-    """A layer for both ways of reading it.
-
-    Attributes:
-        splits: for the compiled kernel.
-        windows: for everything else; holds nothing until then.
-    """
-
-    splits: SplitLayer
-    windows: WindowedLayer | QuantisedWindows
 
 
 @final
@@ -56,8 +39,6 @@ class Numba(AttentionBackend):
     """
 
     reads_codes: ClassVar[bool] = True
-    takes_softcap: ClassVar[bool] = True
-    takes_sink_logits: ClassVar[bool] = True
 
     def obstacle(self, spec: AttentionSpec) -> str | None:
         """Why the kernel cannot run there and what to do about it; None if it can."""
@@ -75,77 +56,34 @@ class Numba(AttentionBackend):
             return "numba is not installed. Run: pip install 'gracekv[cpu]', or use backend 'sdpa'."
         return omp_threads.obstacle()
 
-    def prepare(self, layer: Layer) -> NumbaLayer:
+    def prepare(self, layer: Layer) -> SplitLayer:
         """The layer; `BackendUnavailableError` where the kernel cannot run, saying why."""
         self.require(AttentionSpec.of(layer))
-        return NumbaLayer(SplitLayer(layer), Sdpa().prepare(layer))
+        return SplitLayer(layer)
 
-    def held_bytes(self, prepared: NumbaLayer) -> int:
-        return prepared.splits.held_bytes + prepared.windows.held_bytes
+    def held_bytes(self, prepared: SplitLayer) -> int:
+        return prepared.held_bytes
 
-    def warm_up(self, prepared: NumbaLayer, query_heads: int) -> None:
-        layer = prepared.splits.layer
-        if prepared.splits.splits(layer.sequences, query_heads, None) is None:
-            Sdpa().warm_up(prepared.windows, query_heads)
-        else:
+    def warm_up(self, prepared: SplitLayer, query_heads: int) -> None:
+        layer = prepared.layer
+        if prepared.splits(layer.sequences, query_heads, None) is not None:
             _kernel(layer)
 
-    def packed(
-        self,
-        query: Tensor,
-        prepared: NumbaLayer,
-        scale: float,
-        rows: Tensor | None = None,
-        *,
-        softcap: float | None = None,
-    ) -> Partial:
-        return Sdpa().packed(query, prepared.windows, scale, rows, softcap=softcap)
-
-    def tail(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        *,
-        softcap: float | None = None,
-    ) -> Partial:
-        return Sdpa().tail(query, keys, values, mask, scale, softcap=softcap)
-
-    def __call__(
-        self,
-        query: Tensor,
-        prepared: NumbaLayer,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        rows: Tensor | None = None,
-        *,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        splits = None
-        if _suits(query, prepared.splits.layer, keys, values, sink_logits):
-            splits = prepared.splits.splits(query.shape[0], query.shape[1], rows)
+    def __call__(self, step: AttentionStep) -> Tensor:
+        held, splits = step.packed, None
+        if _suits(step, held.layer):
+            splits = held.splits(len(step.query), step.query.shape[1], step.rows)
         if splits is None:
-            return Sdpa()(
-                query, prepared.windows, keys, values, mask, scale, rows,
-                softcap=softcap, sink_logits=sink_logits,
-            )  # fmt: skip
-        return _attend(
-            splits, prepared.splits.layer, query, keys, values, mask, scale, softcap, sink_logits
-        )
+            return Sdpa()(replace(step, packed=held.layer))
+        return _attend(step, splits, held.layer)
 
 
-def _suits(
-    query: Tensor, layer: Layer, keys: Tensor, values: Tensor, sink_logits: Tensor | None
-) -> bool:
+def _suits(step: AttentionStep, layer: Layer) -> bool:
     """Whether the kernel can take the step: one token of plain tensors without gradients.
 
     The kernel reads addresses, so inputs that do not fit go to torch, which raises its own errors.
     """
+    query, keys, values, sinks = step.query, step.keys, step.values, step.sink_logits
     batch, heads, tokens, dim = query.shape
     length = keys.shape[2]
     return (
@@ -159,33 +97,24 @@ def _suits(
         and keys.shape == values.shape == (batch, layer.heads, length, layer.dim)
         and heads % layer.heads == 0
         and dim == layer.dim
-        and (sink_logits is None or (sink_logits.is_cpu and sink_logits.shape == (heads,)))
+        and (sinks is None or (sinks.is_cpu and sinks.shape == (heads,)))
         and not (
             torch.is_grad_enabled()
-            and any(x is not None and x.requires_grad for x in (query, keys, values, sink_logits))
+            and any(x is not None and x.requires_grad for x in (query, keys, values, sinks))
         )
         and not torch.compiler.is_compiling()
     )
 
 
-def _attend(
-    splits: SplitKV,
-    layer: Layer,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-) -> Tensor:
+def _attend(step: AttentionStep, splits: SplitKV, layer: Layer) -> Tensor:
+    query, keys, values = step.query, step.keys, step.values
     batch, heads, _, dim = query.shape
     length = keys.shape[2]
     if not _same_row_layout(keys, values):
         keys, values = keys.contiguous(), values.contiguous()
+    mask, sinks = step.tail_bias(), step.sink_logits
     if mask is not None:
-        mask = additive_mask(mask, 1, length, query.device).expand(batch, 1, 1, length)
-        mask = mask.contiguous()
+        mask = mask.expand(batch, 1, 1, length).contiguous()
     tail_splits = -(-length // splits.longest)
     folded = query.float().contiguous()
     output = torch.empty_like(folded)
@@ -198,10 +127,10 @@ def _attend(
     args.partial, args.counters = partial.data_ptr(), ctypes.addressof(counters)
     args.tail, args.tail_splits = length, tail_splits
     args.tail_batch, args.tail_head = (stride // dim for stride in keys.stride()[:2])
-    args.scale, args.softcap = scale, softcap or 0.0
-    if sink_logits is not None:
-        sink_logits = sink_logits.detach().float().contiguous()
-        args.sink_logits = sink_logits.data_ptr()
+    args.scale, args.softcap = step.scale, step.softcap or 0.0
+    if sinks is not None:
+        sinks = sinks.detach().float().contiguous()
+        args.sink_logits = sinks.data_ptr()
     omp_threads.run(_kernel(layer), ctypes.addressof(args))
     return output if output.dtype == query.dtype else output.to(query.dtype)
 

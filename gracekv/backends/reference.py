@@ -1,4 +1,4 @@
-"""Attention over a packed layer and a tail, one query at a time in float64."""
+"""Attention over packed entries and a tail, one query at a time in float64."""
 
 from __future__ import annotations
 
@@ -7,41 +7,34 @@ import math
 import torch
 from torch import Tensor
 
+from gracekv.backends.base import AttentionStep
 from gracekv.cache.entries import LayerEntries
 
 
-def attention(
-    query: Tensor,
-    layer: LayerEntries,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    rows: Tensor | None = None,
-    *,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output [B, H, Tq, d] and the lse of packed part and tail [2, B, H, Tq], float64 on the CPU.
+def attention(step: AttentionStep) -> tuple[Tensor, Tensor]:
+    """Output [B, H, Tq, d] and the lse of packed entries and tail [2, B, H, Tq], float64, CPU.
 
-    The arguments are those of `AttentionBackend`, on any device; `sink_logits` change the output
+    `step.packed` are `LayerEntries`, and all may lie on any device; sink logits change the output
     alone. A query that sees nothing has output 0 and lse -inf. Source: Eq. (T4).
     """
-    batch, heads, tokens, _ = query.shape
-    length, group = keys.shape[2], heads // layer.heads
-    query, tail_keys, tail_values = (x.double().cpu() for x in (query, keys, values))
+    layer: LayerEntries = step.packed
+    batch, heads, tokens, _ = step.query.shape
+    group, mask, sinks = heads // layer.heads, step.mask, step.sink_logits
+    query, tail_keys, tail_values = (x.double().cpu() for x in (step.query, step.keys, step.values))
     output = torch.zeros_like(query)
     lse = torch.full((2, batch, heads, tokens), -math.inf, dtype=torch.float64)
     for b in range(batch):
-        sequence = b // (batch // layer.sequences) if rows is None else int(rows[b])
+        sequence = b // (batch // layer.sequences) if step.rows is None else int(step.rows[b])
+        length = tail_keys.shape[2] if step.length is None else int(step.length[b])
         for h in range(heads):
             g = h // group
             packed_keys, packed_values, _, log_multiplicity = (
                 x.double().cpu() for x in layer.head(g, sequence)
             )
             for t in range(tokens):
-                packed = _capped(packed_keys @ query[b, h, t] * scale, softcap) + log_multiplicity
-                tail = _capped(tail_keys[b, g] @ query[b, h, t] * scale, softcap)
+                packed = _capped(packed_keys @ query[b, h, t] * step.scale, step.softcap)
+                packed = packed + log_multiplicity
+                tail = _capped(tail_keys[b, g] @ query[b, h, t] * step.scale, step.softcap)
                 if mask is None:
                     tail[length - tokens + t + 1 :] = -math.inf
                 else:
@@ -51,8 +44,8 @@ def attention(
                 lse[0, b, h, t], lse[1, b, h, t] = packed.logsumexp(0), tail.logsumexp(0)
                 logits = torch.cat([packed, tail])
                 everything = torch.cat([packed_values, tail_values[b, g]])
-                if sink_logits is not None:
-                    logits = torch.cat([logits, sink_logits[h : h + 1].double().cpu()])
+                if sinks is not None:
+                    logits = torch.cat([logits, sinks[h : h + 1].double().cpu()])
                     everything = torch.cat([everything, torch.zeros_like(everything[:1])])
                 if bool((logits > -math.inf).any()):
                     output[b, h, t] = logits.softmax(0) @ everything

@@ -7,215 +7,150 @@ continuations fold into the rows of one product per KV head: keys are read once,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import BACKENDS, AttentionBackend, Partial, sequence_of_row, united
-from gracekv.backends.coded_pieces import QuantisedWindows, attend_to_pieces
-from gracekv.backends.eager import additive_mask
-from gracekv.backends.kv_windows import KVWindows, WindowedLayer
-from gracekv.backends.sdpa_kernels import Kernel, fused, plain
+from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionStep
 from gracekv.cache.base import RaggedLayer
 from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import BackendUnavailableError
+from gracekv.kernels.logits import capped
 
 # Logits (query rows x tail entries) that the tail may hold at once; longer turns go in blocks.
 _TAIL_LOGITS = 1 << 22
+# Entries of one head that are dequantised at once. Ours.
+_PIECE = 4096
+# Query rows that the fused kernel gives to one thread, and the fewest entries of a window. Ours.
+_THREAD_ROWS, _SHORTEST = 32, 64
+
+Layer: TypeAlias = RaggedLayer | QuantisedLayer
+# Takes rows [B, G, R, d], keys and values [B, G, S, d], a bias to add to the logits or None, and
+# the factor of q . k; returns output [B, G, R, d] and log-sum-exp [B, G, R].
+Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partial:
+    """Softmax attention over a part of the entries, ready to be combined with other parts.
+
+    Attributes:
+        output: [B, H, Tq, d], normalised inside the part (0 where the part is empty).
+        lse: [B, H, Tq] float32, log of the part's summed exponentials (-inf where empty).
+    """
+
+    output: Tensor
+    lse: Tensor
+
+
+def combine(first: Partial, second: Partial, sink_logits: Tensor | None = None) -> Tensor:
+    """[B, H, Tq, d]: attention over the union of two disjoint parts.
+
+    o = (e^{lse1} o1 + e^{lse2} o2) / (e^{lse1} + e^{lse2}), with the larger lse subtracted; a row
+    that sees nothing in either part gives 0. With `sink_logits` s [H], e^s is added to the
+    denominator. Source: flash decoding (Dao et al., 2023).
+    """
+    top = torch.maximum(first.lse, second.lse)
+    if sink_logits is not None:
+        sink = sink_logits.float()[:, None]
+        top = torch.maximum(top, sink)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    a, b = (first.lse - top).exp(), (second.lse - top).exp()
+    total = a + b if sink_logits is None else a + b + (sink - top).exp()
+    total = total.clamp(min=torch.finfo(torch.float32).tiny)
+    mixed = (
+        first.output.float() * (a / total)[..., None]
+        + second.output.float() * (b / total)[..., None]
+    )
+    return mixed.to(first.output.dtype)
+
+
+def united(first: Partial, second: Partial) -> Partial:
+    """Attention over the union of two disjoint parts, itself a part."""
+    return Partial(combine(first, second), torch.logaddexp(first.lse, second.lse))
 
 
 @final
 @BACKENDS.register("sdpa")
 @dataclass(frozen=True, slots=False)
 class Sdpa(AttentionBackend):
-    """Equal windows over the packed entries; fused attention on the CPU, matrix products elsewhere.
+    """Head by head: fused attention on the CPU, matrix products elsewhere.
 
     Source: ours; splitting the keys and combining by log-sum-exp is flash decoding's idea.
 
-    Cost: a step reads each packed entry once; index and bias of the windows are held beside the
-    cache, about a twentieth of its bytes.
+    Cost: a step reads each packed entry once, in a call for each head of each sequence; nothing is
+    held beside the cache.
 
     Attributes:
         kernel: "fused" is torch's CPU flash attention, which also returns the log-sum-exp; "plain"
             is two matrix products in float32, on any device; "auto" takes "fused" on the CPU. The
             fused one does not cap logits: with a softcap, "plain" is used.
 
-    Keys and values are never copied or padded; quantised entries are dequantised in pieces, head by
-    head. A few queries per head read them through `WindowedLayer`, whose index and bias are built
-    at the first step and held; many (a long turn) go head by head.
+    Keys and values are never copied or padded; quantised entries are dequantised in pieces. Where a
+    head has too few queries for all threads, each thread reads a window of its entries.
     """
 
     reads_codes: ClassVar[bool] = True
-    takes_softcap: ClassVar[bool] = True
-    takes_sink_logits: ClassVar[bool] = True
     kernel: Literal["auto", "fused", "plain"] = "auto"
 
-    def prepare(self, layer: RaggedLayer | QuantisedLayer) -> WindowedLayer | QuantisedWindows:
+    def prepare(self, layer: Layer) -> Layer:
         self._fused(layer.device)
-        if isinstance(layer, QuantisedLayer):
-            return QuantisedWindows(WindowedLayer(layer.exact), layer.coded)
-        return WindowedLayer(layer)
+        return layer
 
-    def held_bytes(self, prepared: WindowedLayer | QuantisedWindows) -> int:
-        return prepared.held_bytes
+    def held_bytes(self, prepared: Layer) -> int:
+        return 0
 
-    def warm_up(self, prepared: WindowedLayer | QuantisedWindows, query_heads: int) -> None:
-        windows = prepared.windows if isinstance(prepared, QuantisedWindows) else prepared
-        layer = windows.layer
-        windows.windows((layer.sequences, query_heads, 1), None)
+    def __call__(self, step: AttentionStep) -> Tensor:
+        return combine(self.packed(step), self.tail(step), step.sink_logits).to(step.query.dtype)
 
-    def __call__(
-        self,
-        query: Tensor,
-        prepared: WindowedLayer | QuantisedWindows,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        rows: Tensor | None = None,
-        *,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        windows = None
-        if query.shape[2] == 1 and keys.shape[2] > 0 and isinstance(prepared, WindowedLayer):
-            windows = prepared.windows(query.shape[:3], rows)
-        if windows is None:
-            return super().__call__(
-                query, prepared, keys, values, mask, scale, rows,
-                softcap=softcap, sink_logits=sink_logits,
-            )  # fmt: skip
-        # `packed`, `tail` and `combine` in half as many calls: at a few hundred entries a head, the
-        # calls dominate the cost of a step.
-        batch, groups, length, dim = keys.shape
-        folded = query.reshape(batch, groups, -1, dim)
-        bias = None if mask is None else additive_mask(mask, 1, length, query.device)
-        attend = self._kernel(query.device, softcap)
-        tail_output, tail_lse = attend(folded, keys, values, bias, scale)
-        if bias is not None:
-            tail_lse = tail_lse.masked_fill((bias == -math.inf).all(dim=-1), -math.inf)
-        output, lse = _window_parts(attend, query, windows, scale)
-        # The fused kernel's output is laid out as [B, n, G], so nothing is copied here.
-        lse = torch.cat([lse, windows.blank_lse, tail_lse.mT.reshape(-1)])
-        tail_output = tail_output.transpose(1, 2).reshape(-1, dim)
-        output = torch.cat([output, windows.blank_output, tail_output])
-        parts = torch.take(lse, windows.slots) if windows.mixing is None else lse + windows.mixing
-        if sink_logits is not None:
-            sink = sink_logits.float().repeat(batch)[:, None]
-            parts = torch.cat([parts, sink], dim=-1)
-        weights = torch.softmax(parts, dim=-1)
-        if sink_logits is not None:
-            weights = weights[:, :-1]
-        if bias is not None and not windows.complete:
-            # Queries of an empty head that see nothing of the tail either.
-            weights = weights.nan_to_num(nan=0.0)
-        if windows.mixing is None:
-            return _mixed(weights, output, windows.slots).view(query.shape)
-        return (weights @ output.float()).to(output.dtype).view(query.shape)
-
-    def packed(
-        self,
-        query: Tensor,
-        prepared: WindowedLayer | QuantisedWindows,
-        scale: float,
-        rows: Tensor | None = None,
-        *,
-        softcap: float | None = None,
-    ) -> Partial:
-        if isinstance(prepared, QuantisedWindows):
-            exact = self.packed(query, prepared.windows, scale, rows, softcap=softcap)
-            attend = self._kernel(query.device, softcap)
-            # United in float32 before they meet the exact part's output in the model's dtype.
-            coded = [attend_to_pieces(attend, query, x, scale, rows) for x in prepared.coded]
-            return united(exact, reduce(united, coded))
-        windows = prepared.windows(query.shape[:3], rows)
-        if windows is None:
-            return self._head_by_head(query, prepared.layer, scale, rows, softcap)
-        attend = self._kernel(query.device, softcap)
-        output, lse = _window_parts(attend, query, windows, scale)
-        slots = windows.slots[:, 1:]
-        parts = torch.take(torch.cat([lse, windows.blank_lse]), slots)
-        total = torch.logsumexp(parts, dim=-1, keepdim=True)
-        weights = (parts - torch.where(total == -math.inf, 0.0, total)).exp()
-        output = _mixed(weights, torch.cat([output, windows.blank_output]), slots)
-        return Partial(output.view(query.shape), total.view(query.shape[:3]))
-
-    def _head_by_head(
-        self,
-        query: Tensor,
-        layer: RaggedLayer,
-        scale: float,
-        rows: Tensor | None,
-        softcap: float | None,
-    ) -> Partial:
-        """For many queries a head, where each call of the loop takes long."""
-        batch, heads, tokens, dim = query.shape
-        group = heads // layer.heads
-        of_row = sequence_of_row(rows, batch, layer.sequences, query.device)
-        attend = self._kernel(query.device, softcap)
+    def packed(self, step: AttentionStep) -> Partial:
+        """Attention to the packed entries alone, in float32."""
+        query, entries = step.query, step.packed
+        heads, tokens, dim = query.shape[1:]
+        group = heads // entries.heads
+        attend = self._kernel(step)
         threads = torch.get_num_threads() if self._fused(query.device) else 1
-        output = query.new_zeros(query.shape)
+        output = query.new_zeros(query.shape, dtype=torch.float32)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
-        for sequence in range(layer.sequences):
-            of_sequence = (of_row == sequence).nonzero()[:, 0]
-            folded = len(of_sequence) * group * tokens
-            # The kernel gives each thread whole blocks of queries; few queries are one block.
-            split = max(m for m in range(1, threads + 1) if folded % m == 0)
-            for head in range(layer.heads if folded else 0):
-                keys, values, _, log_multiplicity = layer.head(head, sequence)
+        for sequence, rows in enumerate(step.rows_of(entries.sequences)):
+            # The fused kernel divides by the numbers of queries and of keys.
+            for head in range(entries.heads if query[rows].numel() else 0):
                 at = slice(head * group, (head + 1) * group)
-                part, total = _attend(
-                    attend,
-                    query[of_sequence, at].reshape(1, split, folded // split, dim),
-                    keys.expand(1, split, -1, -1),
-                    values.expand(1, split, -1, -1),
-                    log_multiplicity.expand(1, split, 1, -1),
-                    scale,
-                )
-                if len(keys):
-                    output[of_sequence, at] = part.reshape(-1, group, tokens, dim)
-                    lse[of_sequence, at] = total.reshape(-1, group, tokens)
+                asked = query[rows, at].reshape(1, 1, -1, dim)
+                parts = [
+                    _windowed(attend, asked.to(keys), keys, values, bias, step.scale, threads)
+                    for keys, values, bias in _pieces(entries, head, sequence)
+                ]
+                if parts:
+                    whole = reduce(united, parts)
+                    output[rows, at] = whole.output.view(-1, group, tokens, dim)
+                    lse[rows, at] = whole.lse.view(-1, group, tokens)
         return Partial(output, lse)
 
-    def tail(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        *,
-        softcap: float | None = None,
-    ) -> Partial:
-        group, tokens = query.shape[1] // keys.shape[1], query.shape[2]
-        block = max(1, _TAIL_LOGITS // (group * max(1, keys.shape[2])))
-        attend = self._kernel(query.device, softcap)
-        if tokens == 1 and mask is None:
-            return _tail_block(attend, query, keys, values, None, scale)
+    def tail(self, step: AttentionStep) -> Partial:
+        """Attention to the tail alone, in the query's dtype."""
+        (_, heads, tokens, _), (_, groups, places, _) = step.query.shape, step.keys.shape
+        block = max(1, _TAIL_LOGITS // (heads // groups * max(1, places)))
+        attend = self._kernel(step)
         if tokens <= block:
-            bias = additive_mask(mask, tokens, keys.shape[2], query.device)
-            return _tail_block(attend, query, keys, values, bias, scale)
-        parts = []
-        for start in range(0, tokens, block):
-            stop = min(start + block, tokens)
-            # Without a mask, these queries see no token after the last of them.
-            seen = keys.shape[2] - tokens + stop if mask is None else keys.shape[2]
-            part = None if mask is None else mask[:, :, start:stop]
-            bias = additive_mask(part, stop - start, seen, query.device)
-            now, k, v = query[:, :, start:stop], keys[:, :, :seen], values[:, :, :seen]
-            parts.append(_tail_block(attend, now, k, v, bias, scale))
+            return _tail_block(attend, step)
+        parts = [
+            _tail_block(attend, _turn(step, start, min(start + block, tokens)))
+            for start in range(0, tokens, block)
+        ]
         return Partial(
             torch.cat([part.output for part in parts], dim=2),
             torch.cat([part.lse for part in parts], dim=2),
         )
 
-    def _kernel(self, device: torch.device, softcap: float | None) -> Kernel:
-        if self._fused(device) and softcap is None:
+    def _kernel(self, step: AttentionStep) -> Kernel:
+        if self._fused(step.query.device) and step.softcap is None:
             return fused
-        return partial(plain, softcap=softcap)
+        return partial(plain, softcap=step.softcap)
 
     def _fused(self, device: torch.device) -> bool:
         if self.kernel == "fused" and device.type != "cpu":
@@ -226,51 +161,124 @@ class Sdpa(AttentionBackend):
         return self.kernel != "plain" and device.type == "cpu"
 
 
-def _tail_block(
-    attend: Kernel,
-    query: Tensor,
+def fused(
+    rows: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's flash attention for CPUs: output [B, H, M, d] and log-sum-exp [B, H, M].
+
+    Args:
+        rows: queries [B, H, M, d].
+        keys: [B, H, E, d].
+        values: [B, H, E, d].
+        bias: of the logits [B, H, 1 or M, E], or None.
+        scale: factor of q . k.
+    """
+    if bias is not None:
+        bias = bias.expand(-1, -1, rows.shape[2], -1)
+    output, lse = torch._scaled_dot_product_flash_attention_for_cpu(
+        rows, keys, values, attn_mask=bias, scale=scale
+    )
+    return output, lse
+
+
+def plain(
+    rows: Tensor,
     keys: Tensor,
     values: Tensor,
     bias: Tensor | None,
     scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`fused` by two matrix products in float32; logits are capped before the bias is added.
+
+    Args:
+        rows: queries [B, H, M, d].
+        keys: [B, H, E, d].
+        values: [B, H, E, d].
+        bias: of the capped logits [B, H, 1 or M, E], or None.
+        scale: factor of q . k.
+        softcap: bound of the logits, or None.
+    """
+    # Half-precision products would round the logits to the model's dtype before the softmax.
+    logits = capped(rows.float() @ keys.float().mT * scale, softcap)
+    if bias is not None:
+        logits = logits + bias
+    top = logits.amax(dim=-1, keepdim=True)
+    top = torch.where(top == -math.inf, 0.0, top)
+    weights = (logits - top).exp()
+    total = weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    output = (weights / total) @ values.float()
+    return output.to(rows.dtype), (top + total.log())[..., 0]
+
+
+def _pieces(entries: Layer, head: int, sequence: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Keys and values [n, d] and log multiplicities [n] of a head, quantised ones in float32."""
+    exact = entries.exact if isinstance(entries, QuantisedLayer) else entries
+    keys, values, _, log_multiplicity = exact.head(head, sequence)
+    if len(keys):
+        yield keys, values, log_multiplicity
+    row = sequence * entries.heads + head
+    for coded in entries.coded if isinstance(entries, QuantisedLayer) else ():
+        begin, end = int(coded.offsets[row]), int(coded.offsets[row + 1])
+        for first in range(begin, end, _PIECE):
+            stop = min(first + _PIECE, end)
+            yield *coded.numbers(row, first, stop), coded.log_multiplicity[first:stop]
+
+
+def _windowed(
+    attend: Kernel,
+    rows: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    scale: float,
+    threads: int,
 ) -> Partial:
-    batch, heads, tokens, dim = query.shape
-    groups = keys.shape[1]
-    folded = query.reshape(batch, groups, -1, dim)
-    blind = None
+    """Attention of rows [1, 1, R, d] to keys [n, d], float32, a window of them for each thread."""
+    few = rows.shape[2] < _THREAD_ROWS * threads
+    count = max(1, min(threads, len(keys) // _SHORTEST)) if few else 1
+    step = len(keys) // count
+    length = len(keys) - (count - 1) * step
+    # Windows of one length overlap; each owns its first `step` entries, the last one all.
+    own = bias.unfold(0, length, step)
+    if length > step:
+        own = own.clone()
+        own[:-1, step:] = -math.inf
+    keys, values = (x.unfold(0, length, step).mT[None] for x in (keys, values))
+    output, lse = attend(rows.expand(1, count, -1, -1), keys, values, own[None, :, None], scale)
+    if count == 1:
+        return Partial(output.float(), lse)
+    weights = lse.softmax(dim=1)[..., None]
+    mixed = (weights * output.float()).sum(dim=1, keepdim=True)
+    return Partial(mixed, lse.logsumexp(dim=1, keepdim=True))
+
+
+def _turn(step: AttentionStep, start: int, stop: int) -> AttentionStep:
+    """The queries [start, stop) of `step` over as much of the tail as they see."""
+    left = step.query.shape[2] - stop
+    now = replace(step, query=step.query[:, :, start:stop])
+    if step.mask is not None:
+        return replace(now, mask=step.mask[:, :, start:stop])
+    if step.length is not None:
+        return replace(now, length=step.length - left)
+    seen = step.keys.shape[2] - left
+    return replace(now, keys=step.keys[:, :, :seen], values=step.values[:, :, :seen])
+
+
+def _tail_block(attend: Kernel, step: AttentionStep) -> Partial:
+    batch, heads, tokens, dim = step.query.shape
+    groups, places = step.keys.shape[1:3]
+    if places == 0:
+        # The fused kernel divides by the number of keys.
+        lse = step.query.new_full((batch, heads, tokens), -math.inf, dtype=torch.float32)
+        return Partial(torch.zeros_like(step.query), lse)
+    bias, blind = step.tail_bias(), None
     if bias is not None:
         blind = (bias == -math.inf).all(dim=-1)  # [B, 1, Tq]: padding sees nothing
         bias = bias.expand(-1, heads // groups, -1, -1).flatten(1, 2)[:, None]
-    output, lse = _attend(attend, folded, keys, values, bias, scale)
+    folded = step.query.reshape(batch, groups, -1, dim)
+    output, lse = attend(folded, step.keys, step.values, bias, step.scale)
     lse = lse.reshape(batch, heads, tokens)
     if blind is not None:
         lse = lse.masked_fill(blind, -math.inf)
-    return Partial(output.reshape(query.shape), lse)
-
-
-def _attend(
-    attend: Kernel, rows: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [B, G, R, d] and lse [B, G, R]; rows that see nothing give 0 and any lse."""
-    if keys.shape[2] == 0:
-        # The fused kernel divides by the number of keys.
-        lse = rows.new_full(rows.shape[:3], -math.inf, dtype=torch.float32)
-        return torch.zeros_like(rows), lse
-    return attend(rows, keys, values, bias, scale)
-
-
-def _window_parts(
-    attend: Kernel, query: Tensor, windows: KVWindows, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output [C * R, d] and lse [C * R] of every window row."""
-    dim = query.shape[-1]
-    # `embedding` is an index_select that keeps the index's shape.
-    folded = torch.embedding(query.reshape(-1, dim), windows.gather)
-    output, lse = attend(folded, windows.keys, windows.values, windows.bias, scale)
-    return output.view(-1, dim), lse.view(-1)
-
-
-def _mixed(weights: Tensor, output: Tensor, slots: Tensor) -> Tensor:
-    """[queries, 1, d]: weighted sums, in float32, of the outputs that lie in the slots."""
-    parts = torch.embedding(output, slots).float()
-    return torch.bmm(weights.unsqueeze(1), parts).to(output.dtype)
+    return Partial(output.reshape(step.query.shape), lse)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from gracekv.backends.attention_args import AttentionArgs, CodedArgs
 from gracekv.backends.base import sequence_of_row
-from gracekv.backends.latest import Latest
-from gracekv.cache.base import RaggedLayer
+from gracekv.backends.sdpa import Layer
 from gracekv.cache.coded import CodedEntries, Codes
 from gracekv.cache.quantised import QuantisedLayer
 from gracekv.kernels import ragged
@@ -21,6 +22,9 @@ _ENTRIES = 256
 # Queries of a KV head, over all its continuations, up to which one pass over the entries is faster
 # than matrix products; measured with d = 64 and 128 on two x86 cores.
 _MOST_QUERIES = 96
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,8 +68,33 @@ class SplitKV:
         return len(self.args) + sum(x.numel() * x.element_size() for x in tables)
 
 
-Layer: TypeAlias = RaggedLayer | QuantisedLayer
-Key = tuple[int, int, tuple[int, ...] | None]
+class Latest(Generic[K, V]):
+    """Keeps one value: that of the key asked for last.
+
+    Safe for threads: a value is built completely under a lock and then published by one
+    assignment, so that readers see the old value or the new one, never a part of it.
+    """
+
+    __slots__ = ("_entry", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entry: tuple[K, V] | None = None
+
+    def get(self, key: K, build: Callable[[], V]) -> V:
+        """The value of `key`; made by `build` unless `key` is the latest."""
+        entry = self._entry
+        if entry is None or entry[0] != key:
+            with self._lock:
+                entry = self._entry
+                if entry is None or entry[0] != key:
+                    entry = self._entry = (key, build())
+        return entry[1]
+
+    @property
+    def value(self) -> V | None:
+        """The latest value, None before there is one."""
+        return None if self._entry is None else self._entry[1]
 
 
 class SplitLayer:
@@ -77,7 +106,7 @@ class SplitLayer:
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
-        self._latest: Latest[Key, SplitKV | None] = Latest()
+        self._latest: Latest[tuple[int, int, tuple[int, ...] | None], SplitKV | None] = Latest()
 
     def splits(self, batch: int, heads: int, rows: Tensor | None) -> SplitKV | None:
         """The splits for one token of `batch` rows, `rows` [B], and `heads` query heads.

@@ -8,16 +8,50 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gracekv.backends.attention_spec import AttentionSpec
-from gracekv.backends.base import BACKENDS, AttentionBackend, Partial
-from gracekv.backends.triton_layer import TritonLayer, check_packed, check_tail
-from gracekv.backends.triton_splits import split_tables
+from gracekv.backends.base import (
+    BACKENDS,
+    AttentionBackend,
+    AttentionSpec,
+    AttentionStep,
+    check_rows,
+)
+from gracekv.backends.triton_splits import SplitTables, split_tables
 from gracekv.backends.triton_tiles import tiles
 from gracekv.cache.base import RaggedLayer
+from gracekv.cache.coded import CodedEntries
 from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.kernels import device as gpu
 from gracekv.registry import bounded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TritonLayer:
+    """One layer with its tables of splits.
+
+    Attributes:
+        keys: [E, d], rows contiguous.
+        values: [E, d].
+        bias: float32 [E], log multiplicity.
+        heads: G.
+        sequences: S.
+        tables: the splits.
+        capability: of the GPU.
+        programs: how many kernel programs to aim at.
+        coded: quantised entries, the splits of each in `tables` too.
+        copied: bytes of keys and values that had to be copied to make their rows contiguous.
+    """
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+    heads: int
+    sequences: int
+    tables: SplitTables
+    capability: tuple[int, int]
+    programs: int
+    coded: tuple[CodedEntries, ...]
+    copied: int
 
 
 @final
@@ -42,8 +76,6 @@ class Triton(AttentionBackend):
     """
 
     reads_codes: ClassVar[bool] = True
-    takes_softcap: ClassVar[bool] = True
-    takes_sink_logits: ClassVar[bool] = True
     splits_per_processor: int = bounded(2, at_least=1)
     processors: int | None = bounded(None, at_least=1, hint="None takes the GPU's own number.")
 
@@ -95,148 +127,52 @@ class Triton(AttentionBackend):
     def held_bytes(self, prepared: TritonLayer) -> int:
         return prepared.tables.bytes + prepared.copied
 
-    def packed(
-        self,
-        query: Tensor,
-        prepared: TritonLayer,
-        scale: float,
-        rows: Tensor | None = None,
-        *,
-        softcap: float | None = None,
-    ) -> Partial:
-        return Partial(*self._run(query, prepared, None, None, None, None, scale, rows, softcap))
-
-    def tail(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        *,
-        softcap: float | None = None,
-    ) -> Partial:
-        self.require(AttentionSpec(query.device))
-        return Partial(*self._run(query, None, keys, values, None, mask, scale, None, softcap))
-
-    def __call__(
-        self,
-        query: Tensor,
-        prepared: TritonLayer,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        rows: Tensor | None = None,
-        *,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        """[B, H, Tq, d]: both parts in one launch, and a second one that merges all splits."""
-        extras = (softcap, sink_logits)
-        return self._run(query, prepared, keys, values, None, mask, scale, rows, *extras)[0]
-
-    def decode(
-        self,
-        query: Tensor,
-        prepared: TritonLayer,
-        keys: Tensor,
-        values: Tensor,
-        length: Tensor,
-        scale: float,
-        rows: Tensor | None = None,
-        *,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
-        """[B, H, Tq, d]: like calling, over tail buffers whose used length lies on the device.
+    def __call__(self, step: AttentionStep) -> Tensor:
+        """[B, H, Tq, d]: both parts in one launch, and a second one that merges all splits.
 
         Grid, workspace and launch arguments follow from shapes alone, so a CUDA graph recorded
-        once is valid while tokens are appended and `length` is updated in place.
+        once is valid while tokens are appended and `step.length` is updated in place.
 
-        Args:
-            query: [B, H, Tq, d].
-            prepared: from `prepare`.
-            keys: [B, G, C, d]; places from `length` on may hold anything.
-            values: [B, G, C, d].
-            length: int32 or int64 [B], tokens in each row's tail, the queries' own included.
-            scale: factor of q . k.
-            rows: int64 [B], or None.
-            softcap: see `AttentionBackend.__call__`.
-            sink_logits: [H], likewise.
-
-        Raises `ShapeError` if `length` does not fit the batch.
+        Raises `ShapeError` if the tensors do not fit; kernels do not check addresses.
         """
-        if length.shape != query.shape[:1] or length.device != query.device:
-            raise ShapeError(
-                f"Triton.decode takes `length` [B] on the query's device; got "
-                f"{list(length.shape)} on {length.device} for a batch of {query.shape[0]} on "
-                f"{query.device}."
-            )
-        length, extras = length.contiguous(), (softcap, sink_logits)
-        return self._run(query, prepared, keys, values, length, None, scale, rows, *extras)[0]
-
-    def _run(
-        self,
-        query: Tensor,
-        prepared: TritonLayer | None,
-        keys: Tensor | None,
-        values: Tensor | None,
-        length: Tensor | None,
-        mask: Tensor | None,
-        scale: float,
-        rows: Tensor | None,
-        softcap: float | None = None,
-        sink_logits: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
         # Imported here, so that gracekv can be imported without triton.
         from gracekv.backends.triton_attention import ragged_attention
 
-        packed: tuple[Tensor | None, ...] = (None,) * 7
-        slots, splits, programs = 0, 0, 0
+        prepared, query, rows = step.packed, step.query, step.rows
+        _check(step)
+        count = query.shape[1] // prepared.heads * query.shape[2]
+        tile = tiles(query.shape[3], query.dtype, prepared.capability, count)
+        readers = query.shape[0] * -(-count // tile.queries) // prepared.sequences
+        table = prepared.tables.for_readers(readers)
         codes: list[Tensor] = []
         codings: list[int] = []
-        if prepared is None:
-            programs = self._programs(query.device)
-        else:
-            check_packed(query, prepared, rows)
-            count = query.shape[1] // prepared.heads * query.shape[2]
-            tile = tiles(query.shape[3], query.dtype, prepared.capability, count)
-            readers = query.shape[0] * -(-count // tile.queries) // prepared.sequences
-            table = prepared.tables.for_readers(readers)
-            slots, splits, programs = table.slots, table.most, prepared.programs
-            for entries, coded_splits in zip(prepared.coded, table.coded, strict=True):
-                tensors, numbers = coded_splits.arguments(entries)
-                codes += tensors
-                codings += numbers
-            packed = (
-                prepared.keys,
-                prepared.values,
-                prepared.bias,
-                table.items,
-                table.item_first,
-                table.row_first,
-                None if rows is None else rows.contiguous(),
-            )
-        if keys is not None and values is not None:
-            check_tail(query, keys, values, mask)
-        result: tuple[Tensor, Tensor] = ragged_attention(
+        for entries, coded_splits in zip(prepared.coded, table.coded, strict=True):
+            tensors, numbers = coded_splits.arguments(entries)
+            codes += tensors
+            codings += numbers
+        output: Tensor = ragged_attention(
             query,
-            *packed,
-            keys,
-            values,
-            length,
-            mask,
-            scale,
-            slots,
-            splits,
-            programs,
+            prepared.keys,
+            prepared.values,
+            prepared.bias,
+            table.items,
+            table.item_first,
+            table.row_first,
+            None if rows is None else rows.contiguous(),
+            step.keys,
+            step.values,
+            None if step.length is None else step.length.contiguous(),
+            step.mask,
+            step.scale,
+            table.slots,
+            table.most,
+            prepared.programs,
             codes,
             codings,
-            softcap,
-            sink_logits,
-        )
-        return result
+            step.softcap,
+            step.sink_logits,
+        )[0]
+        return output
 
     def _processors(self, device: torch.device) -> int:
         return self.processors or gpu.processors(device)
@@ -250,3 +186,45 @@ _OTHERWISE = "backend 'sdpa'"
 
 def _rows_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+
+
+def _check(step: AttentionStep) -> None:
+    """Raise `ShapeError` unless the tensors fit; the kernel itself does not check addresses."""
+    query, prepared, rows, length = step.query, step.packed, step.rows, step.length
+    keys, values, mask = step.keys, step.values, step.mask
+    batch, heads, tokens, dim = query.shape
+    if dim != prepared.keys.shape[1] or query.dtype != prepared.keys.dtype:
+        raise ShapeError(
+            f"The packed keys are {prepared.keys.dtype} of dimension {prepared.keys.shape[1]}; got "
+            f"queries in {query.dtype} of dimension {dim}."
+        )
+    if heads % prepared.heads:
+        raise ShapeError(
+            f"Query heads come in equal groups for {prepared.heads} KV heads; got {heads}."
+        )
+    check_rows(rows, batch, prepared.sequences)
+    if (
+        (keys.shape[0], keys.shape[3]) != (batch, dim)
+        or keys.shape != values.shape
+        or heads % keys.shape[1]
+        or keys.dtype != query.dtype
+        or values.dtype != query.dtype
+    ):
+        raise ShapeError(
+            f"For queries {list(query.shape)} in {query.dtype} the tail is keys and values "
+            f"[{batch}, G, S, {dim}] of the same dtype, G a divisor of {heads}; got "
+            f"{list(keys.shape)} in {keys.dtype} and {list(values.shape)} in {values.dtype}."
+        )
+    if mask is not None and (
+        mask.ndim != 4
+        or mask.shape[0] not in (1, batch)
+        or mask.shape[1:] != (1, tokens, keys.shape[2])
+    ):
+        raise ShapeError(
+            f"The tail's mask is [{batch}, 1, {tokens}, {keys.shape[2]}]; got {list(mask.shape)}."
+        )
+    if length is not None and (length.shape != (batch,) or length.device != query.device):
+        raise ShapeError(
+            f"The triton backend takes `length` [B] on the query's device; got "
+            f"{list(length.shape)} on {length.device} for a batch of {batch} on {query.device}."
+        )

@@ -25,15 +25,15 @@ _MERGE_TILE = 2048
 @torch.library.custom_op("gracekv::ragged_attention", mutates_args=())
 def ragged_attention(
     query: Tensor,
-    keys: Tensor | None,
-    values: Tensor | None,
-    bias: Tensor | None,
-    items: Tensor | None,
-    item_first: Tensor | None,
-    row_first: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    items: Tensor,
+    item_first: Tensor,
+    row_first: Tensor,
     rows: Tensor | None,
-    tail_keys: Tensor | None,
-    tail_values: Tensor | None,
+    tail_keys: Tensor,
+    tail_values: Tensor,
     tail_length: Tensor | None,
     mask: Tensor | None,
     scale: float,
@@ -45,23 +45,23 @@ def ragged_attention(
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to a packed layer, a dense tail, or both.
+    """Attention to a packed layer and a dense tail; `AttentionStep` taken apart, for tracing.
 
     Args:
         query: [B, H, Tq, d].
-        keys: [E, d], or None without a packed part; so are the next five.
+        keys: [E, d].
         values: [E, d].
         bias: float32 [E].
         items: see `SplitTable`.
         item_first: [S+1].
         row_first: [S, G+1].
         rows: int64 [B], or None: sequences in order, each for B // S batch rows.
-        tail_keys: [B, G, C, d], or None without a tail.
+        tail_keys: [B, G, C, d].
         tail_values: [B, G, C, d].
         tail_length: int [B], how many of the C places are used; None: all.
         mask: bool or additive float [B or 1, 1, Tq, C]; None is causal, aligned at the length.
         scale: factor of q . k.
-        slots: see `SplitTable`; 0 without a packed part.
+        slots: see `SplitTable`.
         packed_splits: `SplitTable.most`.
         programs: how many kernel programs to aim at.
         codes: of each coded part, codes, scales and zero points of keys, then of values, as in
@@ -76,20 +76,18 @@ def ragged_attention(
         logits included.
     """
     batch, query_heads, tokens, dim = query.shape
-    if row_first is not None:
-        sequences, heads = row_first.shape[0], row_first.shape[1] - 1
-    else:
-        assert tail_keys is not None
-        sequences, heads = 1, tail_keys.shape[1]
+    sequences, heads = row_first.shape[0], row_first.shape[1] - 1
     group = query_heads // heads
     count = group * tokens
     tile = tiles(dim, query.dtype, capability(query.device), count)
     block_d = padded_dim(dim)
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    tail_keys, tail_values = _dense_rows(tail_keys), _dense_rows(tail_values)
+    # The kernels read rows that are contiguous.
+    query, tail_keys, tail_values = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (query, tail_keys, tail_values)
+    )
 
     readers = batch * -(-count // tile.queries)
-    size = 0 if tail_keys is None else tail_keys.shape[2]
+    size = tail_keys.shape[2]
     splits, chunk = tail_splits(size, readers * heads, programs, tile.keys)
     width = slots + heads * splits
     # The interpreter computes on the bits of bfloat16 as if they were integers, and truncates
@@ -237,13 +235,8 @@ def _kind(mask: Tensor | None) -> int:
     return int(kind.value)
 
 
-def _dense_rows(x: Tensor | None) -> Tensor | None:
-    """`x` with its last axis contiguous, as the kernels require."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
-def _strides(x: Tensor | None, *axes: int) -> tuple[int, ...]:
-    return tuple(0 if x is None else x.stride(axis) for axis in axes)
+def _strides(x: Tensor, *axes: int) -> tuple[int, ...]:
+    return tuple(x.stride(axis) for axis in axes)
 
 
 def _mask_strides(mask: Tensor | None) -> tuple[int, int, int]:

@@ -14,12 +14,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from gracekv.backends import AttentionSpec
-from gracekv.backends.base import without_none
+from gracekv.backends import AttentionStep
 from gracekv.errors import CacheError
 from gracekv.hf.input_checks import before_forward, check_positions
 from gracekv.hf.layer import PackedStates
-from gracekv.hf.packed_layer import PackedLayer
 from gracekv.hf.static_layer import tail_is_full
 from gracekv.prefill.attention_patch import base_attention, remember_base
 from gracekv.prefill.supported import check_model
@@ -96,8 +94,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """[B, Tq, H, d] attention over a compressed cache, or stock sdpa for plain tensors.
 
-    Raises `CacheError` if cache and inputs do not fit together, `BackendUnavailableError` if the
-    backend does not take the model's softcap or sink logits.
+    Raises `CacheError` if cache and inputs do not fit together.
     """
     if not isinstance(key, PackedStates):
         if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
@@ -124,14 +121,19 @@ def attention(
             f"A prepared attention mask must cover the {places} tokens since compression; it "
             f"covers {attention_mask.shape[-1]}. Pass a 2D mask over all tokens, or none."
         )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = without_none(softcap=kwargs.get("softcap"), sink_logits=kwargs.get("s_aux"))
-    _check_options(packed, **options)
-    asked = (query, packed.prepared, key.keys, key.values)
-    if attention_mask is None and layer.length is not None:
-        mixed = packed.backend.decode(*asked, layer.length, scale, layer.rows, **options)
-    else:
-        mixed = packed.backend(*asked, attention_mask, scale, layer.rows, **options)
+    step = AttentionStep(
+        query,
+        packed.prepared,
+        key.keys,
+        key.values,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        mask=attention_mask,
+        length=layer.length if attention_mask is None else None,
+        rows=layer.rows,
+        softcap=kwargs.get("softcap"),
+        sink_logits=kwargs.get("s_aux"),
+    )
+    mixed = packed.backend(step)
     return mixed.transpose(1, 2).contiguous(), None
 
 
@@ -191,15 +193,6 @@ def tail_mask(
         **kwargs,
     )
     return mask
-
-
-def _check_options(
-    packed: PackedLayer, *, softcap: float | None = None, sink_logits: Tensor | None = None
-) -> None:
-    """Raise `BackendUnavailableError` if the backend does not take what the model asks for."""
-    capped, sinks, backend = softcap is not None, sink_logits is not None, packed.backend
-    if capped > backend.takes_softcap or sinks > backend.takes_sink_logits:
-        backend.require(AttentionSpec.of(packed.ragged, softcap=capped, sink_logits=sinks))
 
 
 def _check_window(window: int | None, seen: int) -> None:

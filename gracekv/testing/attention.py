@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import AttentionBackend, without_none
+from gracekv.backends.base import AttentionBackend, AttentionStep
 from gracekv.backends.reference import attention
 from gracekv.cache.base import RaggedLayer
 
@@ -49,33 +49,6 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return difference / max(float(torch.linalg.vector_norm(want)), 1e-300) if difference else 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionProblem:
-    """The arguments of one call of a backend.
-
-    Attributes:
-        layer: the packed part.
-        query: [B, H, Tq, d].
-        keys: [B, G, S, d], a slice of a longer buffer whose other places are NaN.
-        values: [B, G, S, d], likewise.
-        mask: bool or float [B, 1, Tq, S], or None.
-        rows: int64 [B], or None.
-        scale: factor of q . k.
-        softcap: bound of the logits, or None.
-        sink_logits: [H], or None.
-    """
-
-    layer: RaggedLayer
-    query: Tensor
-    keys: Tensor
-    values: Tensor
-    mask: Tensor | None
-    rows: Tensor | None
-    scale: float
-    softcap: float | None = None
-    sink_logits: Tensor | None = None
-
-
 def attention_problem(
     seed: int,
     lengths: list[int],
@@ -92,8 +65,8 @@ def attention_problem(
     softcap: float | None = None,
     sinks: bool = False,
     device: str = "cpu",
-) -> AttentionProblem:
-    """A random problem; storage beside the entries that may be read is NaN.
+) -> AttentionStep:
+    """A random step over a `RaggedLayer`; storage beside what may be read is NaN.
 
     Args:
         seed: of all numbers.
@@ -137,45 +110,34 @@ def attention_problem(
     elif mask == "float":
         seen = torch.randn(batch, 1, tokens, tail, generator=rng)
     rows = torch.randint(sequences, (batch,), generator=rng) if shuffled else None
-    return AttentionProblem(
-        layer=layer,
+    return AttentionStep(
         query=torch.randn(batch, heads * group, tokens, dim, generator=rng).to(device, dtype),
+        packed=layer,
         keys=poisoned(batch, heads, tail, dim),
         values=poisoned(batch, heads, tail, dim),
+        scale=dim**-0.5,
         mask=None if seen is None else seen.to(device),
         rows=None if rows is None else rows.to(device),
-        scale=dim**-0.5,
         softcap=softcap,
         sink_logits=torch.randn(heads * group, generator=rng).to(device, dtype) if sinks else None,
     )
 
 
 def check_attention(
-    backend: AttentionBackend, problem: AttentionProblem, *, bound: float | None = None
+    backend: AttentionBackend, problem: AttentionStep, *, bound: float | None = None
 ) -> None:
-    """Assert that packed part, tail and both together equal attention in float64.
+    """Assert that attention to all and to the packed part alone equals attention in float64.
 
-    `bound` is the relative error of outputs; None: that of the dtype in `TOLERANCES`.
+    `problem.packed` are the entries themselves; `bound` is the relative error of outputs, None:
+    that of the dtype in `TOLERANCES`.
     """
-    p = problem
-    output_bound = TOLERANCES[p.query.dtype].output if bound is None else bound
-    prepared = backend.prepare(p.layer)
-    cap = without_none(softcap=p.softcap)
-    options = without_none(softcap=p.softcap, sink_logits=p.sink_logits)
-    asked = (p.keys, p.values, p.mask, p.scale, p.rows)
-    want, lse = attention(p.query, p.layer, *asked, **options)
-    output = backend(p.query, prepared, *asked, **options)
-    assert output.dtype == p.query.dtype
-    assert output.shape == p.query.shape
-    assert relative_error(output.cpu(), want) <= output_bound
-    assert bool((output.cpu()[(lse == -math.inf).all(0)] == 0).all())
-    parts = (
-        backend.packed(p.query, prepared, p.scale, p.rows, **cap),
-        backend.tail(p.query, p.keys, p.values, p.mask, p.scale, **cap),
-    )
-    for part, expected in zip(parts, lse, strict=True):
-        assert part.lse.dtype == torch.float32
-        torch.testing.assert_close(
-            part.lse.double().cpu(), expected, rtol=0, atol=TOLERANCES[p.query.dtype].lse
-        )
-        assert bool((part.output.cpu()[expected == -math.inf] == 0).all())
+    output_bound = TOLERANCES[problem.query.dtype].output if bound is None else bound
+    prepared = backend.prepare(problem.packed)
+    keys, values = problem.keys[:, :, :0], problem.values[:, :, :0]
+    for step in (problem, replace(problem, keys=keys, values=values, mask=None)):
+        want, lse = attention(step)
+        output = backend(replace(step, packed=prepared))
+        assert output.dtype == step.query.dtype
+        assert output.shape == step.query.shape
+        assert relative_error(output.cpu(), want) <= output_bound
+        assert bool((output.cpu()[(lse == -math.inf).all(0)] == 0).all())

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.backends import BACKENDS, Eager, Numba, Sdpa
+from gracekv.backends import BACKENDS, AttentionStep, Eager, Numba, Sdpa
 from gracekv.backends.reference import attention
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError, ConfigError, ShapeError
@@ -71,22 +71,15 @@ def test_packed_and_tail_together_equal_dense_attention(
     logits = torch.randn(heads, generator=rng).to(dtype) if sinks else None
     options = {"softcap": softcap, "sink_logits": logits}
 
-    output = backend(query, prepared, keys, values, mask, scale, **options)
-    want, lse = attention(query, layer, keys, values, mask, scale, **options)
+    output = backend(AttentionStep(query, prepared, keys, values, scale, mask, **options))
+    want, lse = attention(AttentionStep(query, layer, keys, values, scale, mask, **options))
 
     bound = TOLERANCES[dtype]
     assert output.dtype == dtype
     assert output.shape == query.shape
     # Three roundings to the dtype: each part's output and their mixture.
     assert relative_error(output, want) <= 2 * bound.output
-    parts = (
-        backend.packed(query, prepared, scale, softcap=softcap),
-        backend.tail(query, keys, values, mask, scale, softcap=softcap),
-    )
-    for part, expected in zip(parts, lse, strict=True):
-        assert part.lse.dtype == torch.float32
-        torch.testing.assert_close(part.lse.double(), expected, rtol=0, atol=bound.lse)
-        assert bool((part.output[expected == -math.inf] == 0).all())
+    assert bool((output[(lse == -math.inf).all(0)] == 0).all())
 
 
 @pytest.mark.parametrize("backend", VARIANTS, ids=repr)
@@ -105,13 +98,15 @@ def test_each_row_reads_its_own_sequence(backend, seed, lengths, sequences, repe
     query = torch.randn(batch, 2 * layer.heads, 2, 8, generator=rng)
     rows = torch.randint(0, sequences, (batch,), generator=rng) if shuffled else None
 
-    part = backend.packed(query, backend.prepare(layer), 0.3, rows)
+    tail = torch.randn(2, batch, layer.heads, 3, 8, generator=rng)
+
+    output = backend(AttentionStep(query, backend.prepare(layer), *tail, 0.3, rows=rows))
 
     for row in range(batch):
         own = layer.sequence(row // repeats if rows is None else int(rows[row]))
-        alone = Eager().packed(query[row : row + 1], own, 0.3)
-        torch.testing.assert_close(part.output[row], alone.output[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(part.lse[row], alone.lse[0], rtol=1e-5, atol=1e-5)
+        at = slice(row, row + 1)
+        alone = Eager()(AttentionStep(query[at], own, *tail[:, at], 0.3))
+        torch.testing.assert_close(output[at], alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", VARIANTS, ids=repr)
@@ -120,9 +115,9 @@ def test_a_batch_that_does_not_fit_the_sequences_is_refused(backend):
     prepared = backend.prepare(ragged(rng, [4, 6], 8, torch.float32, sequences=2))
     query = torch.randn(3, 1, 1, 8, generator=rng)
     with pytest.raises(ShapeError, match="2 sequences takes a multiple"):
-        backend.packed(query, prepared, 1.0)
+        backend(AttentionStep(query, prepared, query, query, 1.0))
     with pytest.raises(ShapeError, match=r"got a batch of 3 and rows \[2\]"):
-        backend.packed(query, prepared, 1.0, torch.tensor([0, 1]))
+        backend(AttentionStep(query, prepared, query, query, 1.0, rows=torch.tensor([0, 1])))
 
 
 @pytest.mark.parametrize("backend", VARIANTS, ids=repr)
@@ -135,47 +130,10 @@ def test_long_uneven_heads_and_a_padded_start(backend):
     mask = torch.ones(2, 1, 1, 1500, dtype=torch.bool)
     mask[1, :, :, :1100] = False
 
-    output = backend(query, backend.prepare(layer), keys, values, mask, 0.125)
+    output = backend(AttentionStep(query, backend.prepare(layer), keys, values, 0.125, mask))
 
-    want, _ = attention(query, layer, keys, values, mask, 0.125)
+    want, _ = attention(AttentionStep(query, layer, keys, values, 0.125, mask))
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_long_turn_is_attended_in_blocks(monkeypatch, masked):
-    rng = torch.Generator().manual_seed(1)
-    query = torch.randn(2, 4, 23, 16, generator=rng)
-    keys, values = (torch.randn(2, 2, 40, 16, generator=rng) for _ in range(2))
-    mask = torch.rand(2, 1, 23, 40, generator=rng) < 0.5 if masked else None
-    whole = Sdpa().tail(query, keys, values, mask, 0.25)
-
-    monkeypatch.setattr("gracekv.backends.sdpa._TAIL_LOGITS", 2 * 40 * 5)
-    blocks = Sdpa().tail(query, keys, values, mask, 0.25)
-
-    torch.testing.assert_close(blocks.output, whole.output)
-    torch.testing.assert_close(blocks.lse, whole.lse)
-
-
-def same_storage(a, b):
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-
-
-def test_held_bytes_counts_what_a_step_holds_and_nothing_else():
-    rng = torch.Generator().manual_seed(2)
-    uneven, even = ragged(rng, [5, 9], 8, torch.float32), ragged(rng, [7, 7], 8, torch.float32)
-    sdpa = Sdpa()
-
-    for layer in (uneven, even):
-        prepared = sdpa.prepare(layer)
-        assert sdpa.held_bytes(prepared) == 0
-        sdpa.warm_up(prepared, 4)
-        windows = prepared.windows((1, 4, 1), None)
-        held = [windows.bias, windows.gather, windows.slots, windows.mixing, windows.blank_lse]
-        held.append(windows.blank_output)
-        assert sdpa.held_bytes(prepared) == sum(x.numel() * x.element_size() for x in held)
-        assert same_storage(windows.keys, layer.keys)
-        assert same_storage(windows.values, layer.values)
-    assert Eager().held_bytes(Eager().prepare(uneven)) == 0
 
 
 def test_the_fused_kernel_is_refused_off_the_cpu():

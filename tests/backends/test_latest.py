@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from gracekv.backends import Eager, Numba, Sdpa
-from gracekv.backends.latest import Latest
+from gracekv.backends import AttentionStep, Eager, Numba, Sdpa
+from gracekv.backends.split_kv import Latest
 from gracekv.testing.attention import attention_problem
 
 
@@ -74,14 +74,14 @@ def test_a_value_is_built_once_and_not_seen_before_it_is_complete():
 
 @pytest.mark.parametrize("backend", [Numba(), Sdpa()], ids=repr)
 def test_two_threads_decode_batches_of_two_sizes_over_one_layer(backend):
-    layer = attention_problem(0, [60, 33], dim=8).layer
+    layer = attention_problem(0, [60, 33], dim=8).packed
     prepared = backend.prepare(layer)
     problems = [attention_problem(batch, [60, 33], dim=8, batch=batch, tail=3) for batch in (1, 2)]
 
     def ask(p):
-        want = Eager()(p.query, layer, p.keys, p.values, None, p.scale)
+        want = Eager()(AttentionStep(p.query, layer, p.keys, p.values, p.scale))
         for _ in range(60):
-            output = backend(p.query, prepared, p.keys, p.values, None, p.scale)
+            output = backend(AttentionStep(p.query, prepared, p.keys, p.values, p.scale))
             torch.testing.assert_close(output, want, rtol=1e-5, atol=1e-5)
 
     assert not in_threads(*(lambda p=p: ask(p) for p in problems))

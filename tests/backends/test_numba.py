@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.backends import Numba, split_kv
+from gracekv.backends import AttentionStep, Numba, split_kv
 from gracekv.backends.reference import attention
 from gracekv.testing.attention import TOLERANCES, relative_error
 from support.decode_steps import ragged, step
@@ -62,16 +62,16 @@ def test_equals_attention_in_float64(
     elif masked != "none":
         mask = torch.rand(1 if masked == "one for all" else batch, 1, 1, tail, generator=rng) < 0.3
         mask[0] = False
-    asked = (keys, values, mask, dim**-0.5, rows)
+    asked = (keys, values, dim**-0.5, mask, None, rows)
     logits = torch.randn(query.shape[1], generator=rng).to(dtype) if sinks else None
     options = {"softcap": softcap, "sink_logits": logits}
     backend = Numba()
 
-    output = backend(query, backend.prepare(layer), *asked, **options)
+    output = backend(AttentionStep(query, backend.prepare(layer), *asked, **options))
 
     assert output.dtype == dtype
     assert output.shape == query.shape
-    want = attention(query, layer, *asked, **options)[0]
+    want = attention(AttentionStep(query, layer, *asked, **options))[0]
     assert relative_error(output, want) <= TOLERANCES[dtype].output
     assert bool((output[want == 0] == 0).all())
 
@@ -83,9 +83,9 @@ def test_long_uneven_heads(monkeypatch, most):
     layer = ragged(rng, [3000, 17, 900])
     query, keys, values = step(rng, layer, 3, 2, 700)
 
-    output = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125)
+    output = Numba()(AttentionStep(query, Numba().prepare(layer), keys, values, 0.125))
 
-    want = attention(query, layer, keys, values, None, 0.125)[0]
+    want = attention(AttentionStep(query, layer, keys, values, 0.125))[0]
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
 
 
@@ -95,9 +95,9 @@ def test_logits_that_are_far_apart():
     layer = ragged(rng, [50, 31])
     query, keys, values = step(rng, layer, 2, 1, 9)
 
-    output = Numba()(query * 1000, Numba().prepare(layer), keys, values, None, 1.0)
+    output = Numba()(AttentionStep(query * 1000, Numba().prepare(layer), keys, values, 1.0))
 
-    want = attention(query * 1000, layer, keys, values, None, 1.0)[0]
+    want = attention(AttentionStep(query * 1000, layer, keys, values, 1.0))[0]
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
 
 
@@ -108,11 +108,11 @@ def test_what_is_hidden_weighs_nothing():
     mask = torch.ones(1, 1, 1, 12, dtype=torch.bool)
     mask[..., 4:] = False
     prepared = Numba().prepare(layer)
-    want = Numba()(query, prepared, keys, values, mask, 0.125)
+    want = Numba()(AttentionStep(query, prepared, keys, values, 0.125, mask))
 
     values[:, :, 4:] = 3e38
 
-    assert torch.equal(Numba()(query, prepared, keys, values, mask, 0.125), want)
+    assert torch.equal(Numba()(AttentionStep(query, prepared, keys, values, 0.125, mask)), want)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
@@ -124,7 +124,7 @@ def test_the_same_bits_on_any_number_of_threads(threads, dtype):
     found = []
     for count in (1, 2, 3, 8, 3, 2, 1):
         threads(count)
-        found += [Numba()(asked[0], prepared, *asked[1:], None, 0.125) for _ in range(20)]
+        found += [Numba()(AttentionStep(asked[0], prepared, *asked[1:], 0.125)) for _ in range(20)]
 
     assert all(torch.equal(one, found[0]) for one in found)
 
@@ -134,11 +134,11 @@ def test_a_continuation_does_not_depend_on_the_others():
     layer = ragged(rng, [90, 60, 30, 20], sequences=2)
     query, keys, values = step(rng, layer, 3, 6, 20)
     rows = torch.tensor([1, 0, 0, 1, 1, 0])
-    together = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125, rows)
+    together = Numba()(AttentionStep(query, Numba().prepare(layer), keys, values, 0.125, rows=rows))
 
     for b in range(6):
         own, at = Numba().prepare(layer.sequence(int(rows[b]))), slice(b, b + 1)
-        alone = Numba()(query[at], own, keys[at], values[at], None, 0.125)
+        alone = Numba()(AttentionStep(query[at], own, keys[at], values[at], 0.125))
         assert torch.equal(alone, together[at])
 
 
@@ -147,13 +147,13 @@ def test_callers_in_several_threads_do_not_meet():
     layer = ragged(rng, [400, 300, 20])
     prepared = Numba().prepare(layer)
     asked = [step(rng, layer, 3, 1, 30) for _ in range(4)]
-    alone = [Numba()(q, prepared, k, v, None, 0.125) for q, k, v in asked]
+    alone = [Numba()(AttentionStep(q, prepared, k, v, 0.125)) for q, k, v in asked]
     wrong = []
 
     def work(number):
         query, keys, values = asked[number]
         for _ in range(200):
-            output = Numba()(query, prepared, keys, values, None, 0.125)
+            output = Numba()(AttentionStep(query, prepared, keys, values, 0.125))
             if not torch.equal(output, alone[number]):
                 wrong.append(number)
 
@@ -180,7 +180,9 @@ def test_a_nan_is_not_hidden(where, softcap):
     }
     of[where][:] = math.nan
 
-    output = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125, softcap=softcap)
+    output = Numba()(
+        AttentionStep(query, Numba().prepare(layer), keys, values, 0.125, softcap=softcap)
+    )
 
     assert bool(output[0, :2].isfinite().all())
     assert bool(output[0, 2].isnan().all())
@@ -198,9 +200,9 @@ def test_tails_that_lie_otherwise(change):
     else:
         keys, values = (torch.cat([x, x], dim=-1)[..., :64] for x in (keys, values))
 
-    output = Numba()(query, Numba().prepare(layer), keys, values, None, 0.125)
+    output = Numba()(AttentionStep(query, Numba().prepare(layer), keys, values, 0.125))
 
-    want = attention(query, layer, keys, values, None, 0.125)[0]
+    want = attention(AttentionStep(query, layer, keys, values, 0.125))[0]
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
 
 
@@ -212,8 +214,8 @@ def test_queries_that_do_not_lie_one_after_the_other():
     prepared = Numba().prepare(layer)
 
     assert torch.equal(
-        Numba()(strided, prepared, keys, values, None, 0.125),
-        Numba()(query, prepared, keys, values, None, 0.125),
+        Numba()(AttentionStep(strided, prepared, keys, values, 0.125)),
+        Numba()(AttentionStep(query, prepared, keys, values, 0.125)),
     )
 
 

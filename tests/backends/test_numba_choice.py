@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from gracekv.backends import AttentionSpec, Auto, Eager, Numba, Sdpa
+from gracekv.backends import AttentionSpec, AttentionStep, Auto, Eager, Numba, Sdpa
 from gracekv.backends import numba as backend_module
 from gracekv.cache.base import RaggedLayer
 from gracekv.errors import BackendUnavailableError
@@ -54,10 +54,10 @@ def test_what_does_not_suit_goes_to_sdpa(monkeypatch, why):
     asked = _count(monkeypatch)
     prepared = Numba().prepare(layer)
 
-    output = Numba()(query, prepared, keys, values, None, 0.125)
+    output = Numba()(AttentionStep(query, prepared, keys, values, 0.125))
 
     assert asked == {"sdpa": int(why != "nothing"), "kernel": int(why == "nothing")}
-    want = Eager()(query, layer, keys, values, None, 0.125)
+    want = Eager()(AttentionStep(query, layer, keys, values, 0.125))
     assert relative_error(output.detach(), want.detach()) <= TOLERANCES[torch.float32].output
     if why == "gradient":
         output.sum().backward()
@@ -86,13 +86,13 @@ def test_addresses_are_only_read_where_everything_fits(monkeypatch, change):
     monkeypatch.setattr(Sdpa, "__call__", lambda *args, **options: "sdpa")
     prepared = Numba().prepare(layer)
 
-    assert Numba()(query, prepared, keys, values, None, 0.125) == "sdpa"
-    assert torch.is_tensor(Numba()(asked[0], prepared, *asked[1:], None, 0.125))
+    assert Numba()(AttentionStep(query, prepared, keys, values, 0.125)) == "sdpa"
+    assert torch.is_tensor(Numba()(AttentionStep(asked[0], prepared, *asked[1:], 0.125)))
 
 
 def test_splits_serve_all_steps_of_a_batch_and_then_make_room():
     layer = ragged(torch.Generator().manual_seed(10), [90, 60, 30, 20], sequences=2)
-    held = Numba().prepare(layer).splits
+    held = Numba().prepare(layer)
     first = held.splits(2, 6, None)
 
     assert held.splits(2, 6, None) is first
@@ -113,23 +113,20 @@ def test_held_bytes_are_the_tables_of_splits():
 
     backend.warm_up(prepared, 4)
 
-    made = prepared.splits.splits(1, 4, None)
+    made = prepared.splits(1, 4, None)
     tables = (
         made.splits, made.row_splits, made.sequence_start, made.continuations, made.sequence_of
     )  # fmt: skip
     assert backend.held_bytes(prepared) == 8 * sum(x.numel() for x in tables) + len(made.args)
-    backend.packed(torch.zeros(1, 4, 1, 64), prepared, 1.0)
-    assert backend.held_bytes(prepared) > made.held_bytes  # and sdpa's windows
 
 
-def test_a_group_too_large_for_the_kernel_warms_up_the_windows():
+def test_a_group_too_large_for_the_kernel_holds_nothing():
     layer = ragged(torch.Generator().manual_seed(12), [90])
     prepared = Numba().prepare(layer)
 
     Numba().warm_up(prepared, 97)
 
-    assert prepared.windows.held_bytes > 0
-    assert prepared.splits.held_bytes == 0
+    assert Numba().held_bytes(prepared) == 0
 
 
 def _without_numba(monkeypatch):

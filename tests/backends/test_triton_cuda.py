@@ -1,11 +1,12 @@
 """The compiled kernels on a GPU: `pytest tests/backends/test_triton_cuda.py` shows all there is."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from gracekv.backends import AttentionSpec, Auto, Sdpa, Triton
+from gracekv.backends import AttentionSpec, AttentionStep, Auto, Sdpa, Triton
 from gracekv.backends.reference import attention
 from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention, relative_error
 from support.quantised_layers import quantised
@@ -21,9 +22,8 @@ BOUNDS = {dtype: bound.output for dtype, bound in TOLERANCES.items()} | {torch.f
 
 
 def ask(problem, backend=BACKEND, prepared=None):
-    p = problem
-    prepared = backend.prepare(p.layer) if prepared is None else prepared
-    return backend(p.query, prepared, p.keys, p.values, p.mask, p.scale, p.rows)
+    prepared = backend.prepare(problem.packed) if prepared is None else prepared
+    return backend(dataclasses.replace(problem, packed=prepared))
 
 
 def check(problem):
@@ -71,9 +71,9 @@ def test_codes_equal_dense_attention(dtype, bits, dim):
     layer = quantised(rng, [900, 9, 0, 600], dim, dtype, 2, device="cuda", stop=800, bits=bits)
     query = torch.randn(2, 8, 1, dim, generator=rng).to("cuda", dtype)
     tail = [torch.randn(2, 2, 5, dim, generator=rng).to("cuda", dtype) for _ in "kv"]
-    asked = (*tail, None, dim**-0.5)
-    output = BACKEND(query, BACKEND.prepare(layer), *asked)
-    want, _ = attention(query, layer, *asked)
+    asked = (*tail, dim**-0.5)
+    output = BACKEND(AttentionStep(query, BACKEND.prepare(layer), *asked))
+    want, _ = attention(AttentionStep(query, layer, *asked))
     assert relative_error(output.cpu(), want) <= BOUNDS[dtype]
 
 
@@ -100,7 +100,7 @@ def test_repeats_to_the_bit(dtype):
     problem = attention_problem(
         2, [20_000, 400, 400, 400], dim=128, group=4, batch=2, tail=500, dtype=dtype, device="cuda"
     )
-    prepared = BACKEND.prepare(problem.layer)
+    prepared = BACKEND.prepare(problem.packed)
     first = ask(problem, prepared=prepared)
     for _ in range(50):
         assert torch.equal(ask(problem, prepared=prepared), first)
@@ -118,7 +118,7 @@ def test_a_graph_recorded_once_decodes_a_growing_tail(dtype):
     problem = attention_problem(
         4, [2000, 50], dim=128, group=4, batch=2, tail=capacity, dtype=dtype, device="cuda"
     )
-    prepared = BACKEND.prepare(problem.layer)
+    prepared = BACKEND.prepare(problem.packed)
     keys, values = (torch.full_like(x, math.nan) for x in (problem.keys, problem.values))
     query = problem.query.clone()
     length = torch.full((2,), start, device="cuda")
@@ -126,7 +126,7 @@ def test_a_graph_recorded_once_decodes_a_growing_tail(dtype):
     values[:, :, :start] = problem.values[:, :, :start]
 
     def step():
-        return BACKEND.decode(query, prepared, keys, values, length, problem.scale)
+        return BACKEND(AttentionStep(query, prepared, keys, values, problem.scale, length=length))
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -143,16 +143,18 @@ def test_a_graph_recorded_once_decodes_a_growing_tail(dtype):
         query.normal_()
         length.fill_(end)
         graph.replay()
-        want = BACKEND(query, prepared, keys[:, :, :end], values[:, :, :end], None, problem.scale)
+        want = BACKEND(
+            AttentionStep(query, prepared, keys[:, :, :end], values[:, :, :end], problem.scale)
+        )
         assert relative_error(output, want) <= BOUNDS[dtype]
 
 
 def test_compiles_whole_while_the_tail_grows():
     problem = attention_problem(5, [700, 8], group=2, tail=40, device="cuda")
-    prepared = BACKEND.prepare(problem.layer)
+    prepared = BACKEND.prepare(problem.packed)
 
     def step(query, keys, values):
-        return BACKEND(query * 2, prepared, keys, values, None, 0.125).transpose(1, 2) + 1
+        return BACKEND(AttentionStep(query * 2, prepared, keys, values, 0.125)).transpose(1, 2) + 1
 
     compiled = torch.compile(step, fullgraph=True)
     for length in range(3, 20):

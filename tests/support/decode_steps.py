@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gracekv.backends import AttentionStep
 from gracekv.cache.base import RaggedLayer
 
 
@@ -46,3 +48,9 @@ def step(
     buffers[:, :, :, :length] = torch.randn(2, batch, layer.heads, length, dim, generator=rng)
     keys, values = buffers[:, :, :, :length]
     return query, keys, values
+
+
+def packed_alone(query: Tensor, packed: Any, scale: float, **options: Any) -> AttentionStep:
+    """Attention of `query` [B, H, Tq, d] to packed entries, for a backend's `prepare`: no tail."""
+    empty = query.new_empty(query.shape[0], 1, 0, query.shape[3])
+    return AttentionStep(query, packed, empty, empty, scale, **options)

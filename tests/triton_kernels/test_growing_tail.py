@@ -1,9 +1,11 @@
 """Tracing, and decoding over a buffer whose used length lies on the device."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from gracekv.backends import Triton, triton_attention
+from gracekv.backends import AttentionStep, Triton, triton_attention
 from gracekv.backends.reference import attention
 from gracekv.errors import ShapeError
 from gracekv.testing.attention import TOLERANCES, attention_problem, relative_error
@@ -53,13 +55,10 @@ def test_one_recorded_launch_serves_a_growing_tail(launches, tokens):
         length = torch.full((2,), tail)
         launches.clear()
 
-        output = BACKEND.decode(
-            problem.query, BACKEND.prepare(problem.layer), keys, values, length, problem.scale
-        )
+        prepared = BACKEND.prepare(problem.packed)
+        output = BACKEND(replace(problem, packed=prepared, keys=keys, values=values, length=length))
 
-        want, _ = attention(
-            problem.query, problem.layer, problem.keys, problem.values, None, problem.scale
-        )
+        want, _ = attention(problem)
         assert relative_error(output, want) <= TOLERANCES[torch.float32].output
         recorded.append(list(launches))
     assert len(recorded[0]) == 2
@@ -68,44 +67,35 @@ def test_one_recorded_launch_serves_a_growing_tail(launches, tokens):
 
 def test_rows_may_have_tails_of_different_length():
     problem = attention_problem(2, [30], batch=3, tail=20)
-    prepared = BACKEND.prepare(problem.layer)
+    prepared = BACKEND.prepare(problem.packed)
     lengths = [20, 1, 7]
     keys, values = buffers(problem, 64)
     for row, length in enumerate(lengths):
         keys[row, :, length:] = torch.nan
         values[row, :, length:] = torch.nan
 
-    output = BACKEND.decode(
-        problem.query, prepared, keys, values, torch.tensor(lengths, dtype=torch.int32), 0.125
-    )
+    length = torch.tensor(lengths, dtype=torch.int32)
+    output = BACKEND(AttentionStep(problem.query, prepared, keys, values, 0.125, length=length))
 
     for row, length in enumerate(lengths):
         one = slice(row, row + 1)
-        alone = BACKEND(
-            problem.query[one],
-            prepared,
-            problem.keys[one, :, :length],
-            problem.values[one, :, :length],
-            None,
-            0.125,
-        )
+        tail = (x[one, :, :length] for x in (problem.keys, problem.values))
+        alone = BACKEND(AttentionStep(problem.query[one], prepared, *tail, 0.125))
         torch.testing.assert_close(output[one], alone)
 
 
 def test_a_length_that_does_not_fit_the_batch_is_refused():
     problem = attention_problem(3, [9], batch=2, tail=4)
-    prepared = BACKEND.prepare(problem.layer)
+    prepared = BACKEND.prepare(problem.packed)
     with pytest.raises(ShapeError, match=r"takes `length` \[B\]"):
-        BACKEND.decode(
-            problem.query, prepared, problem.keys, problem.values, torch.tensor([4]), 0.125
-        )
+        BACKEND(replace(problem, packed=prepared, length=torch.tensor([4])))
 
 
-@pytest.mark.parametrize("parts", ["both", "packed", "tail"])
-def test_operator_keeps_torch_contract(parts):
-    problem = attention_problem(4, [20, 3], group=2, batch=2, tokens=2, tail=4)
-    table = BACKEND.prepare(problem.layer).tables.tables[0]
-    layer = problem.layer
+@pytest.mark.parametrize("tail_length", [4, 0])
+def test_operator_keeps_torch_contract(tail_length):
+    problem = attention_problem(4, [20, 3], group=2, batch=2, tokens=2, tail=tail_length)
+    table = BACKEND.prepare(problem.packed).tables.tables[0]
+    layer = problem.packed
     packed = (
         layer.keys,
         layer.values,
@@ -115,16 +105,24 @@ def test_operator_keeps_torch_contract(parts):
         table.row_first,
         torch.zeros(2, dtype=torch.int64),
     )
-    tail = (problem.keys, problem.values, torch.tensor([4, 2]), None)
-    if parts == "packed":
-        tail = (None,) * 4
-    slots, most = table.slots, table.most
-    if parts == "tail":
-        packed, slots, most = (None,) * 7, 0, 0
+    length = torch.tensor([4, 2]) if tail_length else None
 
     torch.library.opcheck(
         torch.ops.gracekv.ragged_attention.default,
-        (problem.query, *packed, *tail, 0.125, slots, most, 8, [], []),
+        (
+            problem.query,
+            *packed,
+            problem.keys,
+            problem.values,
+            length,
+            None,
+            0.125,
+            table.slots,
+            table.most,
+            8,
+            [],
+            [],
+        ),
     )
 
 
@@ -136,10 +134,10 @@ def test_compiles_whole_and_not_again_while_the_tail_grows():
         return graph.forward
 
     problem = attention_problem(5, [40, 8], group=2, tail=30)
-    prepared = BACKEND.prepare(problem.layer)
+    prepared = BACKEND.prepare(problem.packed)
 
     def step(query, keys, values):
-        return BACKEND(query * 2, prepared, keys, values, None, 0.125).transpose(1, 2) + 1
+        return BACKEND(AttentionStep(query * 2, prepared, keys, values, 0.125)).transpose(1, 2) + 1
 
     compiled = torch.compile(step, fullgraph=True, backend=count)
     for length in range(3, 12):

@@ -1,5 +1,7 @@
 """The kernels, interpreted, against attention in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,9 +16,7 @@ BACKEND = Triton()
 
 
 def ask(backend, problem):
-    p = problem
-    prepared = backend.prepare(p.layer)
-    return backend(p.query, prepared, p.keys, p.values, p.mask, p.scale, p.rows)
+    return backend(replace(problem, packed=backend.prepare(problem.packed)))
 
 
 @settings(max_examples=15)
@@ -77,7 +77,7 @@ def test_one_head_fifty_times_longer_than_the_rest():
     backend = Triton(processors=8)
     check_attention(backend, problem)
 
-    table = backend.prepare(problem.layer).tables.tables[0]
+    table = backend.prepare(problem.packed).tables.tables[0]
     assert table.row_first[0].diff().tolist() == [8, 1, 0, 1]
 
 
@@ -88,25 +88,24 @@ def test_nothing_to_see_anywhere_gives_zero():
 
 
 def test_an_empty_tail_changes_nothing():
-    problem = attention_problem(5, [40, 10], group=2, tail=0)
-    prepared = BACKEND.prepare(problem.layer)
-    alone = BACKEND.packed(problem.query, prepared, problem.scale)
+    problem = attention_problem(5, [40, 10], group=2, tail=4, mask="bool")
+    problem.mask.fill_(False)
+    empty = {name: getattr(problem, name)[:, :, :0] for name in ("keys", "values")}
 
-    assert torch.equal(ask(BACKEND, problem), alone.output)
+    assert torch.equal(ask(BACKEND, problem), ask(BACKEND, replace(problem, **empty, mask=None)))
 
 
 def test_a_turn_of_many_tokens_takes_several_query_tiles():
     problem = attention_problem(6, [70], dim=16, group=4, tokens=37, tail=45)
     check_attention(BACKEND, problem)
-    tables = BACKEND.prepare(problem.layer).tables
+    tables = BACKEND.prepare(problem.packed).tables
     assert tables.for_readers(3) is not tables.for_readers(64)
 
 
 @pytest.mark.parametrize("batch", [4, 16, 64])
 def test_every_table_reads_all_entries(batch):
     problem = attention_problem(7, [260], dim=16, batch=batch)
-    p = problem
-    want, _ = attention(p.query, p.layer, p.keys, p.values, None, p.scale)
+    want, _ = attention(problem)
     assert relative_error(ask(BACKEND, problem), want) <= TOLERANCES[torch.float32].output
 
 
@@ -119,15 +118,8 @@ def test_repeats_to_the_bit(dtype):
     assert torch.equal(ask(BACKEND, problem), first)
     # What one batch row sees must not depend on the others.
     rows = torch.tensor([1, 0])
-    swapped = BACKEND(
-        problem.query.flip(0),
-        BACKEND.prepare(problem.layer),
-        problem.keys.flip(0),
-        problem.values.flip(0),
-        None,
-        problem.scale,
-        rows,
-    )
+    flipped = {name: getattr(problem, name).flip(0) for name in ("query", "keys", "values")}
+    swapped = ask(BACKEND, replace(problem, **flipped, rows=rows))
     assert torch.equal(swapped.flip(0), first)
 
 
@@ -136,11 +128,10 @@ def test_masks_of_other_strides_and_of_huge_negative_numbers():
     one = problem.mask[:1, :, :1]
     shared = one.expand(1, 1, 2, 12)
     many = one.expand(2, 1, 2, 12).contiguous()
-    prepared = BACKEND.prepare(problem.layer)
+    prepared = BACKEND.prepare(problem.packed)
 
     def run(mask):
-        p = problem
-        return BACKEND(p.query, prepared, p.keys, p.values, mask, p.scale)
+        return BACKEND(replace(problem, packed=prepared, mask=mask))
 
     assert torch.equal(run(shared), run(many))
     hidden = torch.zeros(2, 1, 2, 12, dtype=torch.bool)
@@ -158,9 +149,9 @@ def test_agrees_with_the_eager_backend_on_sequences():
 
 def test_nothing_is_copied_and_only_tables_are_held():
     problem = attention_problem(11, [300, 20])
-    prepared = BACKEND.prepare(problem.layer)
+    prepared = BACKEND.prepare(problem.packed)
 
-    assert prepared.keys.data_ptr() == problem.layer.keys.data_ptr()
+    assert prepared.keys.data_ptr() == problem.packed.keys.data_ptr()
     assert BACKEND.held_bytes(prepared) == prepared.tables.bytes < 2000
 
 
@@ -172,23 +163,14 @@ def test_what_the_kernels_cannot_read_is_refused():
     double = attention_problem(12, [4], dtype=torch.float64)
     wide = attention_problem(12, [4], dim=288)
     with pytest.raises(BackendUnavailableError, match=r"float64. Use backend 'sdpa'"):
-        BACKEND.prepare(double.layer)
+        BACKEND.prepare(double.packed)
     with pytest.raises(BackendUnavailableError, match=r"got 288. Use backend 'sdpa'"):
-        BACKEND.prepare(wide.layer)
+        BACKEND.prepare(wide.packed)
 
 
 def call(**changes):
     p = attention_problem(13, [9, 4, 3, 6], group=2, batch=2, tail=3, sequences=2)
-    arguments = {
-        "query": p.query,
-        "prepared": BACKEND.prepare(p.layer),
-        "keys": p.keys,
-        "values": p.values,
-        "mask": None,
-        "scale": p.scale,
-    }
-    arguments.update({name: change(p) for name, change in changes.items()})
-    return BACKEND(**arguments)
+    return ask(BACKEND, replace(p, **{name: change(p) for name, change in changes.items()}))
 
 
 MISFITS = [
