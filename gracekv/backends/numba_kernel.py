@@ -23,22 +23,19 @@ from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unus
 from gracekv.backends import attention_args, numba_code_products, numba_codes
 from gracekv.backends.attention_args import AttentionArgs, CodedArgs
 from gracekv.backends.numba_code_products import coded_mixtures, coded_products
-from gracekv.kernels import cap_logits as capping
 from gracekv.kernels import (
     code_matmul,
     code_vectors,
-    exponential,
     half_precision,
     intrinsics,
     numba_products,
     numba_softmax,
     row_vectors,
 )
-from gracekv.kernels.cap_logits import cap_logits
 from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.numba_products import mixtures, products
-from gracekv.kernels.numba_softmax import exponentials, largest, merge
+from gracekv.kernels.numba_softmax import cap_logits, exponentials, largest, merge
 from gracekv.kernels.row_vectors import WIDTH
 from gracekv.kernels.source_digest import digest
 
@@ -197,10 +194,8 @@ def _run_splits(
 # Modules beside this one that its compiled functions come from.
 _SOURCES = (
     attention_args,
-    capping,
     code_matmul,
     code_vectors,
-    exponential,
     half_precision,
     intrinsics,
     numba_code_products,

@@ -175,6 +175,8 @@ def fused(
     """
     if bias is not None:
         bias = bias.expand(-1, -1, rows.shape[2], -1)
+    # It reads rows as if they were contiguous.
+    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
     output, lse = torch._scaled_dot_product_flash_attention_for_cpu(
         rows, keys, values, attn_mask=bias, scale=scale
     )

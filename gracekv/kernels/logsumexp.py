@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import abc
 import ctypes
 import importlib.util
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -12,72 +12,42 @@ from torch import Tensor
 from gracekv.kernels import omp_threads
 
 
-class LogSumExp(abc.ABC):
-    """The running log-sum-exp of some rows.
+def logsumexp(blocks: Iterable[Tensor]) -> Tensor:
+    """Over the columns of all blocks, float32 [rows]; NaN in rows with a NaN or infinity.
 
     Args:
-        rows: how many.
-        device: where their blocks lie.
+        blocks: float32 [rows, any], contiguous, at least one; the memory of each is overwritten
+            before the next is asked for.
+
+    On CPUs with numba each block is read once, on as many threads as torch uses.
     """
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self.top = torch.full((rows,), -torch.inf, device=device)
-
-    @abc.abstractmethod
-    def add(self, block: Tensor) -> None:
-        """Further columns, float32 [rows, any], contiguous; their memory is overwritten."""
-
-    @abc.abstractmethod
-    def result(self) -> Tensor:
-        """Of all columns so far, float32 [rows]."""
-
-
-class TorchLogSumExp(LogSumExp):
-    """One pass over the block per operation; for any device."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        super().__init__(rows, device)
-        self._total = torch.zeros_like(self.top)
-
-    def add(self, block: Tensor) -> None:
-        peak = torch.maximum(self.top, block.amax(dim=-1))
-        self._total.mul_((self.top - peak).exp_())
-        # In the block's own memory: a copy of it costs more than its sums.
-        self._total.add_(block.sub_(peak[:, None]).exp_().sum(dim=-1))
-        self.top = peak
-
-    def result(self) -> Tensor:
-        return self._total.log().add_(self.top)
+    sums: tuple[Tensor, Tensor] | None = None
+    for block in blocks:
+        compiled = block.is_cpu and importlib.util.find_spec("numba") is not None
+        if sums is None:
+            top = block.new_full((len(block),), -torch.inf)
+            sums = top, torch.zeros_like(top, dtype=torch.float64 if compiled else None)
+        sums = _add_compiled(block, *sums) if compiled else _add(block, *sums)
+    if sums is None:
+        raise ValueError("logsumexp takes at least one block of columns; got none.")
+    top, total = sums
+    return total.log().float().add_(top)
 
 
-class NumbaLogSumExp(LogSumExp):
-    """Each block read once, on as many threads as torch uses; for CPUs, with numba."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        super().__init__(rows, device)
-        self._total = torch.zeros(rows, dtype=torch.float64)
-
-    def add(self, block: Tensor) -> None:
-        from gracekv.kernels.logsumexp_numba import LogSumExpArgs, accumulate
-
-        counter = ctypes.c_int64(0)
-        rows, columns = block.shape
-        args = LogSumExpArgs(
-            block.data_ptr(),
-            self.top.data_ptr(),
-            self._total.data_ptr(),
-            ctypes.addressof(counter),
-            rows,
-            columns,
-        )
-        omp_threads.run(accumulate(), ctypes.addressof(args))
-
-    def result(self) -> Tensor:
-        return self._total.log_().float().add_(self.top)
+def _add(block: Tensor, top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest number of each row, and the sum of exponentials below it, with a block added."""
+    peak = torch.maximum(top, block.amax(dim=-1))
+    total.mul_((top - peak).exp_())
+    # In the block's own memory: a copy of it costs more than its sums.
+    total.add_(block.sub_(peak[:, None]).exp_().sum(dim=-1))
+    return peak, total
 
 
-def logsumexp_for(device: torch.device) -> type[LogSumExp]:
-    """The fastest class for blocks on `device`."""
-    if device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-        return NumbaLogSumExp
-    return TorchLogSumExp
+def _add_compiled(block: Tensor, top: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    from gracekv.kernels.logsumexp_numba import LogSumExpArgs, accumulate
+
+    counter = ctypes.c_int64(0)
+    addresses = (block.data_ptr(), top.data_ptr(), total.data_ptr(), ctypes.addressof(counter))
+    args = LogSumExpArgs(*addresses, *block.shape)
+    omp_threads.run(accumulate(), ctypes.addressof(args))
+    return top, total

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels import exponential, intrinsics
-from gracekv.kernels.exponential import exponentiate
+from gracekv.kernels import intrinsics, numba_softmax, row_vectors
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
+from gracekv.kernels.numba_softmax import exponentiate, largest
 from gracekv.kernels.source_digest import digest
 
 # Numbers of a block, and rows that a thread takes at a time.
@@ -41,22 +41,6 @@ class LogSumExpArgs(ctypes.Structure):
 
 
 _ARGS = np.dtype(LogSumExpArgs)
-_INFINITE = np.int32(0x7F800000)
-_MAGNITUDE = np.int32(0x7FFFFFFF)
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def _largest(x: Any) -> tuple[Any, Any]:
-    """The bits of the largest of x, float32 numbers given as int32, and whether one is NaN.
-
-    In integers, because compilers do not vectorise a maximum of floats that may be NaN.
-    """
-    found, magnitude = np.int32(-(2**31)), np.int32(0)
-    for i in range(len(x)):
-        bits = x[i]
-        found = max(found, np.int32(bits ^ ((bits >> np.int32(31)) & _MAGNITUDE)))
-        magnitude = max(magnitude, np.int32(bits & _MAGNITUDE))
-    return np.int32(found ^ ((found >> np.int32(31)) & _MAGNITUDE)), magnitude > _INFINITE
 
 
 @njit(nogil=True, fastmath={"reassoc"})  # type: ignore[untyped-decorator]
@@ -68,18 +52,16 @@ def _sum(x: Any) -> Any:
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def _row(x: Any, whole: Any, top: Any, total: Any, bits: Any, power: Any, one: Any) -> Any:
-    """`top` and `total` of one row with x [columns] added; `whole` is x as int32, `one` int32 [1].
+def _row(x: Any, top: Any, total: Any, bits: Any, power: Any) -> Any:
+    """`top` and `total` of one row with x [columns] added.
 
     As in torch, the total is NaN once a number is NaN or infinite.
     """
     for first in range(0, len(x), _BLOCK):
         block = x[first : first + _BLOCK]
-        one[0], unknown = _largest(whole[first : first + _BLOCK])
-        peak = max(top, one.view(np.float32)[0])
-        if unknown or peak == np.inf:
-            total = np.float64(np.nan)
-        elif peak > -np.inf:
+        peak = max(top, largest(block, len(block)))
+        # Where all numbers so far are -inf, differences would be NaN.
+        if peak != -np.inf:
             total *= math.exp(np.float64(top) - np.float64(peak))
             for i in range(len(block)):
                 block[i] -= peak
@@ -94,10 +76,9 @@ def _run_rows(args: Any) -> None:
     """Take rows from the shared counter until there are none left."""
     shape = (args.rows, args.columns)
     x = carray(pointer(args.x), shape, np.float32)
-    whole = carray(pointer(args.x), shape, np.int32)
     top = carray(pointer(args.top), (args.rows,), np.float32)
     total = carray(pointer(args.total), (args.rows,), np.float64)
-    bits, one = np.empty(_BLOCK, np.int32), np.empty(1, np.int32)
+    bits = np.empty(_BLOCK, np.int32)
     power = bits.view(np.float32)
     counter = pointer(args.counter)
     while True:
@@ -105,7 +86,7 @@ def _run_rows(args: Any) -> None:
         if start >= args.rows:
             return
         for r in range(start, min(start + _ROWS, args.rows)):
-            top[r], total[r] = _row(x[r], whole[r], top[r], total[r], bits, power, one)
+            top[r], total[r] = _row(x[r], top[r], total[r], bits, power)
 
 
 @functools.cache
@@ -114,7 +95,7 @@ def accumulate() -> Any:
 
     The first call on a machine compiles for some seconds; later ones load the result from disk.
     """
-    sources = digest(exponential, intrinsics)
+    sources = digest(intrinsics, numba_softmax, row_vectors)
 
     def kernel(address: Any) -> None:
         _ = sources

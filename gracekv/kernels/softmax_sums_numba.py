@@ -22,11 +22,18 @@ import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor
 
-from gracekv.kernels import exponential, half_precision, intrinsics, matmul, omp_threads
-from gracekv.kernels.exponential import exponential_parts
+from gracekv.kernels import (
+    half_precision,
+    intrinsics,
+    matmul,
+    numba_softmax,
+    omp_threads,
+    row_vectors,
+)
 from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.matmul import multiply
+from gracekv.kernels.numba_softmax import exponentials, largest
 from gracekv.kernels.source_digest import digest
 
 # Keys of a panel: a transposed panel of float32 keys of dimension 64 takes 16 KiB.
@@ -35,7 +42,7 @@ _PANEL = 64
 _QUERIES, _LOGITS, _LEAST_ROWS, _MOST_ROWS = 128, 2**17, 16, 64
 # Smaller exponents are taken as this one: products with e^-60 are no denormal numbers, which are
 # slow, and no score depends on shares of attention below e^-60.
-_LEAST = np.float32(-60.0)
+_LEAST, _KEPT = np.float32(-60.0), np.float32(1.0)
 
 
 class SoftmaxSumsArgs(ctypes.Structure):
@@ -89,37 +96,6 @@ def _pack(args: Any, keys: Any) -> None:
                 panel[i, j] = source[at + j, i]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def _largest(x: Any, peaks: Any) -> Any:
-    """The largest of x; `peaks` [64] is overwritten.
-
-    By columns, because a compiler does not vectorise the largest number of one row.
-    """
-    whole = len(x) // _PANEL * _PANEL
-    peaks[:] = x[0]
-    for first in range(0, whole, _PANEL):
-        for i in range(_PANEL):
-            peaks[i] = max(peaks[i], x[first + i])
-    top = peaks[0]
-    for i in range(1, _PANEL):
-        top = max(top, peaks[i])
-    for i in range(whole, len(x)):
-        top = max(top, x[i])
-    return top
-
-
-@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
-def _exponentiate(x: Any, top: Any, bits: Any, power: Any) -> Any:
-    """x <- e^(x - top) in place; returns the sum. `power` is `bits` (int32) seen as float32."""
-    for i in range(len(x)):
-        x[i], bits[i] = exponential_parts(max(x[i] - top, _LEAST))
-    total = np.float32(0.0)
-    for i in range(len(x)):
-        x[i] *= power[i]
-        total += x[i]
-    return total
-
-
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def _reduce(total: Any, x: Any, factor: Any, maximum: bool) -> None:
     """total <- total + factor x, or the larger of total and factor x."""
@@ -159,7 +135,7 @@ def _work(args: Any) -> None:
     # One panel more than needed, so that rows do not start at the same place of the cache.
     stride = padded + _PANEL
     logits = np.empty((block, stride), np.float32)
-    bits, peaks = np.empty(padded, np.int32), np.empty(_PANEL, np.float32)
+    bits = np.empty(padded, np.int32)
     power = bits.view(np.float32)
     counter = pointer(args.counter)
     while True:
@@ -187,9 +163,10 @@ def _work(args: Any) -> None:
             for r in range(rows):
                 row = logits[r, : seen[first + r]]
                 sink = sinks[head, first + r]
-                top = max(_largest(row, peaks), sink)
+                top = max(largest(row, len(row)), sink)
                 rest = np.exp(sink - top)
-                share = np.float32(1.0) / (_exponentiate(row, top, bits, power) + rest)
+                total_of_row = exponentials(row, len(row), top, bits, power, _LEAST, _KEPT)
+                share = np.float32(1.0) / (total_of_row + rest)
                 _raise(row, exponent)
                 factor = weights[first + r] * share**exponent
                 _reduce(columns[: len(row)], row, factor, args.maximum != 0)
@@ -219,7 +196,7 @@ def pack_keys(dtype: torch.dtype) -> Any:
 @functools.cache
 def reduce_columns() -> Any:
     """The kernel that writes `total` from `panels`: a C callback, see `pack_keys`."""
-    sources = digest(exponential, intrinsics, matmul)
+    sources = digest(intrinsics, matmul, numba_softmax, row_vectors)
 
     def body(address: Any) -> None:
         _ = sources

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gracekv.kernels.linalg import batched_linear
 from gracekv.kernels.logits import capped
-from gracekv.kernels.logsumexp import logsumexp_for
+from gracekv.kernels.logsumexp import logsumexp
 from gracekv.kernels.rope import Rope
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill.spans import PromptSpans, Region
@@ -118,7 +118,7 @@ def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None 
     place, wide = torch.arange(count, device=keys.device), keys.float()
     shared = queries.unflatten(0, (groups, -1))
     total = torch.empty_like(shared[..., 0])
-    rows, log_sum_exp = max(near, _ROWS), logsumexp_for(keys.device)
+    rows = max(near, _ROWS)
     for first in range(0, count, rows):
         start, end = max(0, first - near + 1), min(first + rows, count)
         asked, seen = place[first:end, None], place[start:end]
@@ -126,9 +126,7 @@ def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None 
         logits = capped(batched_linear(some.flatten(1, 2), wide[:, start:end]), softcap)
         hidden = (seen > asked) | (seen <= asked - near)
         logits.unflatten(1, some.shape[1:3]).masked_fill_(hidden, -torch.inf)
-        sums = log_sum_exp(logits[..., 0].numel(), keys.device)
-        sums.add(logits.flatten(0, 1))
-        total[:, :, first:end] = sums.result().view(some.shape[:3])
+        total[:, :, first:end] = logsumexp([logits.flatten(0, 1)]).view(some.shape[:3])
     return total.flatten(0, 1)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gracekv.kernels.linalg import linear
-from gracekv.kernels.logsumexp import logsumexp_for
+from gracekv.kernels.logsumexp import logsumexp
 from gracekv.prefill.plain_weight import plain_weight
 
 # Logits (positions x vocabulary entries) held at once, in float32: 4 MiB, which stays in a CPU's
@@ -68,13 +68,11 @@ def _by_blocks(final: Tensor, head: Any, following: Tensor, vocabulary: int) -> 
     final, following = final.to(device), following.to(device)
     block = _GPU_BLOCK if device.type == "cuda" else _BLOCK
     parts = []
-    log_sum_exp = logsumexp_for(device)
     for rows, targets in zip(final.split(_ROWS), following.split(_ROWS), strict=True):
-        sums = log_sum_exp(len(rows), device)
-        for columns in weight.split(max(1, block // len(rows))):
-            sums.add(linear(rows, columns).float())
+        columns = weight.split(max(1, block // len(rows)))
+        sums = logsumexp(linear(rows, some).float() for some in columns)
         chosen = (rows.float() * weight[targets].float()).sum(dim=-1)
-        parts.append(sums.result().sub_(chosen))
+        parts.append(sums.sub_(chosen))
     return torch.cat(parts)
 
 

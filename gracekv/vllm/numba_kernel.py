@@ -21,7 +21,6 @@ import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels import (
-    exponential,
     half_precision,
     intrinsics,
     numba_products,
@@ -31,14 +30,12 @@ from gracekv.kernels import (
 from gracekv.kernels.half_precision import as_float32
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.numba_products import mixtures, products
-from gracekv.kernels.numba_softmax import exponentials, merge
+from gracekv.kernels.numba_softmax import exponentials, largest, merge
 from gracekv.kernels.source_digest import digest
 
 _PIECE = 256  # entries at once; ours
 # Modules that the compiled functions come from.
-_SOURCES = (
-    exponential, half_precision, intrinsics, numba_products, numba_softmax, row_vectors,
-)  # fmt: skip
+_SOURCES = (half_precision, intrinsics, numba_products, numba_softmax, row_vectors)
 
 
 class PagedArgs(ctypes.Structure):
@@ -82,10 +79,7 @@ def _add(
     """Add a piece to the partial results `sums` [count, d + 2]: logits `weights`, values `v`."""
     dim = v.shape[1]
     for j in range(count):
-        top = weights[j, 0]
-        for e in range(1, entries):
-            top = max(top, weights[j, e])
-        top = max(top, sums[j, dim])
+        top = max(largest(weights[j], entries), sums[j, dim])
         if sums[j, dim] != -math.inf and sums[j, dim] < top:
             factor = np.float32(math.exp(sums[j, dim] - top))
             for i in range(dim):

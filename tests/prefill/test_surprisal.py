@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.kernels.logsumexp import NumbaLogSumExp, TorchLogSumExp, logsumexp_for
+from gracekv.kernels import logsumexp as logsumexp_module
+from gracekv.kernels.logsumexp import logsumexp
 from gracekv.prefill.surprisal import surprisal
 
 
@@ -56,6 +57,14 @@ def test_never_negative_in_half_precision():
     assert bool((surprisal(final, head, ids, 3) >= 0).all())
 
 
+def both_kinds(parts):
+    """By torch and by numba."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        by_torch = logsumexp(part.clone() for part in parts)
+    return by_torch, logsumexp(part.clone() for part in parts)
+
+
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(1, 20),
@@ -69,11 +78,8 @@ def test_one_reading_sums_what_sweeps_sum(seed, rows, blocks, scale):
     # Rows that begin, or end, far below the others.
     parts[seed % len(parts)][0] -= 200.0
     want = torch.cat(parts, dim=1).double().logsumexp(dim=1)
-    for kind in (TorchLogSumExp, NumbaLogSumExp):
-        sums = kind(rows, torch.device("cpu"))
-        for part in parts:
-            sums.add(part.clone())
-        torch.testing.assert_close(sums.result().double(), want, rtol=1e-6, atol=1e-5)
+    for found in both_kinds(parts):
+        torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
@@ -81,19 +87,13 @@ def test_what_is_not_finite_is_not_hidden(bad):
     pytest.importorskip("numba")
     block = torch.randn(3, 3000, generator=torch.Generator().manual_seed(0))
     block[1, 2500] = bad
-    found = []
-    for kind in (TorchLogSumExp, NumbaLogSumExp):
-        sums = kind(3, torch.device("cpu"))
-        sums.add(block[:, :1000].clone())
-        sums.add(block[:, 1000:].clone())
-        sums.add(block[:, :10].clone())
-        found.append(sums.result())
+    found = both_kinds([block[:, :1000], block[:, 1000:], block[:, :10]])
     assert found[0].isnan().tolist() == found[1].isnan().tolist() == [False, True, False]
 
 
 def test_without_numba_torch_sums(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert logsumexp_for(torch.device("cpu")) is TorchLogSumExp
+    monkeypatch.setattr(logsumexp_module, "_add_compiled", None)
     final, head, ids = case(2, 30, 16, 50)
     torch.testing.assert_close(
         surprisal(final, head, ids, 50)[1:].double(),

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels.exponential import exponentiate
 from gracekv.kernels.matmul import COLUMNS, multiply
+from gracekv.kernels.numba_softmax import exponentiate
 from gracekv.tree.engines.numba_arrays import MAX_PENDING
 
 # As `gracekv.tree.engines.base.MAX_EXPONENT`.

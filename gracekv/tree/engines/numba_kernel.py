@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels import exponential, intrinsics, matmul
+from gracekv.kernels import intrinsics, matmul, numba_softmax, row_vectors
 from gracekv.kernels.intrinsics import fetch_and_add, pointer
 from gracekv.kernels.source_digest import digest
 from gracekv.tree.engines import (
@@ -226,11 +226,12 @@ def distortion_kernel() -> Any:
     """
     sources = digest(
         numba_split_choice,
-        exponential,
         intrinsics,
         numba_interval_costs,
         numba_arrays,
         matmul,
+        numba_softmax,
+        row_vectors,
     )
 
     def body(address: Any) -> None:
