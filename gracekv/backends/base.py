@@ -126,6 +126,46 @@ def check_rows(rows: Tensor | None, batch: int, sequences: int) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Partial:
+    """Softmax attention over a part of the entries, ready to be combined with other parts.
+
+    Attributes:
+        output: [B, H, Tq, d], normalised inside the part (0 where the part is empty).
+        lse: [B, H, Tq] float32, log of the part's summed exponentials (-inf where empty).
+    """
+
+    output: Tensor
+    lse: Tensor
+
+
+def combine(first: Partial, second: Partial, sink_logits: Tensor | None = None) -> Tensor:
+    """[B, H, Tq, d]: attention over the union of two disjoint parts.
+
+    o = (e^{lse1} o1 + e^{lse2} o2) / (e^{lse1} + e^{lse2}), with the larger lse subtracted; a row
+    that sees nothing in either part gives 0. With `sink_logits` s [H], e^s is added to the
+    denominator. Source: flash decoding (Dao et al., 2023).
+    """
+    top = torch.maximum(first.lse, second.lse)
+    if sink_logits is not None:
+        sink = sink_logits.float()[:, None]
+        top = torch.maximum(top, sink)
+    top = torch.where(top == -torch.inf, 0.0, top)
+    a, b = (first.lse - top).exp(), (second.lse - top).exp()
+    total = a + b if sink_logits is None else a + b + (sink - top).exp()
+    total = total.clamp(min=torch.finfo(torch.float32).tiny)
+    mixed = (
+        first.output.float() * (a / total)[..., None]
+        + second.output.float() * (b / total)[..., None]
+    )
+    return mixed.to(first.output.dtype)
+
+
+def united(first: Partial, second: Partial) -> Partial:
+    """Attention over the union of two disjoint parts, itself a part."""
+    return Partial(combine(first, second), torch.logaddexp(first.lse, second.lse))
+
+
 class Backend(Strategy, abc.ABC):
     """What reads a compressed cache while decoding: a backend, or a rule that chooses one."""
 

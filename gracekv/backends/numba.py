@@ -74,7 +74,7 @@ class Numba(AttentionBackend):
         if _suits(step, held.layer):
             splits = held.splits(len(step.query), step.query.shape[1], step.rows)
         if splits is None:
-            return Sdpa()(replace(step, packed=held.layer))
+            return Sdpa()(replace(step, packed=held.views))
         return _attend(step, splits, held.layer)
 
 

@@ -46,7 +46,7 @@ def attention(step: AttentionStep) -> tuple[Tensor, Tensor]:
                 everything = torch.cat([packed_values, tail_values[b, g]])
                 if sinks is not None:
                     logits = torch.cat([logits, sinks[h : h + 1].double().cpu()])
-                    everything = torch.cat([everything, torch.zeros_like(everything[:1])])
+                    everything = torch.cat([everything, torch.zeros_like(query[b, h, :1])])
                 if bool((logits > -math.inf).any()):
                     output[b, h, t] = logits.softmax(0) @ everything
     return output, lse

@@ -15,8 +15,16 @@ from typing import ClassVar, Literal, TypeAlias, final
 import torch
 from torch import Tensor
 
-from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionStep
+from gracekv.backends.base import (
+    BACKENDS,
+    AttentionBackend,
+    AttentionStep,
+    Partial,
+    combine,
+    united,
+)
 from gracekv.cache.base import RaggedLayer
+from gracekv.cache.coded import CodedEntries
 from gracekv.cache.quantised import QuantisedLayer
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.logits import capped
@@ -35,43 +43,46 @@ Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Partial:
-    """Softmax attention over a part of the entries, ready to be combined with other parts.
+class HeadViews:
+    """The entries of a layer, row by row; where rows begin is known without reading a tensor.
 
     Attributes:
-        output: [B, H, Tq, d], normalised inside the part (0 where the part is empty).
-        lse: [B, H, Tq] float32, log of the part's summed exponentials (-inf where empty).
+        heads: G.
+        sequences: S.
+        threads: that read the entries of a head side by side.
+        exact: of each of S*G rows, keys [n, d], values [n, d] and log multiplicities [n].
+        coded: quantised parts, and the offsets of the rows of each.
     """
 
-    output: Tensor
-    lse: Tensor
+    heads: int
+    sequences: int
+    threads: int
+    exact: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    coded: tuple[tuple[CodedEntries, tuple[int, ...]], ...]
 
+    @classmethod
+    def of(cls, layer: Layer, threads: int) -> HeadViews:
+        """Those of `layer`, for as many `threads` as read a head at once."""
+        exact, coded = (
+            (layer.exact, layer.coded) if isinstance(layer, QuantisedLayer) else (layer, ())
+        )
+        rows = [exact.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
+        return cls(
+            layer.heads,
+            layer.sequences,
+            threads,
+            tuple((keys, values, log_m) for keys, values, _, log_m in rows),
+            tuple((part, tuple(part.offsets.tolist())) for part in coded),
+        )
 
-def combine(first: Partial, second: Partial, sink_logits: Tensor | None = None) -> Tensor:
-    """[B, H, Tq, d]: attention over the union of two disjoint parts.
-
-    o = (e^{lse1} o1 + e^{lse2} o2) / (e^{lse1} + e^{lse2}), with the larger lse subtracted; a row
-    that sees nothing in either part gives 0. With `sink_logits` s [H], e^s is added to the
-    denominator. Source: flash decoding (Dao et al., 2023).
-    """
-    top = torch.maximum(first.lse, second.lse)
-    if sink_logits is not None:
-        sink = sink_logits.float()[:, None]
-        top = torch.maximum(top, sink)
-    top = torch.where(top == -torch.inf, 0.0, top)
-    a, b = (first.lse - top).exp(), (second.lse - top).exp()
-    total = a + b if sink_logits is None else a + b + (sink - top).exp()
-    total = total.clamp(min=torch.finfo(torch.float32).tiny)
-    mixed = (
-        first.output.float() * (a / total)[..., None]
-        + second.output.float() * (b / total)[..., None]
-    )
-    return mixed.to(first.output.dtype)
-
-
-def united(first: Partial, second: Partial) -> Partial:
-    """Attention over the union of two disjoint parts, itself a part."""
-    return Partial(combine(first, second), torch.logaddexp(first.lse, second.lse))
+    def pieces(self, row: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """A row's entries, as `exact` has them, and quantised ones in float32, `_PIECE` at once."""
+        if len(self.exact[row][0]):
+            yield self.exact[row]
+        for part, offsets in self.coded:
+            for first in range(offsets[row], offsets[row + 1], _PIECE):
+                stop = min(first + _PIECE, offsets[row + 1])
+                yield *part.numbers(row, first, stop), part.log_multiplicity[first:stop]
 
 
 @final
@@ -97,11 +108,10 @@ class Sdpa(AttentionBackend):
     reads_codes: ClassVar[bool] = True
     kernel: Literal["auto", "fused", "plain"] = "auto"
 
-    def prepare(self, layer: Layer) -> Layer:
-        self._fused(layer.device)
-        return layer
+    def prepare(self, layer: Layer) -> HeadViews:
+        return HeadViews.of(layer, torch.get_num_threads() if self._fused(layer.device) else 1)
 
-    def held_bytes(self, prepared: Layer) -> int:
+    def held_bytes(self, prepared: HeadViews) -> int:
         return 0
 
     def __call__(self, step: AttentionStep) -> Tensor:
@@ -112,8 +122,7 @@ class Sdpa(AttentionBackend):
         query, entries = step.query, step.packed
         heads, tokens, dim = query.shape[1:]
         group = heads // entries.heads
-        attend = self._kernel(step)
-        threads = torch.get_num_threads() if self._fused(query.device) else 1
+        attend, threads = self._kernel(step), entries.threads
         output = query.new_zeros(query.shape, dtype=torch.float32)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
         for sequence, rows in enumerate(step.rows_of(entries.sequences)):
@@ -123,7 +132,7 @@ class Sdpa(AttentionBackend):
                 asked = query[rows, at].reshape(1, 1, -1, dim)
                 parts = [
                     _windowed(attend, asked.to(keys), keys, values, bias, step.scale, threads)
-                    for keys, values, bias in _pieces(entries, head, sequence)
+                    for keys, values, bias in entries.pieces(sequence * entries.heads + head)
                 ]
                 if parts:
                     whole = reduce(united, parts)
@@ -211,20 +220,6 @@ def plain(
     total = weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     output = (weights / total) @ values.float()
     return output.to(rows.dtype), (top + total.log())[..., 0]
-
-
-def _pieces(entries: Layer, head: int, sequence: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Keys and values [n, d] and log multiplicities [n] of a head, quantised ones in float32."""
-    exact = entries.exact if isinstance(entries, QuantisedLayer) else entries
-    keys, values, _, log_multiplicity = exact.head(head, sequence)
-    if len(keys):
-        yield keys, values, log_multiplicity
-    row = sequence * entries.heads + head
-    for coded in entries.coded if isinstance(entries, QuantisedLayer) else ():
-        begin, end = int(coded.offsets[row]), int(coded.offsets[row + 1])
-        for first in range(begin, end, _PIECE):
-            stop = min(first + _PIECE, end)
-            yield *coded.numbers(row, first, stop), coded.log_multiplicity[first:stop]
 
 
 def _windowed(

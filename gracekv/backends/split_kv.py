@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gracekv.backends.attention_args import AttentionArgs, CodedArgs
 from gracekv.backends.base import sequence_of_row
-from gracekv.backends.sdpa import Layer
+from gracekv.backends.sdpa import Layer, Sdpa
 from gracekv.cache.coded import CodedEntries, Codes
 from gracekv.cache.quantised import QuantisedLayer
 from gracekv.kernels import ragged
@@ -102,10 +102,12 @@ class SplitLayer:
 
     Attributes:
         layer: the packed entries.
+        views: of its heads, for steps that the kernel does not take.
     """
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
+        self.views = Sdpa().prepare(layer)
         self._latest: Latest[tuple[int, int, tuple[int, ...] | None], SplitKV | None] = Latest()
 
     def splits(self, batch: int, heads: int, rows: Tensor | None) -> SplitKV | None:

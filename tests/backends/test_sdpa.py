@@ -14,6 +14,10 @@ from gracekv.testing.attention import TOLERANCES, attention_problem, check_atten
 KERNELS = [Sdpa(), Sdpa(kernel="plain")]
 
 
+def prepared(problem):
+    return dataclasses.replace(problem, packed=Sdpa().prepare(problem.packed))
+
+
 @pytest.fixture(params=[1, 4])
 def threads(request, monkeypatch):
     monkeypatch.setattr(sdpa.torch, "get_num_threads", lambda: request.param)
@@ -53,7 +57,7 @@ def test_windows_give_attention_in_float64(
 @pytest.mark.parametrize("group", [4, 71])
 def test_unbalanced_and_even_heads(lengths, group):
     problem = attention_problem(1, lengths, group=group, tail=5)
-    output = Sdpa()(problem)
+    output = Sdpa()(prepared(problem))
     want = Eager()(problem)
     assert relative_error(output, want) <= TOLERANCES[torch.float32].output
 
@@ -68,7 +72,7 @@ def test_each_thread_reads_a_window_and_every_entry_is_in_one(monkeypatch):
 
     problem = attention_problem(2, [1001], group=3)
     monkeypatch.setattr(sdpa, "fused", attend)
-    Sdpa().packed(problem)
+    Sdpa().packed(prepared(problem))
     assert calls == [((1, 4, 3, 64), (1, 4, 251, 64), 1001)]
 
 
@@ -94,6 +98,6 @@ def test_a_step_can_be_differentiated():
     query = torch.randn(1, 4, 1, 64, requires_grad=True)
     tail = torch.randn(1, 2, 3, 64)
 
-    Sdpa()(AttentionStep(query, problem.packed, tail, tail, 0.125)).sum().backward()
+    Sdpa()(AttentionStep(query, prepared(problem).packed, tail, tail, 0.125)).sum().backward()
 
     assert bool(query.grad.isfinite().all())

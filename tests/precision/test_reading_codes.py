@@ -111,7 +111,7 @@ def test_a_step_dequantises_pieces_and_never_a_whole_layer(monkeypatch):
 
     monkeypatch.setattr(type(layer.coded[0]), "numbers", watched)
     query = torch.randn(1, 2, 1, 16, generator=rng)
-    Sdpa()(packed_alone(query, layer, 0.25))
+    Sdpa()(packed_alone(query, Sdpa().prepare(layer), 0.25))
     assert max(seen) <= 8
     assert sum(seen) == layer.coded[0].entries
 
