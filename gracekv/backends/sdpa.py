@@ -76,7 +76,10 @@ class HeadViews:
         )
 
     def pieces(self, row: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """A row's entries, as `exact` has them, and quantised ones in float32, `_PIECE` at once."""
+        """Keys and values [n, d] and log multiplicities [n] of a row, a piece at a time.
+
+        Quantised ones are float32, at most `_PIECE` at once.
+        """
         if len(self.exact[row][0]):
             yield self.exact[row]
         for part, offsets in self.coded:
