@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from gracekv.allocate import (
@@ -17,7 +18,6 @@ from gracekv.allocate import (
 )
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains, token_gains, top_tokens
-from gracekv.allocate.within_bytes import within_bytes
 from gracekv.cache.layout import layer_layouts
 from gracekv.distributed import HeadShard
 from gracekv.precision import Precision
@@ -28,20 +28,23 @@ from gracekv.value import Relevance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """What floor and auction bought.
+class AuctionResult:
+    """What floor and auction bought: `selection`, and over trees how.
 
     Attributes:
+        plan: the budget in entries that was spent.
         selection: the entries that stay.
         utility: summed gains.
-        start: what the floor bought; None without trees.
-        frontier: what both bought; None without trees. Where bits are allocated, the candidates.
+        floor: the nodes that the floor bought; None without trees.
+        frontier: the nodes that both bought; None without trees. Where bits are allocated, those
+            that were offered to it.
         widths: uint8 [E], bits of a number of each entry, where bits are allocated; else None.
     """
 
+    plan: BudgetPlan
     selection: Selection
     utility: float
-    start: Frontier | None = None
+    floor: Frontier | None = None
     frontier: Frontier | None = None
     widths: Tensor | None = None
 
@@ -60,6 +63,7 @@ class Auction:
     Attributes:
         floor: protects tokens before the auction.
         allocate: spends the rest.
+        quota: int64 [L, G] most entries of each head under a plan, or None.
         certify: also bound what any allocation could reach.
         origin: the first compressible position.
         relevance: token scores and head sensitivity.
@@ -70,6 +74,7 @@ class Auction:
 
     floor: Floor
     allocate: Allocator
+    quota: Callable[[BudgetPlan], Tensor | None]
     certify: bool
     origin: int
     relevance: Relevance
@@ -83,66 +88,126 @@ class Auction:
         return bool(getattr(self.allocate, "elastic", False))
 
     def spend(
-        self,
-        plan: BudgetPlan,
-        costs: EntryBytes | None,
-        quota: Tensor | None,
-        quota_of: Callable[[BudgetPlan], Tensor | None],
-        precision: Precision,
-        prefill: Prefill,
-    ) -> tuple[BudgetPlan, Choice]:
-        """Spend the budget, in entries or in bytes; also returns the plan in entries.
+        self, plan: BudgetPlan, costs: EntryBytes | None, precision: Precision, prefill: Prefill
+    ) -> AuctionResult:
+        """Spend the budget, in entries or in bytes.
 
         Args:
             plan: the budget; where it counts bytes, its entries are the most that could fit.
             costs: bytes of the entries; None: all are as they are.
-            quota: int64 [L, G] most entries of each head under `plan`, or None.
-            quota_of: the same under another plan.
             precision: how entries are stored.
             prefill: one sequence.
         """
         if precision.allocates:
-            return self._with_widths(plan, self.choose(plan, quota), precision, prefill)
+            return self._with_widths(self.choose(plan), precision, prefill)
         if costs is None or plan.bytes is None:
-            return plan, self.choose(plan, quota)
-        return within_bytes(plan, costs, lambda p: self.choose(p, quota_of(p)), self.shard)
+            return self.choose(plan)
+        return within_bytes(plan, costs, self.choose, self.shard)
 
-    def _with_widths(
-        self, plan: BudgetPlan, candidates: Choice, precision: Precision, prefill: Prefill
-    ) -> tuple[BudgetPlan, Choice]:
-        selection = candidates.selection
-        worth = entry_gains(self.relevance.scores, self.relevance.sensitivity, selection)
-        region = prefill.spans.region(plan.recent)
-        widths = precision.allocate(prefill, region, selection, worth, plan)
-        kept = widths > 0
-        chosen = replace(
-            candidates,
-            selection=selection.where(kept),
-            widths=widths[kept],
-            utility=float(worth[kept.to(worth.device)].sum()),
-        )
-        total = chosen.selection.entries
-        if self.shard is not None:
-            total = self.shard.total(total)
-        return replace(plan, total=plan.layers * plan.heads * plan.recent + total), chosen
-
-    def choose(self, plan: BudgetPlan, quota: Tensor | None) -> Choice:
-        """Spend `plan.base` entries, at most `quota` (int64 [L, G]) in each head.
-
-        Both are of the heads of all processes.
-        """
+    def choose(self, plan: BudgetPlan) -> AuctionResult:
+        """Spend `plan.base` entries, which are those of the heads of all processes."""
+        quota = self.quota(plan)
         if self.shard is not None and quota is not None:
             quota = self.shard.own_heads(quota, 1)
         if self.forest is None:
             prices = (self.relevance.scores, self.relevance.sensitivity)
             kept = top_tokens(*prices, plan.base, quota, elastic=self.elastic, shard=self.shard)
             selection = Selection.of_tokens(kept, self.origin)
-            return Choice(selection, float(token_gains(*prices, selection).sum()))
-        start = self.floor.realize(self.forest, self.candidates, plan, quota)
-        frontier = self.allocate(start, quota)
+            return AuctionResult(plan, selection, float(token_gains(*prices, selection).sum()))
+        floor = self.floor.realize(self.forest, self.candidates, plan, quota)
+        frontier = self.allocate(floor, quota)
         if self.certify:
             empty = Frontier.empty(self.forest, plan.base)
             bound = upper_bound(empty, quota, elastic=self.elastic)
             frontier = replace(frontier, bound=max(bound, frontier.utility))
-        selection = Selection.of_frontier(frontier, start)
-        return Choice(selection, frontier.utility, start, frontier)
+        selection = Selection.of_frontier(frontier, floor)
+        return AuctionResult(plan, selection, frontier.utility, floor, frontier)
+
+    def _with_widths(
+        self, offered: AuctionResult, precision: Precision, prefill: Prefill
+    ) -> AuctionResult:
+        """Of the entries that are offered, those that get bits."""
+        plan, selection = offered.plan, offered.selection
+        gains = entry_gains(self.relevance.scores, self.relevance.sensitivity, selection)
+        region = prefill.spans.region(plan.recent)
+        widths = precision.allocate(prefill, region, selection, gains, plan)
+        kept = widths > 0
+        selection = selection.where(kept)
+        total = selection.entries
+        if self.shard is not None:
+            total = self.shard.total(total)
+        return replace(
+            offered,
+            plan=replace(plan, total=plan.layers * plan.heads * plan.recent + total),
+            selection=selection,
+            widths=widths[kept],
+            utility=float(gains[kept.to(gains.device)].sum()),
+        )
+
+
+def within_bytes(
+    plan: BudgetPlan,
+    costs: EntryBytes,
+    choose: Callable[[BudgetPlan], AuctionResult],
+    shard: HeadShard | None = None,
+) -> AuctionResult:
+    """The selection of the most entries that take at most `plan.bytes`.
+
+    What a selection takes depends on how its entries lie: the last block of each head is as dear
+    as a full one. So the number is searched for, between the recent window alone and `plan.total`,
+    by secants and halves in turn; one entry more would not fit. Where a larger budget keeps all
+    that a smaller one keeps, as a top-k does, no number beyond it fits either.
+
+    Source: ours.
+
+    Args:
+        plan: with `bytes`; its `total` is an upper bound.
+        costs: bytes of the entries.
+        choose: the selection for a plan of fewer entries.
+        shard: which heads the selections are of; None: all.
+    """
+    limit = plan.bytes
+    if limit is None:
+        raise AssertionError("The plan counts entries, not bytes.")
+
+    def attempt(total: int) -> tuple[int, AuctionResult]:
+        """Bytes that a selection of so many entries leaves, and the selection."""
+        result = choose(replace(plan, total=total))
+        return limit - selection_bytes(result.selection, plan, costs, shard), result
+
+    # A total of `low` entries leaves `spare` bytes, one of `high` exceeds the limit by `excess`.
+    low, high = plan.layers * plan.heads * plan.recent, plan.total
+    left, largest = attempt(high)
+    if left >= 0:
+        return largest
+    spare, excess = limit - low * costs.exact, -left
+    best: AuctionResult | None = None
+    halve = False
+    while high - low > 1:
+        guess = low + max(1, (high - low) * spare // (spare + excess))
+        middle = (low + high) // 2 if halve else min(guess, high - 1)
+        left, result = attempt(middle)
+        if left >= 0:
+            low, spare, best = middle, left, result
+        else:
+            high, excess = middle, -left
+        halve = not halve
+    return attempt(low)[1] if best is None else best
+
+
+def selection_bytes(
+    selection: Selection, plan: BudgetPlan, costs: EntryBytes, shard: HeadShard | None
+) -> int:
+    """Bytes of the context's entries: those of `selection`, and the recent window of `plan`.
+
+    With `shard`, of the selections of all processes.
+    """
+    counts, exact = selection.offsets.diff(), 0
+    if costs.sinks:
+        stays = (selection.start < selection.region[0] + costs.sinks).cpu()
+        own = torch.bincount(selection.head_of_entry()[stays], minlength=len(counts))
+        counts, exact = counts - own, int(own.sum())
+    size = costs.heads(exact, counts)
+    if shard is not None:
+        size = shard.total(size)
+    return plan.layers * plan.heads * plan.recent * costs.exact + size

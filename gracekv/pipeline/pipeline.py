@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from gracekv import recipes
-from gracekv.allocate import (
-    Allocator,
-    Budget,
-    BudgetPlan,
-    Floor,
-    NoFloor,
-    Quota,
-    RecentWindow,
-)
+from gracekv.allocate import Allocator, Budget, BudgetPlan, Floor, NoFloor, Quota, RecentWindow
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.backends import Auto, Backend
 from gracekv.cache import Packer, Timings
@@ -29,25 +24,14 @@ from gracekv.fit import Fitter, NoFit
 from gracekv.fit.base import value_change
 from gracekv.kernels.linalg import full_float32
 from gracekv.pipeline.auction import Auction
-from gracekv.pipeline.run import Run, accounted, full_run
-from gracekv.pipeline.timing import StageClock
+from gracekv.pipeline.run import Run, accounted, whole_cache
 from gracekv.precision import FullPrecision, Precision
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import Configurable
 from gracekv.segment import Curvature, Partition, Segmenter
-from gracekv.tree import (
-    Distortion,
-    PrototypeRule,
-    Refiner,
-    TreeContext,
-    Unit,
-    build_forest,
-)
-from gracekv.value import (
-    Relevance,
-    Scorer,
-    Sensitivity,
-)
+from gracekv.tree import Distortion, Forest, PrototypeRule, Refiner, TreeContext, Unit
+from gracekv.tree.build import build_forest
+from gracekv.value import Relevance, Scorer, Sensitivity
 from gracekv.value.attention import all_column_sums
 
 
@@ -174,96 +158,107 @@ class Pipeline(Configurable):
         """
         check_works_sharded(self, prefill.shard)
         plan, costs = self.plan(prefill, budget), self._entry_bytes(prefill)
+        stage = StageClock(prefill.keys[0].device)
         if self.keep_all or self.precision.keeps_all(plan, prefill.entry_bytes):
-            return full_run(prefill, plan, self.precision, costs, quantise=self.keep_all)
-        clock = StageClock(prefill.keys[0].device)
+            stored = whole_cache(prefill, plan, self.precision, stage, quantise=self.keep_all)
+            timings = Timings(**prefill.seconds_for(Needs()), **stage.seconds)
+            kept = accounted(prefill, plan, stored, None, costs)
+            return Run(plan, stored, kept, timings, prefill.fingerprint)
         region = prefill.spans.region(plan.recent)
-        with full_float32(), clock("segment"):
-            if partition is None:
-                partition = self.segment(prefill, region)
+        with stage("segment"):
+            partition = self._segment(prefill, region, partition)
+        with stage("value"):
+            relevance, columns = self._value(prefill, region)
+        with stage("tree"):
+            quota = cache(partial(self.quota, relevance.scores, columns=columns))
+            curvature = self._curvature(prefill, partition)
+            # Freed unless the caller holds the prefill, too.
+            prefill = prefill.without("hidden")
+            forest, candidates = self._trees(prefill, partition, relevance, curvature, plan, quota)
+        with stage("allocate"):
+            auction = Auction(
+                self.floor, self.allocate, quota, self.certify, region.start, relevance, forest,
+                candidates, prefill.shard,
+            )  # fmt: skip
+            bought = auction.spend(plan, costs, self.precision, prefill)
+        with stage("pack"):
+            packed = self.pack(prefill, bought.selection, relevance.scores, self.prototype, columns)
+        with stage("precision"):
+            widths = bought.packed_widths(prefill, region, self.precision)
+            read = self.precision.keys_as_read(packed, widths, prefill.entry_dim)
+        with stage("fit"):
+            # Values make up for what decoding will read, rounded keys included.
+            fitted = self.fit(prefill, region, read)
+            change = None if fitted is read else value_change(packed, fitted)
+        with stage("precision"):
+            exact = fitted.with_keys_of(packed).narrowed(prefill.entry_dim)
+            stored = self.precision(exact, widths).with_kept(prefill.kept)
+        return Run(
+            plan=bought.plan,
+            cache=stored,
+            accounting=accounted(prefill, bought.plan, stored, bought, costs),
+            timings=Timings(**prefill.seconds_for(self.needs()), **stage.seconds),
+            fingerprint=prefill.fingerprint,
+            partition=partition,
+            relevance=relevance,
+            forest=forest,
+            floor=bought.floor,
+            frontier=bought.frontier,
+            selection=bought.selection,
+            elastic=auction.elastic,
+            value_change=change,
+        )
+
+    def _segment(self, prefill: Prefill, region: Region, given: Partition | None) -> Partition:
+        """The slots of `region`, which `given` has to cover."""
+        partition = self.segment(prefill, region) if given is None else given
         if partition.region != region:
             raise ShapeError(
                 f"The partition covers {partition.region}, this prompt and budget leave {region} "
                 f"to compress. Segment again, or keep context and budget the same."
             )
-        with full_float32(), clock("value"):
-            relevance, column_sums = self._relevance(prefill, region)
-        with full_float32(), clock("tree"):
-            quota = self.quota(relevance.scores, plan, column_sums)
-            forest, candidates, curvature = None, None, partition.curvature
-            grows = not self._selects_tokens(partition)
-            if grows and curvature is None and self.refine.uses_curvature:
-                curvature = Curvature()(prefill)
-            # Freed unless the caller holds the prefill, too.
-            prefill = prefill.without("hidden")
-            if grows:
-                candidates = self.floor.candidates(relevance.scores, plan, prefill.shard)
-                context = TreeContext(
-                    prefill=prefill,
-                    partition=partition,
-                    scores=relevance.scores,
-                    seed_scores=relevance.seed_scores,
-                    sensitivity=relevance.sensitivity,
-                    rule=self.prototype,
-                    forced=candidates,
-                    curvature=curvature,
-                )
-                limit = plan.base if self._prunes(quota) else None
-                forest = build_forest(context, self.distortion, self.refine, limit)
-        with clock("allocate"):
-            auction = Auction(
-                self.floor, self.allocate, self.certify, region.start, relevance, forest,
-                candidates, prefill.shard,
-            )  # fmt: skip
-            quota_of = partial(self.quota, relevance.scores, columns=column_sums)
-            plan, chosen = auction.spend(plan, costs, quota, quota_of, self.precision, prefill)
-        selection, frontier = chosen.selection, chosen.frontier
-        with full_float32(), clock("pack"):
-            cache = self.pack(prefill, selection, relevance.scores, self.prototype, column_sums)
-        with clock("precision"):
-            widths = chosen.packed_widths(prefill, region, self.precision)
-            read = self.precision.keys_as_read(cache, widths, prefill.entry_dim)
-        with full_float32(), clock("fit"):
-            # Values make up for what decoding will read, rounded keys included.
-            fitted = self.fit(prefill, region, read)
-            change = None if fitted is read else value_change(cache, fitted)
-        with clock("precision"):
-            exact = fitted.with_keys_of(cache).narrowed(prefill.entry_dim)
-            stored = self.precision(exact, widths).with_kept(prefill.kept)
-            del cache, read, fitted, exact
-        accounting = accounted(
-            prefill,
-            plan,
-            stored,
-            selection.per_head() + plan.recent,
-            costs,
-            floor_spent=0 if frontier is None else frontier.floor_spent,
-            utility=chosen.utility,
-            bound=None if frontier is None else frontier.bound,
-        )
-        return Run(
-            plan=plan,
-            cache=stored,
-            accounting=accounting,
-            timings=Timings(**prefill.seconds_for(self.needs()), **clock.seconds),
-            fingerprint=prefill.fingerprint,
-            partition=partition,
-            relevance=relevance,
-            forest=forest,
-            floor=chosen.start,
-            frontier=frontier,
-            selection=selection,
-            elastic=auction.elastic,
-            value_change=change,
-        )
+        return partition
 
-    def _relevance(self, prefill: Prefill, region: Region) -> tuple[Relevance, Tensor | None]:
+    def _value(self, prefill: Prefill, region: Region) -> tuple[Relevance, Tensor | None]:
         """Scores and sensitivity; column sums [L, H, T] if some stage reads them."""
-        found = self.value(prefill, region)
-        relevance = Relevance(found.scores, found.seed_scores, self.sensitivity(prefill))
-        if found.column_sums is None and self.uses_column_sums:
+        scored = self.value(prefill, region)
+        relevance = Relevance(scored.scores, scored.seed_scores, self.sensitivity(prefill))
+        if scored.column_sums is None and self.uses_column_sums:
             return relevance, all_column_sums(prefill)
-        return relevance, found.column_sums
+        return relevance, scored.column_sums
+
+    def _curvature(self, prefill: Prefill, partition: Partition) -> Tensor | None:
+        """kappa [T] where trees are grown by it, which needs the hidden states."""
+        if partition.curvature is None and self.refine.uses_curvature:
+            return None if self._selects_tokens(partition) else Curvature()(prefill)
+        return partition.curvature
+
+    def _trees(
+        self,
+        prefill: Prefill,
+        partition: Partition,
+        relevance: Relevance,
+        curvature: Tensor | None,
+        plan: BudgetPlan,
+        quota: Callable[[BudgetPlan], Tensor | None],
+    ) -> tuple[Forest | None, Tensor | None]:
+        """The trees and the floor's candidates; None where the auction is a top-k."""
+        if self._selects_tokens(partition):
+            return None, None
+        candidates = self.floor.candidates(relevance.scores, plan, prefill.shard)
+        context = TreeContext(
+            prefill=prefill,
+            partition=partition,
+            scores=relevance.scores,
+            seed_scores=relevance.seed_scores,
+            sensitivity=relevance.sensitivity,
+            rule=self.prototype,
+            forced=candidates,
+            curvature=curvature,
+        )
+        prunes = self.prune and self.allocate.prunable and not self.certify
+        limit = plan.base if prunes and quota(plan) is None else None
+        return build_forest(context, self.distortion, self.refine, limit), candidates
 
     def _selects_tokens(self, partition: Partition) -> bool:
         """Whether slots are single tokens that stay or go, each at a gain of omega R."""
@@ -275,5 +270,30 @@ class Pipeline(Configurable):
             and not self.certify
         )
 
-    def _prunes(self, quota: Tensor | None) -> bool:
-        return self.prune and self.allocate.prunable and quota is None and not self.certify
+
+class StageClock:
+    """Runs stages in full float32 and takes their wall seconds.
+
+    It waits for the GPU, so that a stage pays for its own work.
+
+    Attributes:
+        seconds: of each stage so far.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device = device
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        """Time the block as `seconds[stage]`, or add to what the stage took before."""
+        self._wait()
+        start = time.perf_counter()
+        with full_float32():
+            yield
+        self._wait()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

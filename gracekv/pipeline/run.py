@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,9 @@ from gracekv.cache import (
     WidthShare,
 )
 from gracekv.distributed.head_shard import HeadShard, all_heads
-from gracekv.pipeline.timing import StageClock
+from gracekv.pipeline.auction import AuctionResult
 from gracekv.precision import Precision
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import Prefill, Region
 from gracekv.prefill.kept import bytes_by_kind
 from gracekv.segment import Partition
 from gracekv.tree import Forest
@@ -73,26 +74,25 @@ class Run:
     record: ReportRecord | None = None
 
 
-def full_run(
+def whole_cache(
     prefill: Prefill,
     plan: BudgetPlan,
     precision: Precision,
-    costs: EntryBytes | None,
+    stage: Callable[[str], AbstractContextManager[None]],
     *,
     quantise: bool,
-) -> Run:
+) -> CompressedCache:
     """Every token stays: FullKV, or all of them quantised.
 
     Args:
         prefill: one sequence.
         plan: the budget.
         precision: how entries are stored.
-        costs: what they then cost.
+        stage: times the stages.
         quantise: also where the budget has room for all entries as they are.
     """
-    clock = StageClock(prefill.keys[0].device)
     covered, dim = prefill.spans.length - 1, prefill.entry_dim
-    with clock("pack"):
+    with stage("pack"):
         cache = RaggedCache(
             tuple(
                 RaggedLayer.dense(k[:, :covered, :dim], v[:, :covered, :dim])
@@ -100,53 +100,56 @@ def full_run(
             ),
             length=covered,
         )
-    context = prefill.spans.context_length
-    entries = torch.full((prefill.layers, prefill.kv_heads), context)
     region = prefill.spans.region(plan.recent)
     if not quantise and plan.bytes is not None:
-        needed = plan.layers * plan.heads * context * prefill.entry_bytes
-        region = Region(region.start, region.start) if needed <= plan.bytes else region
-    with clock("precision"):
+        entries = plan.layers * plan.heads * prefill.spans.context_length
+        if entries * prefill.entry_bytes <= plan.bytes:
+            region = Region(region.start, region.start)
+    with stage("precision"):
         widths = [precision.widths(layer.positions, region) for layer in cache.layers]
-        stored = precision(cache, widths).with_kept(prefill.kept)
-    accounting = accounted(prefill, plan, stored, entries, costs)
-    timings = Timings(**prefill.seconds_for(Needs()), **clock.seconds)
-    return Run(plan, stored, accounting, timings, prefill.fingerprint)
+        return precision(cache, widths).with_kept(prefill.kept)
 
 
 def accounted(
     prefill: Prefill,
     plan: BudgetPlan,
     cache: CompressedCache,
-    entries: Tensor,
+    bought: AuctionResult | None,
     costs: EntryBytes | None,
-    **results: Any,
 ) -> Accounting:
-    """Entries and bytes of `cache`; `results` are the allocation's own fields of `Accounting`.
+    """Entries and bytes of `cache`, whose context entries were `bought`; None: all stay.
 
-    `entries` int64 [L, G] are those of the context. Where heads are spread over processes, the
-    result counts those of all of them.
+    Where heads are spread over processes, those of all of them are counted.
     """
     spans, units = prefill.spans, prefill.layers * all_heads(prefill.kv_heads, prefill.shard)
     sizes = physical_sizes(cache, prefill.shard)
+    entries, utility, floor_spent, bound = (
+        torch.full((prefill.layers, prefill.kv_heads), spans.context_length), 0.0, 0, None,
+    )  # fmt: skip
+    if bought is not None:
+        entries, utility = bought.selection.per_head() + plan.recent, bought.utility
+        if bought.frontier is not None:
+            floor_spent, bound = bought.frontier.floor_spent, bought.frontier.bound
     if prefill.shard is not None:
         entries = prefill.shard.all_heads(entries, dim=1)
-        gains = torch.tensor([results.pop("utility", 0.0)], dtype=torch.float64)
-        results["utility"] = float(prefill.shard.sum(gains))
-        results["floor_spent"] = prefill.shard.total(results.get("floor_spent", 0))
+        utility = float(prefill.shard.sum(torch.tensor([utility], dtype=torch.float64)))
+        floor_spent = prefill.shard.total(floor_spent)
     covered = spans.length - 1
-    beside = spans.context_start + max(0, covered - spans.context_end)
-    spent = None if plan.bytes is None else sizes["bytes"] - units * beside * prefill.entry_bytes
+    fixed = spans.context_start + max(0, covered - spans.context_end)
+    spent = None if plan.bytes is None else sizes["bytes"] - units * fixed * prefill.entry_bytes
     return Accounting(
         budget=plan.total,
         spent=int(entries.sum()),
+        floor_spent=floor_spent,
         recent=plan.recent,
         entries=entries,
         # All tokens but the last, which decoding feeds again.
         full_bytes=units * covered * (prefill.entry_bytes if costs is None else costs.full),
+        utility=utility,
+        bound=bound,
         budget_bytes=plan.bytes,
         spent_bytes=spent,
-        **{"floor_spent": 0, **sizes, **results},
+        **sizes,
     )
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from gracekv.recipes.base import TOKENS, Recipe
 
-# What an answer will read: what a second reading would look at, tempered by where the question
-# points and by what the prompt looked at all along. Docs: quality.md.
+# Three guesses of what the answer will attend to; docs/quality.md measures each.
+# 1. The queries of the context, and of the prompt's last tokens, asked again at the prompt's end.
 _REPLAYED: Mapping[str, Any] = {
     "name": "mixture",
     "rule": "rms",
@@ -18,30 +18,32 @@ _REPLAYED: Mapping[str, Any] = {
         {"name": "read_ahead", "question_probes": 0, "lookahead": 1, "power": 2.0},
     ],
 }
-# The mean over probes and the maximum, fifty to one.
+# 2. The question's own attention, and the tokens after those that it points at. Of its queries the
+# mean counts fifty times as much as the maximum.
 _AHEAD: Mapping[str, Any] = {"name": "read_ahead", "max_weight": 1 / 51}
+# 3. The attention of the whole prompt, half as much as the second.
 _POINTED: Mapping[str, Any] = {
     "name": "mixture",
     "rule": "sum",
     "weights": [2.0, 1.0],
     "scorers": [_AHEAD, "mean_attention"],
 }
+# A token needs both: the geometric mean of the first guess and of the other two.
 _READING: Mapping[str, Any] = {
     "name": "mixture",
     "rule": "geometric",
     "scorers": [_REPLAYED, _POINTED],
 }
 _FORESEEN: Mapping[str, Any] = {"name": "value_norm", "relative": 0.5, "scorer": _READING}
-# One top-k over all heads by those scores; of recent tokens only the last few are always kept.
+# One top-k over all heads by those scores; only the last four tokens are kept whatever they score.
 _CHOSEN: Mapping[str, Any] = {
     **TOKENS,
     "value": _FORESEEN,
     "sensitivity": "none",
     "window": {"size": 4, "minimum": 4},
 }
-# What is kept makes up for what is gone.
 _PLUS: Mapping[str, Any] = {**_CHOSEN, "fit": "values_and_mass"}
-# Without a question all words of the context are as likely, and one query each may need them.
+# Without a question every query of the context may come again, so all of them count alike.
 _AGNOSTIC: Mapping[str, Any] = {
     **_CHOSEN,
     "value": {
@@ -59,7 +61,7 @@ _AGNOSTIC: Mapping[str, Any] = {
         "trust_read": 0.1,
     },
 }  # fmt: skip
-# Multiplicities restore mass only where an engine reads them; pages of equal shares do not.
+# Pages of equal shares have no multiplicities, so the values alone are fitted.
 _EQUAL_FIT: Mapping[str, Any] = {**_AGNOSTIC["fit"], "name": "values"}
 
 
@@ -76,7 +78,7 @@ OWN: Mapping[str, Recipe] = {
         _PLUS,
     ),
     "gracekv-agnostic": Recipe(
-        "One top-k over all heads by what a second reading would look at; values fitted",
+        "One top-k over all heads by what the context's queries would read again; values fitted",
         "ours: replayed context queries, all alike, times value norms; the question is not read",
         _AGNOSTIC,
     ),
@@ -89,16 +91,6 @@ OWN: Mapping[str, Recipe] = {
         "gracekv-agnostic with as many entries in every head, for engines that cannot do without",
         "ours: equal shares, no multiplicities; see docs/vllm.md",
         {**_AGNOSTIC, "quota": "per_head", "fit": _EQUAL_FIT},
-    ),
-    "gracekv-plus-8bit": Recipe(
-        "gracekv-plus whose entries take 8 bits a number, so that more of them fit",
-        "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
-        {**_PLUS, "precision": {"name": "uniform", "bits": 8}},
-    ),
-    "gracekv-plus-4bit": Recipe(
-        "gracekv-plus whose entries take 4 bits a number, for the smallest budgets",
-        "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
-        {**_PLUS, "precision": {"name": "uniform", "bits": 4}},
     ),
     "gracekv-plus-allocated": Recipe(
         "gracekv-plus whose entries take 4, 8 or 16 bits a number, by what each byte brings",

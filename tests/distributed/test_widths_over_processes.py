@@ -12,7 +12,7 @@ from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.global_cut import affordable, first_offer
 from gracekv.allocate.selection import Selection
 from gracekv.allocate.top_tokens import top_tokens
-from gracekv.allocate.within_bytes import within_bytes
+from gracekv.pipeline.auction import AuctionResult, within_bytes
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
 from support.thread_exchange import in_threads
 
@@ -136,22 +136,16 @@ def test_entries_within_bytes(seed, ranks, sinks):
     plan = BudgetPlan(LAYERS, HEADS, 21, LAYERS * HEADS * 21, 1, limit)
 
     def chosen(part, shard):
-        @dataclasses.dataclass
-        class Found:
-            selection: Selection
-
         omega = torch.ones(part.shape[:2])
-        return within_bytes(
-            plan,
-            costs,
-            lambda p: Found(
-                Selection.of_tokens(top_tokens(part, omega, p.base, None, shard=shard), 3)
-            ),
-            shard,
-        )
 
-    want_plan, want = chosen(scores, None)
+        def choose(plan):
+            kept = top_tokens(part, omega, plan.base, None, shard=shard)
+            return AuctionResult(plan, Selection.of_tokens(kept, 3), 0.0)
+
+        return within_bytes(plan, costs, choose, shard)
+
+    want = chosen(scores, None)
     parts = in_threads(ranks, lambda shard: chosen(shard.own_heads(scores, 1), shard))
-    counts = [found.selection.per_head() for _, found in parts]
+    counts = [part.selection.per_head() for part in parts]
     assert torch.equal(torch.cat(counts, dim=1), want.selection.per_head())
-    assert [found_plan for found_plan, _ in parts] == [want_plan] * ranks
+    assert [part.plan for part in parts] == [want.plan] * ranks

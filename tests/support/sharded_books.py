@@ -20,7 +20,13 @@ TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(24))
 QUESTIONS = ["Where is word7?", "And what of word11 and word3?"]
 PASSAGE = torch.randint(5, VOCABULARY, (48,), generator=torch.Generator().manual_seed(5))
 SIZES = {"layers": 4, "heads": 8, "kv_heads": 4, "dim": 8, "vocabulary": VOCABULARY}
-BITS = ("gracekv-plus-8bit", "gracekv-plus-4bit", "gracekv-plus-allocated", "gracekv")
+BITS = {
+    "8 bits": ("gracekv-plus", {"name": "uniform", "bits": 8}),
+    "4 bits": ("gracekv-plus", {"name": "uniform", "bits": 4}),
+    "allocated": ("gracekv-plus-allocated", "allocated"),
+    # Trees, whose auction has to end at the budget in bytes.
+    "trees": ("gracekv", {"name": "uniform", "bits": 4}),
+}
 # transformers has no plan for the attention of GPT-OSS.
 PLANS = {
     "gpt_oss": {
@@ -112,11 +118,8 @@ def context_of(prompt):
 def bits_facts(model, prompt):
     """One prompt with entries of fewer bits, by recipe; and a context that goes on."""
     found = {}
-    for name in BITS:
-        pipeline = gracekv.Pipeline.named(name)
-        if name == "gracekv":
-            # Trees, whose auction has to end at the budget in bytes.
-            pipeline = gracekv.Pipeline.from_dict({"precision": {"name": "uniform", "bits": 4}})
+    for name, (recipe, precision) in BITS.items():
+        pipeline = gracekv.Pipeline.from_dict({"precision": precision}, base=recipe)
         found[name] = facts(gracekv.compress(model, prompt, ratio=RATIO, pipeline=pipeline))
     bits = gracekv.Pipeline.from_dict({"precision": "allocated"}, base="gracekv-agnostic")
     # The paper's slots are exchanged, at places that all processes have to count alike.
