@@ -1,8 +1,17 @@
 """Stage 4: how the budget is spent."""
 
 from gracekv.allocate.adaptive_heads import AdaptiveHeads
-from gracekv.allocate.base import ALLOCATORS, FLOORS, QUOTAS, Allocator, Floor, Frontier, Quota
-from gracekv.allocate.budget import Budget, BudgetPlan, RecentWindow
+from gracekv.allocate.base import (
+    ALLOCATORS,
+    FLOORS,
+    QUOTAS,
+    Allocator,
+    Floor,
+    Frontier,
+    Quota,
+    Selection,
+)
+from gracekv.allocate.budget import Budget
 from gracekv.allocate.density import Density
 from gracekv.allocate.exact_dp import ExactDP
 from gracekv.allocate.global_ import Global
@@ -10,8 +19,8 @@ from gracekv.allocate.greedy import Greedy
 from gracekv.allocate.lagrangian import Lagrangian, upper_bound
 from gracekv.allocate.none import NoFloor
 from gracekv.allocate.per_head import PerHead
+from gracekv.allocate.plan import BudgetPlan, RecentWindow
 from gracekv.allocate.pyramid import Pyramid
-from gracekv.allocate.selection import Selection
 from gracekv.allocate.singleton import Singleton
 
 __all__ = [

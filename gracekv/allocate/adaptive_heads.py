@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import QUOTAS, Quota
-from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.plan import BudgetPlan, equal_shares, largest_remainder
 from gracekv.allocate.ranking import largest
-from gracekv.allocate.shares import equal_shares, largest_remainder
 from gracekv.registry import bounded
 
 

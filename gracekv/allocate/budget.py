@@ -1,16 +1,17 @@
-"""`Budget` (what the user asks for) and `BudgetPlan` (the entries that it comes to)."""
+"""`Budget`: how much the user asks to keep, by ratio, entries or bytes."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Any, TypeAlias, TypedDict
 
-from gracekv.allocate.entry_bytes import EntryBytes
-from gracekv.errors import BudgetError, ConfigError
-from gracekv.registry import Configurable, bounded
+from gracekv.allocate.plan import BudgetPlan, EntryBytes, RecentWindow
+from gracekv.errors import BudgetError
+from gracekv.registry import suggestion
 
 _UNITS = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9,
@@ -18,66 +19,28 @@ _UNITS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RecentWindow(Configurable):
-    """The last context tokens, kept exactly in every head and paid for.
+Number: TypeAlias = int | float | str | Fraction
+
+
+class BudgetOptions(TypedDict, total=False):
+    """The keywords by which a call names its budget; exactly one is given.
 
     Attributes:
-        size: r in tokens, the paper's 32.
-        minimum: r never shrinks below this many tokens, the paper's 4.
-        share: r takes at most this share of the budget (ours; 1.0 is the paper).
-        rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1,
-            whatever the other fields say (H2O's published split).
+        budget: a `Budget`, as `Pipeline.run` takes it.
+        ratio: how many times fewer entries the context keeps, at least 1; where the pipeline
+            quantises them, how many times fewer bytes than a full cache of 16-bit numbers.
+        entries_per_head: entries per KV head and layer on average.
+        kv_bytes: bytes of the context's keys and values, scales and zero points included, or text
+            such as "64MiB".
+        compression_ratio: the fraction of entries removed, at least 0 and below 1, as kvpress
+            counts: 0.875 is ratio=8.
     """
 
-    size: int = bounded(32, at_least=0)
-    minimum: int = bounded(4, at_least=0)
-    share: float = bounded(1.0, above=0, at_most=1, hint="1.0 is the paper's window.")
-    rule: Literal["fixed", "half"] = "fixed"
-
-    def check(self) -> None:
-        if self.minimum > self.size:
-            raise ConfigError(
-                f"RecentWindow.minimum is at most RecentWindow.size; got {self.minimum} and "
-                f"{self.size}."
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class BudgetPlan:
-    """A budget in physical entries for one prompt.
-
-    Attributes:
-        layers: L.
-        heads: G.
-        context: N_ctx, tokens.
-        total: B_total, entries that the context may hold in all heads together.
-        recent: r, tokens of the recent window (their L*G*r entries are part of `total`).
-        bytes: what the context's keys and values may take, where some are quantised and the budget
-            is no number of entries; `total` is then the most that could fit. Else None.
-    """
-
-    layers: int
-    heads: int
-    context: int
-    total: int
-    recent: int
-    bytes: int | None = None
-
-    @property
-    def base(self) -> int:
-        """B_base = B_total - L G r, what floor and auction spend."""
-        return self.total - self.layers * self.heads * self.recent
-
-    @property
-    def compressible(self) -> int:
-        """N_c = N_ctx - r, tokens."""
-        return self.context - self.recent
-
-    @property
-    def keeps_all(self) -> bool:
-        """Nothing need be removed: the result is FullKV."""
-        return self.compressible <= 0 or self.total >= self.layers * self.heads * self.context
+    budget: Budget | None
+    ratio: Number | None
+    entries_per_head: int | None
+    kv_bytes: int | str | None
+    compression_ratio: Number | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +59,36 @@ class Budget:
     amount: Fraction
 
     @classmethod
-    def ratio(cls, ratio: int | float | str | Fraction) -> Budget:
+    def of(cls, options: Mapping[str, Any]) -> Budget:
+        """The one budget that is not None among the keywords of `BudgetOptions`.
+
+        Raises `BudgetError` if there is none or several, and for another keyword.
+        """
+        known = list(BudgetOptions.__annotations__)
+        for name in options:
+            if name not in known:
+                raise BudgetError(
+                    f"There is no argument {name!r}.{suggestion(name, known)} A budget is one of "
+                    f"{', '.join(known)}."
+                )
+        given = {name: value for name, value in options.items() if value is not None}
+        if len(given) != 1:
+            raise BudgetError(
+                f"Give exactly one budget, {', '.join(known)}; got {' and '.join(given) or 'none'}."
+                f" For example ratio=8 keeps an eighth of the context."
+            )
+        ((name, value),) = given.items()
+        if name != "budget":
+            budget: Budget = getattr(cls, name)(value)
+            return budget
+        if not isinstance(value, Budget):
+            raise BudgetError(
+                f"budget takes a gracekv.Budget; got {value!r}. Use Budget.ratio(8), or ratio=8."
+            )
+        return value
+
+    @classmethod
+    def ratio(cls, ratio: Number) -> Budget:
         """x >= 1: the context keeps floor(L G N_ctx / x) entries (paper, Eq. (A1)).
 
         Raises `BudgetError` for a smaller one, or what is no number.
@@ -116,7 +108,7 @@ class Budget:
         return cls("ratio", amount)
 
     @classmethod
-    def compression_ratio(cls, removed: float | str | Fraction) -> Budget:
+    def compression_ratio(cls, removed: Number) -> Budget:
         """The share of the context's entries to remove, from 0 up to 1: kvpress's measure.
 
         0.875 removes seven of eight entries, so it equals `Budget.ratio(8)`. Raises `BudgetError`

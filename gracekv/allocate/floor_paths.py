@@ -1,11 +1,13 @@
-"""The floor's purchases where heads are spread over processes and share one budget."""
+"""The floor's purchases: paths bought whole or not at all, by one process or by several."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from gracekv.allocate.global_cut import first_fitting, first_offer
+from gracekv.allocate.ranking import first_fitting, first_offer
 from gracekv.distributed.head_shard import HeadShard
 
 
@@ -44,13 +46,13 @@ class Paths:
             caps: most entries of each head of this process.
             shard: reaches the other processes.
         """
-        done, prices = self._alone(last, caps)
+        done, prices = self.alone(last, caps)
         price = torch.tensor(prices, dtype=torch.int64)
         if shard.total(int(price.sum())) <= budget:
             return done
         fits = first_fitting(score.cpu(), ties.cpu(), price, budget, shard)
         at, caps = int(fits.sum()), list(caps)
-        done, prices = self._alone(last[:at], caps)
+        done, prices = self.alone(last[:at], caps)
         for lowest, paid in zip(last, prices, strict=False):
             caps[self._head[lowest]] -= paid
         left = budget - shard.total(sum(prices))
@@ -70,14 +72,17 @@ class Paths:
                 at += 1
         return done
 
-    def _alone(self, last: list[int], caps: list[int]) -> tuple[list[bool], list[int]]:
-        """What is bought under the caps alone, and what each path then costs; 0: not bought."""
+    def alone(
+        self, last: list[int], caps: list[int], budget: float = math.inf
+    ) -> tuple[list[bool], list[int]]:
+        """What one process buys, and what each path then costs; 0: not bought."""
         done, left, prices = [False] * len(self._parent), list(caps), []
         for lowest in last:
             price = self._price(lowest, done)
-            if price > left[self._head[lowest]]:
+            if price > min(budget, left[self._head[lowest]]):
                 price = 0
             else:
+                budget -= price
                 left[self._head[lowest]] -= price
                 self._buy(lowest, done)
             prices.append(price)

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from gracekv.allocate.base import QUOTAS, Quota
-from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.plan import BudgetPlan
 
 
 @final

@@ -8,7 +8,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from gracekv.allocate.base import FLOORS, Floor, Frontier
-from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.plan import BudgetPlan
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.tree.base import Forest
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import QUOTAS, Quota
-from gracekv.allocate.budget import BudgetPlan
-from gracekv.allocate.shares import equal_shares
+from gracekv.allocate.plan import BudgetPlan, equal_shares
 
 
 @final

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import QUOTAS, Quota
-from gracekv.allocate.budget import BudgetPlan
-from gracekv.allocate.shares import largest_remainder
+from gracekv.allocate.plan import BudgetPlan, largest_remainder
 from gracekv.registry import bounded
 
 

@@ -1,10 +1,26 @@
-"""Sorting and searching masks at the speed of the device (numpy is faster than torch on CPUs)."""
+"""Which values come first: in one process, and over the candidates of several.
+
+Sorts and searches run at the speed of the device; numpy is faster than torch on CPUs.
+
+Over several processes a cut is found without moving the candidates. Each process adds up the
+weights of its own by 4 bits of their keys, the sums of all processes are added, and the 16 bins say
+which value of these bits the cut has; then the next 4 bits, among the candidates that share those.
+So the cut is exact after at most 16 rounds of 128 bytes, however many candidates there are. Where
+some candidates free what others need, cuts are made one after the other, each with what the last
+one left.
+
+Source: ours (radix selection, all-reduced).
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from gracekv.distributed.head_shard import HeadShard
+
+_BITS = 4
 
 
 def descending(values: Tensor) -> Tensor:
@@ -51,3 +67,117 @@ def dense_rank(values: Tensor, *, falling: bool = False) -> Tensor:
     steps = torch.zeros_like(order)
     steps[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
     return torch.empty_like(order).index_copy_(0, order, steps)
+
+
+def ordered_bits(values: Tensor) -> Tensor:
+    """int64 [n] in the order of float64 `values` [n], which are at least 0: nearly their log."""
+    return values.contiguous().view(torch.int64)
+
+
+def weighted_cut(
+    keys: Tensor, weights: Tensor, limit: int, shard: HeadShard
+) -> tuple[int, int] | None:
+    """The largest key t for which all candidates of key >= t weigh more than `limit`.
+
+    The candidates above t are the most that fit, taken by falling key.
+
+    Args:
+        keys: int64 [n] of this process's candidates, at least 0.
+        weights: int64 [n], at least 0.
+        limit: at least 0.
+        shard: reaches the other processes.
+
+    Returns:
+        t, and what the candidates of larger keys weigh in all processes; None if everything
+        together weighs at most `limit`.
+    """
+    largest = keys.max() if len(keys) else keys.new_zeros(())
+    length = int(shard.maximum(largest)).bit_length()
+    prefix, above = 0, 0
+    for shift in range((length - 1) // _BITS * _BITS, -1, -_BITS) if length else (0,):
+        digit = (keys >> shift) & (2**_BITS - 1)
+        bins = torch.zeros(2**_BITS, dtype=torch.int64, device=keys.device)
+        bins = shard.sum(bins.index_add_(0, digit, weights)).cpu()
+        # What lies at each digit and above it, beside what is above the prefix.
+        reached = bins.flip(0).cumsum(0).flip(0) + above
+        beyond = (reached > limit).nonzero()
+        if not len(beyond):
+            return None
+        chosen = int(beyond[-1])
+        above = int(reached[chosen] - bins[chosen])
+        prefix |= chosen << shift
+        same = digit == chosen
+        keys, weights = keys[same], weights[same]
+    return prefix, above
+
+
+def first_fitting(
+    keys: Tensor, ties: Tensor, weights: Tensor, limit: int, shard: HeadShard
+) -> Tensor:
+    """bool [n]: the candidates before the first that exceeds `limit`, in one order over processes.
+
+    Candidates of one key and tie stand or fall together.
+
+    Args:
+        keys: float64 [n] of this process's candidates, at least 0; the larger come first.
+        ties: int64 [n], at least 0; of equal keys the smaller tie comes first.
+        weights: int64 [n], at least 0.
+        limit: at least 0.
+        shard: reaches the other processes.
+    """
+    bits = ordered_bits(keys)
+    cut = weighted_cut(bits, weights, limit, shard)
+    if cut is None:
+        return torch.ones_like(bits, dtype=torch.bool)
+    fits = bits > cut[0]
+    tied = (bits == cut[0]).nonzero().flatten()
+    last_tie = ties.max() if len(ties) else ties.new_zeros(())
+    order = shard.maximum(last_tie) - ties[tied]
+    last = weighted_cut(order, weights[tied], limit - cut[1], shard)
+    if last is None:
+        raise AssertionError("The tied candidates alone exceed what is left.")
+    fits[tied[order > last[0]]] = True
+    return fits
+
+
+def affordable(
+    keys: Tensor, ties: Tensor, costs: Tensor, limit: int, shard: HeadShard
+) -> tuple[int, int]:
+    """How many of this process's candidates come before the first whose sum exceeds `limit`.
+
+    Candidates of all processes are in one order, each process's own in that order already. No two
+    have one key and tie.
+
+    Args:
+        keys: float64 [n], at least 0; the larger come first.
+        ties: int64 [n], at least 0; of equal keys the smaller tie comes first.
+        costs: int64 [n] of this process's candidates; those below 0 free something.
+        limit: at least 0.
+        shard: reaches the other processes.
+
+    Returns:
+        The number, and what all processes' candidates before that one leave of `limit`.
+    """
+    begin = 0
+    while True:
+        # Sums without what is freed exceed the limit no later than sums with it.
+        rest = costs[begin:]
+        fits = first_fitting(keys[begin:], ties[begin:], rest.clamp(min=0), limit, shard)
+        count = int(fits.sum())
+        taken, spent = shard.sum(torch.tensor([count, int(rest[:count].sum())])).tolist()
+        if not taken:
+            return begin, limit
+        begin, limit = begin + count, limit - int(spent)
+
+
+def first_offer(offer: tuple[float, int, int] | None, shard: HeadShard) -> tuple[int, int] | None:
+    """The process whose offer comes first, and its price; None if no process has one.
+
+    Args:
+        offer: key, tie and price; the larger key comes first, of equal keys the smaller tie.
+        shard: reaches the other processes.
+    """
+    own = (-1.0, 0, 0) if offer is None else offer
+    offers = shard.gather(torch.tensor(own, dtype=torch.float64)).tolist()
+    first = min(range(shard.ranks), key=lambda rank: (-offers[rank][0], offers[rank][1]))
+    return None if offers[first][0] < 0 else (first, int(offers[first][2]))

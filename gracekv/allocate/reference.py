@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gracekv.allocate.adaptive_heads import AdaptiveHeads
 from gracekv.allocate.base import Frontier
-from gracekv.allocate.budget import BudgetPlan
 from gracekv.allocate.operations import Operations, RemainingBudget
+from gracekv.allocate.plan import BudgetPlan
 from gracekv.allocate.singleton import Singleton
 from gracekv.errors import GracekvError
 from gracekv.tree.base import Forest

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import FLOORS, Floor, Frontier
-from gracekv.allocate.budget import BudgetPlan
 from gracekv.allocate.floor_paths import Paths
 from gracekv.allocate.operations import Operations, RemainingBudget
+from gracekv.allocate.plan import BudgetPlan
 from gracekv.allocate.ranking import where_true
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import ShapeError
@@ -185,41 +185,16 @@ def _buy_paths(
         x.cpu().numpy() for x in (number[last], parent, ops.cost[local], ops.head(local))
     )
     done, shard = np.zeros(len(local), dtype=bool), ops.forest.shard
-    if shard is not None:
-        tokens = int(ops.forest.end.max() - ops.forest.start.min())
-        ties = shard.among_all(place // tokens, ops.forest.heads) * tokens + place % tokens
-        paths = Paths(parents.tolist(), costs.tolist(), heads.tolist())
-        done[:] = paths.bought(order.tolist(), score, ties, budget, caps, shard)
-    elif len(local) >= _COMPILED and importlib.util.find_spec("numba") is not None:
+    if shard is None and len(local) >= _COMPILED and importlib.util.find_spec("numba") is not None:
         from gracekv.allocate.paths_numba import buy_paths
 
         buy_paths(order, parents, costs, heads, budget, np.array(caps), done)
+        return local[torch.from_numpy(done).to(local.device)]
+    paths, lowest = Paths(parents.tolist(), costs.tolist(), heads.tolist()), order.tolist()
+    if shard is None:
+        done[:] = paths.alone(lowest, caps, budget)[0]
     else:
-        lists = (order.tolist(), parents.tolist(), costs.tolist(), heads.tolist())
-        done[:] = _buy_paths_in_python(*lists, budget, caps)
+        tokens = int(ops.forest.end.max() - ops.forest.start.min())
+        ties = shard.among_all(place // tokens, ops.forest.heads) * tokens + place % tokens
+        done[:] = paths.bought(lowest, score, ties, budget, caps, shard)
     return local[torch.from_numpy(done).to(local.device)]
-
-
-def _buy_paths_in_python(
-    last: list[int],
-    parent: list[int],
-    cost: list[int],
-    head: list[int],
-    budget: int,
-    caps: list[int],
-) -> list[bool]:
-    """What `gracekv.allocate.paths_numba.buy_paths` marks, where numba is not installed."""
-    done = [False] * len(parent)
-    for lowest in last:
-        path, price, op = [], 0, lowest
-        while op >= 0 and not done[op]:
-            path.append(op)
-            price += cost[op]
-            op = parent[op]
-        unit = head[lowest]
-        if price <= budget and price <= caps[unit]:
-            budget -= price
-            caps[unit] -= price
-            for op in path:
-                done[op] = True
-    return done

@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv.allocate.global_cut import first_fitting, weighted_cut
+from gracekv.allocate.base import Selection
 from gracekv.allocate.operations import check_quota
-from gracekv.allocate.ranking import kth_largest, largest, where_true
-from gracekv.allocate.selection import Selection
+from gracekv.allocate.ranking import first_fitting, kth_largest, largest, weighted_cut, where_true
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import NonFiniteError
 

@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.allocate.selection import Selection
+from gracekv.allocate.base import Selection
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged

@@ -12,7 +12,7 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.allocate.selection import Selection
+from gracekv.allocate.base import Selection
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.evict import best_tokens, gather_tokens
 from gracekv.cache.layout import LayerLayout, layer_layouts

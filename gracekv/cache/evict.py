@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from gracekv.allocate.selection import Selection
+from gracekv.allocate.base import Selection
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
 from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.kernels import ragged

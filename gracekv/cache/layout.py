@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.allocate.selection import Selection
+from gracekv.allocate.base import Selection
 from gracekv.kernels import ragged
 from gracekv.prefill import Prefill
 

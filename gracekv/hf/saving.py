@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.plan import BudgetPlan
 from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.cache.serialization import write_cache
 from gracekv.cache.sharding import whole_cache

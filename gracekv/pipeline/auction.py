@@ -16,7 +16,7 @@ from gracekv.allocate import (
     Selection,
     upper_bound,
 )
-from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.allocate.plan import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains, token_gains, top_tokens
 from gracekv.cache.layout import layer_layouts
 from gracekv.distributed import HeadShard

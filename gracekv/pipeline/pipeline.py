@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gracekv import recipes
 from gracekv.allocate import Allocator, Budget, BudgetPlan, Floor, NoFloor, Quota, RecentWindow
-from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.allocate.plan import EntryBytes
 from gracekv.backends import Auto, Backend
 from gracekv.cache import Packer, Timings
 from gracekv.distributed.head_shard import all_heads

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Frontier, Selection
-from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.allocate.plan import EntryBytes
 from gracekv.cache import (
     Accounting,
     CompressedCache,

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Selection
-from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.allocate.plan import EntryBytes
 from gracekv.cache.coded import Coding
 from gracekv.kernels.ragged import rows_and_steps
 from gracekv.precision.base import EXACT, PRECISIONS, Precision

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Selection
-from gracekv.allocate.entry_bytes import EntryBytes
+from gracekv.allocate.plan import EntryBytes
 from gracekv.cache.base import RaggedCache, RaggedLayer
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.allocate.global_cut import affordable, first_offer
+from gracekv.allocate.ranking import affordable, first_offer
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.kernels import ragged
 

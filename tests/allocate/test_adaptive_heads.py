@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from gracekv.allocate import AdaptiveHeads, BudgetPlan
 from gracekv.allocate.adaptive_heads import winners
+from gracekv.allocate.plan import equal_shares
 from gracekv.allocate.reference import adaptive_heads
-from gracekv.allocate.shares import equal_shares
 from gracekv.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.allocate import BudgetPlan, PerHead
-from gracekv.allocate.shares import equal_shares, largest_remainder
+from gracekv.allocate.plan import equal_shares, largest_remainder
 from gracekv.errors import BudgetError
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.allocate import Frontier, Greedy, Singleton
-from gracekv.allocate.budget import BudgetPlan
+from gracekv.allocate.plan import BudgetPlan
 from gracekv.testing.forests import random_forest
 from gracekv.tree import Forest
 from support.thread_exchange import in_threads

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.allocate.global_cut import weighted_cut
+from gracekv.allocate.ranking import weighted_cut
 from gracekv.allocate.top_tokens import top_tokens
 from support.thread_exchange import in_threads
 

@@ -1,0 +1,152 @@
+"""`BudgetPlan`: a budget in entries, its recent window, what entries cost, and whole shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import BudgetError, ConfigError
+from gracekv.registry import Configurable, bounded
+
+
+@dataclass(frozen=True, slots=True)
+class RecentWindow(Configurable):
+    """The last context tokens, kept exactly in every head and paid for.
+
+    Attributes:
+        size: r in tokens, the paper's 32.
+        minimum: r never shrinks below this many tokens, the paper's 4.
+        share: r takes at most this share of the budget (ours; 1.0 is the paper).
+        rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1,
+            whatever the other fields say (H2O's published split).
+    """
+
+    size: int = bounded(32, at_least=0)
+    minimum: int = bounded(4, at_least=0)
+    share: float = bounded(1.0, above=0, at_most=1, hint="1.0 is the paper's window.")
+    rule: Literal["fixed", "half"] = "fixed"
+
+    def check(self) -> None:
+        if self.minimum > self.size:
+            raise ConfigError(
+                f"RecentWindow.minimum is at most RecentWindow.size; got {self.minimum} and "
+                f"{self.size}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPlan:
+    """A budget in physical entries for one prompt.
+
+    Attributes:
+        layers: L.
+        heads: G.
+        context: N_ctx, tokens.
+        total: B_total, entries that the context may hold in all heads together.
+        recent: r, tokens of the recent window (their L*G*r entries are part of `total`).
+        bytes: what the context's keys and values may take, where some are quantised and the budget
+            is no number of entries; `total` is then the most that could fit. Else None.
+    """
+
+    layers: int
+    heads: int
+    context: int
+    total: int
+    recent: int
+    bytes: int | None = None
+
+    @property
+    def base(self) -> int:
+        """B_base = B_total - L G r, what floor and auction spend."""
+        return self.total - self.layers * self.heads * self.recent
+
+    @property
+    def compressible(self) -> int:
+        """N_c = N_ctx - r, tokens."""
+        return self.context - self.recent
+
+    @property
+    def keeps_all(self) -> bool:
+        """Nothing need be removed: the result is FullKV."""
+        return self.compressible <= 0 or self.total >= self.layers * self.heads * self.context
+
+
+@dataclass(frozen=True, slots=True)
+class EntryBytes:
+    """Bytes of keys and values of the entries of one head.
+
+    Source: ours.
+
+    Attributes:
+        exact: of an entry as it is, in the model's dtype.
+        coded: of a quantised entry, with the scales and zero points of its own.
+        block: of the scales and zero points that a block of quantised entries shares.
+        per_block: entries of a block; the last block of a head may have fewer.
+        full: of an entry of 16-bit numbers, by which ratios count whatever the model's dtype.
+        sinks: how many of the context's first tokens stay as they are where they are kept.
+    """
+
+    exact: int
+    coded: int
+    block: int
+    per_block: int
+    full: int
+    sinks: int = 0
+
+    def blocks(self, coded: int) -> int:
+        """Blocks of `coded` quantised entries of one head."""
+        return -(-coded // self.per_block)
+
+    def head(self, exact: int, coded: int) -> int:
+        """Bytes of a head with so many exact and quantised entries."""
+        return exact * self.exact + coded * self.coded + self.blocks(coded) * self.block
+
+    def heads(self, exact: int, coded: Tensor) -> int:
+        """Bytes of heads with `coded` quantised entries (int64 [heads]), `exact` ones in all."""
+        blocks = int(((coded + self.per_block - 1) // self.per_block).sum())
+        return exact * self.exact + int(coded.sum()) * self.coded + blocks * self.block
+
+    def most(self, size: int) -> int:
+        """Entries that `size` bytes hold at most, all quantised and in full blocks."""
+        return size * self.per_block // (self.coded * self.per_block + self.block)
+
+
+def equal_shares(plan: BudgetPlan) -> Tensor:
+    """int64 [L, G]: B_base in equal parts; the remainder goes to the first heads, one entry each.
+
+    Heads count layer by layer. No share exceeds N_c, since a budget that large keeps everything.
+    """
+    units = plan.layers * plan.heads
+    share, left = divmod(plan.base, units)
+    return (share + (torch.arange(units) < left).long()).view(plan.layers, plan.heads)
+
+
+def largest_remainder(wanted: Sequence[Fraction], total: int, cap: int) -> list[int]:
+    """Whole numbers near `wanted`, none above `cap`, that add up to `total` exactly.
+
+    Each share is the whole part, at most `cap`; the remainder is added one by one in the order of
+    the fractional parts, largest first, ties to the earlier, again and again among those below
+    `cap`.
+
+    Raises `BudgetError` if the whole parts exceed `total` or `total` exceeds what the caps allow.
+    """
+    shares = [min(int(share), cap) for share in wanted]
+    left = total - sum(shares)
+    if left < 0 or total > cap * len(shares) or any(share < 0 for share in wanted):
+        raise BudgetError(
+            f"{total} entries cannot be shared out: {len(shares)} shares of at most {cap} whose "
+            f"whole parts add up to {sum(shares)}. Scale the shares (none may be negative) to "
+            f"add up to the total."
+        )
+    order = sorted(range(len(shares)), key=lambda i: (int(wanted[i]) - wanted[i], i))
+    while left:
+        for i in order:
+            if left and shares[i] < cap:
+                shares[i] += 1
+                left -= 1
+    return shares
