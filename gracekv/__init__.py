@@ -8,13 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gracekv import recipes as recipes
     from gracekv import report as report
     from gracekv.allocate import Budget
     from gracekv.hf.attention import attached
-    from gracekv.hf.batch import BatchResult
     from gracekv.hf.compress import compress
     from gracekv.hf.load_result import load
-    from gracekv.hf.result import CompressionResult
+    from gracekv.hf.result import BatchResult, CompressionResult
     from gracekv.pipeline import Pipeline
     from gracekv.pipeline.run import Run
     from gracekv.pipeline.stages import strategies
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BatchResult": "gracekv.hf.batch",
+    "BatchResult": "gracekv.hf.result",
     "Budget": "gracekv.allocate",
     "CaptureOptions": "gracekv.prefill.options",
     "CompressionResult": "gracekv.hf.result",
@@ -57,13 +57,14 @@ __all__ = [
     "capture",
     "compress",
     "load",
+    "recipes",
     "strategies",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "report":
-        return import_module("gracekv.report")
+    if name in ("recipes", "report"):
+        return import_module(f"gracekv.{name}")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'gracekv' has no attribute {name!r}")

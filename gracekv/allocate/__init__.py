@@ -11,7 +11,7 @@ from gracekv.allocate.base import (
     Quota,
     Selection,
 )
-from gracekv.allocate.budget import Budget
+from gracekv.allocate.budget import Budget, BudgetOptions
 from gracekv.allocate.density import Density
 from gracekv.allocate.exact_dp import ExactDP
 from gracekv.allocate.global_ import Global
@@ -30,6 +30,7 @@ __all__ = [
     "AdaptiveHeads",
     "Allocator",
     "Budget",
+    "BudgetOptions",
     "BudgetPlan",
     "Density",
     "ExactDP",

@@ -55,7 +55,7 @@ def ask(
     imports: Imports = None,
 ) -> None:
     """Ask a context that was saved without a question; it is not read again."""
-    answers = _load(cache, model, dtype).ask(questions, max_new_tokens)
+    answers = _load_one(cache, model, dtype).ask(questions, max_new_tokens)
     if len(questions) == 1:
         typer.echo(answers[0])
         return
@@ -75,7 +75,7 @@ def chat(
     Ctrl-C stops an answer; at the prompt, Ctrl-C or Ctrl-D ends the conversation.
     """
     terminal = sys.stdin.isatty()
-    with _load(cache, model, dtype).chat() as conversation:
+    with _load_one(cache, model, dtype).chat() as conversation:
         while True:
             try:
                 question = input("> " if terminal else "")
@@ -135,3 +135,14 @@ def _load(cache: Path, model: str | None, dtype: str | None) -> CompressionResul
     name = model or loading.name_of(saved.get("model_name", ""))
     loaded, tokenizer = loading.load_model(name, dtype or saved["dtype"])
     return gracekv.load(cache, loaded, tokenizer=tokenizer)
+
+
+def _load_one(cache: Path, model: str | None, dtype: str | None) -> CompressionResult:
+    """A result of one context; raises `PromptError` for a batch."""
+    result = _load(cache, model, dtype)
+    if isinstance(result, gracekv.BatchResult):
+        raise PromptError(
+            f"{cache} holds {len(result.prompts)} contexts, so it is not clear which one is asked. "
+            f"Save each by itself; gracekv generate answers the prompts' own questions."
+        )
+    return result

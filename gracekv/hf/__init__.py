@@ -15,9 +15,8 @@ from gracekv.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     from gracekv.hf.attention import attach, detach
-    from gracekv.hf.batch import BatchResult
     from gracekv.hf.cache import GraceCache
-    from gracekv.hf.result import CompressionResult
+    from gracekv.hf.result import BatchResult, CompressionResult
     from gracekv.hf.text_generation import GraceTextGeneration
 
 __all__ = [
@@ -30,7 +29,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BatchResult": "batch",
+    "BatchResult": "result",
     "CompressionResult": "result",
     "GraceCache": "cache",
     "GraceTextGeneration": "text_generation",

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 
 from gracekv import recipes
-from gracekv.allocate import Budget
+from gracekv.allocate import Budget, BudgetOptions
 from gracekv.backends import BACKENDS, Backend
 from gracekv.distributed.agreement import call_facts, in_step
 from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import CacheError, ConfigError, PromptError
-from gracekv.hf.batch import BatchResult
-from gracekv.hf.budgets import Number, check_budget, chosen_budget
-from gracekv.hf.result import CompressionResult
-from gracekv.hf.trim import trim_memory
+from gracekv.hf.base_result import trim_memory
+from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill
@@ -34,47 +32,35 @@ def compress(
     model: Any,
     prompt: Prompt,
     *,
-    budget: Budget | None = None,
-    ratio: Number | None = None,
-    entries_per_head: int | None = None,
-    kv_bytes: int | str | None = None,
-    compression_ratio: Number | None = None,
     prefill: Prefill | None = None,
     pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
     keep_run: bool = False,
     capture: CaptureOptions = DEFAULTS,
+    **budget: Unpack[BudgetOptions],
 ) -> CompressionResult: ...
 @overload
 def compress(
     model: Any,
     prompt: Sequence[Prompt],
     *,
-    budget: Budget | None = None,
-    ratio: Number | None = None,
-    entries_per_head: int | None = None,
-    kv_bytes: int | str | None = None,
-    compression_ratio: Number | None = None,
     prefill: Sequence[Prefill] | None = None,
     pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
     keep_run: bool = False,
     capture: CaptureOptions = DEFAULTS,
+    **budget: Unpack[BudgetOptions],
 ) -> BatchResult: ...
 def compress(
     model: Any,
     prompt: Prompt | Sequence[Prompt],
     *,
-    budget: Budget | None = None,
-    ratio: Number | None = None,
-    entries_per_head: int | None = None,
-    kv_bytes: int | str | None = None,
-    compression_ratio: Number | None = None,
     prefill: Prefill | Sequence[Prefill] | None = None,
     pipeline: str | Pipeline | None = None,
     backend: str | Backend | None = None,
     keep_run: bool = False,
     capture: CaptureOptions = DEFAULTS,
+    **budget: Unpack[BudgetOptions],
 ) -> CompressionResult | BatchResult:
     """Prefill once, compress the context's cache to a budget, and be ready to generate.
 
@@ -99,14 +85,6 @@ def compress(
         prompt: a prompt, of which only the context is compressed; or a list of prompts of any
             lengths, which are prefilled one after the other, so that the peak memory is that of
             the largest, and then generate together.
-        budget: a `Budget`, as `Pipeline.run` takes it.
-        ratio: how many times fewer entries the context keeps, at least 1; where the pipeline
-            quantises them, how many times fewer bytes than a full cache of 16-bit numbers.
-        entries_per_head: entries per KV head and layer on average.
-        kv_bytes: bytes of the context's keys and values, scales and zero points included, or text
-            such as "64MiB".
-        compression_ratio: the fraction of entries removed, at least 0 and below 1, as kvpress
-            counts: 0.875 is ratio=8.
         prefill: what `capture(model, prompt)` made, which is only read; for a list of prompts a
             list. It must hold what the pipeline needs: `capture` keeps everything unless told less.
         pipeline: the name of a recipe, or a pipeline of your own; default: "gracekv-plus", or
@@ -115,6 +93,8 @@ def compress(
         keep_run: keep what the stages made (scores, trees, selection) in `result.details`;
             otherwise only what a report shows of it is kept, compactly and on the CPU.
         capture: how the prefill runs: chunks, memory, progress; see `CaptureOptions`.
+        budget: `ratio`, `budget`, `entries_per_head`, `kv_bytes` or `compression_ratio`; see
+            `BudgetOptions`.
 
     Raises:
         BudgetError: not exactly one budget is given, or it is too small for a prompt; found from
@@ -129,13 +109,7 @@ def compress(
             something else.
     """
     with in_step(model) as shard:
-        chosen = chosen_budget(
-            budget=budget,
-            ratio=ratio,
-            entries_per_head=entries_per_head,
-            kv_bytes=kv_bytes,
-            compression_ratio=compression_ratio,
-        )
+        chosen = Budget.of(budget)
         is_batch = isinstance(prompt, list | tuple)
         prompts: Sequence[Any] = prompt if is_batch else [prompt]  # type: ignore[assignment]
         pipe = chosen_pipeline(pipeline, backend, prompts)
@@ -196,7 +170,7 @@ def _check_inputs(
             )
         if prefill is not None:
             check_prefill(model, prompt, prefill)
-        check_budget(model, prompt, pipe, budget)
+        pipe.check_budget(model, prompt.spans, budget)
     if len({id(prompt.tokenizer) for prompt in prompts}) != 1:
         raise PromptError(
             "The prompts of a batch must share one tokenizer object (or have none), which decodes "

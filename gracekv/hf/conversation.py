@@ -12,9 +12,8 @@ from torch import Tensor
 
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.base_result import BaseResult
-from gracekv.hf.generation import continue_ids, decode_rows
+from gracekv.hf.generation import continue_ids, decode_rows, stream_text
 from gracekv.hf.questions import check_context, check_question, check_room
-from gracekv.hf.streaming import stream_text
 from gracekv.prefill.chat_text import first_turn, next_turn
 from gracekv.prefill.fingerprint import check_same_model
 

@@ -17,7 +17,6 @@ from gracekv.cache.quantised import QuantisedCache, QuantisedLayer
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.errors import CacheError
-from gracekv.hf.budgets import check_budget
 from gracekv.kernels.ragged import offsets
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run, physical_sizes
@@ -77,7 +76,7 @@ def extended_run(
     end = len(ids) - (read.spans.length - read.spans.context_end)
     spans = PromptSpans(past.places + last, end, end, len(ids), past=past.places)
     passage_prompt = dataclasses.replace(read, ids=ids, spans=spans)
-    check_budget(model, passage_prompt, pipeline, budget)
+    pipeline.check_budget(model, passage_prompt.spans, budget)
     prefill = capture_passage(model, passage_prompt, past, pipeline.needs(), capture)
     return prompt, _joined(run, pipeline.run(prefill, budget), past.places, shard)
 

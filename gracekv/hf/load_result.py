@@ -20,8 +20,7 @@ from gracekv.distributed import head_shard
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sampled_weights import even_digest
 from gracekv.errors import ConfigError, PromptError, SavedCacheError, ShapeError
-from gracekv.hf.batch import BatchResult
-from gracekv.hf.result import CompressionResult
+from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.hf.saving import SavedPrompt
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run

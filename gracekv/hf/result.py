@@ -1,25 +1,24 @@
-"""`CompressionResult`: a compressed prompt, ready to be continued any number of times."""
+"""`CompressionResult` and `BatchResult`: compressed prompts, continued any number of times."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, overload
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Unpack, overload
 
 from torch import Tensor
 
-from gracekv.allocate import Budget
+from gracekv.allocate import Budget, BudgetOptions
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ConfigError
-from gracekv.hf.base_result import BaseResult
-from gracekv.hf.budgets import Number, chosen_budget
+from gracekv.hf.base_result import BaseResult, trim_memory
 from gracekv.hf.conversation import Conversation
 from gracekv.hf.extend import extended_run
 from gracekv.hf.generation import decode_rows
 from gracekv.hf.questions import ask_ids
-from gracekv.hf.trim import trim_memory
 from gracekv.pipeline.run import Run
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
@@ -151,12 +150,8 @@ class CompressionResult(BaseResult):
         self,
         passage: str | Tensor | Sequence[int],
         *,
-        budget: Budget | None = None,
-        ratio: Number | None = None,
-        entries_per_head: int | None = None,
-        kv_bytes: int | str | None = None,
-        compression_ratio: Number | None = None,
         capture: CaptureOptions = DEFAULTS,
+        **budget: Unpack[BudgetOptions],
     ) -> CompressionResult:
         """A result whose context goes on with `passage`, compressed by the same pipeline.
 
@@ -170,12 +165,8 @@ class CompressionResult(BaseResult):
 
         Args:
             passage: text, which is added as it is, separators included; or token ids [n].
-            budget: as in `gracekv.compress`, like the next four.
-            ratio: how many times fewer entries the passage keeps.
-            entries_per_head: entries of the passage per KV head and layer, on average.
-            kv_bytes: bytes of the passage's keys and values.
-            compression_ratio: the fraction of the passage's entries that is removed.
             capture: how the passage is read: chunks, memory, progress.
+            budget: that of the passage alone, as in `gracekv.compress`.
 
         Raises:
             PromptError: the prompt has a question, or the passage is empty or cannot be encoded.
@@ -189,20 +180,13 @@ class CompressionResult(BaseResult):
             RankError: as for `gracekv.compress`, on a model whose heads are spread over processes.
         """
         with in_step(self.model):
-            chosen = chosen_budget(
-                budget=budget,
-                ratio=ratio,
-                entries_per_head=entries_per_head,
-                kv_bytes=kv_bytes,
-                compression_ratio=compression_ratio,
-            )
             prompt, run = extended_run(
                 self.model,
                 self.prompt,
                 self._run,
                 self.pipeline,
                 passage,
-                chosen,
+                Budget.of(budget),
                 capture,
             )
             result = CompressionResult.from_runs(self.model, [prompt], [run], self.pipeline)
@@ -216,6 +200,46 @@ class CompressionResult(BaseResult):
         Raises `PromptError` if the prompt has a question already, or no tokenizer.
         """
         return Conversation(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class BatchResult(BaseResult):
+    """What `compress` returns for a list of prompts; each has its own partition and budget.
+
+    Attributes:
+        model: the model that the cache belongs to.
+        prompts: what was compressed, in order.
+        pipeline: what made it, with the backend that reads it.
+        keep_run: whether `details` are kept.
+    """
+
+    is_batch: ClassVar[bool] = True
+
+    @property
+    def details(self) -> tuple[Run, ...] | None:
+        """What the stages made of each prompt, if `keep_run=True` was asked for."""
+        return self._runs if self.keep_run else None
+
+    def report(
+        self, path: str | os.PathLike[str], *, answers: Sequence[str] | None = None
+    ) -> tuple[Path, ...]:
+        """Write a page for each prompt, page-1.html, page-2.html, ... for the path page.html.
+
+        Returns their paths. `answers` are what the model said, prompt by prompt. Raises
+        `ReportError` as `CompressionResult.report` does.
+        """
+        from gracekv.report import write_all
+
+        check_whole(self.model, "report")
+        return write_all(path, self, answers=answers)
+
+    def generate(self, max_new_tokens: int = 64, **kwargs: Any) -> list[str]:
+        """The model's answer to each prompt as text, greedy unless `kwargs` say otherwise.
+
+        `kwargs` go to `model.generate`; with num_return_sequences=n there are n answers to the
+        first prompt, then n to the second. Raises `PromptError` if a prompt has no tokenizer.
+        """
+        return decode_rows(self.tokenizer, self.generate_ids(max_new_tokens, **kwargs))
 
 
 def _check_one_answer(options: dict[str, Any]) -> None:

@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from gracekv import pipeline as stages
-from gracekv.allocate import Budget
+from gracekv.allocate import Budget, BudgetOptions
 from gracekv.errors import ConfigError, PromptError
-from gracekv.hf.budgets import check_budget, chosen_budget
 from gracekv.hf.compress import chosen_pipeline
 from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Prefill, PromptSpans
@@ -24,7 +23,7 @@ from gracekv.segment import Partition
 TASK = "gracekv-text-generation"
 
 _PROMPT = ("instruction", "answer_prefix", "separator", "template")
-_BUDGET = ("budget", "ratio", "entries_per_head", "kv_bytes", "compression_ratio")
+_BUDGET = tuple(BudgetOptions.__annotations__)
 _COMPRESSION = (*_BUDGET, "pipeline", "backend")
 
 
@@ -126,11 +125,11 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         self, inputs: dict[str, Any], shared: dict[Any, Partition], **options: Any
     ) -> list[dict[str, Any]]:
         compression = {name: options.pop(name) for name in _COMPRESSION if name in options}
-        budget = chosen_budget(**{name: compression.get(name) for name in _BUDGET})
+        budget = Budget.of({name: compression.get(name) for name in _BUDGET})
         prompt = inputs["prompt"]
         pipe = chosen_pipeline(compression.get("pipeline"), compression.get("backend"), [prompt])
         check_model(self.model)
-        check_budget(self.model, prompt, pipe, budget)
+        pipe.check_budget(self.model, prompt.spans, budget)
         prefill = capture(self.model, prompt, pipe.needs())
         partition = _shared_partition(pipe, prefill, budget, shared)
         run = pipe.run(prefill, budget, partition)

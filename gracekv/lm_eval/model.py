@@ -12,10 +12,9 @@ from lm_eval.models.utils_hf import stop_sequences_criteria
 from torch import Tensor
 from tqdm import tqdm
 
-from gracekv.allocate import Budget
+from gracekv.allocate import Budget, BudgetOptions
 from gracekv.errors import ConfigError, PromptError, TaskError
 from gracekv.hf.base_result import BaseResult
-from gracekv.hf.budgets import Number, chosen_budget
 from gracekv.hf.compress import compress
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline
@@ -38,16 +37,12 @@ class GraceLM(HFLM):  # type: ignore[misc]
         pretrained: a name or folder of a model, or a loaded model.
         pipeline: a recipe's name or a pipeline file; default: "gracekv-plus" if the question is
             seen, else "gracekv-agnostic".
-        ratio: how many times fewer entries the context keeps; exactly one budget is given, this
-            or one of the next three.
-        entries_per_head: entries per KV head and layer on average.
-        kv_bytes: bytes of the context's keys and values, or text such as "64MiB".
-        compression_ratio: the fraction of entries that is removed.
         backend: the attention implementation of decoding; default: the pipeline's.
         question_tokens: how many of a prompt's last tokens are the question, which stays whole.
         question_seen: whether the recipe may read the question before it compresses the context.
         prefix_tokens: how many of a prompt's first tokens stay whole: attention sinks.
-        options: those of lm-eval's `hf` model that load model and tokenizer.
+        options: the budget, as in `gracekv.compress`, and those of lm-eval's `hf` model that load
+            model and tokenizer.
 
     Raises:
         BudgetError: not exactly one budget is given.
@@ -60,22 +55,14 @@ class GraceLM(HFLM):  # type: ignore[misc]
         pretrained: Any,
         *,
         pipeline: str | None = None,
-        ratio: Number | None = None,
-        entries_per_head: int | None = None,
-        kv_bytes: int | str | None = None,
-        compression_ratio: Number | None = None,
         backend: str | None = None,
         question_tokens: int = 64,
         question_seen: bool = False,
         prefix_tokens: int = 4,
         **options: Any,
     ) -> None:
-        self._budget: Budget = chosen_budget(
-            ratio=ratio,
-            entries_per_head=entries_per_head,
-            kv_bytes=kv_bytes,
-            compression_ratio=compression_ratio,
-        )
+        amounts = {name: options.pop(name, None) for name in BudgetOptions.__annotations__}
+        self._budget = Budget.of(amounts)
         _check_count("question_tokens", question_tokens, at_least=1)
         _check_count("prefix_tokens", prefix_tokens, at_least=0)
         if not isinstance(question_seen, bool):

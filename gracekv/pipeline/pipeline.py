@@ -14,7 +14,6 @@ from torch import Tensor
 
 from gracekv import recipes
 from gracekv.allocate import Allocator, Budget, BudgetPlan, Floor, NoFloor, Quota, RecentWindow
-from gracekv.allocate.plan import EntryBytes
 from gracekv.backends import Auto, Backend
 from gracekv.cache import Packer, Timings
 from gracekv.distributed.head_shard import all_heads
@@ -26,7 +25,8 @@ from gracekv.kernels.linalg import full_float32
 from gracekv.pipeline.auction import Auction
 from gracekv.pipeline.run import Run, accounted, whole_cache
 from gracekv.precision import FullPrecision, Precision
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill.model_layers import compressed_layers, head_sizes
 from gracekv.registry import Configurable
 from gracekv.segment import Curvature, Partition, Segmenter
 from gracekv.tree import Distortion, Forest, PrototypeRule, Refiner, TreeContext, Unit
@@ -134,18 +134,27 @@ class Pipeline(Configurable):
 
     def plan(self, prefill: Prefill, budget: Budget) -> BudgetPlan:
         """What `budget` comes to for this prefill; raises `BudgetError` if it is too small."""
-        return budget.plan(
-            layers=prefill.layers,
-            heads=all_heads(prefill.kv_heads, prefill.shard),
-            context=prefill.spans.context_length,
-            entry_bytes=prefill.entry_bytes,
-            window=self.window,
-            costs=self._entry_bytes(prefill),
-        )
+        heads, size = all_heads(prefill.kv_heads, prefill.shard), prefill.keys[0].element_size()
+        return self._plan(prefill.layers, heads, prefill.entry_dim, size, prefill.spans, budget)
 
-    def _entry_bytes(self, prefill: Prefill) -> EntryBytes | None:
-        itemsize = prefill.keys[0].element_size()
-        return self.precision.entry_bytes(prefill.entry_dim, itemsize, prefill.spans)
+    def check_budget(self, model: Any, spans: PromptSpans, budget: Budget) -> None:
+        """Raise `BudgetError` if `budget` is too small, from the model's config and the spans."""
+        _, heads, dim = head_sizes(model)
+        layers = len(compressed_layers(model))
+        self._plan(layers, heads, dim, model.dtype.itemsize, spans, budget)
+
+    def _plan(
+        self, layers: int, heads: int, dim: int, size: int, spans: PromptSpans, budget: Budget
+    ) -> BudgetPlan:
+        """The entries of heads of dimension `dim`, whose numbers take `size` bytes."""
+        return budget.plan(
+            layers=layers,
+            heads=heads,
+            context=spans.context_length,
+            entry_bytes=2 * dim * size,
+            window=self.window,
+            costs=self.precision.entry_bytes(dim, size, spans),
+        )
 
     def run(self, prefill: Prefill, budget: Budget, partition: Partition | None = None) -> Run:
         """Compress one prefill: segment, value, tree, allocate, pack, fit, precision.
@@ -157,11 +166,13 @@ class Pipeline(Configurable):
         captured for another pipeline, `ShapeError` if `partition` covers another region.
         """
         check_works_sharded(self, prefill.shard)
-        plan, costs = self.plan(prefill, budget), self._entry_bytes(prefill)
-        stage = StageClock(prefill.keys[0].device)
+        plan, first = self.plan(prefill, budget), prefill.keys[0]
+        costs = self.precision.entry_bytes(prefill.entry_dim, first.element_size(), prefill.spans)
+        seconds: dict[str, float] = {}
+        stage = partial(timed, first.device, seconds)
         if self.keep_all or self.precision.keeps_all(plan, prefill.entry_bytes):
             stored = whole_cache(prefill, plan, self.precision, stage, quantise=self.keep_all)
-            timings = Timings(**prefill.seconds_for(Needs()), **stage.seconds)
+            timings = Timings(**prefill.seconds_for(Needs()), **seconds)
             kept = accounted(prefill, plan, stored, None, costs)
             return Run(plan, stored, kept, timings, prefill.fingerprint)
         region = prefill.spans.region(plan.recent)
@@ -197,7 +208,7 @@ class Pipeline(Configurable):
             plan=bought.plan,
             cache=stored,
             accounting=accounted(prefill, bought.plan, stored, bought, costs),
-            timings=Timings(**prefill.seconds_for(self.needs()), **stage.seconds),
+            timings=Timings(**prefill.seconds_for(self.needs()), **seconds),
             fingerprint=prefill.fingerprint,
             partition=partition,
             relevance=relevance,
@@ -271,29 +282,18 @@ class Pipeline(Configurable):
         )
 
 
-class StageClock:
-    """Runs stages in full float32 and takes their wall seconds.
+@contextmanager
+def timed(device: torch.device, seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Run a stage in full float32 and add its wall seconds to `seconds[stage]`.
 
     It waits for the GPU, so that a stage pays for its own work.
-
-    Attributes:
-        seconds: of each stage so far.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds: dict[str, float] = {}
-        self._device = device
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        """Time the block as `seconds[stage]`, or add to what the stage took before."""
-        self._wait()
-        start = time.perf_counter()
-        with full_float32():
-            yield
-        self._wait()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    with full_float32():
+        yield
+    if is_cuda:
+        torch.cuda.synchronize(device)
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start

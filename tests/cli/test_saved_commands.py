@@ -56,9 +56,11 @@ def test_a_saved_cache_is_generated_from(run, loads, tmp_path):
     both.save(path)
     _, out, _ = run("generate", path, "--model", "m", "--max-new-tokens", 5)
     assert out == "\n\n".join(both.generate(5)) + "\n"
-    status, _, err = run("ask", path, "Who?", "--model", "m")
-    assert status == 2
-    assert "PromptError: A batch holds several contexts" in err
+    for argv in (("ask", path, "Who?"), ("chat", path)):
+        status, _, err = run(*argv, "--model", "m")
+        assert status == 2
+        assert "PromptError: " in err
+        assert "holds 2 contexts" in err
 
 
 def test_a_saved_context_is_asked(run, loads, book):

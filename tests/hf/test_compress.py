@@ -176,6 +176,7 @@ def test_a_pipeline_may_be_a_name_or_a_value(model, prompt):
     ("options", "error", "message"),
     [
         ({}, BudgetError, "exactly one budget.*got none"),
+        ({"ratoi": 2}, BudgetError, "no argument 'ratoi'. Did you mean 'ratio'"),
         ({"budget": 8}, BudgetError, r"takes a gracekv\.Budget; got 8"),
         ({"budget": gracekv.Budget.ratio(2), "ratio": 2}, BudgetError, "got budget and ratio"),
         ({"ratio": 2, "prefill": 3}, CacheError, r"gracekv\.capture"),

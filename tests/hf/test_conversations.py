@@ -100,10 +100,6 @@ def test_bad_conversations_are_refused(model, tokenizer, prompt, book):
     for stream in (False, True):
         with pytest.raises(CacheError, match=r"closed.*result\.chat\(\)"):
             chat.ask("Who?", stream=stream)
-    batch = gracekv.compress(model, [prompt, prompt], ratio=4)
-    for call in (batch.ask, batch.chat):
-        with pytest.raises(PromptError, match="several contexts"):
-            call("Who?")
     own = gracekv.Prompt.from_chat(tokenizer, context=TEXT, question="Who?")
     result = gracekv.compress(model, own, ratio=4)
     for call in (result.chat, lambda: result.ask("Who?")):

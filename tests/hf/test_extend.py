@@ -278,9 +278,6 @@ def test_results_that_cannot_go_on_are_refused(model):
     asked = gracekv.compress(model, Prompt.from_ids(ids, context=(4, 90)), ratio=2)
     with pytest.raises(PromptError, match="a question of its own"):
         asked.extend([1], ratio=1)
-    batch = gracekv.compress(model, [prompt_of(IDS, (4, 90)), prompt_of(IDS, (4, 60))], ratio=2)
-    with pytest.raises(PromptError, match="several contexts"):
-        batch.extend([1], ratio=1)
     twice = compressed(model, 2, "kvzip-two-pass")
     with pytest.raises(ConfigError, match="runs the model once more"):
         twice.extend(PASSAGE, ratio=2)

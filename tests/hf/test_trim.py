@@ -4,13 +4,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from gracekv.hf import trim
+from gracekv.hf import base_result
 
 
 def test_trimming_says_whether_it_could(monkeypatch):
     called = []
-    monkeypatch.setattr(trim, "_malloc_trim", lambda: called.append)
-    assert trim.trim_memory()
+    monkeypatch.setattr(base_result, "_malloc_trim", lambda: called.append)
+    assert base_result.trim_memory()
     assert called == [0]
-    monkeypatch.setattr(trim, "_malloc_trim", lambda: None)
-    assert not trim.trim_memory()
+    monkeypatch.setattr(base_result, "_malloc_trim", lambda: None)
+    assert not base_result.trim_memory()
