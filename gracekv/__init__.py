@@ -7,6 +7,8 @@ transformers only with those that touch a model.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gracekv.files import VERSION as __version__
+
 if TYPE_CHECKING:
     from gracekv import recipes as recipes
     from gracekv import report as report
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from gracekv.prefill.capture import capture
     from gracekv.prefill.options import CaptureOptions
     from gracekv.prefill.prompt import Prompt
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "BatchResult": "gracekv.hf.result",

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from gracekv.errors import ConfigError
 
+VERSION = "0.1.0"
+"""Of gracekv; what is written says it."""
+
 
 def read_text(path: Path) -> str:
     """The file as UTF-8; `ConfigError` if it cannot be read."""

@@ -42,7 +42,6 @@ KNOWS = {
     "recipes": set(),
     # What was kept where; a result is known by what it has, not by its class.
     "report": {
-        "gracekv.__version__",
         "gracekv.allocate",
         "gracekv.cache",
         "gracekv.files",

@@ -17,6 +17,7 @@ from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.cache.serialization import write_cache
 from gracekv.cache.sharding import whole_cache
 from gracekv.distributed import head_shard
+from gracekv.files import VERSION
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.spans import PromptSpans
 from gracekv.registry import check_values
@@ -104,10 +105,8 @@ def save_result(
         modules: of other packages that define its strategies; see `plugins.foreign_modules`.
         is_batch: whether the prompts were given as a list.
     """
-    from gracekv import __version__
-
     header = {
-        "gracekv_version": __version__,
+        "gracekv_version": VERSION,
         "batch": is_batch,
         "model": dict(fingerprint),
         "pipeline": pipeline,

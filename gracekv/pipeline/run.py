@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from gracekv.prefill.kept import bytes_by_kind
 from gracekv.segment import Partition
 from gracekv.tree import Forest
 from gracekv.value import Relevance
-
-if TYPE_CHECKING:
-    from gracekv.report.record import ReportRecord
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +52,8 @@ class Run:
         elastic: whether the allocator leaves budget unspent rather than buy what gains nothing.
         value_change: uint8 [E] of all packed entries, layer after layer: by how many hundredths of
             its length the fit moved an entry's value; None if nothing was fitted.
-        record: what a report shows, compactly; only where the stages' own results were released.
+        record: the `ReportRecord` that `gracekv.report` made where the stages' own results were
+            released; else None.
     """
 
     plan: BudgetPlan
@@ -71,7 +69,7 @@ class Run:
     selection: Selection | None = None
     elastic: bool = False
     value_change: Tensor | None = None
-    record: ReportRecord | None = None
+    record: Any = None
 
 
 def whole_cache(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gracekv import recipes
 from gracekv.errors import ReportError
-from gracekv.files import write_atomically
+from gracekv.files import VERSION, write_atomically
 from gracekv.report.data import ReportData, Result
 from gracekv.report.encoding import encode
 
@@ -149,15 +149,13 @@ def labelled(results: Mapping[str, Result] | Sequence[Result]) -> Mapping[str, R
 
 def render(data: ReportData) -> str:
     """The page as text. The prompt is never in it as markup: scripts set it as text."""
-    from gracekv import __version__
-
     header, block = encode(data)
     labels = ", ".join(column.label for column in data.columns)
     parts = {
         "title": html.escape(f"{labels} – gracekv report"),
         "style": _asset("page.css"),
         "script": "\n".join(_asset(name) for name in _SCRIPTS),
-        "header": json_for_html({**header, "version": __version__}),
+        "header": json_for_html({**header, "version": VERSION}),
         "block": base64.b64encode(zlib.compress(block, 6)).decode(),
     }
     # One pass, so that inserted text is not searched for marks.

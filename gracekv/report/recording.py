@@ -15,7 +15,7 @@ from gracekv.report.record import CodedRelevance, ReportRecord
 
 def record_of(run: Run) -> ReportRecord | None:
     """The record of `run`; None if it selected nothing (FullKV, or loaded from a file)."""
-    if run.record is not None:
+    if isinstance(run.record, ReportRecord):
         return run.record
     chosen, partition, relevance = run.selection, run.partition, run.relevance
     if chosen is None or partition is None or relevance is None:

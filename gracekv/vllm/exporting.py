@@ -17,6 +17,7 @@ from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
+from gracekv.files import VERSION
 from gracekv.hf.base_result import BaseResult
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.chat_text import render
@@ -158,8 +159,6 @@ def _write(
 def _header(
     model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, kind: str, digest: str
 ) -> ContextHeader:
-    from gracekv import __version__
-
     spans, tokenizer = prompt.spans, prompt.tokenizer
     end = spans.length if prompt.has_question else spans.context_end
     marks = {} if tokenizer is None else tokenizer_marks(tokenizer)
@@ -180,7 +179,7 @@ def _header(
         separator=prompt.separator,
         template=prompt.template,
         positions=trained_length(model),
-        gracekv_version=__version__,
+        gracekv_version=VERSION,
     )
 
 
