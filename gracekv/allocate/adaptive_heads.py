@@ -22,7 +22,7 @@ from gracekv.registry import bounded
 class AdaptiveHeads(Quota):
     """A layer's heads get what they win in its common top-k, mixed with equal parts (Ada-KV).
 
-    M is a layer's equal share beside the recent windows, f_g the number of head g's tokens among
+    M is a layer's equal share without the recent windows, f_g the number of head g's tokens among
     the layer's M best (ties: the lower head, then the earlier token).
 
     Source: Feng et al. (2024), arXiv:2407.11550, in the form of its code, whose floor weighs the

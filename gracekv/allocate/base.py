@@ -217,7 +217,7 @@ class Floor(Strategy, abc.ABC):
 
 
 class Quota(Strategy, abc.ABC):
-    """Most entries that each (layer, KV head) may hold beside its recent window.
+    """Most entries that each (layer, KV head) may hold on top of its recent window.
 
     Attributes:
         uses_column_sums: it reads `columns`, which the pipeline then provides.

@@ -28,7 +28,7 @@ class Density(Quota):
 
     Source: Wan et al. (2024), D2O, arXiv:2406.13035, in the form of its code (without the
     normalisation over heads the softmax hands most of the budget to one layer). Ours: a layer gets
-    at least one entry a head beside its recent windows (where the budget is that large) and at
+    at least one entry a head on top of its recent windows (where the budget is that large) and at
     most all of its context, what that changes is redistributed in proportion, rounding is by
     largest remainder to exactly B, and no layer is exempt.
 

@@ -127,9 +127,9 @@ def auction_over_processes(
     total = left.total - shard.total(left.total - own.total)
     queue = PurchaseQueue(ops, executed | bought, RemainingBudget(total, own.per_head), elastic)
     while total > 0:
-        found, offer = queue.first(total), None
-        if found is not None:
-            unit, number, cost = found
+        best, offer = queue.first(total), None
+        if best is not None:
+            unit, number, cost = best
             head = shard.among_all(torch.tensor(number // slots), ops.forest.heads)
             offer = unit, int(head) * slots + number % slots, cost
         first = first_offer(offer, shard)

@@ -20,7 +20,7 @@ from gracekv.registry import bounded
 class Pyramid(Quota):
     """Shares fall linearly with depth; the last layer's is 1/20 of the mean (PyramidKV).
 
-    Per head and beside the recent window, with m the mean share: the last layer gets m / beta, the
+    Per head and without the recent window, with m the mean share: the last layer gets m / beta, the
     first one 2m - m / beta, cut at N_c (the last then gets more), and the layers between lie on a
     line. Heads of a layer share equally.
 
@@ -39,7 +39,7 @@ class Pyramid(Quota):
     beta: float = bounded(20.0, at_least=1, hint="1 gives equal shares; PyramidKV's is 20.")
 
     def layer_shares(self, plan: BudgetPlan) -> list[Fraction]:
-        """k_l, real entries per head of each layer beside the recent window; their mean is m."""
+        """k_l, real entries per head of each layer without the recent window; their mean is m."""
         mean = Fraction(plan.base, plan.layers * plan.heads)
         if plan.layers == 1:
             return [mean]

@@ -139,12 +139,12 @@ def floor_candidates(floor: Singleton, scores: Tensor, plan: BudgetPlan) -> Tens
                 if total > floor.eta:
                     break
             ranked[layer, head] = kept
-    found = sum(len(kept) for kept in ranked.values())
+    candidates = sum(len(kept) for kept in ranked.values())
     result = torch.full_like(relevance, -torch.inf)
     for (layer, head), kept in ranked.items():
         size = len(kept)
-        if found > cap and size:
-            size = max(1, size * cap // found)
+        if candidates > cap and size:
+            size = max(1, size * cap // candidates)
         for score, t in kept[:size]:
             result[layer, head, t] = score
     return result

@@ -14,7 +14,6 @@ import typer
 
 import gracekv
 from gracekv import recipes
-from gracekv.cli.options import Imports
 from gracekv.errors import ConfigError
 from gracekv.files import read_text, write_atomically
 
@@ -29,6 +28,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _import(names: list[str] | None) -> list[str] | None:
+    from gracekv.registry.plugins import import_modules
+
+    import_modules(names or ())
+    return names
+
+
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        callback=_import,
+        is_eager=True,
+        help="Import this module first: it registers strategies or recipes; may be repeated.",
+    ),
+]
+"""Acts when the option is read, so that commands take it and need not use it."""
 
 
 def _version(shown: bool) -> None:
@@ -103,11 +122,13 @@ def compress(
     ] = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(help="Show this recipe or file beside it in the report; may be repeated."),
+        typer.Option(help="Show this recipe or file next to it in the report; may be repeated."),
     ] = None,
     imports: Imports = None,
 ) -> None:
     """Compress one prompt's cache, and answer a question over what is left or save it."""
+    from gracekv.hf import loading
+
     text = read_text(context)
     if not question and save is None and report is None:
         raise ConfigError(
@@ -127,7 +148,7 @@ def compress(
     }
     if all(amount is None for amount in budget.values()):
         budget["ratio"] = "8"
-    loaded, tokenizer = _load_model(model, dtype)
+    loaded, tokenizer = loading.load_model(model, dtype)
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction
     )
@@ -168,13 +189,13 @@ def _pipelines(name: str, others: list[str]) -> dict[str, Pipeline]:
     """The pipelines of these names or files, by name; raises `ConfigError` if one is twice."""
     from gracekv.pipeline.config import load_pipeline
 
-    found = {one: load_pipeline(one) for one in (name, *others)}
-    if len(found) <= len(others):
+    pipelines = {one: load_pipeline(one) for one in (name, *others)}
+    if len(pipelines) <= len(others):
         raise ConfigError(
             f"--pipeline and each --compare must name different pipelines; got {name!r} and "
             f"{', '.join(map(repr, others))}."
         )
-    return found
+    return pipelines
 
 
 def _compressed(
@@ -252,12 +273,6 @@ def list_(
         # Their sources in a column of their own.
         lines = [(name, named.find(name)) for name in named.names()]
         show("recipes", [(name, recipe.summary, recipe.source) for name, recipe in lines])
-
-
-def _load_model(name: str, dtype: str) -> tuple[Any, Any]:
-    from gracekv.hf.loading import load_model
-
-    return load_model(name, dtype)
 
 
 def _facts(result: CompressionResult) -> dict[str, Any]:

@@ -31,7 +31,7 @@ QUESTION = "What are the words on the paper label of the little bottle? Quote th
 # The answer counts as right if it holds these words, which the text spells in the same capitals.
 EXPECTED = "DRINK ME"
 RATIOS = (4, 8, 16)
-# What stands beside the default recipe: recipe and ratio.
+# What the default recipe is compared with: recipe and ratio.
 OTHERS = (("gracekv", 8), ("snapkv", 8))
 _TIMED_TOKENS = 16
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from typer import Argument, Option
 
-from gracekv.cli.options import Imports
+from gracekv.cli.commands import Imports
 from gracekv.errors import ConfigError
 from gracekv.files import write_atomically
 
@@ -188,10 +188,10 @@ def table(
     rows = _some(read_rows(runs), runs)
     texts = []
     for shown in measures:
-        found = make_tables(rows, shown, against)
-        texts.append(FORMATS[format](found, shown))
+        tables = make_tables(rows, shown, against)
+        texts.append(FORMATS[format](tables, shown))
         if plot is not None and shown is measures[0]:
-            write_atomically(plot, drawn(found, shown, plot.suffix))
+            write_atomically(plot, drawn(tables, shown, plot.suffix))
     if format == "markdown":
         texts.append(footer(rows))
     _show("\n".join(texts), out)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import gracekv
-from gracekv.cli.options import Imports
+from gracekv.cli.commands import Imports
 from gracekv.errors import CacheError, PromptError
 
 if TYPE_CHECKING:

@@ -102,7 +102,7 @@ class BaseResult(ABC):
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """What `model.generate` takes beside the cache: the whole prompts, padded on the left.
+        """What `model.generate` takes with the cache: the whole prompts, padded on the left.
 
         "input_ids" and "attention_mask", int64 [S, T of the longest], on the model's device.
         """

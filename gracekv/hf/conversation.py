@@ -13,9 +13,10 @@ from torch import Tensor
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import continue_ids, decode_rows, stream_text
-from gracekv.hf.questions import check_context, check_question, check_room
 from gracekv.prefill.chat_text import first_turn, next_turn
 from gracekv.prefill.fingerprint import check_same_model
+from gracekv.prefill.length_limits import trained_length
+from gracekv.prefill.prompt import Prompt
 
 
 class Conversation:
@@ -203,3 +204,43 @@ class Conversation:
     def _check_open(self) -> None:
         if self._closed:
             raise CacheError("This conversation is closed. Begin another with result.chat().")
+
+
+def check_context(prompt: Prompt) -> None:
+    """Raise `PromptError` unless questions can be asked about this prompt."""
+    if prompt.has_question:
+        raise PromptError(
+            "This prompt has a question of its own, which generate answers. To ask anything later, "
+            "compress a prompt without one: Prompt.from_chat(tokenizer, context=text)."
+        )
+    if prompt.tokenizer is None:
+        raise PromptError(
+            "Questions need a tokenizer. Use Prompt.from_chat(tokenizer, ...), "
+            "Prompt.from_ids(..., tokenizer=tokenizer) or gracekv.load(..., tokenizer=tokenizer)."
+        )
+
+
+def check_question(question: object) -> None:
+    """Raise `PromptError` unless it is a text that is not empty."""
+    if not isinstance(question, str) or not question.strip():
+        raise PromptError(f"A question is a text that is not empty; got {question!r}.")
+
+
+def check_room(model: Any, prompt: Prompt, length: int, new_tokens: int) -> None:
+    """Raise `PromptError` if a sequence of `length` tokens and its answer pass the last position.
+
+    A context that is itself longer than what the model was made for had its warning already.
+    """
+    most = trained_length(model)
+    if most is None or prompt.spans.context_end > most or length + new_tokens - 1 <= most:
+        return
+    room = most - length + 1
+    advice = (
+        f"Ask with max_new_tokens={room} or less."
+        if room > 0
+        else "Ask a shorter question, or begin a new conversation."
+    )
+    raise PromptError(
+        f"Context and question have {length} tokens, and with {new_tokens} new ones they pass the "
+        f"{most} positions of {type(model).__name__}. {advice}"
+    )

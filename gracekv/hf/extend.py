@@ -184,6 +184,6 @@ def _joined_layer(old: RaggedLayer, new: RaggedLayer, places: int, shift: int) -
 def _joined_codes(
     old: Sequence[CodedEntries], new: Sequence[CodedEntries], shift: int
 ) -> tuple[CodedEntries, ...]:
-    """The parts of `old`, and those of `new` beside them: blocks cannot grow without new codes."""
+    """The parts of `old`, then those of `new`: blocks cannot grow without new codes."""
     moved = [dataclasses.replace(part, positions=part.positions + shift) for part in new]
     return tuple(sorted([*old, *moved], key=lambda part: -part.coding.bits))

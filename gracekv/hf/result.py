@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Unpack, overload
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gracekv.allocate import Budget, BudgetOptions
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_whole
-from gracekv.errors import ConfigError
+from gracekv.errors import ConfigError, PromptError
 from gracekv.hf.base_result import BaseResult, trim_memory
-from gracekv.hf.conversation import Conversation
+from gracekv.hf.conversation import Conversation, check_context, check_question, check_room
 from gracekv.hf.extend import extended_run
-from gracekv.hf.generation import decode_rows
-from gracekv.hf.questions import ask_ids
+from gracekv.hf.generation import continue_ids, decode_rows, padding_id
 from gracekv.pipeline.run import Run
+from gracekv.prefill.chat_text import first_turn
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 
@@ -62,7 +64,7 @@ class CompressionResult(BaseResult):
         Args:
             path: the file; its folder is made.
             label: the result's name on the page; default: how many times fewer entries it keeps.
-            answer: what the model said, shown beside the accounting.
+            answer: what the model said, shown with the accounting.
 
         Raises `ReportError` if the result was loaded from a file and holds merged entries: what
         they stand for is not in the file.
@@ -248,3 +250,41 @@ def _check_one_answer(options: dict[str, Any]) -> None:
             f"One text is returned for each prompt or question; got num_return_sequences="
             f"{options['num_return_sequences']}. Use generate_ids and decode its rows."
         )
+
+
+def ask_ids(
+    result: CompressionResult,
+    questions: Sequence[str],
+    max_new_tokens: int,
+    options: dict[str, Any],
+) -> Tensor:
+    """int64 [rows, new tokens]: the answers to `questions`, all over the one packed part.
+
+    Raises `PromptError` if the context has a question already or no tokenizer, or if a question is
+    empty or does not fit the positions that are left.
+    """
+    prompt = result.prompt
+    check_context(prompt)
+    if not isinstance(questions, Sequence) or not questions:
+        given = "an empty list" if questions == [] else repr(questions)
+        raise PromptError(f"ask takes a question or a list of at least one; got {given}.")
+    context = prompt.ids[: prompt.spans.context_end]
+    rows = []
+    for question in questions:
+        check_question(question)
+        new = first_turn(prompt.tokenizer, question, prompt.separator, prompt.template)
+        rows.append(torch.cat([context, torch.tensor(new)]))
+        check_room(result.model, prompt, len(rows[-1]), max_new_tokens)
+    asked = [rows]
+    if result.packed.kept and len({len(row) for row in rows}) > 1:
+        # Padding between context and question would take places in sliding windows.
+        asked = [[row] for row in rows]
+    answers = [
+        continue_ids(
+            result.model, some, result.new_cache(), prompt.tokenizer, max_new_tokens, dict(options)
+        )
+        for some in asked
+    ]
+    width = max(answer.shape[1] for answer in answers)
+    fill = padding_id(result.model, prompt.tokenizer)
+    return torch.cat([functional.pad(x, (0, width - x.shape[1]), value=fill) for x in answers])

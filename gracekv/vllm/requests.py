@@ -118,7 +118,7 @@ def request(
             else f"The context {name!r} has no question of its own; give one."
         )
     if question is not None:
-        from gracekv.hf.questions import check_question
+        from gracekv.hf.conversation import check_question
 
         check_question(question)
         _check_tokenizer(name, header, tokenizer)

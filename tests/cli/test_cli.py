@@ -13,7 +13,6 @@ import torch
 import gracekv
 from gracekv import recipes
 from gracekv.cache import Accounting, Timings
-from gracekv.cli import commands
 from gracekv.errors import BudgetError
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.stages import REGISTRIES
@@ -53,7 +52,9 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(gracekv, "Prompt", SimpleNamespace(from_chat=from_chat), raising=False)
     monkeypatch.setattr(gracekv, "compress", compress, raising=False)
-    monkeypatch.setattr(commands, "_load_model", lambda name, dtype: (f"{name}:{dtype}", None))
+    monkeypatch.setattr(
+        "gracekv.hf.loading.load_model", lambda name, dtype: (f"{name}:{dtype}", None)
+    )
     return seen
 
 

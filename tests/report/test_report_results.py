@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import gracekv
-from gracekv.cli import commands, demo
+from gracekv.cli import demo
 from gracekv.cli.main import main
 from gracekv.errors import ReportError
 from gracekv.testing.models import tiny_llama
@@ -90,7 +90,7 @@ def test_a_loaded_result_reports_or_says_why_not(model, prompt, tmp_path):
 @pytest.fixture
 def run(monkeypatch, capsys, model, tmp_path):
     """Run `gracekv compress` on the tiny model: (exit status, stdout, stderr)."""
-    monkeypatch.setattr(commands, "_load_model", lambda name, dtype: (model, Letters()))
+    monkeypatch.setattr("gracekv.hf.loading.load_model", lambda name, dtype: (model, Letters()))
     story = tmp_path / "story.txt"
     story.write_text(TEXT)
 
