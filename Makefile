@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | gpu | format | docs | figures | clean. Everything runs in .venv, made on first use.
+# make demo | test | test-every | test-vllm | gpu | format | docs | figures | clean. Everything runs in .venv, made on first use.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ VLLM_TESTS ?= tests/vllm
 COMPUTES := $(addprefix tests/,segment value tree allocate cache kernels fit precision backends \
 	hf/test_compress.py hf/test_threads.py)
 
-.PHONY: demo test test-vllm vllm-environment test-long lint types browser unit lowest gpu format docs figures results-page clean
+.PHONY: demo test test-vllm vllm-environment test-long test-every lint types browser unit lowest gpu format docs figures results-page clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -57,6 +57,11 @@ gpu: $(STAMP)
 # benchmarks/results/fuzz.md. A part of them: make test-long FUZZ="-k rows".
 test-long: $(STAMP)
 	GRACEKV_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/fuzz $(FUZZ)
+
+# Every case of long lists, of which `make test` takes some (tests/support/covering.py), and ten
+# times as many random examples.
+test-every: $(STAMP)
+	GRACEKV_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --ignore tests/fuzz
 
 # A stock vLLM serves compressed contexts. Takes 1 GB of packages once, then minutes.
 test-vllm: $(VLLM_STAMP)

@@ -10,13 +10,17 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
+from support.covering import ALL
 from support.skips import pytest_collection_modifyitems, pytest_terminal_summary
 
 __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
 
 # torch's first call exceeds hypothesis's deadline; ours are proofs, not stopwatches.
 settings.register_profile(
-    "gracekv", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
+    "gracekv",
+    deadline=None,
+    max_examples=200 if ALL else 20,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("gracekv")
 

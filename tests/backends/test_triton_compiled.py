@@ -19,6 +19,7 @@ from gracekv.backends import (  # noqa: E402
     triton_merge_kernel,
     triton_split_kernel,
 )
+from support.covering import covering  # noqa: E402
 from support.cubin import SHARED_KIB, compiled, resources  # noqa: E402
 
 TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
@@ -97,7 +98,7 @@ CODED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dim", "dtype", "arch", "bits"), CODED)
+@pytest.mark.parametrize(("dim", "dtype", "arch", "bits"), covering(CODED))
 def test_split_of_codes_fits(tmp_path, dim, dtype, arch, bits):
     binary = codes(dim, dtype, arch, bits, 16 if dim == 80 else 32)
     used = resources(binary, tmp_path)
@@ -118,7 +119,10 @@ LARGER = [
 LARGER += [(128, F32, 32, arch) for arch in (89, 90)]
 
 
-@pytest.mark.parametrize(("dim", "dtype", "queries", "arch"), DECODING + OTHER_DIMENSIONS + LARGER)
+@pytest.mark.parametrize(
+    ("dim", "dtype", "queries", "arch"),
+    covering(DECODING) + covering(OTHER_DIMENSIONS) + covering(LARGER),
+)
 def test_split_fits(tmp_path, dim, dtype, queries, arch):
     binary = split(dim, dtype, queries, arch)
     used = resources(binary, tmp_path)

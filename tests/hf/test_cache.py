@@ -143,14 +143,18 @@ def test_a_tail_from_inference_mode_can_go_on_outside(model):
     assert cache.get_seq_length() == PACKED + 3
 
 
-def test_importing_touches_no_attention():
+def test_importing_hf_registers_the_task_and_touches_no_attention():
     script = """
 import sys
 import gracekv
 assert "transformers" not in sys.modules
+import gracekv.pipeline
+from transformers.pipelines import PIPELINE_REGISTRY
+assert "gracekv-text-generation" not in PIPELINE_REGISTRY.supported_tasks
 import gracekv.hf
 from gracekv.hf import GraceCache, attach
 from transformers import AttentionInterface, AttentionMaskInterface
+assert "gracekv-text-generation" in PIPELINE_REGISTRY.supported_tasks
 assert "gracekv" not in AttentionInterface._global_mapping
 assert "gracekv" not in AttentionMaskInterface._global_mapping
 """

@@ -117,21 +117,26 @@ import json, sys
 import gracekv
 from gracekv.testing.models import tiny_llama
 
-result = gracekv.load(sys.argv[1], tiny_llama(layers=3))
-greedy = result.generate_ids(12).tolist()
-beams = result.generate_ids(6, num_beams=3).tolist()
-print(json.dumps([greedy, beams]))
+said = []
+for path in sys.argv[1:]:
+    result = gracekv.load(path, tiny_llama(layers=3))
+    said.append(result.generate_ids(12).tolist())
+    said.append(result.generate_ids(6, num_beams=3).tolist())
+print(json.dumps(said))
 """
 
 
-def test_a_new_process_goes_on_identically(result, saved):
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(saved)], capture_output=True, text=True, check=False
-    )
+def test_a_new_process_goes_on_identically(model, tmp_path):
+    expected, prompts = [], prompts_of()
+    for number, prompt in enumerate((prompts[0], prompts)):
+        result = gracekv.compress(model, prompt, ratio=3)
+        result.save(tmp_path / str(number))
+        expected.append(result.generate_ids(12).tolist())
+        expected.append(result.generate_ids(6, num_beams=3).tolist())
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "0"), str(tmp_path / "1")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    greedy, beams = json.loads(done.stdout.splitlines()[-1])
-    assert greedy == result.generate_ids(12).tolist()
-    assert beams == result.generate_ids(6, num_beams=3).tolist()
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
 def test_text_needs_the_same_tokenizer(model, result, saved):

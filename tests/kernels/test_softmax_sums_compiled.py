@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from gracekv.kernels import softmax_sums_triton, softmax_sums_triton_kernel  # noqa: E402
+from support.covering import covering  # noqa: E402
 from support.cubin import resources  # noqa: E402
 
 # Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
@@ -47,7 +48,7 @@ ALL += [(64, BF16, 120), (80, F16, 90), (96, BF16, 80), (256, BF16, 120), (256, 
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-@pytest.mark.parametrize(("dim", "dtype", "arch"), ALL)
+@pytest.mark.parametrize(("dim", "dtype", "arch"), covering(ALL))
 def test_fits(tmp_path, kernel, dim, dtype, arch):
     binary = compiled(kernel, dim, dtype, arch)
     used = resources(binary, tmp_path)

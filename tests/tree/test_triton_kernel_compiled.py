@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from gracekv.tree.engines.triton_kernel import interval_costs  # noqa: E402
+from support.covering import covering  # noqa: E402
 from support.cubin import resources  # noqa: E402
 
 # Shared memory that one block may use, in KiB (CUDA programming guide, compute capabilities).
@@ -58,7 +59,7 @@ ALL += [(dim, width, arch, {}) for dim in (64, 80, 96, 256) for width, arch in (
 ALL += [(80, 64, 89, {"half": 16}), (128, 64, 120, {"probes": 9}), (128, 16, 80, {"probes": 30})]
 
 
-@pytest.mark.parametrize(("dim", "width", "arch", "changes"), ALL)
+@pytest.mark.parametrize(("dim", "width", "arch", "changes"), covering(ALL))
 def test_fits(tmp_path, dim, width, arch, changes):
     binary = compiled(dim, width, arch, **changes)
     used = resources(binary, tmp_path)

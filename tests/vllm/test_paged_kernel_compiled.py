@@ -14,6 +14,7 @@ if interpreted():
 
 from gracekv.vllm import triton_kernel
 from gracekv.vllm.device_batch import unit_tile
+from support.covering import covering
 from support.cubin import SHARED_KIB, compiled, resources
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -60,7 +61,7 @@ def attention(dim, dtype, queries, group, arch):
     )
 
 
-@pytest.mark.parametrize(("dim", "dtype", "queries", "group", "arch"), CASES)
+@pytest.mark.parametrize(("dim", "dtype", "queries", "group", "arch"), covering(CASES))
 def test_attention_fits(tmp_path, dim, dtype, queries, group, arch):
     binary = attention(dim, dtype, queries, group, arch)
     used = resources(binary, tmp_path)
