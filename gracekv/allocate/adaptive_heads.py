@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.plan import BudgetPlan, equal_shares, largest_remainder
-from gracekv.allocate.ranking import largest
+from gracekv.allocate.top_tokens import largest
 from gracekv.registry import bounded
 
 

@@ -74,7 +74,7 @@ class Budget:
         given = {name: value for name, value in options.items() if value is not None}
         if len(given) != 1:
             raise BudgetError(
-                f"Give exactly one budget, {', '.join(known)}; got {' and '.join(given) or 'none'}."
+                f"Give exactly one budget: {', '.join(known)}; got {' and '.join(given) or 'none'}."
                 f" For example ratio=8 keeps an eighth of the context."
             )
         ((name, value),) = given.items()

@@ -8,12 +8,13 @@ tie. Source: ours.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gracekv.allocate.base import Selection
 from gracekv.allocate.operations import check_quota
-from gracekv.allocate.ranking import first_fitting, kth_largest, largest, weighted_cut, where_true
+from gracekv.allocate.ranking import first_fitting, weighted_cut, where_true
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import NonFiniteError
 
@@ -132,3 +133,26 @@ def _gains(scores: Tensor, omega: Tensor) -> Tensor:
         )
     # `+ 0.0` turns -0.0 into 0.0.
     return gain.clamp(min=0) + 0.0
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """bool [...], as `values` [...]: the `count` largest of all; ties go to the earlier.
+
+    `count` is from 0 to the number of values. Linear in time; holds one copy of the values.
+    """
+    flat = values.flatten()
+    if count == 0:
+        return torch.zeros_like(values, dtype=torch.bool)
+    cut = kth_largest(flat, count)
+    kept = flat > cut
+    tied = where_true(flat == cut)
+    kept[tied[: count - int(torch.count_nonzero(kept))]] = True
+    return kept.view_as(values)
+
+
+def kth_largest(values: Tensor, k: int) -> Tensor:
+    """The k-th largest of `values` [n], k from 1 to n, as a tensor without dimensions."""
+    place = len(values) - k
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.partition(values.numpy(), place)[place : place + 1])[0]
+    return torch.kthvalue(values, place + 1).values

@@ -114,17 +114,12 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard | None) -> Run:
         _sum([x.bytes for x in plans]),
     )
     spent = None if kept[1].spent_bytes is None else kept[0].spent_bytes
-    accounting = Accounting(
-        budget=plan.total,
-        spent=sum(x.spent for x in kept),
-        floor_spent=sum(x.floor_spent for x in kept),
+    accounting = dataclasses.replace(
+        Accounting.total(kept),
         recent=plan.recent,
         entries=kept[0].entries + kept[1].entries,
         # A token has the same bytes in every full cache.
         full_bytes=kept[0].full_bytes // old.length * packed.length,
-        utility=sum(x.utility for x in kept),
-        bound=_sum([x.bound for x in kept]),
-        budget_bytes=_sum([x.budget_bytes for x in kept]),
         spent_bytes=None if spent is None else spent + sizes["bytes"] - kept[0].bytes,
         **sizes,
     )

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from gracekv import Budget, Pipeline, recipes
 from gracekv.allocate import Frontier, Greedy, Selection
-from gracekv.allocate.ranking import largest
-from gracekv.allocate.top_tokens import token_gains, top_tokens
+from gracekv.allocate.top_tokens import largest, token_gains, top_tokens
 from gracekv.errors import NonFiniteError, ShapeError
 from gracekv.segment import Partition
 from gracekv.testing import synthetic_prefill

@@ -49,7 +49,7 @@ def test_the_entries_are_stored_once(batch):
 
 def test_only_one_prefill_is_held_at_a_time(model, prompts, monkeypatch):
     module = importlib.import_module("gracekv.hf.compress")
-    capture, alive, seen = module.capture, [], []
+    capture, alive, seen = module.run_prefill, [], []
 
     def watched(*args, **options):
         gc.collect()
@@ -58,7 +58,7 @@ def test_only_one_prefill_is_held_at_a_time(model, prompts, monkeypatch):
         alive.extend(weakref.ref(x) for x in (*prefill.queries, *prefill.keys))
         return prefill
 
-    monkeypatch.setattr(module, "capture", watched)
+    monkeypatch.setattr(module, "run_prefill", watched)
     gracekv.compress(model, prompts, ratio=3)
     assert seen == [0, 0, 0]
 

@@ -118,14 +118,14 @@ def test_budgets_of_other_kinds(model, prompt, budget):
 def test_the_prefill_is_let_go(model, prompt, monkeypatch):
     made = []
     module = importlib.import_module("gracekv.hf.compress")
-    capture = module.capture
+    capture = module.run_prefill
 
     def watched(*args, **options):
         prefill = capture(*args, **options)
         made.append([weakref.ref(x) for x in (*prefill.queries, *prefill.keys, *prefill.values)])
         return prefill
 
-    monkeypatch.setattr(module, "capture", watched)
+    monkeypatch.setattr(module, "run_prefill", watched)
     result = gracekv.compress(model, prompt, ratio=3)
     gc.collect()
     assert len(made[0]) == 9
