@@ -33,12 +33,12 @@ class LayerLayout:
     origin: int
     selected: Tensor
 
-    def of_selected(self, found: Tensor, otherwise: int) -> Tensor:
+    def of_selected(self, values: Tensor, otherwise: int) -> Tensor:
         """[E]: what was found for the selection's entries, `otherwise` for all others."""
-        if not len(found):
-            return found.new_full(self.selected.shape, otherwise)
-        picked = found.to(self.selected.device)[self.selected.clamp(min=0)]
-        return torch.where(self.selected < 0, otherwise, picked).to(found.dtype)
+        if not len(values):
+            return values.new_full(self.selected.shape, otherwise)
+        picked = values.to(self.selected.device)[self.selected.clamp(min=0)]
+        return torch.where(self.selected < 0, otherwise, picked).to(values.dtype)
 
 
 def layer_layouts(prefill: Prefill, selection: Selection) -> Iterator[LayerLayout]:

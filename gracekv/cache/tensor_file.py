@@ -97,8 +97,8 @@ class TensorFile:
     def tensor(self, name: str) -> Tensor:
         """The tensor [...], on the CPU; raises `SavedCacheError` if it cannot be read whole."""
         dtype, shape, first, _ = self._places[name]
-        found = torch.empty(shape, dtype=dtype)
-        into = found.view(-1).view(torch.uint8).numpy().data
+        tensor = torch.empty(shape, dtype=dtype)
+        into = tensor.view(-1).view(torch.uint8).numpy().data
         try:
             self._file.seek(self._start + first)
             # Buffered files read until the view is full.
@@ -109,7 +109,7 @@ class TensorFile:
             raise SavedCacheError(
                 f"Cannot read the saved cache {self.path}: it ends within {name}. {AGAIN}"
             )
-        return found
+        return tensor
 
 
 def _place(facts: Any) -> tuple[torch.dtype, list[int], int, int]:

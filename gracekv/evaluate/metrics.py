@@ -131,11 +131,11 @@ def class_accuracy(prediction: str, answer: str, classes: Sequence[str]) -> floa
     Names inside the right one do not count. The official loop deletes from the list it walks over,
     which can spare a name; that is part of the metric.
     """
-    found = [name for name in classes if name in prediction]
-    for name in found:
+    named = [name for name in classes if name in prediction]
+    for name in named:
         if name in answer and name != answer:
-            found.remove(name)
-    return 1 / len(found) if answer in found else 0.0
+            named.remove(name)
+    return 1 / len(named) if answer in named else 0.0
 
 
 def retrieval(prediction: str, answer: str) -> float:

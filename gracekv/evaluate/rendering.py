@@ -107,27 +107,27 @@ def render_questions(
     asked = sample.questions()
     if len(asked) > 1:
         truncate = "error"
-    found = [render(one, tokenizer, limit, truncate, answer_words) for one in asked]
-    spans, ids = found[0].prompt.spans, found[0].prompt.ids
+    renderings = [render(one, tokenizer, limit, truncate, answer_words) for one in asked]
+    spans, ids = renderings[0].prompt.spans, renderings[0].prompt.ids
     start, end = spans.context_start, spans.context_end
     for number, one in enumerate(asked[1:] if sample.in_turns else (), 1):
-        before, alone = found[number - 1], found[number]
+        before, alone = renderings[number - 1], renderings[number]
         turn = next_turn(tokenizer, one.question.strip(), "\n", one.chat, one.answer_prefix)
         joint = torch.cat([before.prompt.ids, before.answer_ids, torch.tensor(turn)])
         prompt = Prompt.from_ids(joint, (start, end), tokenizer=tokenizer)
-        found[number] = Rendered(prompt, alone.answer_ids, 0)
-    longest = max(len(rendered.prompt.ids) for rendered in found)
+        renderings[number] = Rendered(prompt, alone.answer_ids, 0)
+    longest = max(len(rendered.prompt.ids) for rendered in renderings)
     if len(asked) > 1 and longest > limit:
         raise TaskError(
             f"Sample {sample.index} of {sample.task} has {longest} tokens with all its turns, more "
             f"than the {limit} allowed. Allow more, or ask for a smaller length."
         )
-    if any(not torch.equal(one.prompt.ids[: end + 1], ids[: end + 1]) for one in found):
+    if any(not torch.equal(one.prompt.ids[: end + 1], ids[: end + 1]) for one in renderings):
         raise TaskError(
             f"The questions of sample {sample.index} of {sample.task} do not share a context: the "
             f"tokenizer joins its end with what follows. Begin all questions alike."
         )
-    return tuple(found)
+    return tuple(renderings)
 
 
 def joint_digest(rendered: tuple[Rendered, ...]) -> str:

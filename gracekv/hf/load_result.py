@@ -96,8 +96,8 @@ def _loaded(
 def layer_devices(model: Any) -> list[torch.device]:
     """Where each decoder layer computes."""
     fallback = input_device(model)
-    found = (next(layer.parameters()).device for layer in model.get_decoder().layers)
-    return [fallback if device.type == "meta" else device for device in found]
+    devices = (next(layer.parameters()).device for layer in model.get_decoder().layers)
+    return [fallback if device.type == "meta" else device for device in devices]
 
 
 def _checked_model(

@@ -51,10 +51,10 @@ def obstacle(device: torch.device, otherwise: str) -> str | None:
         return f"The kernels were only made for NVIDIA GPUs. Use {otherwise}."
     if not torch.cuda.is_available():
         return f"torch sees no CUDA GPU. Install a CUDA build of torch, or use {otherwise}."
-    found = capability(device)
-    if found < (8, 0):
+    version = capability(device)
+    if version < (8, 0):
         return (
-            f"This GPU has compute capability {found[0]}.{found[1]}; the kernels need 8.0 or "
+            f"This GPU has compute capability {version[0]}.{version[1]}; the kernels need 8.0 or "
             f"newer. Use {otherwise}."
         )
     return None

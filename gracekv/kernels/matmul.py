@@ -73,27 +73,27 @@ def _tile(vectors: int) -> Callable[..., Any]:
             for v in range(vectors):
                 at = builder.gep(line, [word(v * _LANES)])
                 parts.append(builder.load(builder.bitcast(at, vector.as_pointer()), align=4))
-            found = []
+            products = []
             lanes = ir.Constant(ir.VectorType(ir.IntType(32), _LANES), None)
             for r in range(_ROWS):
                 factor = builder.load(builder.gep(sources[r], [s]), align=4)
                 some = ir.Constant(vector, ir.Undefined)
                 some = builder.insert_element(some, factor, ir.IntType(32)(0))
                 every = builder.shuffle_vector(some, ir.Constant(vector, ir.Undefined), lanes)
-                found += [
+                products += [
                     builder.call(add, [every, part, sums[r * vectors + v]])
                     for v, part in enumerate(parts)
                 ]
             following = builder.add(s, word(1))
             s.add_incoming(following, body)
-            for total, new in zip(sums, found, strict=True):
+            for total, new in zip(sums, products, strict=True):
                 total.add_incoming(zero, before)
                 total.add_incoming(new, body)
             builder.cbranch(builder.icmp_signed("<", following, stop), body, after)
 
             builder.position_at_end(after)
             results = []
-            for new in found:
+            for new in products:
                 result = builder.phi(vector)
                 result.add_incoming(zero, before)
                 result.add_incoming(new, body)

@@ -18,11 +18,11 @@ import torch
 @functools.cache
 def _parallel() -> Any:
     """OpenMP's call for a parallel region, of the library that torch is linked to; None if none."""
-    found = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
-    if found is not None:
-        found.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        found.restype = None
-    return found
+    entry = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)
+    if entry is not None:
+        entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        entry.restype = None
+    return entry
 
 
 def obstacle() -> str | None:

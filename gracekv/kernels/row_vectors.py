@@ -109,12 +109,14 @@ def largest_of(context: Any, x: Any, vectors: Any) -> Any:
         with cgutils.for_range(builder, vectors) as loop:
             at = vector_at(context, builder, array, x, builder.mul(loop.index, _INT(WIDTH)))
             builder.store(larger(builder.load(top), builder.load(at, align=4)), top)
-        found, lanes = builder.load(top), WIDTH
+        largest, lanes = builder.load(top), WIDTH
         while lanes > 1:
             lanes //= 2
             low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
-            found = larger(pick(builder, found, found, low), pick(builder, found, found, high))
-        return builder.extract_element(found, ir.Constant(ir.IntType(32), 0))
+            largest = larger(
+                pick(builder, largest, largest, low), pick(builder, largest, largest, high)
+            )
+        return builder.extract_element(largest, ir.Constant(ir.IntType(32), 0))
 
     return types.float32(x, types.int64), generate
 

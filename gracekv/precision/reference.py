@@ -46,15 +46,15 @@ def allocated_widths(entries: Entries, costs: WidthCosts, budget: int) -> list[i
     fits. Source: `gracekv.precision.width_auction.allocated_widths`.
     """
     widths = len(costs.bits)
-    found = []
+    offers = []
     for entry, worth in enumerate(entries.worth.tolist()):
         if entries.fixed[entry]:
-            found.append((-worth / costs.entry[-1], entry, 0, widths))
+            offers.append((-worth / costs.entry[-1], entry, 0, widths))
             continue
         slopes = _hull_slopes(entries.loss[int(entries.head[entry])].tolist(), costs)
-        found += [(-worth * slope, entry, step, step + 1) for step, slope in enumerate(slopes)]
+        offers += [(-worth * slope, entry, step, step + 1) for step, slope in enumerate(slopes)]
     # A stable sort: ties go to the earlier entry, then to the smaller width.
-    operations = [operation[1:] for operation in sorted(found, key=lambda x: x[0])]
+    operations = [operation[1:] for operation in sorted(offers, key=lambda x: x[0])]
     level = [0] * len(entries.worth)
     heads = entries.head.tolist()
     while True:
@@ -101,14 +101,14 @@ def _groups(
     if by == "token":
         size = min(coding.group, dim)
         return [(e, slice(c, c + size)) for e in range(entries) for c in range(0, dim, size)]
-    found: list[tuple[slice | int, slice | int]] = []
+    blocks: list[tuple[slice | int, slice | int]] = []
     begin = 0
     for length in lengths.tolist():
         for first in range(begin, begin + length, coding.group):
             last = min(first + coding.group, begin + length)
-            found += [(slice(first, last), c) for c in range(dim)]
+            blocks += [(slice(first, last), c) for c in range(dim)]
         begin += length
-    return found
+    return blocks
 
 
 @functools.cache

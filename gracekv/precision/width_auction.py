@@ -201,11 +201,11 @@ def _finish(
             rate, tie = operations.rate[begin + chosen], operations.tie[begin + chosen]
             offer = float(rate), int(tie), int(cost[kind[chosen]])
         if shard is not None:
-            found = first_offer(offer, shard)
-            if found is None:
+            winner = first_offer(offer, shard)
+            if winner is None:
                 return
-            left -= found[1]
-            if found[0] != shard.rank:
+            left -= winner[1]
+            if winner[0] != shard.rank:
                 continue
         elif offer is None:
             return

@@ -81,8 +81,8 @@ def attention_function(model: Any, base: str) -> Any:
     from transformers import AttentionInterface
 
     # "eager" is not in transformers' table: each modeling file has its own.
-    found = map(attention_module, model.get_decoder().layers)
-    module = sys.modules[type(next(x for x in found if x is not None)).__module__]
+    modules = map(attention_module, model.get_decoder().layers)
+    module = sys.modules[type(next(x for x in modules if x is not None)).__module__]
     return AttentionInterface().get_interface(base, module.__dict__.get("eager_attention_forward"))
 
 

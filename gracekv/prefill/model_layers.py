@@ -161,14 +161,14 @@ def rotation_kind(model: Any) -> tuple[str, ...]:
 
 def attention_module(layer: Any) -> Any:
     """The module of a decoder layer that attends, as most families name it; None: not found."""
-    found = getattr(layer, "self_attn", None)
-    return getattr(layer, "mixer", None) if found is None else found
+    attention = getattr(layer, "self_attn", None)
+    return getattr(layer, "mixer", None) if attention is None else attention
 
 
 def output_projection(attention: Any) -> Any:
     """The linear layer after an attention module's heads; None: not found."""
-    found = getattr(attention, "o_proj", None)
-    return getattr(attention, "out_proj", None) if found is None else found
+    projection = getattr(attention, "o_proj", None)
+    return getattr(attention, "out_proj", None) if projection is None else projection
 
 
 def has_rope(model: Any) -> bool:
@@ -184,9 +184,9 @@ def rotary_positions(model: Any, places: Tensor) -> Tensor:
     return places.expand(3, 1, -1) if "mrope_section" in rope_parameters(model) else places
 
 
-def remember_rotations(model: Any, found: Mapping[int, Rotation]) -> None:
+def remember_rotations(model: Any, rotations: Mapping[int, Rotation]) -> None:
     """Use these rotations, by layer, for `model` from now on."""
-    _found[model] = dict(found)
+    _found[model] = dict(rotations)
 
 
 def _rotation(model: Any, number: int, layer: Any) -> Rotation:

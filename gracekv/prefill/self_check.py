@@ -94,7 +94,7 @@ def self_check(model: Any) -> None:
                 f"{difference:.1g} from softmax attention over its keys; gracekv computes nothing "
                 f"else for a family that it does not know."
             )
-    found = _rotations(model, seen)
+    rotations = _rotations(model, seen)
     again = _last_step(model, ids, seen)
     difference = _difference(again, stock)
     if difference > _tolerance(model):
@@ -103,7 +103,7 @@ def self_check(model: Any) -> None:
             f"{difference:.1g} from the whole prompt at once, so it keeps more than them between "
             f"steps."
         )
-    remember_rotations(model, found)
+    remember_rotations(model, rotations)
     _passed.add(model)
     warnings.warn(
         f"The model family {family!r} is not tested with gracekv. A short random prompt gave what "
@@ -153,12 +153,12 @@ def _rotations(model: Any, seen: _Seen) -> dict[int, Rotation]:
 
         return attention
 
-    found: dict[int, Rotation] = {}
+    rotations: dict[int, Rotation] = {}
     with patched_attention(model, catching):
         for number, (args, kwargs) in seen.inputs.items():
             pair = kwargs.get("position_embeddings")
             if pair is None and not has_rope(model):
-                found[number] = "none"
+                rotations[number] = "none"
                 continue
             if not isinstance(pair, tuple) or len(pair) != 2:
                 raise UnsupportedModelError(
@@ -169,8 +169,8 @@ def _rotations(model: Any, seen: _Seen) -> dict[int, Rotation]:
             still = kwargs | {"position_embeddings": (torch.ones_like(cos), torch.zeros_like(sin))}
             with suppress(_Enough):
                 attention_module(model.get_decoder().layers[number])(*args, **still)
-            found[number] = _rotation(model, number, plain[number], seen.keys[number], cos, sin)
-    return found
+            rotations[number] = _rotation(model, number, plain[number], seen.keys[number], cos, sin)
+    return rotations
 
 
 def _rotation(
@@ -256,10 +256,10 @@ def _softmax_attention(
     return (shares @ value).transpose(1, 2)
 
 
-def _difference(found: Tensor, wanted: Tensor) -> float:
+def _difference(got: Tensor, wanted: Tensor) -> float:
     """|found - wanted| / |wanted|."""
     wanted = wanted.float()
-    return float((found.float() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    return float((got.float() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
 def _tolerance(model: Any) -> float:

@@ -148,8 +148,8 @@ def fill_states(layer: Any, states: Mapping[str, Tensor]) -> None:
 
 def read_states(layer: Any) -> dict[str, Tensor]:
     """Copies of a stock layer's states [S, ...], which further tokens change in place."""
-    found = {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]}
-    return {name: x.clone() for name, x in found.items() if x is not None}
+    states = {"conv": layer.conv_states[0], "recurrent": layer.recurrent_states[0]}
+    return {name: x.clone() for name, x in states.items() if x is not None}
 
 
 def states_of(cache: Cache, kept: Sequence[ModelLayer]) -> tuple[KeptLayer, ...]:

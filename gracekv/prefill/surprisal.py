@@ -45,9 +45,9 @@ def unlikelihood(final: Tensor, head: Any, following: Tensor, vocabulary: int) -
         vocabulary: number of logits.
     """
     values = _by_blocks if _is_plain(head) else _by_rows
-    found = values(final, head, following.to(final.device), vocabulary).to(final.device)
+    surprise = values(final, head, following.to(final.device), vocabulary).to(final.device)
     # Rounding must not make a certain token's surprisal negative.
-    return found.clamp_(min=0)
+    return surprise.clamp_(min=0)
 
 
 def _is_plain(head: Any) -> bool:

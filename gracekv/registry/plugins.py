@@ -124,7 +124,7 @@ def foreign_modules(value: Any) -> dict[str, str]:
     Returns module to the name and version of the distribution that it belongs to; "" if none is
     known.
     """
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
 
     def visit(part: Any) -> None:
         if isinstance(part, tuple):
@@ -133,23 +133,23 @@ def foreign_modules(value: Any) -> dict[str, str]:
         elif dataclasses.is_dataclass(part):
             module = type(part).__module__
             if module.partition(".")[0] != "gracekv":
-                found[module] = ""
+                modules[module] = ""
             for field in dataclasses.fields(part):
                 visit(getattr(part, field.name))
 
     visit(value)
-    if found:
+    if modules:
         owners = metadata.packages_distributions()
-        for module in found:
+        for module in modules:
             for owner in owners.get(module.partition(".")[0], ())[:1]:
-                found[module] = f"{owner} {metadata.version(owner)}"
-    return dict(sorted(found.items()))
+                modules[module] = f"{owner} {metadata.version(owner)}"
+    return dict(sorted(modules.items()))
 
 
 def missing_modules(modules: object) -> str:
     """A sentence on those of `modules`, from `foreign_modules`, that are not imported; or ""."""
-    found = modules if isinstance(modules, Mapping) else {}
-    missing = {module: owner for module, owner in found.items() if module not in sys.modules}
+    named = modules if isinstance(modules, Mapping) else {}
+    missing = {module: owner for module, owner in named.items() if module not in sys.modules}
     if not missing:
         return ""
     parts = [

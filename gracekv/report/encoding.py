@@ -203,9 +203,9 @@ def _plain(value: object, *names: str) -> dict[str, Any]:
     plain = {}
     for name in names:
         first, *rest = name.split("_")
-        found = getattr(value, name)
+        member = getattr(value, name)
         plain[first + "".join(map(str.title, rest))] = (
-            found.tolist() if isinstance(found, Tensor) else found
+            member.tolist() if isinstance(member, Tensor) else member
         )
     return plain
 

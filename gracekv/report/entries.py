@@ -71,9 +71,9 @@ class KeptEntries:
         # Entries are sorted by (head, start), so the last one that begins here or before is it.
         key = self.head_of_entry() * stride + self.start
         at = torch.searchsorted(key, heads * stride + position, right=True) - 1
-        found = (at >= self.offsets[:-1]) & (at < self.offsets[1:])
-        held = found.clone()
-        held[found] = self.end[at[found]] > position
+        inside = (at >= self.offsets[:-1]) & (at < self.offsets[1:])
+        held = inside.clone()
+        held[inside] = self.end[at[inside]] > position
         return torch.where(held, at, -1)
 
     def entry_lengths(self) -> Tensor:
@@ -107,8 +107,8 @@ def kept_entries(
     position, multiplicity, head, change = _context_entries(cache, region, change)
     layers, heads = len(cache.layers), cache.layers[0].heads
     starts = offsets(torch.bincount(head, minlength=layers * heads))
-    found = KeptEntries(layers, heads, region, starts, position, position + 1, multiplicity)
-    found = replace(found, value_change=change)
+    entries = KeptEntries(layers, heads, region, starts, position, position + 1, multiplicity)
+    entries = replace(entries, value_change=change)
     if record is None:
         # Without trees nothing was merged, unless what was merged is not known any more.
         if represents == "node" and run.accounting.spent < run.accounting.entries.numel() * (
@@ -119,14 +119,14 @@ def kept_entries(
                 "tokens that each stands for. Write the report from the result of compress, "
                 "beside result.save."
             )
-        return found
+        return entries
 
     in_region = position < record.region[1]
     depth = torch.where(in_region, 0, -1).to(torch.int16)
     floor = torch.zeros_like(in_region)
     chosen = record.selection
     if chosen is None:
-        return replace(found, depth=depth, floor=floor)
+        return replace(entries, depth=depth, floor=floor)
     start = chosen.start.long()
     end = start + 1 if chosen.end is None else chosen.end.long()
     packed, here = start < cache.length, position[in_region]
@@ -144,7 +144,7 @@ def kept_entries(
         depth[in_region] = chosen.level[packed]
     if chosen.from_floor is not None:
         floor[in_region] = chosen.from_floor[packed]
-    return replace(found, start=starts, end=ends, depth=depth, floor=floor)
+    return replace(entries, start=starts, end=ends, depth=depth, floor=floor)
 
 
 def _context_entries(

@@ -81,13 +81,13 @@ class Compactor(Scorer):
         for first in range(seen.start, seen.end, self.chunk_size):
             chunk = range(first, min(first + self.chunk_size, seen.end))
             view = prefill.with_queries(chunk)
-            for layer, found in enumerate(parts):
+            for layer, chunks in enumerate(parts):
                 keys = view.keys[layer][:, chunk.start : chunk.stop].float()
                 queries = view.queries_at(layer, chunk).float()
                 shared = rearrange(queries, "(g n) c d -> g (n c) d", g=view.kv_heads)
                 shares = torch.softmax(shared @ keys.transpose(1, 2), dim=-1)
-                found.append(reduce(shares, "g (n c) t -> g t", "sum", c=len(chunk)) / view.group)
-        return [torch.cat(found, dim=-1) for found in parts]
+                chunks.append(reduce(shares, "g (n c) t -> g t", "sum", c=len(chunk)) / view.group)
+        return [torch.cat(chunks, dim=-1) for chunks in parts]
 
 
 def leverages(prefill: Prefill, layer: int, seen: Region, ridge: float) -> Tensor:
