@@ -74,6 +74,10 @@ class SavedCacheError(GracekvError, ValueError):
     """A saved cache's file is damaged, of an unknown format, or of another model."""
 
 
+class OutputError(GracekvError, OSError):
+    """A file cannot be written: its place is no regular file, or its disk is full or read-only."""
+
+
 class StoreError(GracekvError, ValueError):
     """A context for another engine is missing, damaged, badly named, or of another model."""
 

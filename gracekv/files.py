@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gracekv.errors import ConfigError
+from gracekv.errors import ConfigError, OutputError
 
 VERSION = "0.1.0"
 """Of gracekv; what is written says it."""
@@ -22,6 +23,20 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"Cannot read {path} as UTF-8 text: {error}.") from error
 
 
+def check_output(path: Path) -> None:
+    """Raise `OutputError` if `replacing` could not write to `path`; for use before long work."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        kind = "a folder" if target.is_dir() else "no regular file"
+        raise OutputError(f"Cannot write to {path}: it is {kind}. Name a file.")
+    folder = next(x for x in target.parents if x.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputError(
+            f"Cannot write to {path}: {folder} is no folder that this process may write to. Name "
+            f"a file elsewhere."
+        )
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that is either complete or not there; makes its folder."""
     with replacing(path) as scratch:
@@ -32,17 +47,32 @@ def write_atomically(path: Path, data: bytes) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """An empty file beside `path` to write to; it takes `path`'s place when the block ends well.
 
-    Makes the folder. If the block raises, `path` is as it was and the other file is gone.
+    Makes the folder. If the block raises, `path` is as it was and the other file is gone. A file
+    that was there passes on its permissions, a new one has what the umask leaves; where `path` is
+    a link, what it points to is replaced.
+
+    Raises `OutputError` if `path` is a folder, a device or a pipe, or if writing fails.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    os.close(handle)
-    scratch = Path(name)
+    check_output(path)
+    target = Path(os.path.realpath(path))
+    scratch = target.with_name(f".{target.name}-{secrets.token_hex(6)}")
     try:
-        yield scratch
-        # mkstemp makes files private; results are ordinary files.
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
+        target.parent.mkdir(parents=True, exist_ok=True)
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+        # Never wider than the file that it will replace, not even while it is written.
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+        os.close(os.open(scratch, flags, 0o666 if mode is None else mode & 0o666))
+        try:
+            mode = stat.S_IMODE(scratch.stat().st_mode) if mode is None else mode
+            yield scratch
+            # The block may have put another file there.
+            os.chmod(scratch, mode)
+            os.replace(scratch, target)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise OutputError(
+            f"Cannot write to {path}: {error}. What was there is unchanged; free some room, or "
+            f"name a file elsewhere."
+        ) from error

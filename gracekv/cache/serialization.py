@@ -45,9 +45,10 @@ def write_cache(
 ) -> None:
     """Write `cache` with a `header` of plain data and more `tensors` [any shape], atomically.
 
-    Raises `MissingDependencyError` without the safetensors package.
+    Raises `MissingDependencyError` without the safetensors package, and `OutputError` as
+    `gracekv.files.replacing` does.
     """
-    save_file = _safetensors().save_file
+    safetensors = _safetensors()
     everything = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     for number, layer in enumerate(cache.layers):
         for part, tensor in layer.tensors().items():
@@ -74,7 +75,11 @@ def write_cache(
         "gracekv_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
     with replacing(path) as scratch:
-        save_file(everything, scratch, metadata=metadata)
+        try:
+            safetensors.torch.save_file(everything, scratch, metadata=metadata)
+        except safetensors.SafetensorError as error:
+            # Of its errors only those of writing can arise here.
+            raise OSError(f"{error}") from error
 
 
 def _format(codings: Sequence[Coding]) -> int:
@@ -278,7 +283,7 @@ def _safetensors() -> Any:
         import safetensors.torch
     except ImportError as error:
         raise MissingDependencyError(
-            "Saving and loading caches needs the package 'safetensors'. Install it with: "
+            "Saving caches needs the package 'safetensors'. Install it with: "
             "pip install 'gracekv[hf]'"
         ) from error
-    return safetensors.torch
+    return safetensors

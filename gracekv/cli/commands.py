@@ -15,7 +15,7 @@ import typer
 import gracekv
 from gracekv import recipes
 from gracekv.errors import ConfigError
-from gracekv.files import read_text, write_atomically
+from gracekv.files import check_output, read_text, write_atomically
 
 if TYPE_CHECKING:
     from gracekv import CompressionResult, Pipeline, Prompt
@@ -137,6 +137,9 @@ def compress(
         )
     if compare and report is None:
         raise ConfigError("--compare needs a page to show it on: add --report page.html.")
+    for out in (save, report, json_out):
+        if out is not None:
+            check_output(out)
     if pipeline is None:
         pipeline = recipes.DEFAULT if question else recipes.DEFAULT_WITHOUT_QUESTION
     pipelines = _pipelines(pipeline, compare or [])

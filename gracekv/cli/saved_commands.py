@@ -26,7 +26,7 @@ class Engine(StrEnum):
 Cache = Annotated[Path, typer.Argument(help="What gracekv compress --save wrote.")]
 Model = Annotated[
     str | None,
-    typer.Option(help="'smollm2', or a name or folder; default: the one that the file names."),
+    typer.Option(help="'smollm2', or a name or folder; default: the file's, if it is here."),
 ]
 Tokens = Annotated[int, typer.Option(min=1, help="Length of an answer.")]
 Dtype = Annotated[
@@ -131,9 +131,10 @@ def _load(cache: Path, model: str | None, dtype: str | None) -> CompressionResul
     from gracekv.hf import loading
 
     # Reading it first refuses a file that is no cache before a model is loaded.
-    saved = read_header(cache)["model"]
-    name = model or loading.name_of(saved.get("model_name", ""))
-    loaded, tokenizer = loading.load_model(name, dtype or saved["dtype"])
+    saved = read_header(cache).get("model")
+    facts = saved if isinstance(saved, dict) else {}
+    name = model or loading.name_of(facts.get("model_name"))
+    loaded, tokenizer = loading.load_model(name, dtype or facts.get("dtype", "float32"))
     return gracekv.load(cache, loaded, tokenizer=tokenizer)
 
 

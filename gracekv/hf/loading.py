@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from gracekv.errors import ConfigError
@@ -46,13 +47,22 @@ def load_model(name: str, dtype: str = "float32", device: str | None = None) -> 
     return model.to(device).eval(), tokenizer
 
 
-def name_of(saved: str) -> str:
+def name_of(saved: object) -> str:
     """What `load_model` takes for the model name that a saved cache holds.
 
-    Raises `ConfigError` if the file holds none.
+    A file may come from anyone, so nothing is downloaded because one names it.
+
+    Raises `ConfigError` if the file names none, or neither the embedded model nor a folder.
     """
     from gracekv.hf.smollm2 import MODEL_NAME
 
-    if not saved:
+    if not saved or not isinstance(saved, str):
         raise ConfigError("The saved cache does not name its model. Give it with --model.")
-    return EMBEDDED if saved == MODEL_NAME else saved
+    if saved == MODEL_NAME:
+        return EMBEDDED
+    if not Path(saved).is_dir():
+        raise ConfigError(
+            f"The saved cache names the model {saved!r}, which is no folder here; what a file "
+            f"names is not downloaded. If it is the one you want, give it with --model."
+        )
+    return saved

@@ -207,6 +207,16 @@ def test_errors_are_one_message_and_status_2(run, calls, story, argv, message):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("option", ["--save", "--report", "--json"])
+def test_outputs_are_checked_before_the_model_is_loaded(run, story, calls, tmp_path, option):
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "out", "/dev/full"):
+        status, _, err = run("compress", "--context", story, "--question", "Who?", option, place)
+        assert status == 2
+        assert err.startswith("OutputError: Cannot write to")
+    assert not calls
+
+
 def test_dtype_is_checked_before_a_model_is_loaded(run, story):
     argv = ("--model", "m", "--context", story, "--question", "q", "--dtype", "int8")
     status, _, err = run("compress", *argv)

@@ -1,5 +1,6 @@
 """Commands that read a saved cache: generate, ask, chat and export, over a tiny real model."""
 
+import dataclasses
 import io
 import sys
 from types import SimpleNamespace
@@ -75,14 +76,33 @@ def test_a_saved_context_is_asked(run, loads, book):
     assert "A question is a text that is not empty" in err
 
 
-def test_the_file_names_its_model(run, loads, book):
+def rename(result, path, name):
+    """Save a file that names this model."""
+    fingerprint = {**result.fingerprint, "model_name": name}
+    runs = tuple(dataclasses.replace(run, fingerprint=fingerprint) for run in result._runs)
+    dataclasses.replace(result, _runs=runs).save(path)
+
+
+def test_a_model_that_a_file_names_is_not_downloaded(run, loads, book):
+    result, path = book
+    rename(result, path, "somebody/a-model")
+    for command in (("ask", path, "Who fell?"), ("chat", path), ("generate", path)):
+        status, _, err = run(*command)
+        assert status == 2
+        assert "names the model 'somebody/a-model', which is no folder here" in err
+        assert "give it with --model" in err
+    assert loads.seen == []
+    # Named by the user it is loaded.
+    assert run("ask", path, "Who fell?", "--model", "somebody/a-model")[0] == 0
+
+
+def test_the_file_names_its_model(run, loads, book, tmp_path):
     result, path = book
     status, _, err = run("ask", path, "Who fell?")
     assert status == 2
     assert "does not name its model. Give it with --model" in err
-    for name, wanted in (("somebody/a-model", "somebody/a-model"), (MODEL_NAME, "smollm2")):
-        loads.model.config.name_or_path = name
-        result.save(path)
+    for name, wanted in ((str(tmp_path), str(tmp_path)), (MODEL_NAME, "smollm2")):
+        rename(result, path, name)
         assert run("ask", path, "Who fell?", "--max-new-tokens", 2)[0] == 0
         assert loads.seen[-1] == (wanted, "float32")
 

@@ -17,12 +17,13 @@ pytest.importorskip("transformers")
 import gracekv
 from gracekv.backends import Eager
 from gracekv.cache import serialization
-from gracekv.errors import SavedCacheError
+from gracekv.errors import OutputError, SavedCacheError
 from gracekv.hf import BatchResult, CompressionResult, detach
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.testing.models import tiny_llama
 
 safetensors = pytest.importorskip("safetensors.torch")
+SafetensorError = pytest.importorskip("safetensors").SafetensorError
 
 SPANS = [(90, 4, 80), (150, 0, 139)]
 
@@ -303,10 +304,10 @@ def test_a_failed_save_leaves_the_old_file(model, result, saved, monkeypatch):
 
     def breaks(tensors, path, metadata):
         path.write_bytes(b"half")
-        raise RuntimeError("disk full")
+        raise SafetensorError("No space left on device")
 
-    monkeypatch.setattr(serialization, "_safetensors", lambda: SimpleNamespace(save_file=breaks))
-    with pytest.raises(RuntimeError, match="disk full"):
+    monkeypatch.setattr(safetensors, "save_file", breaks)
+    with pytest.raises(OutputError, match=r"Cannot write to .*No space left.*is unchanged"):
         result.save(saved)
     assert saved.read_bytes() == before
     assert os.listdir(saved.parent) == [saved.name]

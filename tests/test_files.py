@@ -1,0 +1,121 @@
+"""Files are written whole or not at all, with the permissions they had, and nothing else is."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.serialization import write_cache
+from gracekv.errors import OutputError
+from gracekv.files import check_output, write_atomically
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def umask():
+    before = os.umask(0o027)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize("bits", [0o600, 0o640, 0o644, 0o664])
+def test_a_file_keeps_its_permissions(tmp_path, umask, bits):
+    path = tmp_path / "private"
+    path.write_bytes(b"old")
+    path.chmod(bits)
+    write_atomically(path, b"new")
+    assert (path.read_bytes(), mode(path)) == (b"new", bits)
+
+
+def test_a_new_file_has_what_the_umask_leaves(tmp_path, umask):
+    write_atomically(tmp_path / "folder" / "new", b"text")
+    assert mode(tmp_path / "folder" / "new") == 0o640
+
+
+def test_a_saved_cache_is_as_private_as_the_one_that_it_replaces(tmp_path, umask):
+    states = torch.ones(2, 3, 4)
+    cache = RaggedCache((RaggedLayer.dense(states, states + 1),), 3)
+    for path, bits in ((tmp_path / "private", 0o600), (tmp_path / "new", 0o640)):
+        if bits == 0o600:
+            path.touch(bits)
+        write_cache(path, cache, {}, {})
+        assert mode(path) == bits
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path):
+    target, link = tmp_path / "real" / "file", tmp_path / "link"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    for text in (b"first, of a link to nothing yet", b"second"):
+        write_atomically(link, text)
+        assert link.is_symlink()
+        assert target.read_bytes() == text
+    assert [x.name for x in target.parent.iterdir()] == ["file"]
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/full")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "link", Path("/dev/full")):
+        for call in (check_output, lambda x: write_atomically(x, b"data")):
+            with pytest.raises(OutputError, match=r"it is (a folder|no regular file). Name a file"):
+                call(path)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_the_work(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    check_output(tmp_path / "folder" / "that" / "is" / "made")
+    for path in (tmp_path / "file" / "inside", Path("/proc/nothing/here")):
+        with pytest.raises(OutputError, match="Cannot write to"):
+            check_output(path) or write_atomically(path, b"data")
+
+
+SAVER = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.serialization import read_cache, read_digest, write_cache
+
+path = Path(sys.argv[1])
+def made(seed):
+    x = torch.randn(2, 4000, 64, generator=torch.Generator().manual_seed(seed))
+    return RaggedCache(tuple(RaggedLayer.dense(x + n, x - n) for n in (1, 2)), 4000)
+caches, digests = [made(0), made(1)], set()
+for cache in caches:
+    write_cache(path, cache, {}, {})
+    digests.add(read_digest(path))
+rng, states = random.Random(0), []
+for _ in range(int(sys.argv[2])):
+    child = os.fork()
+    if not child:
+        while True:
+            for cache in caches:
+                write_cache(path, cache, {}, {})
+    time.sleep(rng.random() * 0.08)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    read_cache(path, [torch.device("cpu")] * 2)
+    states.append(read_digest(path))
+assert set(states) <= digests
+print(len(states), len(set(path.parent.iterdir())) > 1)
+"""
+
+
+def test_a_saver_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
+    """kill -9, at random times; what may stay besides is a hidden file that nothing reads."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAVER, tmp_path / "cache", "25"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split()[0] == "25"
+    assert {x.name for x in tmp_path.iterdir() if not x.name.startswith(".")} == {"cache"}
