@@ -1,9 +1,8 @@
 """Quantised rows as float32 numbers, for the kernel of the `numba` backend.
 
-For groupings whose scales do not go into queries and weights (`numba_code_products`). Rows are
-dequantised into a scratch array that stays in the processor's cache, as rows in half precision are:
-from memory only codes, scales and zero points are read. Heads and groups of whole vectors
-(`code_vectors`) are dequantised by vector instructions, others one number at a time.
+Rows are dequantised into a scratch array that stays in the processor's cache, as rows in half
+precision are: from memory only codes, scales and zero points are read. Heads and groups of whole
+vectors (`code_vectors`) are dequantised by vector instructions, others one number at a time.
 """
 
 from __future__ import annotations

@@ -20,28 +20,24 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.backends import attention_args, numba_code_products, numba_codes
+from gracekv.backends import attention_args, numba_codes
 from gracekv.backends.attention_args import AttentionArgs, CodedArgs
-from gracekv.backends.numba_code_products import coded_mixtures, coded_products
+from gracekv.backends.numba_codes import coded_rows, codes_of
 from gracekv.kernels import (
-    code_matmul,
     code_vectors,
-    half_precision,
     intrinsics,
     numba_products,
     numba_softmax,
     row_vectors,
 )
-from gracekv.kernels.half_precision import as_float32
-from gracekv.kernels.intrinsics import fetch_and_add, pointer
+from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, pointer
 from gracekv.kernels.numba_products import mixtures, products
 from gracekv.kernels.numba_softmax import cap_logits, exponentials, largest, merge
 from gracekv.kernels.row_vectors import WIDTH
-from gracekv.kernels.source_digest import digest
 
 _ARGS, _PART = np.dtype(AttentionArgs), np.dtype(CodedArgs)
 # Rows that are converted are converted so many numbers at a time: they stay in the nearest cache.
-_PIECE_NUMBERS = 4096
+_PIECENUMBERS = 4096
 _NO_SINK = np.float32(-math.inf)
 _LOWEST = np.finfo(np.float32).min
 
@@ -80,16 +76,14 @@ def _run_splits(
     counters, scale = pointer(args.counters), np.float32(args.scale)
     softcap = np.float32(args.softcap)
 
-    piece = max(4, _PIECE_NUMBERS // dim // 4 * 4)
-    most, longest, columns = args.most_queries, args.longest, max(dim, piece * dim // WIDTH)
-    numbers = 3 * piece * dim + most * (2 * dim + columns + longest + 1) + 2 * longest
-    work = np.empty(numbers + 11 * WIDTH, np.float32)
+    piece = max(4, _PIECENUMBERS // dim // 4 * 4)
+    most, longest = args.most_queries, args.longest
+    numbers = 3 * piece * dim + most * (2 * dim + longest) + 2 * longest
+    work = np.empty(numbers + 9 * WIDTH, np.float32)
     free = (work.ctypes.data + 4 * WIDTH - 1) // (4 * WIDTH) * (4 * WIDTH)
     scratch, free = _floats(free, piece, dim)
     s, free = _floats(free, 1, piece * dim)
     z, free = _floats(free, 1, piece * dim)
-    folded, free = _floats(free, most, columns)
-    fixed, free = _floats(free, 1, most)
     queries, free = _floats(free, most, dim)
     mixed, free = _floats(free, most, dim)
     weights, free = _floats(free, most, longest)
@@ -138,10 +132,9 @@ def _run_splits(
         for start in range(0, entries, piece):
             n, begins = min(piece, entries - start), first + start
             if stored != 0:
-                coded_products(
-                    queries, count, half, parts, stored, row, begins, n, weights, start,
-                    folded, fixed, scratch, s, z,
-                )  # fmt: skip
+                coded_rows(half, parts, stored, True, row, begins, n, scratch, s, z)
+                coming = codes_of(parts, stored, False, dim)
+                products(queries, count, scratch, 0, n, coming, begins, weights, start)
             else:
                 k, at = as_float32(k_rows, begins, n, scratch)
                 products(queries, count, k, at, n, v_rows, begins, weights, start)
@@ -161,10 +154,9 @@ def _run_splits(
         for start in range(0, entries, piece):
             n, begins = min(piece, entries - start), first + start
             if stored != 0:
-                coded_mixtures(
-                    weights, count, half, parts, stored, row, begins, n, ahead + start, mixed,
-                    start, folded, scratch, s, z,
-                )  # fmt: skip
+                coded_rows(half, parts, stored, False, row, begins, n, scratch, s, z)
+                coming = codes_of(parts, stored, True, dim)
+                mixtures(weights, count, scratch, 0, n, coming, ahead + start, mixed, start)
             else:
                 v, at = as_float32(v_rows, begins, n, scratch)
                 mixtures(weights, count, v, at, n, keys, ahead + start, mixed, start)
@@ -194,19 +186,13 @@ def _run_splits(
 # Modules beside this one that its compiled functions come from.
 _SOURCES = (
     attention_args,
-    code_matmul,
     code_vectors,
-    half_precision,
     intrinsics,
-    numba_code_products,
     numba_codes,
     numba_products,
     numba_softmax,
     row_vectors,
 )
-
-# The numba type of rows of a dtype (see `half_precision`).
-_NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
 
 
 @functools.cache
@@ -215,7 +201,7 @@ def attend(dtype: torch.dtype) -> Any:
 
     The first call on a machine compiles for some seconds; later ones load the result from disk.
     """
-    number, sources = _NUMBERS[dtype], digest(*_SOURCES)
+    number, sources = NUMBERS[dtype], digest(*_SOURCES)
     # Scales and zero points of float32 layers are float16 numbers.
     half_number = np.int16 if number is np.float32 else number
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gracekv.backends.triton_softmax import add_entries, capped, normalised
+from gracekv.backends.triton_merge_kernel import add_entries, capped, normalised
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gracekv.backends.triton_softmax import add_entries, capped, normalised
+from gracekv.backends.triton_merge_kernel import add_entries, capped, normalised
 
 # Whether query t sees entry e, and what is added to the logit.
 PACKED = tl.constexpr(0)  # always; the log multiplicity is added

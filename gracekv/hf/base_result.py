@@ -18,9 +18,8 @@ from gracekv import recipes
 from gracekv.cache import Accounting, CompressedCache, Timings
 from gracekv.distributed.agreement import in_step
 from gracekv.hf.attention import attach
-from gracekv.hf.cache import GraceCache
+from gracekv.hf.cache import GraceCache, held_memory
 from gracekv.hf.generation import continue_ids, padded_inputs
-from gracekv.hf.held_memory import held_memory
 from gracekv.hf.saving import SavedPrompt, save_result
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run

@@ -13,7 +13,7 @@ from transformers.cache_utils import (
 
 from gracekv.errors import CacheError
 from gracekv.hf.layer import GraceLayer
-from gracekv.hf.row_repeats import repeats
+from gracekv.hf.packed_layer import repeats
 from gracekv.prefill.kept import WITHOUT_CACHE, KeptLayer
 from gracekv.prefill.stock_cache import WithoutCache, fill, fill_states, read_states
 

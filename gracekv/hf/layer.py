@@ -10,8 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from gracekv.backends.base import sequence_of_row
 from gracekv.errors import CacheError
-from gracekv.hf.packed_layer import PackedLayer
-from gracekv.hf.row_repeats import repeats
+from gracekv.hf.packed_layer import PackedLayer, repeats
 
 # Places that the tail starts with; it doubles from there.
 _FIRST_CAPACITY = 64

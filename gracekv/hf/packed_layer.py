@@ -1,4 +1,4 @@
-"""`PackedLayer`: the compressed entries of one layer, and the backend that reads them."""
+"""`PackedLayer`: the compressed entries of one layer, the backend that reads them, and who may."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from gracekv.backends import AttentionBackend, AttentionSpec, Backend
 from gracekv.cache import LayerEntries
+from gracekv.errors import CacheError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,3 +40,16 @@ class PackedLayer:
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
         # `copy.deepcopy(cache)` is how users fork a conversation: only the tail need be copied.
         return self
+
+
+def repeats(known: int, rows: int, kind: str = "prompts") -> int:
+    """How often each of the `known` rows of a cache is repeated to make `rows`.
+
+    Raises `CacheError`, which calls the known rows `kind`, if `rows` is no multiple of them.
+    """
+    if rows % known:
+        raise CacheError(
+            f"The cache holds {known} {kind}, the model was given {rows} rows. Use as many rows, a "
+            f"multiple of them, or cache.batch_select_indices first."
+        )
+    return rows // known

@@ -63,34 +63,9 @@ def _widener(lanes: int) -> Any:
     return intrinsic(widen)
 
 
-def _separator(columns: int) -> Any:
-    def widen(context: Any, rows: Any, first: Any, out: Any, to: Any, apart: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            kinds = signature.args
-            rows, first, out, to, apart = arguments
-            halves = ir.VectorType(ir.IntType(16), WIDTH * columns)
-            at = vector_at(context, builder, kinds[0], rows, first, halves)
-            found = builder.load(at, align=2)
-            for column in range(columns):
-                lanes = [column + columns * i for i in range(WIDTH)]
-                mask = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), lanes)
-                wide = _wide(builder, kinds[0], builder.shuffle_vector(found, found, mask))
-                place = vector_at(context, builder, kinds[2], out, to, wide.type)
-                builder.store(wide, place, align=4)
-                to = builder.add(to, apart)
-            return context.get_dummy_value()
-
-        given = (rows, types.int64, out, types.int64, types.int64)
-        return types.void(*given), generate
-
-    return intrinsic(widen)
-
-
 # out[to + i] = rows[first + i], of 16 numbers and of one: uint16 is bfloat16, int16 float16. Exact;
 # see `as_float32`.
 widen_vector, widen_one = _widener(WIDTH), _widener(1)
-# out[to + g apart + i] = rows[first + columns i + g], of 16 rows i of two or four columns g.
-separate_two, separate_four = _separator(2), _separator(4)
 
 
 def _decoder(half: str, *, by_channel: bool) -> Any:

@@ -1,14 +1,24 @@
-"""Instructions for compiled kernels: pointers, atomic counters and prefetching."""
+"""What compiled kernels share: pointers, atomic counters, prefetching, rows in half precision."""
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
 from numba import njit, types  # type: ignore[import-untyped,unused-ignore]
-from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
+from numba.extending import intrinsic, overload  # type: ignore[import-untyped,unused-ignore]
 
 _LINE = 64
+# A float16's exponent and mantissa bits in a float32 are a number 2^112 times too small.
+_HALF_SCALE = np.float32(2.0**112)
+
+NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+"""What rows of a dtype are to numba, which has no half-precision numbers (see `as_float32`)."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -57,3 +67,52 @@ def prefetch(rows: Any, first: int, count: int) -> None:
     width = rows.shape[1] * rows.itemsize
     for offset in range(first * width, (first + count) * width, _LINE):
         _prefetch_line(rows, offset)
+
+
+def as_float32(rows: Any, first: int, count: int, wide: Any) -> Any:
+    """`count` rows from `first` as float32: the array that holds them, and the first one's index.
+
+    numba has no half-precision numbers: rows of uint16 are bfloat16, rows of int16 float16. They
+    are converted exactly into `wide` [count or more, d] float32; float32 rows stay where they are.
+    """
+    raise NotImplementedError("Only compiled code can call this; see `_typed`.")
+
+
+@overload(as_float32)  # type: ignore[untyped-decorator]
+def _typed(rows: Any, first: Any, count: Any, wide: Any) -> Any:
+    def same(rows: Any, first: Any, count: Any, wide: Any) -> Any:
+        return rows, first
+
+    def bfloat16(rows: Any, first: Any, count: Any, wide: Any) -> Any:
+        bits = wide.view(np.uint32)
+        for e in range(count):
+            for i in range(rows.shape[1]):
+                bits[e, i] = np.uint32(rows[first + e, i]) << np.uint32(16)
+        return wide, 0
+
+    def float16(rows: Any, first: Any, count: Any, wide: Any) -> Any:
+        bits = wide.view(np.uint32)
+        for e in range(count):
+            for i in range(rows.shape[1]):
+                bits[e, i] = (np.uint32(rows[first + e, i]) & np.uint32(0x7FFF)) << np.uint32(13)
+            for i in range(rows.shape[1]):
+                wide[e, i] *= _HALF_SCALE
+            for i in range(rows.shape[1]):
+                x = np.uint32(rows[first + e, i])
+                infinite = (x & np.uint32(0x7C00)) == np.uint32(0x7C00)
+                sign = (x & np.uint32(0x8000)) << np.uint32(16)
+                bits[e, i] |= sign | (np.uint32(0x7F800000) if infinite else np.uint32(0))
+        return wide, 0
+
+    return {types.float32: same, types.uint16: bfloat16, types.int16: float16}[rows.dtype]
+
+
+def digest(*modules: ModuleType) -> str:
+    """A digest of the modules that are compiled into a kernel beside its own file, in any order.
+
+    numba's cache only detects changes in the file of the compiled function and in the values that
+    it closes over, so a kernel closes over this digest.
+    """
+    files = sorted(Path(module.__file__ or "") for module in modules)
+    texts = [file.read_bytes() for file in files]
+    return hashlib.sha256(b"".join(texts)).hexdigest()

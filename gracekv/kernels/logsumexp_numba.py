@@ -16,9 +16,8 @@ import numpy as np
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels import intrinsics, numba_softmax, row_vectors
-from gracekv.kernels.intrinsics import fetch_and_add, pointer
+from gracekv.kernels.intrinsics import digest, fetch_and_add, pointer
 from gracekv.kernels.numba_softmax import exponentiate, largest
-from gracekv.kernels.source_digest import digest
 
 # Numbers of a block, and rows that a thread takes at a time.
 _BLOCK = 1024

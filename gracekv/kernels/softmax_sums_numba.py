@@ -23,18 +23,15 @@ from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unus
 from torch import Tensor
 
 from gracekv.kernels import (
-    half_precision,
     intrinsics,
     matmul,
     numba_softmax,
     omp_threads,
     row_vectors,
 )
-from gracekv.kernels.half_precision import as_float32
-from gracekv.kernels.intrinsics import fetch_and_add, pointer
+from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, pointer
 from gracekv.kernels.matmul import multiply
 from gracekv.kernels.numba_softmax import exponentials, largest
-from gracekv.kernels.source_digest import digest
 
 # Keys of a panel: a transposed panel of float32 keys of dimension 64 takes 16 KiB.
 _PANEL = 64
@@ -172,10 +169,6 @@ def _work(args: Any) -> None:
                 _reduce(columns[: len(row)], row, factor, args.maximum != 0)
 
 
-# What rows of a dtype are to numba (see `half_precision`).
-_NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
-
-
 @functools.cache
 def pack_keys(dtype: torch.dtype) -> Any:
     """The kernel that writes `panels` from keys of a dtype: a C callback.
@@ -183,7 +176,7 @@ def pack_keys(dtype: torch.dtype) -> Any:
     It takes the address of `SoftmaxSumsArgs`. The first call on a machine compiles for some
     seconds; later ones find the result on disk.
     """
-    number, sources = _NUMBERS[dtype], digest(half_precision, intrinsics)
+    number, sources = NUMBERS[dtype], digest(intrinsics)
 
     def body(address: Any) -> None:
         _ = sources
@@ -208,7 +201,7 @@ def reduce_columns() -> Any:
 def takes(queries: Tensor, keys: Tensor) -> bool:
     """Whether the kernel can read queries [H, Q, d] and keys [G, T, d]."""
     plain = type(queries) is type(keys) is Tensor
-    return plain and keys.device.type == "cpu" and keys.dtype in _NUMBERS
+    return plain and keys.device.type == "cpu" and keys.dtype in NUMBERS
 
 
 def softmax_columns(

@@ -21,21 +21,18 @@ import torch
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels import (
-    half_precision,
     intrinsics,
     numba_products,
     numba_softmax,
     row_vectors,
 )
-from gracekv.kernels.half_precision import as_float32
-from gracekv.kernels.intrinsics import fetch_and_add, pointer
+from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, pointer
 from gracekv.kernels.numba_products import mixtures, products
 from gracekv.kernels.numba_softmax import exponentials, largest, merge
-from gracekv.kernels.source_digest import digest
 
 _PIECE = 256  # entries at once; ours
 # Modules that the compiled functions come from.
-_SOURCES = (half_precision, intrinsics, numba_products, numba_softmax, row_vectors)
+_SOURCES = (intrinsics, numba_products, numba_softmax, row_vectors)
 
 
 class PagedArgs(ctypes.Structure):
@@ -204,17 +201,13 @@ def _run_merges(args: Any) -> None:
         token = fetch_and_add(counters, 1)
 
 
-# The numba type of rows of a dtype (see `half_precision`).
-_NUMBERS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
-
-
 @functools.cache
 def work_kernel(dtype: torch.dtype) -> Any:
     """The kernel for contexts and pages of a dtype: a C callback on the address of `PagedArgs`.
 
     The first call on a machine compiles for some seconds; later ones load the result from disk.
     """
-    number = _NUMBERS[dtype]
+    number = NUMBERS[dtype]
     sources = digest(*_SOURCES)
 
     def kernel(address: Any) -> None:

@@ -14,8 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gracekv.backends.triton_merge_kernel import add_splits
-from gracekv.backends.triton_softmax import add_entries, normalised
+from gracekv.backends.triton_merge_kernel import add_entries, add_splits, normalised
 
 
 # What differs from step to step must not choose between compiled kernels.

@@ -224,7 +224,7 @@ def test_queries_that_do_not_lie_one_after_the_other():
 )
 def test_every_half_is_read_exactly(dtype, bits):
     numba = pytest.importorskip("numba")
-    from gracekv.kernels.half_precision import as_float32
+    from gracekv.kernels.intrinsics import as_float32
 
     @numba.njit
     def read(rows, wide):

@@ -34,25 +34,6 @@ def test_every_16_bit_number_is_read_exactly(dtype, bits):
 
 
 @numba.njit
-def separated(rows, two, four):
-    vectors.separate_two(rows, 3, two, 1, 20)
-    vectors.separate_four(rows, 3, four, 1, 20)
-
-
-@pytest.mark.parametrize(("dtype", "bits"), KINDS, ids=str)
-def test_columns_are_separated(dtype, bits):
-    numbers = torch.randn(70, generator=torch.Generator().manual_seed(1)).to(dtype)
-    found = [torch.zeros(1, 20 * count) for count in (2, 4)]
-
-    separated(numbers.view(torch.int16).numpy().view(bits), *(x.numpy() for x in found))
-
-    for count, got in zip((2, 4), found, strict=True):
-        want = torch.zeros(count, 20)
-        want[:, 1:17] = numbers[3 : 3 + 16 * count].float().view(16, count).T
-        assert torch.equal(got.view(count, 20), want)
-
-
-@numba.njit
 def decoded(codes, s, z, by_channel, by_token):
     step = codes.shape[1]
     vectors.whole_by_channel(codes, 0, step, s, z, 4, 0, by_channel[0], 0, 16, len(codes))

@@ -12,7 +12,7 @@ if interpreted():
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from gracekv.kernels import softmax_sums_triton, softmax_sums_triton_kernel  # noqa: E402
+from gracekv.kernels import softmax_sums_triton  # noqa: E402
 from support.covering import covering  # noqa: E402
 from support.cubin import resources  # noqa: E402
 
@@ -20,7 +20,7 @@ from support.cubin import resources  # noqa: E402
 SHARED_KIB = {80: 163, 90: 227, 120: 99}
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TYPES = {F32: "*fp32", F16: "*fp16", BF16: "*bf16"}
-KERNELS = [softmax_sums_triton_kernel.row_logsumexp, softmax_sums_triton_kernel.reduce_columns]
+KERNELS = [softmax_sums_triton.row_logsumexp, softmax_sums_triton.reduce_columns]
 
 
 def compiled(kernel, dim, dtype, arch):

@@ -12,7 +12,7 @@ import torch
 
 from gracekv.backends import numba_kernel as attention_kernel
 from gracekv.kernels import logsumexp_numba
-from gracekv.kernels.source_digest import digest
+from gracekv.kernels.intrinsics import digest
 from gracekv.tree.engines import numba_kernel
 from gracekv.vllm import numba_kernel as paged_kernel
 
@@ -29,7 +29,7 @@ def compiled(module):
     words = ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8")))
     names = {node.module for node in words if isinstance(node, ast.ImportFrom)}
     folders = ("gracekv.kernels.", "gracekv.tree.engines.", "gracekv.backends.")
-    names = {n for n in names if n.startswith(folders)} - {"gracekv.kernels.source_digest"}
+    names = {n for n in names if n.startswith(folders)}
     found = {importlib.import_module(name) for name in names}
     return found.union(*(compiled(other) for other in found))
 

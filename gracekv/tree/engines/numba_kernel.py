@@ -16,8 +16,7 @@ import numpy as np
 from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels import intrinsics, matmul, numba_softmax, row_vectors
-from gracekv.kernels.intrinsics import fetch_and_add, pointer
-from gracekv.kernels.source_digest import digest
+from gracekv.kernels.intrinsics import digest, fetch_and_add, pointer
 from gracekv.tree.engines import (
     numba_arrays,
     numba_interval_costs,
