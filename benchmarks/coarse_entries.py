@@ -27,7 +27,7 @@ from torch import Tensor
 import gracekv
 from gracekv.allocate import Budget
 from gracekv.allocate.top_tokens import top_tokens
-from gracekv.cache import RaggedCache, RaggedLayer
+from gracekv.cache import RaggedCache, RaggedEntries
 from gracekv.evaluate.answers import compare, teacher_force
 from gracekv.evaluate.experiment import Experiment
 from gracekv.evaluate.rendering import render
@@ -99,7 +99,7 @@ def with_coarse(
                 found.append(own)
         keys, values, positions, log_m = (torch.cat(parts) for parts in rows)
         layers.append(
-            RaggedLayer(keys, values, positions.int(), log_m, offsets(torch.tensor(lengths)))
+            RaggedEntries(keys, values, positions.int(), log_m, offsets(torch.tensor(lengths)))
         )
     return RaggedCache(tuple(layers), length=covered)
 

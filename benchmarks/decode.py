@@ -87,7 +87,9 @@ def model_rows(options: argparse.Namespace, model: Any, dtype: torch.dtype) -> I
         taken = timed_caches(model, caches, batch, options.device, options.rounds)
         for name, seconds in taken.items():
             cache = caches[name]
-            read = sum(x.packed.ragged.kv_bytes for x in cache.layers) if name != "FullKV" else full
+            read = (
+                sum(x.packed.entries.kv_bytes for x in cache.layers) if name != "FullKV" else full
+            )
             yield [
                 f"{length:,}", f"{batch}", name, f"{weights / 2**20:.0f}", f"{read / 2**20:.0f}",
                 f"{seconds * 1e3:.1f}", f"{taken.get('FullKV', math.nan) / seconds:.2f}x",

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from gracekv.backends import AttentionSpec, AttentionStep, Auto
-from gracekv.cache import LayerEntries, RaggedCache, RaggedLayer
+from gracekv.cache import LayerEntries, RaggedCache, RaggedEntries
 from gracekv.hf import GraceCache
 from gracekv.hf.smollm2 import load_smollm2
 from gracekv.precision import UniformPrecision
@@ -52,7 +52,9 @@ def random(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.randn(shape, dtype=like.dtype, device=like.device)
 
 
-def ragged(geometry: Geometry, batch: int, entries: int, skew: float, like: Tensor) -> RaggedLayer:
+def ragged(
+    geometry: Geometry, batch: int, entries: int, skew: float, like: Tensor
+) -> RaggedEntries:
     """`batch` sequences of `entries` per head on average; heads differ by a factor up to `skew`."""
     weight = 1 + torch.rand(batch, geometry.kv_heads) * (min(skew, 3) - 1)
     if skew > 3:
@@ -61,7 +63,7 @@ def ragged(geometry: Geometry, batch: int, entries: int, skew: float, like: Tens
     lengths = (weight / weight.sum(1, keepdim=True) * geometry.kv_heads * entries).long()
     lengths[:, -1] += geometry.kv_heads * entries - lengths.sum(1)
     total = int(lengths.sum())
-    return RaggedLayer(
+    return RaggedEntries(
         keys=random((total, geometry.dim), like),
         values=random((total, geometry.dim), like),
         positions=torch.zeros(total, dtype=torch.int32, device=like.device),
@@ -71,7 +73,7 @@ def ragged(geometry: Geometry, batch: int, entries: int, skew: float, like: Tens
     )
 
 
-def quantised(layer: RaggedLayer, bits: int | None) -> LayerEntries:
+def quantised(layer: RaggedEntries, bits: int | None) -> LayerEntries:
     """All entries of `layer` at 8 or 4 bits; None: as they are."""
     if bits is None:
         return layer

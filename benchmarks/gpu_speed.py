@@ -67,7 +67,7 @@ def decode(bench: Bench) -> None:
                     graphs=graphs, static=True,
                 )  # fmt: skip
                 taken |= timed(caches=ours)
-                read = weights + sum(layer.packed.ragged.kv_bytes for layer in ours["ours"].layers)
+                read = weights + sum(layer.packed.entries.kv_bytes for layer in ours["ours"].layers)
                 row: Row = {"ms": taken["ours"] * 1e3, "GB/s": read / taken["ours"] / 1e9}
                 try:
                     taken |= timed(caches={"full": full_cache(geometry, batch, length, like)})

@@ -214,7 +214,7 @@ class AttentionBackend(Backend):
     def prepare(self, layer: Any) -> Any:
         """What the backend holds for a layer, built once per compression.
 
-        `layer` is a `RaggedLayer`, or a `QuantisedLayer` of a coding without `obstacle`.
+        `layer` is a `RaggedEntries`, or a `QuantisedEntries` of a coding without `obstacle`.
         """
 
     @abc.abstractmethod

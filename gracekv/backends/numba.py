@@ -13,7 +13,7 @@ from torch import Tensor
 from gracekv.backends.attention_args import AttentionArgs
 from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionSpec, AttentionStep
 from gracekv.backends.sdpa import Layer, Sdpa
-from gracekv.backends.split_kv import SplitKV, SplitLayer
+from gracekv.backends.split_kv import SplitEntries, SplitKV
 from gracekv.kernels import omp_threads
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,15 +56,15 @@ class Numba(AttentionBackend):
             return "numba is not installed. Run: pip install 'gracekv[cpu]', or use backend 'sdpa'."
         return omp_threads.obstacle()
 
-    def prepare(self, layer: Layer) -> SplitLayer:
+    def prepare(self, layer: Layer) -> SplitEntries:
         """The layer; `BackendUnavailableError` where the kernel cannot run, saying why."""
         self.require(AttentionSpec.of(layer))
-        return SplitLayer(layer)
+        return SplitEntries(layer)
 
-    def held_bytes(self, prepared: SplitLayer) -> int:
+    def held_bytes(self, prepared: SplitEntries) -> int:
         return prepared.held_bytes
 
-    def warm_up(self, prepared: SplitLayer, query_heads: int) -> None:
+    def warm_up(self, prepared: SplitEntries, query_heads: int) -> None:
         layer = prepared.layer
         if prepared.splits(layer.sequences, query_heads, None) is not None:
             _kernel(layer)

@@ -23,9 +23,9 @@ from gracekv.backends.base import (
     combine,
     united,
 )
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.cache.coded import CodedEntries
-from gracekv.cache.quantised import QuantisedLayer
+from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.logits import capped
 
@@ -36,7 +36,7 @@ _PIECE = 4096
 # Query rows that the fused kernel gives to one thread, and the fewest entries of a window. Ours.
 _THREAD_ROWS, _SHORTEST = 32, 64
 
-Layer: TypeAlias = RaggedLayer | QuantisedLayer
+Layer: TypeAlias = RaggedEntries | QuantisedEntries
 # Takes rows [B, G, R, d], keys and values [B, G, S, d], a bias to add to the logits or None, and
 # the factor of q . k; returns output [B, G, R, d] and log-sum-exp [B, G, R].
 Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
@@ -63,16 +63,13 @@ class HeadViews:
     @classmethod
     def of(cls, layer: Layer, threads: int) -> HeadViews:
         """Those of `layer`, for as many `threads` as read a head at once."""
-        exact, coded = (
-            (layer.exact, layer.coded) if isinstance(layer, QuantisedLayer) else (layer, ())
-        )
-        rows = [exact.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
+        rows = [layer.exact.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
         return cls(
             layer.heads,
             layer.sequences,
             threads,
             tuple((keys, values, log_m) for keys, values, _, log_m in rows),
-            tuple((part, tuple(part.offsets.tolist())) for part in coded),
+            tuple((part, tuple(part.offsets.tolist())) for part in layer.coded),
         )
 
     def pieces(self, row: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

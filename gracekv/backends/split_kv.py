@@ -14,7 +14,6 @@ from gracekv.backends.attention_args import AttentionArgs, CodedArgs
 from gracekv.backends.base import sequence_of_row
 from gracekv.backends.sdpa import Layer, Sdpa
 from gracekv.cache.coded import CodedEntries, Codes
-from gracekv.cache.quantised import QuantisedLayer
 from gracekv.kernels import ragged
 
 # Entries of a split: enough to outweigh its fixed cost, few enough to balance threads. Ours.
@@ -97,7 +96,7 @@ class Latest(Generic[K, V]):
         return None if self._entry is None else self._entry[1]
 
 
-class SplitLayer:
+class SplitEntries:
     """A layer and its splits for the latest batch.
 
     Attributes:
@@ -137,7 +136,7 @@ def _split(layer: Layer, batch: int, group: int, rows: Tensor | None) -> SplitKV
     most_queries = int(counts.max()) * group
     if most_queries > _MOST_QUERIES or not all(x.is_contiguous() for x in layer.tensors().values()):
         return None
-    exact, coded = (layer.exact, layer.coded) if isinstance(layer, QuantisedLayer) else (layer, ())
+    exact, coded = layer.exact, layer.coded
     queries = (counts * group).repeat_interleave(layer.heads)  # of each row
     stored = [exact.offsets, *(entries.offsets for entries in coded)]
     parts = [_part(offsets, queries) for offsets in stored]

@@ -17,16 +17,16 @@ from gracekv.backends.base import (
 )
 from gracekv.backends.triton_splits import SplitTables, split_tables
 from gracekv.backends.triton_tiles import tiles
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.cache.coded import CodedEntries
-from gracekv.cache.quantised import QuantisedLayer
+from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.kernels import device as gpu
 from gracekv.registry import bounded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TritonLayer:
+class TritonEntries:
     """One layer with its tables of splits.
 
     Attributes:
@@ -89,10 +89,8 @@ class Triton(AttentionBackend):
                 reason = str(error)
         return reason
 
-    def prepare(self, layer: RaggedLayer | QuantisedLayer) -> TritonLayer:
-        exact, coded = (
-            (layer.exact, layer.coded) if isinstance(layer, QuantisedLayer) else (layer, ())
-        )
+    def prepare(self, layer: RaggedEntries | QuantisedEntries) -> TritonEntries:
+        exact, coded = layer.exact, layer.coded
         device = exact.keys.device
         self.require(AttentionSpec(device))
         capability = gpu.capability(device)
@@ -103,7 +101,7 @@ class Triton(AttentionBackend):
             for new, old in ((keys, exact.keys), (values, exact.values))
             if new is not old
         )
-        return TritonLayer(
+        return TritonEntries(
             keys=keys,
             values=values,
             bias=exact.log_multiplicity.float().contiguous(),
@@ -124,7 +122,7 @@ class Triton(AttentionBackend):
             copied=copied,
         )
 
-    def held_bytes(self, prepared: TritonLayer) -> int:
+    def held_bytes(self, prepared: TritonEntries) -> int:
         return prepared.tables.bytes + prepared.copied
 
     def __call__(self, step: AttentionStep) -> Tensor:

@@ -178,7 +178,7 @@ def split_table(
     """Each row in equal splits of at most about `size` entries, whole blocks each.
 
     Args:
-        offsets: int64 [S*G+1] on the CPU, of a `RaggedLayer`.
+        offsets: int64 [S*G+1] on the CPU, of a `RaggedEntries`.
         sequences: S.
         size: entries of a split.
         block: entries of a kernel step.

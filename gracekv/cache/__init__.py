@@ -1,14 +1,14 @@
 """Stage 5: the chosen nodes as a physically smaller cache."""
 
 from gracekv.cache.accounting import Accounting, Timings, WidthShare
-from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
+from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedEntries
 from gracekv.cache.cam import CamPacker
 from gracekv.cache.coded import CodedEntries, Codes, Coding
 from gracekv.cache.d2o import D2OPacker
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.evict import EvictPacker
 from gracekv.cache.prototype import PrototypePacker
-from gracekv.cache.quantised import QuantisedCache, QuantisedLayer, dequantised
+from gracekv.cache.quantised import QuantisedCache, QuantisedEntries, dequantised
 
 __all__ = [
     "PACKERS",
@@ -24,9 +24,9 @@ __all__ = [
     "Packer",
     "PrototypePacker",
     "QuantisedCache",
-    "QuantisedLayer",
+    "QuantisedEntries",
     "RaggedCache",
-    "RaggedLayer",
+    "RaggedEntries",
     "Timings",
     "WidthShare",
     "dequantised",

@@ -12,6 +12,7 @@ from einops import rearrange
 from torch import Tensor
 
 from gracekv.allocate.base import Selection
+from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
@@ -20,11 +21,11 @@ from gracekv.registry import Registry, Strategy
 from gracekv.tree.merge import PrototypeRule
 
 PARTS = ("keys", "values", "positions", "log_multiplicity", "offsets")
-"""The tensors of a `RaggedLayer`."""
+"""The tensors of a `RaggedEntries`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RaggedLayer(LayerEntries):
+class RaggedEntries(LayerEntries):
     """The entries of one layer as they are, in the model's dtype.
 
     Attributes:
@@ -50,19 +51,29 @@ class RaggedLayer(LayerEntries):
         entries = int(self.offsets[-1])
         if self.keys.ndim != 2 or self.keys.shape != self.values.shape or len(self.keys) != entries:
             raise ShapeError(
-                f"RaggedLayer takes keys and values [E, d] with E = offsets[-1] = {entries}; got "
+                f"RaggedEntries takes keys and values [E, d] with E = offsets[-1] = {entries}; got "
                 f"{list(self.keys.shape)} and {list(self.values.shape)}."
             )
         if self.positions.shape != (entries,) or self.log_multiplicity.shape != (entries,):
             raise ShapeError(
-                f"RaggedLayer takes positions and log_multiplicity [{entries}]; got "
+                f"RaggedEntries takes positions and log_multiplicity [{entries}]; got "
                 f"{list(self.positions.shape)} and {list(self.log_multiplicity.shape)}."
             )
         if self.sequences < 1 or (len(self.offsets) - 1) % self.sequences:
             raise ShapeError(
-                f"RaggedLayer takes offsets [S*G+1] of S sequences with G heads each; got "
+                f"RaggedEntries takes offsets [S*G+1] of S sequences with G heads each; got "
                 f"{len(self.offsets) - 1} rows for {self.sequences} sequences."
             )
+
+    @property
+    def exact(self) -> RaggedEntries:
+        """The entries that are not quantised: all."""
+        return self
+
+    @property
+    def coded(self) -> tuple[CodedEntries, ...]:
+        """Quantised parts: none."""
+        return ()
 
     @property
     def heads(self) -> int:
@@ -104,11 +115,11 @@ class RaggedLayer(LayerEntries):
         """Row int64 [E], position int64 [E] and log m float32 [E] of all entries, on the CPU."""
         return ragged.rows(self.lengths), self.positions.cpu().long(), self.log_multiplicity.cpu()
 
-    def sequence(self, s: int) -> RaggedLayer:
+    def sequence(self, s: int) -> RaggedEntries:
         """Views of sequence s alone."""
         offsets = self.offsets[s * self.heads : (s + 1) * self.heads + 1]
         at = slice(int(offsets[0]), int(offsets[-1]))
-        return RaggedLayer(
+        return RaggedEntries(
             self.keys[at],
             self.values[at],
             self.positions[at],
@@ -130,7 +141,7 @@ class RaggedLayer(LayerEntries):
         return {name: getattr(self, name) for name in PARTS}
 
     @classmethod
-    def dense(cls, keys: Tensor, values: Tensor) -> RaggedLayer:
+    def dense(cls, keys: Tensor, values: Tensor) -> RaggedEntries:
         """Every token of [G, T, d] keys and values as it is (FullKV)."""
         heads, length, _ = keys.shape
         return cls(
@@ -142,7 +153,7 @@ class RaggedLayer(LayerEntries):
         )
 
     @classmethod
-    def stack(cls, layers: Sequence[RaggedLayer]) -> RaggedLayer:
+    def stack(cls, layers: Sequence[RaggedEntries]) -> RaggedEntries:
         """The sequences of all `layers` in one; they must agree in heads, dimension and dtype.
 
         Raises `ShapeError` if they do not.
@@ -175,7 +186,7 @@ class RaggedCache(CompressedCache):
     See `CompressedCache`.
     """
 
-    layers: tuple[RaggedLayer, ...]
+    layers: tuple[RaggedEntries, ...]
 
     def narrowed(self, dim: int) -> RaggedCache:
         """This cache with the first `dim` coordinates of all keys and values [E, d]; a view."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.allocate.base import Selection
-from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
+from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedEntries
 from gracekv.cache.evict import best_tokens, gather_tokens
 from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.errors import MissingCaptureError
@@ -92,7 +92,7 @@ class CamPacker(Packer):
 
     def _layer(
         self, prefill: Prefill, layout: LayerLayout, scores: Tensor, columns: Tensor, layer: int
-    ) -> RaggedLayer:
+    ) -> RaggedEntries:
         spans, device = prefill.spans, prefill.keys[layer].device
         positions = best_tokens(layout, scores)
         packed = gather_tokens(prefill, layer, layout, positions)

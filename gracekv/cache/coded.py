@@ -92,7 +92,7 @@ class Codes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedEntries:
-    """Quantised entries of one layer, head after head as in `RaggedLayer`.
+    """Quantised entries of one layer, head after head as in `RaggedEntries`.
 
     Attributes:
         keys: of E entries.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.allocate.base import Selection
-from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
+from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedEntries
 from gracekv.cache.evict import best_tokens, gather_tokens
 from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.prefill import Prefill
@@ -77,7 +77,7 @@ class D2OPacker(Packer):
 
     def _layer(
         self, prefill: Prefill, layout: LayerLayout, scores: Tensor, layer: int
-    ) -> RaggedLayer:
+    ) -> RaggedEntries:
         spans, heads = prefill.spans, prefill.kv_heads
         positions = best_tokens(layout, scores)
         packed = gather_tokens(prefill, layer, layout, positions)

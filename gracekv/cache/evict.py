@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import Selection
-from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
+from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedEntries
 from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.kernels import ragged
 from gracekv.prefill import Prefill
@@ -71,11 +71,11 @@ def best_tokens(layout: LayerLayout, scores: Tensor) -> Tensor:
 
 def gather_tokens(
     prefill: Prefill, layer: int, layout: LayerLayout, positions: Tensor
-) -> RaggedLayer:
+) -> RaggedEntries:
     """The layer's own keys and values at `positions` (int64 [E]) of `layout`'s entries."""
     length, dim = prefill.spans.length, prefill.head_dim
     source = layout.head * length + positions
-    return RaggedLayer(
+    return RaggedEntries(
         keys=prefill.keys[layer].reshape(-1, dim)[source],
         values=prefill.values[layer].reshape(-1, dim)[source],
         positions=positions.to(torch.int32),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import Selection
-from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedLayer
+from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedEntries
 from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.kernels import ragged
 from gracekv.prefill import Prefill
@@ -51,7 +51,7 @@ class PrototypePacker(Packer):
         layer: int,
         scores: Tensor,
         rule: PrototypeRule,
-    ) -> RaggedLayer:
+    ) -> RaggedEntries:
         length, dim = prefill.spans.length, prefill.head_dim
         keys = prefill.keys[layer].reshape(-1, dim)
         values = prefill.values[layer].reshape(-1, dim)
@@ -75,4 +75,6 @@ class PrototypePacker(Packer):
             packed_values[merged] = made.values.to(keys.dtype)
             positions[merged] = made.positions.to(torch.int32)
             log_multiplicity[merged] = made.multiplicity.log()
-        return RaggedLayer(packed_keys, packed_values, positions, log_multiplicity, layout.offsets)
+        return RaggedEntries(
+            packed_keys, packed_values, positions, log_multiplicity, layout.offsets
+        )

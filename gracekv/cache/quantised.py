@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
@@ -16,7 +16,7 @@ from gracekv.kernels import ragged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantisedLayer(LayerEntries):
+class QuantisedEntries(LayerEntries):
     """One layer: some entries in the model's dtype, the others as codes.
 
     Each of a head's entries is in one part, by position; attention is the same in any order.
@@ -29,7 +29,7 @@ class QuantisedLayer(LayerEntries):
     Raises `ShapeError` if the parts differ in heads, sequences or dimension, or are not in order.
     """
 
-    exact: RaggedLayer
+    exact: RaggedEntries
     coded: tuple[CodedEntries, ...]
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class QuantisedLayer(LayerEntries):
             )
 
     @property
-    def parts(self) -> tuple[RaggedLayer | CodedEntries, ...]:
+    def parts(self) -> tuple[RaggedEntries | CodedEntries, ...]:
         """All parts, the exact one first."""
         return (self.exact, *self.coded)
 
@@ -107,11 +107,11 @@ class QuantisedLayer(LayerEntries):
         order = (row * last + position).argsort()
         return row[order], position[order], log_m[order]
 
-    def sequence(self, s: int) -> QuantisedLayer:
+    def sequence(self, s: int) -> QuantisedEntries:
         """Views of sequence s alone."""
         rows = (s * self.heads, (s + 1) * self.heads)
         coded = tuple(part.rows(*rows, sequences=1) for part in self.coded)
-        return QuantisedLayer(self.exact.sequence(s), coded)
+        return QuantisedEntries(self.exact.sequence(s), coded)
 
     def widths(self) -> Mapping[int, tuple[int, int]]:
         """Entries and bytes of keys and values by the bits of a number."""
@@ -139,7 +139,7 @@ class QuantisedLayer(LayerEntries):
         return self.exact.kv_bytes + sum(part.kv_bytes for part in self.coded)
 
     @classmethod
-    def stack(cls, layers: Sequence[QuantisedLayer]) -> QuantisedLayer:
+    def stack(cls, layers: Sequence[QuantisedEntries]) -> QuantisedEntries:
         """The sequences of all `layers` in one; they must agree in heads, dimension and codings.
 
         Raises `ShapeError` if they do not.
@@ -150,7 +150,7 @@ class QuantisedLayer(LayerEntries):
                 f"Only layers of the same codings can be stacked; got {sorted(map(str, codings))}. "
                 f"Compress all prompts with one pipeline."
             )
-        exact = RaggedLayer.stack([layer.exact for layer in layers])
+        exact = RaggedEntries.stack([layer.exact for layer in layers])
         parts = zip(*(layer.coded for layer in layers), strict=True)
         return cls(exact, tuple(CodedEntries.stack(part) for part in parts))
 
@@ -181,7 +181,7 @@ class QuantisedCache(CompressedCache):
     See `CompressedCache`.
     """
 
-    layers: tuple[QuantisedLayer, ...]
+    layers: tuple[QuantisedEntries, ...]
 
 
 def dequantised(cache: CompressedCache) -> RaggedCache:
@@ -191,12 +191,12 @@ def dequantised(cache: CompressedCache) -> RaggedCache:
     """
     layers = []
     for layer in cache.layers:
-        if isinstance(layer, RaggedLayer):
+        if isinstance(layer, RaggedEntries):
             layers.append(layer)
             continue
         heads = [layer.head(g, s) for s in range(layer.sequences) for g in range(layer.heads)]
         keys, values, positions, log_m = (torch.cat(part) for part in zip(*heads, strict=True))
         offsets = ragged.offsets(layer.lengths)
         numbers = (keys.to(layer.dtype), values.to(layer.dtype))
-        layers.append(RaggedLayer(*numbers, positions, log_m, offsets, layer.sequences))
+        layers.append(RaggedEntries(*numbers, positions, log_m, offsets, layer.sequences))
     return RaggedCache(tuple(layers), cache.length, cache.padding, cache.kept)

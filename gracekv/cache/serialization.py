@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import PARTS, RaggedLayer
+from gracekv.cache.base import PARTS, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.layer_checks import check_codes, check_index, check_numbers
-from gracekv.cache.quantised import QuantisedLayer, coded_prefixes
+from gracekv.cache.quantised import QuantisedEntries, coded_prefixes
 from gracekv.cache.saved_states import read_kept
 from gracekv.cache.tensor_file import AGAIN, TensorFile, refusing
 from gracekv.errors import MissingDependencyError, SavedCacheError, ShapeError
@@ -248,7 +248,7 @@ def _layer(
     there = {
         name: tensor if "offsets" in name else tensor.to(device) for name, tensor in parts.items()
     }
-    layer = RaggedLayer(**{part: there[part] for part in PARTS}, sequences=sequences)
+    layer = RaggedEntries(**{part: there[part] for part in PARTS}, sequences=sequences)
     if not codings:
         return layer
     coded = []
@@ -261,7 +261,7 @@ def _layer(
         check_index(own, length)
         check_codes(own, layer.dtype)
         coded.append(CodedEntries.of_tensors(own, coding, sequences))
-    return QuantisedLayer(layer, tuple(coded))
+    return QuantisedEntries(layer, tuple(coded))
 
 
 def _whole(numbers: list[Any]) -> tuple[int, ...]:

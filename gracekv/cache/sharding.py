@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import CompressedCache, LayerEntries
-from gracekv.cache.quantised import QuantisedLayer
+from gracekv.cache.quantised import QuantisedEntries
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import CacheError
 from gracekv.kernels.ragged import offsets, rows_and_steps
 from gracekv.prefill.kept import KeptLayer
 
-Part = TypeVar("Part", RaggedLayer, CodedEntries)
+Part = TypeVar("Part", RaggedEntries, CodedEntries)
 
 
 def whole_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
@@ -53,9 +53,9 @@ def _mapped(
     """The cache with every part, and every state [S, G, n, d] of sliding layers, replaced."""
 
     def layer(old: LayerEntries) -> LayerEntries:
-        if isinstance(old, QuantisedLayer):
-            return QuantisedLayer(parts(old.exact), tuple(map(parts, old.coded)))
-        made: RaggedLayer = parts(old)
+        if isinstance(old, QuantisedEntries):
+            return QuantisedEntries(parts(old.exact), tuple(map(parts, old.coded)))
+        made: RaggedEntries = parts(old)
         return made
 
     def kept(old: KeptLayer) -> KeptLayer:
@@ -99,21 +99,21 @@ def _own_part(part: Part, shard: HeadShard) -> Part:
     return _part_of(part, made, own(part.lengths))
 
 
-def _tensors(part: RaggedLayer | CodedEntries) -> dict[str, Tensor]:
+def _tensors(part: RaggedEntries | CodedEntries) -> dict[str, Tensor]:
     """All tensors [n, ...] of `part` but its offsets."""
     return {name: tensor for name, tensor in part.tensors().items() if name != "offsets"}
 
 
-def _counts(part: RaggedLayer | CodedEntries, name: str, lengths: Tensor) -> Tensor:
+def _counts(part: RaggedEntries | CodedEntries, name: str, lengths: Tensor) -> Tensor:
     """int64 [any shape]: rows of the tensor `name` for heads of `lengths` entries, as `lengths`."""
-    if isinstance(part, RaggedLayer):
+    if isinstance(part, RaggedEntries):
         return lengths
     side, _, kind = name.partition(".")
     by_block = kind in ("scale", "zero") and getattr(part.coding, side) == "channel"
     return part.coding.blocks(lengths) if by_block else lengths
 
 
-def _in_order(numbers: Tensor, part: RaggedLayer | CodedEntries) -> Tensor:
+def _in_order(numbers: Tensor, part: RaggedEntries | CodedEntries) -> Tensor:
     """int64 [S R G] of numbers [R, S G]: row s G + g of process r becomes row (s R + r) G + g."""
     return numbers.view(len(numbers), part.sequences, -1).transpose(0, 1).flatten()
 
@@ -123,7 +123,7 @@ def _part_of(like: Part, tensors: Mapping[str, Tensor], lengths: Tensor) -> Part
     made = {**tensors, "offsets": offsets(lengths)}
     if isinstance(like, CodedEntries):
         return CodedEntries.of_tensors(made, like.coding, like.sequences)
-    return RaggedLayer(**made, sequences=like.sequences)
+    return RaggedEntries(**made, sequences=like.sequences)
 
 
 def _gathered(own: Tensor, totals: list[int], shard: HeadShard) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.fit.queries import QuerySet
 from gracekv.kernels.linalg import batched_linear
 from gracekv.kernels.logits import capped
@@ -56,7 +56,7 @@ class LayerAttention:
 
 
 def attended(
-    prefill: Prefill, layer: int, packed: RaggedLayer, region: Region, queries: QuerySet
+    prefill: Prefill, layer: int, packed: RaggedEntries, region: Region, queries: QuerySet
 ) -> LayerAttention:
     """Meet the reference queries with all keys of `layer` and with its kept entries.
 
@@ -130,7 +130,7 @@ def _with_last(
 
 
 def _columns(
-    packed: RaggedLayer, length: int, device: torch.device
+    packed: RaggedEntries, length: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of the packed tensors [G, W], positions [G, W], and which columns are used [G, W]."""
     counts = packed.lengths.to(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.fit.queries import QuerySet
 from gracekv.fit.values_and_mass import LEAST, MOST
 from gracekv.kernels.logits import capped
@@ -16,7 +16,7 @@ def fitted_head(
     prefill: Prefill,
     layer: int,
     head: int,
-    packed: RaggedLayer,
+    packed: RaggedEntries,
     region: Region,
     queries: QuerySet,
     trust: float,

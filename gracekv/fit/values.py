@@ -9,7 +9,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.fit.attended import LayerAttention, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
@@ -64,8 +64,12 @@ class Values(Fitter):
 
 
 def with_values(
-    packed: RaggedLayer, attention: LayerAttention, shares: Tensor, trust: float, trust_read: float
-) -> RaggedLayer:
+    packed: RaggedEntries,
+    attention: LayerAttention,
+    shares: Tensor,
+    trust: float,
+    trust_read: float,
+) -> RaggedEntries:
     """`packed` with fitted values.
 
     Args:

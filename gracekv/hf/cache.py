@@ -122,7 +122,7 @@ class GraceCache(Cache):  # type: ignore[misc]
     @property
     def packed(self) -> CompressedCache:
         """The compressed entries of all layers."""
-        layers = tuple(layer.packed.ragged for layer in self.grace_layers)
+        layers = tuple(layer.packed.entries for layer in self.grace_layers)
         return CompressedCache(layers, self.packed_length, self.padding, self._kept)
 
     def fit_rows(self, rows: int) -> None:
@@ -151,7 +151,7 @@ class GraceCache(Cache):  # type: ignore[misc]
         """
         layer = self.grace_layers[0]
         sequences = layer.rows_of(rows)
-        device = layer.packed.ragged.device if device is None else device
+        device = layer.packed.entries.device if device is None else device
         padding = torch.tensor(self.padding, device=device)
         if sequences is None:
             return padding.repeat_interleave(rows // len(padding))
@@ -205,7 +205,7 @@ def held_memory(cache: GraceCache, *parts: Any) -> dict[str, int]:
         total[device] += size
     for layer in cache.grace_layers:
         backend, prepared = layer.packed.backend, layer.packed.prepared
-        total[str(layer.packed.ragged.device)] += backend.held_bytes(prepared)
+        total[str(layer.packed.entries.device)] += backend.held_bytes(prepared)
     return dict(total)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
 from gracekv.cache import Accounting, CompressedCache, LayerEntries, Timings
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import CodedEntries
-from gracekv.cache.quantised import QuantisedCache, QuantisedLayer
+from gracekv.cache.quantised import QuantisedCache, QuantisedEntries
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.errors import CacheError
@@ -143,20 +143,20 @@ def _joined_cache(
     coded = [
         (one, other)
         for one, other in pairs
-        if isinstance(one, QuantisedLayer) and isinstance(other, QuantisedLayer)
+        if isinstance(one, QuantisedEntries) and isinstance(other, QuantisedEntries)
     ]
     if not coded:
         plain = (
             _joined_layer(one, other, places, shift)
             for one, other in pairs
-            if isinstance(one, RaggedLayer) and isinstance(other, RaggedLayer)
+            if isinstance(one, RaggedEntries) and isinstance(other, RaggedEntries)
         )
         return RaggedCache(tuple(plain), length, kept=kept)
     # A width that the passage uses nowhere, in no process, needs no part.
     counts = torch.tensor([[part.entries for part in layer.coded] for _, layer in coded]).sum(0)
     used = (counts if shard is None else shard.sum(counts)).nonzero().flatten().tolist()
     layers = (
-        QuantisedLayer(
+        QuantisedEntries(
             _joined_layer(one.exact, other.exact, places, shift),
             _joined_codes(one.coded, [other.coded[n] for n in used], shift),
         )
@@ -165,7 +165,7 @@ def _joined_cache(
     return QuantisedCache(tuple(layers), length, kept=kept)
 
 
-def _joined_layer(old: RaggedLayer, new: RaggedLayer, places: int, shift: int) -> RaggedLayer:
+def _joined_layer(old: RaggedEntries, new: RaggedEntries, places: int, shift: int) -> RaggedEntries:
     """Per head the entries of `old`, then those of `new` after its first `places`."""
     parts = []
     for g in range(old.heads):
@@ -173,7 +173,7 @@ def _joined_layer(old: RaggedLayer, new: RaggedLayer, places: int, shift: int) -
         parts += [old.head(g), (keys, values, positions + shift, log_m)]
     keys, values, positions, log_m = (torch.cat(column) for column in zip(*parts, strict=True))
     bounds = offsets(old.lengths + new.lengths - places)
-    return RaggedLayer(keys, values, positions, log_m, bounds)
+    return RaggedEntries(keys, values, positions, log_m, bounds)
 
 
 def _joined_codes(

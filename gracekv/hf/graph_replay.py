@@ -52,7 +52,7 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
 
     return (
         not cache.has_stock_layers
-        and cache.grace_layers[0].packed.ragged.device.type == "cuda"
+        and cache.grace_layers[0].packed.entries.device.type == "cuda"
         and max_new_tokens >= _FEWEST_TOKENS
         and all(setting(name) in (None, 1) for name in _ROWS)
         and not any(setting(name) for name in _UNSUITED)

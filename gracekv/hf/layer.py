@@ -129,7 +129,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._keys[:, :, :length], self._values[:, :, :length]
 
     def _check(self, key_states: Tensor) -> None:
-        packed = self.packed.ragged
+        packed = self.packed.entries
         heads, dim = packed.heads, packed.dim
         if key_states.shape[1] != heads or key_states.shape[-1] != dim:
             raise CacheError(
@@ -155,7 +155,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Raises `CacheError` if `batch` is no multiple of the continuations so far.
         """
-        packed = self.packed.ragged
+        packed = self.packed.entries
         old_rows = self.batch if used else batch
         times = repeats(old_rows, batch, "continuations")
         buffers = []
@@ -174,7 +174,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Raises `CacheError` if they do not fit.
         """
-        known = self.packed.ragged.sequences if self.rows is None else len(self.rows)
+        known = self.packed.entries.sequences if self.rows is None else len(self.rows)
         times = repeats(known, batch)
         return None if self.rows is None else self.rows.repeat_interleave(times)
 
@@ -183,7 +183,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         """B, rows of the tail; before there is one, as many as were selected or packed."""
         if self._keys is not None:
             return self._keys.shape[0]
-        return self.packed.ragged.sequences if self.rows is None else len(self.rows)
+        return self.packed.entries.sequences if self.rows is None else len(self.rows)
 
     def get_seq_length(self) -> int:
         return self.logical_length
@@ -240,7 +240,7 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
     def _select(self, index: Tensor) -> None:
         if index.dtype == torch.bool:
             index = index.nonzero()[:, 0]
-        if self.packed.ragged.sequences > 1:
+        if self.packed.entries.sequences > 1:
             self.rows = self._selected_rows(index)
         if self._keys is None or self._values is None:
             return
@@ -252,8 +252,8 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def _selected_rows(self, index: Tensor) -> Tensor | None:
         """`rows` after taking the continuations `index`; None where they are in order again."""
-        device = self.packed.ragged.device
-        count, sequences = self.batch, self.packed.ragged.sequences
+        device = self.packed.entries.device
+        count, sequences = self.batch, self.packed.entries.sequences
         rows = sequence_of_row(self.rows, count, sequences, device)[index.to(device)]
         # Beams stay inside their prompt, so this is the rule; backends are fastest with None.
         if len(rows) % sequences == 0:

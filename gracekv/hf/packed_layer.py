@@ -15,27 +15,27 @@ class PackedLayer:
     """The compressed part of one layer; immutable and shared by every cache made from it.
 
     Attributes:
-        ragged: the entries.
+        entries: the compressed entries.
         prepared: what the backend holds for them.
         backend: what attends to them.
         length: logical tokens that the entries stand for.
     """
 
-    ragged: LayerEntries
+    entries: LayerEntries
     prepared: Any
     backend: AttentionBackend
     length: int
 
     @classmethod
-    def of(cls, ragged: LayerEntries, backend: Backend, length: int) -> PackedLayer:
+    def of(cls, entries: LayerEntries, backend: Backend, length: int) -> PackedLayer:
         """The layer with `backend` resolved for it.
 
         Raises `BackendUnavailableError` if the backend cannot read such a layer.
         """
-        spec = AttentionSpec.of(ragged)
+        spec = AttentionSpec.of(entries)
         reader = backend.resolve(spec)
         reader.require(spec)
-        return cls(ragged, reader.prepare(ragged), reader, length)
+        return cls(entries, reader.prepare(entries), reader, length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedLayer:
         # `copy.deepcopy(cache)` is how users fork a conversation: only the tail need be copied.

@@ -16,7 +16,7 @@ from gracekv.cache import (
     Accounting,
     CompressedCache,
     RaggedCache,
-    RaggedLayer,
+    RaggedEntries,
     Timings,
     WidthShare,
 )
@@ -93,7 +93,7 @@ def whole_cache(
     with stage("pack"):
         cache = RaggedCache(
             tuple(
-                RaggedLayer.dense(k[:, :covered, :dim], v[:, :covered, :dim])
+                RaggedEntries.dense(k[:, :covered, :dim], v[:, :covered, :dim])
                 for k, v in zip(prefill.keys, prefill.values, strict=True)
             ),
             length=covered,

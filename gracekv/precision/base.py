@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Selection
 from gracekv.allocate.plan import EntryBytes
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache
-from gracekv.cache.quantised import QuantisedCache, QuantisedLayer
+from gracekv.cache.quantised import QuantisedCache, QuantisedEntries
 from gracekv.kernels import ragged
 from gracekv.precision.quantise import as_read, quantise
 from gracekv.prefill import Prefill, PromptSpans, Region
@@ -59,12 +59,12 @@ def keys_as_read(
     return dataclasses.replace(cache, layers=tuple(layers))
 
 
-def _layer(layer: RaggedLayer, widths: Tensor, codings: Sequence[Coding]) -> QuantisedLayer:
+def _layer(layer: RaggedEntries, widths: Tensor, codings: Sequence[Coding]) -> QuantisedEntries:
     coded = tuple(_coded(_subset(layer, widths == coding.bits), coding) for coding in codings)
-    return QuantisedLayer(_subset(layer, widths == EXACT), coded)
+    return QuantisedEntries(_subset(layer, widths == EXACT), coded)
 
 
-def _coded(part: RaggedLayer, coding: Coding) -> CodedEntries:
+def _coded(part: RaggedEntries, coding: Coding) -> CodedEntries:
     keys, values = (
         quantise(numbers, part.lengths, coding, by)
         for numbers, by in ((part.keys, coding.keys), (part.values, coding.values))
@@ -80,10 +80,10 @@ def _coded(part: RaggedLayer, coding: Coding) -> CodedEntries:
     )
 
 
-def _subset(layer: RaggedLayer, mask: Tensor) -> RaggedLayer:
+def _subset(layer: RaggedEntries, mask: Tensor) -> RaggedEntries:
     """The entries of `layer` where `mask` (bool [E]) holds."""
     inside = ragged.offsets(mask.cpu().long())
-    return RaggedLayer(
+    return RaggedEntries(
         layer.keys[mask],
         layer.values[mask],
         layer.positions[mask],

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.backends.base import AttentionBackend, AttentionStep
 from gracekv.backends.reference import attention
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def attention_problem(
     sinks: bool = False,
     device: str = "cpu",
 ) -> AttentionStep:
-    """A random step over a `RaggedLayer`; storage beside what may be read is NaN.
+    """A random step over a `RaggedEntries`; storage beside what may be read is NaN.
 
     Args:
         seed: of all numbers.
@@ -95,7 +95,7 @@ def attention_problem(
         return inside
 
     entries, heads = sum(lengths), len(lengths) // sequences
-    layer = RaggedLayer(
+    layer = RaggedEntries(
         keys=poisoned(entries, dim),
         values=poisoned(entries, dim),
         positions=torch.arange(entries, dtype=torch.int32, device=device),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gracekv import recipes
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.distributed.sharding import check_whole
@@ -205,7 +205,7 @@ def moved(model: Any, cache: RaggedCache, position: int) -> RaggedCache:
     turns = _rotations(model, cache.length - position)
     return RaggedCache(
         tuple(
-            RaggedLayer(
+            RaggedEntries(
                 _turned(layer.keys, turn),
                 layer.values,
                 layer.positions,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 
 
-def attend(query: Tensor, layer: RaggedLayer, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def attend(
+    query: Tensor, layer: RaggedEntries, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
     """[n, H, d] float64: the last n tokens of a sequence over a context and the sequence.
 
     Args:

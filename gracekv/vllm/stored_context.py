@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.vllm.header import ContextHeader
 
 
@@ -25,7 +25,7 @@ class StoredContext:
     """
 
     header: ContextHeader
-    layers: tuple[RaggedLayer, ...]
+    layers: tuple[RaggedEntries, ...]
     offsets: Tensor = field(init=False)
     addresses: Tensor = field(init=False)
     longest: int = field(init=False)
@@ -53,7 +53,7 @@ class StoredContext:
         if device == self.layers[0].device:
             return self
         layers = (
-            RaggedLayer(
+            RaggedEntries(
                 layer.keys.to(device),
                 layer.values.to(device),
                 layer.positions.to(device),
@@ -83,10 +83,10 @@ def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:
     return first, first + 1
 
 
-def of_heads(layer: RaggedLayer, first: int, last: int) -> RaggedLayer:
+def of_heads(layer: RaggedEntries, first: int, last: int) -> RaggedEntries:
     """The entries of heads [first, last), in memory of their own."""
     at = slice(int(layer.offsets[first]), int(layer.offsets[last]))
-    return RaggedLayer(
+    return RaggedEntries(
         layer.keys[at].clone(),
         layer.values[at].clone(),
         layer.positions[at].clone(),

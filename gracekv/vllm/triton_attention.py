@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gracekv.backends.triton_tiles import padded_dim
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.kernels.device import interpreted
 from gracekv.vllm.device_batch import DeviceBatch, plan_device_batch
 from gracekv.vllm.step import Asking
@@ -35,7 +35,7 @@ def warm_up(pages: Tensor, group: int) -> None:
     heads, dim, device = pages.shape[1], pages.shape[3] // 2, pages.device
     entries = torch.zeros(heads, dim, dtype=pages.dtype, device=device)
     ones = torch.zeros(heads, device=device)
-    layer = RaggedLayer(entries, entries, ones.int(), ones, torch.arange(heads + 1))
+    layer = RaggedEntries(entries, entries, ones.int(), ones, torch.arange(heads + 1))
     header: Any = SimpleNamespace(digest="")
     context = StoredContext(header, (layer,))
     for tokens in sorted({-(-rows // group) for rows in _TILES}):

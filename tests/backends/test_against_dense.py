@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gracekv.backends import BACKENDS, AttentionStep, Eager, Numba, Sdpa
 from gracekv.backends.reference import attention
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.errors import BackendUnavailableError, ConfigError, ShapeError
 from gracekv.testing.attention import TOLERANCES, relative_error
 
@@ -18,7 +18,7 @@ VARIANTS = [Eager(), Sdpa(), Sdpa(kernel="plain"), Numba()]
 
 def ragged(rng, lengths, dim, dtype, bias=True, sequences=1):
     entries = sum(lengths)
-    return RaggedLayer(
+    return RaggedEntries(
         keys=torch.randn(entries, dim, generator=rng).to(dtype),
         values=torch.randn(entries, dim, generator=rng).to(dtype),
         positions=torch.arange(entries, dtype=torch.int32),
@@ -138,7 +138,7 @@ def test_long_uneven_heads_and_a_padded_start(backend):
 
 def test_the_fused_kernel_is_refused_off_the_cpu():
     layer = ragged(torch.Generator().manual_seed(3), [4], 8, torch.float32)
-    moved = RaggedLayer(
+    moved = RaggedEntries(
         layer.keys.to("meta"),
         layer.values.to("meta"),
         layer.positions,

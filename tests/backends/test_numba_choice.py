@@ -7,7 +7,7 @@ import torch
 
 from gracekv.backends import AttentionSpec, AttentionStep, Auto, Eager, Numba, Sdpa
 from gracekv.backends import numba as backend_module
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import omp_threads
 from gracekv.testing.attention import TOLERANCES, relative_error
@@ -48,7 +48,7 @@ def test_what_does_not_suit_goes_to_sdpa(monkeypatch, why):
         query.requires_grad_()
     elif why == "strided":
         doubled = [torch.stack([x, x], dim=-1)[..., 0] for x in (layer.keys, layer.values)]
-        layer = RaggedLayer(*doubled, layer.positions, layer.log_multiplicity, layer.offsets)
+        layer = RaggedEntries(*doubled, layer.positions, layer.log_multiplicity, layer.offsets)
     elif why == "no tail":
         keys, values = keys[:, :, :0], values[:, :, :0]
     asked = _count(monkeypatch)
@@ -152,7 +152,7 @@ def test_auto_takes_it_on_the_cpu_and_says_why_where_not(monkeypatch):
 
 def test_it_is_refused_where_it_cannot_run(monkeypatch, threads):
     layer = ragged(torch.Generator().manual_seed(14), [9])
-    doubled = RaggedLayer(
+    doubled = RaggedEntries(
         layer.keys.double(), layer.values.double(), *(layer.positions, layer.log_multiplicity),
         layer.offsets,
     )  # fmt: skip

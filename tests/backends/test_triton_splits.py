@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gracekv.backends import AttentionSpec, Auto, Triton
 from gracekv.backends.triton_splits import split_size, split_table, split_tables, tail_splits
 from gracekv.backends.triton_tiles import padded_dim, tiles
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.errors import BackendUnavailableError, ConfigError
 from gracekv.kernels import device as host
 
@@ -137,7 +137,7 @@ def test_the_query_tile_is_the_smallest_that_holds_all_rows(dim, dtype):
 
 
 def layer_on(device):
-    return RaggedLayer(
+    return RaggedEntries(
         torch.zeros(4, 8, device=device),
         torch.zeros(4, 8, device=device),
         torch.zeros(4, dtype=torch.int32, device=device),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.allocate import Frontier, Selection
-from gracekv.cache import PrototypePacker, RaggedCache, RaggedLayer
+from gracekv.cache import PrototypePacker, RaggedCache, RaggedEntries
 from gracekv.errors import ShapeError
 from gracekv.tree import REFINERS, Prototype, TreeContext, build_forest
 from gracekv.tree.engines.reference import prototype_of
@@ -79,7 +79,7 @@ def test_full_expansion_is_the_original_cache(seed: int, dtype: torch.dtype) -> 
     )
     cache = pack(context, frontier)
     for layer, (k, v) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
-        full = RaggedLayer.dense(k[:, :-1], v[:, :-1])
+        full = RaggedEntries.dense(k[:, :-1], v[:, :-1])
         for name in ("keys", "values", "positions", "log_multiplicity", "offsets"):
             assert torch.equal(getattr(cache.layers[layer], name), getattr(full, name)), name
 
@@ -113,7 +113,7 @@ def test_positions_round_half_to_even_on_absolute_positions(
 
 def test_ragged_layer_checks_its_shapes() -> None:
     with pytest.raises(ShapeError, match="offsets"):
-        RaggedLayer(
+        RaggedEntries(
             torch.zeros(3, 4),
             torch.zeros(3, 4),
             torch.zeros(3, dtype=torch.int32),

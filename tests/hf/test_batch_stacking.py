@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 import gracekv
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.errors import CacheError, PromptError, ShapeError
 from gracekv.hf import BatchResult, GraceCache
 from gracekv.testing.models import tiny_llama
@@ -36,15 +36,15 @@ def batch(model, prompts):
 
 def test_the_entries_are_stored_once(batch):
     """The prompts' own caches are views of the batch's, and so are fresh caches."""
-    packed = batch.new_cache().layers[1].packed.ragged
+    packed = batch.new_cache().layers[1].packed.entries
     views = [run.cache.layers[1].keys for run in batch._runs]
     assert {view.untyped_storage().data_ptr() for view in views} == {
         packed.keys.untyped_storage().data_ptr()
     }
-    assert batch.new_cache().layers[1].packed.ragged is packed
+    assert batch.new_cache().layers[1].packed.entries is packed
     cache = batch.new_cache()
     cache.update(torch.zeros(12, 2, 1, 16), torch.zeros(12, 2, 1, 16), 1)
-    assert cache.layers[1].packed.ragged is packed
+    assert cache.layers[1].packed.entries is packed
 
 
 def test_only_one_prefill_is_held_at_a_time(model, prompts, monkeypatch):
@@ -118,7 +118,7 @@ def test_stacking_and_taking_apart_are_inverse(seed, counts):
     rng = torch.Generator().manual_seed(seed)
     caches = [
         RaggedCache(
-            (RaggedLayer.dense(*torch.randn(2, 2, count, 4, generator=rng)),) * 2, length=count
+            (RaggedEntries.dense(*torch.randn(2, 2, count, 4, generator=rng)),) * 2, length=count
         )
         for count in counts
     ]
@@ -139,10 +139,10 @@ def test_stacking_and_taking_apart_are_inverse(seed, counts):
 def test_layers_that_do_not_fit_are_not_stacked():
     one, two = torch.zeros(2, 2, 3, 4), torch.zeros(2, 1, 3, 4)
     with pytest.raises(ShapeError, match="same heads"):
-        RaggedLayer.stack([RaggedLayer.dense(*one), RaggedLayer.dense(*two)])
+        RaggedEntries.stack([RaggedEntries.dense(*one), RaggedEntries.dense(*two)])
     with pytest.raises(ShapeError, match="4 rows for 3 sequences"):
-        RaggedLayer(*(torch.zeros(0, 4),) * 2, *(torch.zeros(0),) * 2, torch.zeros(5).long(), 3)
-    layer = RaggedLayer.dense(*one)
+        RaggedEntries(*(torch.zeros(0, 4),) * 2, *(torch.zeros(0),) * 2, torch.zeros(5).long(), 3)
+    layer = RaggedEntries.dense(*one)
     with pytest.raises(ShapeError, match="as many sequences"):
         RaggedCache((layer,), 3, (0, 1))
     with pytest.raises(ShapeError, match="its least is 0"):

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
-from gracekv.cache.base import RaggedCache, RaggedLayer  # noqa: E402
+from gracekv.cache.base import RaggedCache, RaggedEntries  # noqa: E402
 from gracekv.errors import CacheError, UnsupportedModelError  # noqa: E402
 from gracekv.hf import GraceCache, attach, detach  # noqa: E402
 from gracekv.hf.layer import PackedStates  # noqa: E402
@@ -24,7 +24,7 @@ def packed(layers=2, seed=0):
     rng = torch.Generator().manual_seed(seed)
     return RaggedCache(
         tuple(
-            RaggedLayer.dense(
+            RaggedEntries.dense(
                 torch.randn(2, PACKED, 16, generator=rng), torch.randn(2, PACKED, 16, generator=rng)
             )
             for _ in range(layers)

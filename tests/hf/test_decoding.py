@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from packaging.version import Version  # noqa: E402
 
 from gracekv.backends import Eager, Sdpa  # noqa: E402
-from gracekv.cache.base import RaggedCache, RaggedLayer  # noqa: E402
+from gracekv.cache.base import RaggedCache, RaggedEntries  # noqa: E402
 from gracekv.hf import GraceCache, attach, detach  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
 from gracekv.prefill.capture import capture  # noqa: E402
@@ -36,7 +36,7 @@ def full(model, ids):
     prefill = capture(model, Prompt.from_ids(ids, context=(2, len(ids) - 5)), Needs())
     covered = len(ids) - 1
     layers = tuple(
-        RaggedLayer.dense(k[:, :covered], v[:, :covered])
+        RaggedEntries.dense(k[:, :covered], v[:, :covered])
         for k, v in zip(prefill.keys, prefill.values, strict=True)
     )
     return RaggedCache(layers, length=covered)
@@ -55,7 +55,7 @@ def evicted(cache, seed):
         lengths = keep.sum(dim=1)
         keep = keep.flatten()
         layers.append(
-            RaggedLayer(
+            RaggedEntries(
                 layer.keys[keep],
                 layer.values[keep],
                 layer.positions[keep],
@@ -142,7 +142,7 @@ def test_rows_share_the_packed_part_and_differ_in_the_tail(model):
 
     torch.testing.assert_close(together, torch.cat(alone), rtol=0, atol=1e-4)
     torch.testing.assert_close(together, torch.cat(steps, dim=1), rtol=0, atol=1e-4)
-    assert batched.layers[0].packed.ragged.keys is cache.layers[0].keys
+    assert batched.layers[0].packed.entries.keys is cache.layers[0].keys
 
 
 def test_a_second_turn_continues_the_first(model):

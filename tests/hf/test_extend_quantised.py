@@ -18,7 +18,7 @@ from safetensors import safe_open
 import gracekv
 from gracekv import Prompt
 from gracekv.cache import dequantised
-from gracekv.cache.quantised import QuantisedLayer
+from gracekv.cache.quantised import QuantisedEntries
 from gracekv.hf import GraceCache
 from gracekv.pipeline import Pipeline
 from gracekv.precision import AllocatedPrecision, UniformPrecision
@@ -174,7 +174,7 @@ def test_a_text_is_asked_saved_chatted_about_and_extended_again(tmp_path):
     longer.save(path)
     again = gracekv.load(path, reader, tokenizer=tokenizer)
     for ours, theirs in zip(again.packed.layers, longer.packed.layers, strict=True):
-        assert isinstance(ours, QuantisedLayer)
+        assert isinstance(ours, QuantisedEntries)
         assert ours.codings == theirs.codings
         assert ours.tensors().keys() == theirs.tensors().keys()
         assert all(torch.equal(x, theirs.tensors()[n]) for n, x in ours.tensors().items())

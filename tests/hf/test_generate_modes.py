@@ -148,7 +148,7 @@ def test_every_mode_repeats_over_one_packed_part(model, result, mode):
         torch.manual_seed(1)
         cache = result.new_cache()
         runs.append(over(model, result, cache, **MODES[mode]()))
-        assert all(x.packed.ragged is y for x, y in zip(cache.layers, packed, strict=True))
+        assert all(x.packed.entries is y for x, y in zip(cache.layers, packed, strict=True))
     assert torch.equal(*runs)
     assert all(torch.equal(x, y.keys) for x, y in zip(before, packed, strict=True))
 

@@ -37,7 +37,7 @@ def test_turns_appended_to_one_cache_equal_feeding_all_at_once(model, result):
         by_turns = model(ids[:, seen:], past_key_values=cache).logits[:, -1]
         at_once = model(ids[:, 149:], past_key_values=result.new_cache()).logits[:, -1]
     torch.testing.assert_close(by_turns, at_once, rtol=0, atol=2e-4)
-    assert cache.layers[0].packed.ragged is result.new_cache().layers[0].packed.ragged
+    assert cache.layers[0].packed.entries is result.new_cache().layers[0].packed.entries
 
 
 def test_conversations_fork_from_one_prompt(model, result):

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 import gracekv
-from gracekv.cache.quantised import QuantisedLayer
+from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import (
     BackendUnavailableError,
     BudgetError,
@@ -61,7 +61,7 @@ def test_batches_and_beams(model, fields):
     alone = [gracekv.compress(model, one, ratio=2, pipeline=pipeline(**fields)) for one in prompts]
     for number, one in enumerate(alone):
         for layer, own in zip(batch.packed.sequence(number).layers, one.packed.layers, strict=True):
-            assert isinstance(layer, QuantisedLayer)
+            assert isinstance(layer, QuantisedEntries)
             for name, tensor in own.tensors().items():
                 assert torch.equal(layer.tensors()[name], tensor)
     assert batch.generate_ids(6).shape == (3, 6)

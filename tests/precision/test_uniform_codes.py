@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import Coding
-from gracekv.cache.quantised import QuantisedLayer
+from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import ConfigError, NonFiniteError, ShapeError
 from gracekv.kernels.ragged import offsets
 from gracekv.pipeline import Pipeline
@@ -93,7 +93,7 @@ def test_16_bit_numbers_that_float32_layers_repeat_are_exact():
 def layer_of(rng, lengths, dim=8, dtype=torch.float32, sequences=1):
     counts = torch.tensor(lengths)
     total = int(counts.sum())
-    return RaggedLayer(
+    return RaggedEntries(
         keys=torch.randn(total, dim, generator=rng).to(dtype),
         values=torch.randn(total, dim, generator=rng).to(dtype),
         positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]),
@@ -141,7 +141,7 @@ def test_only_the_region_changes_and_heads_do_not_meet(seed, lengths, bits, dtyp
 def test_stacked_sequences_are_what_they_were():
     rng = torch.Generator().manual_seed(1)
     parts = [quantised(layer_of(rng, lengths)) for lengths in ([9, 30], [41, 0])]
-    both = QuantisedLayer.stack(parts)
+    both = QuantisedEntries.stack(parts)
     for number, part in enumerate(parts):
         for head in range(2):
             for one, two in zip(part.head(head), both.head(head, number), strict=True):
@@ -149,7 +149,7 @@ def test_stacked_sequences_are_what_they_were():
     assert both.kv_bytes == sum(part.kv_bytes for part in parts)
     other = quantised(layer_of(rng, [9, 30]), bits=4)
     with pytest.raises(ShapeError, match="same codings"):
-        QuantisedLayer.stack([parts[0], other])
+        QuantisedEntries.stack([parts[0], other])
 
 
 def test_full_precision_is_the_cache_itself():

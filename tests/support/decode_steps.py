@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.backends import AttentionStep
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 
 
 def inside_nan(x: Tensor) -> Tensor:
@@ -25,10 +25,10 @@ def ragged(
     dim: int = 64,
     dtype: torch.dtype = torch.float32,
     sequences: int = 1,
-) -> RaggedLayer:
+) -> RaggedEntries:
     """A layer whose heads hold so many entries."""
     entries = sum(lengths)
-    return RaggedLayer(
+    return RaggedEntries(
         keys=inside_nan(torch.randn(entries, dim, generator=rng).to(dtype)),
         values=inside_nan(torch.randn(entries, dim, generator=rng).to(dtype)),
         positions=torch.arange(entries, dtype=torch.int32),
@@ -39,7 +39,7 @@ def ragged(
 
 
 def step(
-    rng: torch.Generator, layer: RaggedLayer, group: int, batch: int, length: int
+    rng: torch.Generator, layer: RaggedEntries, group: int, batch: int, length: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, and a tail whose unused places are NaN."""
     dim, dtype = layer.keys.shape[1], layer.keys.dtype

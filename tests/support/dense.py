@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedEntries
 
 _NAME = "gracekv_dense_reference"
 
@@ -64,7 +64,7 @@ def dense_logits(
     return torch.stack(logits)
 
 
-def _dense(layer: RaggedLayer, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def _dense(layer: RaggedEntries, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values [G, length, d] and the bias [G, length], -inf where nothing was kept."""
     shape = (layer.heads, length, layer.keys.shape[-1])
     keys, values = torch.zeros(2, *shape, dtype=torch.float64)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm import reference
@@ -81,12 +81,12 @@ def paged_step(
     rng = torch.Generator().manual_seed(seed)
     heads = len(next(iter(contexts.values())))
 
-    def entries(lengths: Sequence[int]) -> RaggedLayer:
+    def entries(lengths: Sequence[int]) -> RaggedEntries:
         count = sum(lengths)
         keys, values = torch.randn(2, count, dim, generator=rng).to(device, dtype)
         log_m = torch.rand(count, generator=rng).to(device)
         offsets = ragged.offsets(torch.tensor(lengths))
-        return RaggedLayer(keys, values, torch.arange(count).int().to(device), log_m, offsets)
+        return RaggedEntries(keys, values, torch.arange(count).int().to(device), log_m, offsets)
 
     stored = {
         name: StoredContext(

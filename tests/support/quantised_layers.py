@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from gracekv.cache.base import RaggedCache, RaggedLayer
-from gracekv.cache.quantised import QuantisedCache, QuantisedLayer, dequantised
+from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.cache.quantised import QuantisedCache, QuantisedEntries, dequantised
 from gracekv.kernels.ragged import offsets
 from gracekv.precision import AllocatedPrecision, UniformPrecision
 from gracekv.prefill import Region
@@ -22,11 +22,11 @@ def quantised(
     device: str = "cpu",
     stop: int = 60,
     **fields: Any,
-) -> QuantisedLayer:
+) -> QuantisedEntries:
     """Rows of `lengths` entries; the first two and those from `stop` on stay as they are."""
     counts = torch.tensor(lengths)
     total = int(counts.sum())
-    layer = RaggedLayer(
+    layer = RaggedEntries(
         keys=torch.randn(total, dim, generator=rng).to(device, dtype),
         values=torch.randn(total, dim, generator=rng).to(device, dtype),
         positions=torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(device),
@@ -37,21 +37,23 @@ def quantised(
     cache = RaggedCache((layer,), 1000, (0,) * sequences)
     strategy = UniformPrecision(**{"sinks": 2, **fields})
     found = strategy(cache, [strategy.widths(layer.positions, Region(0, stop))]).layers[0]
-    assert isinstance(found, QuantisedLayer)
+    assert isinstance(found, QuantisedEntries)
     return found
 
 
-def of_mixed_widths(rng: torch.Generator, layer: QuantisedLayer, **fields: Any) -> QuantisedLayer:
+def of_mixed_widths(
+    rng: torch.Generator, layer: QuantisedEntries, **fields: Any
+) -> QuantisedEntries:
     """What `layer` says, each entry at 4, 8 or 16 bits by chance."""
     choice = torch.randint(0, 3, (int(layer.lengths.sum()),), generator=rng)
     widths = torch.tensor([4, 8, 16], dtype=torch.uint8)[choice].to(layer.device)
     plain = dequantised(QuantisedCache((layer,), 1000, (0,) * layer.sequences))
     found = AllocatedPrecision(**fields)(plain, [widths]).layers[0]
-    assert isinstance(found, QuantisedLayer)
+    assert isinstance(found, QuantisedEntries)
     return found
 
 
-def of_two_passages(one: QuantisedLayer, other: QuantisedLayer) -> QuantisedLayer:
+def of_two_passages(one: QuantisedEntries, other: QuantisedEntries) -> QuantisedEntries:
     """The exact entries of `one` and the codes of both, as after a passage: widths come twice."""
     coded = sorted([*one.coded, *other.coded], key=lambda part: -part.coding.bits)
-    return QuantisedLayer(one.exact, tuple(coded))
+    return QuantisedEntries(one.exact, tuple(coded))

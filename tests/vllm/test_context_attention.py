@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("numba")
 
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm import reference
@@ -29,7 +29,7 @@ def layer_of(lengths, rng, dtype):
     entries = int(offsets[-1])
     keys, values = torch.randn(2, entries, DIM, generator=rng).to(dtype)
     log_m = torch.rand(entries, generator=rng)
-    return RaggedLayer(keys, values, torch.arange(entries).int(), log_m, offsets)
+    return RaggedEntries(keys, values, torch.arange(entries).int(), log_m, offsets)
 
 
 class Engine:

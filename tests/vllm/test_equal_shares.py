@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gracekv.cache.base import RaggedLayer
+from gracekv.cache.base import RaggedEntries
 from gracekv.errors import StoreError
 from gracekv.vllm.equal_shares import check_prompt, layers_by_number, write_entries
 
@@ -29,7 +29,7 @@ class Pages:
 
 def context():
     keys = torch.arange(float(SHARE * HEADS * DIM)).view(-1, DIM)
-    layer = RaggedLayer(
+    layer = RaggedEntries(
         keys, -keys, torch.arange(SHARE).repeat(HEADS), torch.zeros(SHARE * HEADS),
         torch.tensor([0, SHARE, 2 * SHARE]),
     )  # fmt: skip
