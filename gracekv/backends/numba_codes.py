@@ -19,10 +19,8 @@ from gracekv.kernels.code_vectors import (
     low_by_token,
     whole_by_channel,
     whole_by_token,
-    widen_one,
-    widen_vector,
 )
-from gracekv.kernels.intrinsics import pointer
+from gracekv.kernels.intrinsics import as_float32, pointer
 from gracekv.kernels.row_vectors import WIDTH
 
 
@@ -120,8 +118,8 @@ def _by_channel(
     done = 0
     while done < count:
         own = (inside + done) // size
-        widened(scale, (block + own) * dim, dim, s)
-        widened(zero, (block + own) * dim, dim, z)
+        _widened(scale, (block + own) * dim, dim, s)
+        _widened(zero, (block + own) * dim, dim, z)
         stop = min(count, (own + 1) * size - inside)
         at, to, rows = (first + done) * step, done * dim, stop - done
         if bits == 8 and dim % WIDTH == 0:
@@ -154,8 +152,8 @@ def _by_token(
     """wide[e] <- zero + scale * code for rows with scales of their own."""
     dim, groups = wide.shape[1], scale.shape[1]
     half, width, step = dim // 2, dim // groups, codes.shape[1]
-    widened(scale, first * groups, count * groups, s)
-    widened(zero, first * groups, count * groups, z)
+    _widened(scale, first * groups, count * groups, s)
+    _widened(zero, first * groups, count * groups, z)
     at = first * step
     if width % WIDTH == 0 and bits == 8:
         for c in range(0, dim, WIDTH):
@@ -176,13 +174,10 @@ def _by_token(
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
-def widened(numbers: Any, first: int, count: int, out: Any) -> None:
+def _widened(numbers: Any, first: int, count: int, out: Any) -> None:
     """out[0, i] <- number first + i of the 16-bit `numbers`, in the order in which they lie."""
-    done = count // WIDTH * WIDTH
-    for i in range(0, done, WIDTH):
-        widen_vector(numbers, first + i, out, i)
-    for i in range(done, count):
-        widen_one(numbers, first + i, out, i)
+    begin = numbers.ctypes.data + numbers.itemsize * first
+    as_float32(carray(pointer(begin), (1, count), numbers.dtype), 0, 1, out)
 
 
 @njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
