@@ -58,7 +58,7 @@ class Eager(AttentionBackend):
 
 
 def _weights(logits: Tensor, sink: Tensor | None) -> Tensor:
-    """Softmax of logits [B, Tq, any] beside a `sink` []; 0 in rows that see nothing."""
+    """Softmax of logits [B, Tq, any] and a `sink` []; 0 in rows that see nothing."""
     top = logits.amax(dim=-1, keepdim=True) if logits.shape[-1] else logits.new_zeros(())
     if sink is not None:
         top = torch.maximum(top, sink)

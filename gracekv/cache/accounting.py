@@ -75,7 +75,7 @@ class Accounting:
             in 16-bit numbers, whatever the model's dtype.
         utility: summed gains of the bought operations, each clipped at 0.
         bound: certified upper bound of `utility` at this budget, if the allocator computed one.
-        backend_bytes: bytes that the attention backend holds beside the packed tensors (indices,
+        backend_bytes: bytes that the attention backend holds on top of the packed tensors (indices,
             copies), once it is prepared.
         kept_bytes: bytes of the model's layers that are not compressed, by their kind; no other
             number here counts them.

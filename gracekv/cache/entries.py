@@ -117,7 +117,7 @@ class CompressedCache:
             cache (ours).
         padding: S numbers, how many tokens fewer each sequence covers; its prompt is padded by as
             many on the left.
-        kept: what the model's layers hold of the same tokens beside these entries, sequence by
+        kept: what the model's layers hold of the same tokens in other forms, sequence by
             sequence.
 
     Raises:
@@ -149,7 +149,7 @@ class CompressedCache:
         return tuple(number for number in every if number not in others)
 
     def with_kept(self, kept: tuple[KeptLayer, ...]) -> Self:
-        """The same entries beside what the other layers hold."""
+        """The same entries, with what the other layers hold."""
         return dataclasses.replace(self, kept=kept) if kept else self
 
     @property

@@ -1,4 +1,4 @@
-"""`GlooExchange`: a process group of gloo's, with a time-out, beside the model's own."""
+"""`GlooExchange`: a process group of gloo's, with a time-out, apart from the model's own."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from gracekv.evaluate.sample import Sample
 _CONTROL = re.compile("[\x00-\x1f]")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NUMBERS = re.compile(r"\d+")
-# Beside string.punctuation, as LongBench removes it from Chinese text.
+# Besides string.punctuation, as LongBench removes it from Chinese text.
 _CHINESE_PUNCTUATION = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟"
     "〰〾〿–—‘’‛“”„‟…‧﹏."
@@ -37,7 +37,7 @@ Metric = Callable[[str, str], float]
 
 
 def score(sample: Sample, prediction: str | None) -> dict[str, float]:
-    """The sample's primary metric first, then those that are reported beside it.
+    """The sample's primary metric first, then those that are reported with it.
 
     Raises `ConfigError` for None: an answer that was never generated has no score.
     """

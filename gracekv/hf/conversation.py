@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from gracekv.allocate import BudgetOptions
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import continue_ids, decode_rows, stream_text
 from gracekv.prefill.chat_text import first_turn, next_turn
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.length_limits import trained_length
+from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 
 
@@ -101,14 +103,17 @@ class Conversation:
         with self._turn(question, max_new_tokens) as turn:
             return self._add(question, turn, self._generate(turn, max_new_tokens, kwargs))
 
-    def compress(self, **options: Any) -> None:
+    def compress(
+        self, *, capture: CaptureOptions = DEFAULTS, **budget: Unpack[BudgetOptions]
+    ) -> None:
         """Compress the turns so far, which are read once more, behind the packed context.
 
         A long conversation stays within a budget by it: chat.compress(ratio=2). Later turns go on
         as before.
 
         Args:
-            options: of `CompressionResult.extend`: a budget for the turns, and so on.
+            capture: how the turns are read, as in `CompressionResult.extend`.
+            budget: that of the turns, as in `gracekv.compress`.
 
         Raises what `extend` raises, `CacheError` as `ask` does, and `PromptError` if there is no
         turn that is not compressed yet.
@@ -120,7 +125,7 @@ class Conversation:
                 raise PromptError(
                     "There is no turn that is not compressed yet. Ask something first."
                 )
-            self._begin_after(self._result.extend(turns, **options))
+            self._begin_after(self._result.extend(turns, capture=capture, **budget))
 
     def close(self) -> None:
         """Let go of the cache; a further question raises `CacheError`."""

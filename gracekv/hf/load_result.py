@@ -157,8 +157,8 @@ def _check_entries(saved: SavedPrompt, packed: CompressedCache, vocabulary: int)
     """Raise `ShapeError` unless the accounting counts the entries, and ids are the model's."""
     spans, kept = saved.prompt.without_tail().spans, saved.accounting
     # Prefix and suffix, whose last token is fed again and has no entry.
-    beside = spans.length - 1 - spans.context_length
-    if not torch.equal(packed.entries() - beside, kept.entries):
+    uncompressed = spans.length - 1 - spans.context_length
+    if not torch.equal(packed.entries() - uncompressed, kept.entries):
         raise ShapeError("the accounting counts other entries than the cache holds")
     # Files of earlier versions do not list widths.
     widths = kept.widths in ((), WidthShare.of(packed))

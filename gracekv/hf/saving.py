@@ -25,7 +25,7 @@ from gracekv.registry import check_values
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedPrompt:
-    """What a file holds of one prompt beside its entries.
+    """What a file holds of one prompt, but for its entries.
 
     Attributes:
         prompt: ids, spans and format; its text and tokenizer are not saved.
@@ -57,7 +57,7 @@ class SavedPrompt:
 
     @classmethod
     def from_header(cls, header: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> SavedPrompt:
-        """The inverse of `header`; `ids` int64 [T] are kept beside it.
+        """The inverse of `header`; `ids` int64 [T] are kept apart.
 
         Raises `ConfigError` or another `ValueError` or `TypeError` if it is not what `header` made.
         """

@@ -16,6 +16,7 @@ from gracekv.hf.compress import chosen_pipeline
 from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Prefill, PromptSpans
 from gracekv.prefill.capture import capture
+from gracekv.prefill.options import DEFAULTS
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
 from gracekv.segment import Partition
@@ -24,7 +25,7 @@ TASK = "gracekv-text-generation"
 
 _PROMPT = ("instruction", "answer_prefix", "separator", "template")
 _BUDGET = tuple(BudgetOptions.__annotations__)
-_COMPRESSION = (*_BUDGET, "pipeline", "backend")
+_COMPRESSION = (*_BUDGET, "pipeline", "backend", "capture")
 
 
 class GraceTextGeneration(Pipeline):  # type: ignore[misc]
@@ -72,8 +73,8 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
             reuse: one prefill and one compressed context for all questions; default: the
                 constructor's, or False.
             kwargs: `instruction`, `answer_prefix`, `separator`, `template` as in
-                `Prompt.from_chat`; a budget, `pipeline` and `backend` as in `gracekv.compress`;
-                everything else, such as `max_new_tokens`, goes to `generate`.
+                `Prompt.from_chat`; a budget, `pipeline`, `backend` and `capture` as in
+                `gracekv.compress`; everything else, such as `max_new_tokens`, goes to `generate`.
 
         Returns:
             For each question {"question", "answer", "budget", "spent", "kv_bytes", "full_bytes"}:
@@ -130,7 +131,8 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         pipe = chosen_pipeline(compression.get("pipeline"), compression.get("backend"), [prompt])
         check_model(self.model)
         pipe.check_budget(self.model, prompt.spans, budget)
-        prefill = capture(self.model, prompt, pipe.needs())
+        how = compression.get("capture", DEFAULTS)
+        prefill = capture(self.model, prompt, pipe.needs(), how)
         partition = _shared_partition(pipe, prefill, budget, shared)
         run = pipe.run(prefill, budget, partition)
         # The answer is generated over the compressed cache alone.

@@ -46,7 +46,7 @@ class AllocatedPrecision(Precision):
             "token": `group` consecutive channels of an entry.
         values: the same for values.
         sinks: the prompt's first tokens are dropped or stay as they are, as in `uniform`.
-        rounding: how much a measured rounding error counts beside that of dropping an entry.
+        rounding: how much a measured rounding error counts against that of dropping an entry.
     """
 
     allocates: ClassVar[bool] = True

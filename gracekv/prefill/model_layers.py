@@ -154,7 +154,7 @@ def layer_kinds(config: Any) -> list[str]:
 
 
 def rotation_kind(model: Any) -> tuple[str, ...]:
-    """What `rotary_emb` takes beside positions where kinds of layers have their own RoPE."""
+    """What `rotary_emb` takes with positions where kinds of layers have their own RoPE."""
     parameters = getattr(text_config(model), "rope_parameters", None) or {}
     return tuple(kind for kind in COMPRESSED if isinstance(parameters.get(kind), dict))[:1]
 

@@ -75,7 +75,7 @@ class PromptSpans:
         return self.context_end - self.context_start
 
     def region(self, recent: int) -> Region:
-        """C = [c_s, c_e - r): what may be compressed beside a recent window of `recent` tokens."""
+        """C = [c_s, c_e - r): what may be compressed without a recent window of `recent` tokens."""
         return Region(self.context_start, max(self.context_start, self.context_end - recent))
 
     def last(self, count: int) -> range:

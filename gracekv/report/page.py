@@ -43,7 +43,7 @@ def write(
         path: the HTML file; its folder is made.
         result: what to show.
         label: its name on the page; default: the recipe's name and the ratio.
-        answer: the model's answer, shown beside the accounting.
+        answer: the model's answer, shown with the accounting.
 
     Raises `ReportError` if the result does not hold what its entries stand for.
     """

@@ -194,7 +194,7 @@ class TreeBatch:
     def relevance(self, nodes: Nodes) -> Tensor:
         """R of the nodes, float64 [V]: the sum of their tokens' scores, in order.
 
-        Not a difference of running sums, so that a small node beside a token of large score keeps
+        Not a difference of running sums, so that a small node next to a token of large score keeps
         its digits. Source: Eq. (V6).
         """
         count = nodes.length

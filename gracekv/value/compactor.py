@@ -39,7 +39,7 @@ class Compactor(Scorer):
     G N d²); the queries of every position are needed.
 
     Attributes:
-        blending: weight of the leverage, beside 1 (compactor-vllm's 0.5).
+        blending: weight of the leverage, attention having 1 (compactor-vllm's 0.5).
         chunk_size: tokens that attend to each other (kvpress's 256).
         sinks: first prompt tokens, which score higher than all others (kvpress's 8).
         ridge: bound from below of the Gram matrix's eigenvalues, added to its diagonal (0.01).

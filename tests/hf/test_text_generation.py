@@ -217,6 +217,13 @@ def test_bad_calls_are_refused(pipe, options, error, message):
         pipe(**({"context": CONTEXT} | options))
 
 
+def test_the_prefill_runs_as_told(pipe):
+    seen = []
+    how = gracekv.CaptureOptions(chunk=20, progress=lambda *x: seen.append(x))
+    pipe(context=CONTEXT, question="w1", ratio=2, capture=how, max_new_tokens=2)
+    assert len(seen) > 1
+
+
 def test_a_tokenizer_is_needed(model):
     pipe = GraceTextGeneration(model=model)
     with pytest.raises(ConfigError, match="needs a tokenizer"):

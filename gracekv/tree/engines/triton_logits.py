@@ -24,7 +24,7 @@ def _mean_key(
     """[BLOCK_T, BLOCK_F]: some features of the mean key of the tokens up to each of a block.
 
     Earlier blocks are summed again for each block: keeping the sums of all features would take too
-    many registers, and these loads are few beside the Gram matrix's.
+    many registers, and these loads are few compared with the Gram matrix's.
     """
     total = tl.zeros([BLOCK_F], tl.float32)
     for past in range(0, at, BLOCK_T):
