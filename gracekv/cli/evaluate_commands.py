@@ -37,34 +37,20 @@ class RunOptions:
     ratios: Annotated[str, Option(help="Budgets as ratios, such as 4,8,16.")] = ""
     entries: Annotated[str, Option(help="Budgets as entries per head, such as 512,1024.")] = ""
     samples: Annotated[int, Option(min=1, help="Samples of each task and length.")] = 50
-    length: Annotated[str, Option(help="Total tokens of RULER's samples, such as 4096,8192.")] = (
-        "4096"
-    )
+    length: Annotated[str, Option(help="Tokens of RULER's samples, such as 4096,8192.")] = "4096"
     dtype: Annotated[str, Option(help="float32, bfloat16 or float16.")] = "float32"
     data: Annotated[Path | None, Option(help="Folder with essays/, qa/ and longbench/.")] = None
     seed: Annotated[int, Option(help="Seed of RULER's samples.")] = 42
-    recent_share: Annotated[
-        float | None, Option(help="Most of the budget that the recent window may take.")
-    ] = None
-    protocol: Annotated[str, Option(help="query_aware (the paper's) or query_agnostic.")] = (
-        "query_aware"
-    )
-    max_new_tokens: Annotated[int | None, Option(min=1, help="Lower cap on generated tokens.")] = (
-        None
-    )
+    recent_share: Annotated[float | None, Option(help="Cap on the recent window's share.")] = None
+    protocol: Annotated[str, Option(help="The paper's, or query_agnostic.")] = "query_aware"
+    max_new_tokens: Annotated[int | None, Option(min=1, help="Most tokens of an answer.")] = None
     generate: Annotated[bool, Option(help="Generate answers and score them.")] = True
     fidelity: Annotated[bool, Option(help="Feed the reference answer, compare with FullKV.")] = True
-    truncate: Annotated[str, Option(help="Prompts too long: middle, start, error or skip.")] = (
-        "middle"
-    )
+    truncate: Annotated[str, Option(help="Long prompts: middle, start, error, skip.")] = "middle"
     max_prompt: Annotated[int | None, Option(min=1, help="Most prompt tokens.")] = None
-    shard: Annotated[
-        str | None, Option(help="i/n: this process's part; default RANK and WORLD_SIZE.")
-    ] = None
+    shard: Annotated[str | None, Option(help="i/n; default: RANK and WORLD_SIZE.")] = None
     retry_failed: Annotated[bool, Option("--retry-failed", help="Run failed cells again.")] = False
-    ray: Annotated[
-        int | None, Option("--ray", min=1, help="Spread samples over this many Ray workers.")
-    ] = None
+    ray: Annotated[int | None, Option(min=1, help="Spread over this many Ray workers.")] = None
     imports: Imports = None
 
     def experiment(self, methods: Sequence[str]) -> Experiment:

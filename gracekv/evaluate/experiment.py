@@ -41,13 +41,6 @@ class Cell:
         amount = float(self.budget.amount)
         return f"{amount:g}x" if self.budget.kind == "ratio" else f"{amount:g} entries"
 
-    def options(self) -> dict[str, Any]:
-        """The budget as `compress` takes it."""
-        if self.budget is None:
-            return {"ratio": 1}
-        kind, amount = self.budget.kind, self.budget.amount
-        return {kind: amount if kind == "ratio" else int(amount)}
-
 
 @dataclass(frozen=True, slots=True)
 class Panel(Configurable):

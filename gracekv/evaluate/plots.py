@@ -36,27 +36,18 @@ def plot(found: Sequence[Table], measure: Measure, suffix: str = ".png") -> byte
         place = axes[at // across][at % across]
         ratios = [column for column in table.columns if column.endswith("x")]
         for method in table.methods:
+            if full := table.cells.get((method, FULL)):
+                place.axhline(full.mean, linestyle="--", color="0.4", label=method)
+            shown_at = [c for c in ratios if (method, c) in table.cells]
+            if full or not shown_at:
+                continue
+            x, cells = [float(c[:-1]) for c in shown_at], [table.cells[method, c] for c in shown_at]
             number = methods.index(method)
-            style = {"color": f"C{number % 10}"}
-            if (method, FULL) in table.cells:
-                place.axhline(
-                    table.cells[method, FULL].mean, linestyle="--", color="0.4", label=method
-                )
-                continue
-            points = [
-                (float(c[:-1]), table.cells[method, c])
-                for c in ratios
-                if (method, c) in table.cells
-            ]
-            if not points:
-                continue
-            x = [ratio for ratio, _ in points]
-            marker = _MARKERS[number % len(_MARKERS)]
-            line = "-" if number < 10 else ":"
-            means = [cell.mean for _, cell in points]
-            place.plot(x, means, line, marker=marker, ms=4, lw=1.3, label=method, **style)
-            bounds = [[cell.low for _, cell in points], [cell.high for _, cell in points]]
-            place.fill_between(x, *bounds, alpha=0.12, lw=0, **style)
+            style = {"color": f"C{number % 10}", "lw": 1.3}
+            line, marker = "-" if number < 10 else ":", _MARKERS[number % len(_MARKERS)]
+            place.plot(x, [c.mean for c in cells], line, marker=marker, ms=4, label=method, **style)
+            bounds = [c.low for c in cells], [c.high for c in cells]
+            place.fill_between(x, *bounds, alpha=0.12, **{**style, "lw": 0})
         place.set_xscale("log", base=2)
         ticks = [float(c[:-1]) for c in ratios]
         place.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])

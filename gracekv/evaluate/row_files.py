@@ -11,9 +11,9 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from gracekv.errors import ConfigError
 
@@ -33,7 +33,7 @@ _OPTIONAL: dict[str, Any] = {
 _COLUMN = re.compile(r"full|\d+(\.\d+)?(e[+-]\d\d)?(x| entries)")
 
 
-class RowFile:
+class RowFile(AbstractContextManager["RowFile"]):
     """Appends rows to `folder`/rows-NAME.jsonl; a second writer of the same file is refused.
 
     A context manager. Raises `ConfigError` if the file cannot be written, or if another process has
@@ -67,20 +67,9 @@ class RowFile:
             raise OSError(f"Only {written} of {len(line)} bytes fit into {self.path}.")
         os.fsync(self._file)
 
-    def close(self) -> None:
-        """Close the file, which unlocks it for other writers."""
+    def __exit__(self, *_: object) -> None:
+        # Unlocks it for other writers.
         os.close(self._file)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _lock(self) -> None:
         try:

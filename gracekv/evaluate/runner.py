@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,10 +89,11 @@ def run(
             note_marks(worker().named, marks)
         written = failed = 0
         if schedule.samples:
-            if ray_workers is None:
-                new = _here(schedule.samples, worker())
-            else:
-                new = spread(experiment, schedule.samples, ray_workers)
+            new: Iterator[Row] = (
+                chain.from_iterable(map(worker().rows, schedule.samples))
+                if ray_workers is None
+                else spread(experiment, schedule.samples, ray_workers)
+            )
             with _bar(schedule, progress) as tick:
                 for row in new:
                     note_marks(row, marks)
@@ -100,11 +102,6 @@ def run(
                     failed += row["error"] is not None
                     tick(row)
     return Summary(written, schedule.failed + failed, schedule.done, folder)
-
-
-def _here(samples: Iterable[PendingSample], worker: Worker) -> Iterator[Row]:
-    for sample in samples:
-        yield from worker.rows(sample)
 
 
 @contextmanager

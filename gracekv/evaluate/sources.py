@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
@@ -92,9 +92,8 @@ class Sources:
     def questions(self, dataset: Literal["squad", "hotpotqa"]) -> tuple[list[Question], list[str]]:
         """Questions in file order, and every document; `TaskError` if there is no file."""
         if dataset not in self._questions:
-            read: Callable[[Any], tuple[list[Question], list[str]]]
-            read = squad if dataset == "squad" else hotpot
-            self._questions[dataset] = read(self._question_file(dataset))
+            data = self._question_file(dataset)
+            self._questions[dataset] = squad(data) if dataset == "squad" else hotpot(data)
         return self._questions[dataset]
 
     @cached_property

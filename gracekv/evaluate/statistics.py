@@ -106,8 +106,6 @@ def holm(p: Sequence[float]) -> list[float]:
 
 def _p(differences: Values) -> float:
     changed = differences[differences != 0]
-    if not len(changed):
-        return 1.0
     if len(changed) < 2:
         # One sample flips to its mirror image: both are as extreme.
         return 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from gracekv.evaluate.row_files import Row, latest, note_marks
 from gracekv.evaluate.statistics import Comparison, Interval, Values, compare, holm, interval
 
 FULL = "full"
+# What tells the cells of one protocol apart.
+_PLACE = ("model", "task", "length", "seed", "index", "method", "column")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +108,7 @@ def _trusted(rows: Sequence[Row]) -> list[Row]:
     chosen = list(latest(list(rows)).values())
     seen: dict[tuple[object, ...], Row] = {}
     for row in chosen:
-        place = tuple(
-            row[name] for name in ("model", "task", "length", "seed", "index", "method", "column")
-        )
-        place += (row["settings"]["protocol"],)
+        place = (*(row[name] for name in _PLACE), row["settings"]["protocol"])
         other = seen.setdefault(place, row)
         if other is not row:
             changed = [n for n, v in row["settings"].items() if other["settings"].get(n) != v]
@@ -158,9 +157,7 @@ def _table(
             others = [m for m in present if m != against]
             results = [compare(arrays[m], arrays[against], measure.higher) for m in others]
             for m, result, p in zip(others, results, holm([r.p for r in results]), strict=True):
-                compared[m, column] = Comparison(
-                    result.delta, result.wins, result.ties, result.losses, p
-                )
+                compared[m, column] = replace(result, p=p)
     for m in full:
         samples = used or set(values[m, FULL])
         cells[m, FULL] = interval(_by_task(values[m, FULL], samples))

@@ -9,6 +9,7 @@ from operator import or_
 from typing import Any
 
 from gracekv import compress
+from gracekv.allocate import Budget
 from gracekv.errors import TaskError
 from gracekv.evaluate.answers import AnswerOutputs, compare, greedy, teacher_force
 from gracekv.evaluate.experiment import Cell, Panel, PendingSample
@@ -161,7 +162,7 @@ class Worker:
             prepared.compressed,
             prefill=prepared.prefill,
             pipeline=pipeline,
-            **cell.options(),
+            budget=cell.budget or Budget.ratio(1),
         )
         measured = [self._ask(panel, task, one, result) for one in prepared.questions]
         costs = cost_fields(result.accounting, result.timings, spans)
