@@ -27,13 +27,11 @@ def markdown(found: Sequence[Table], measure: Measure) -> str:
     """One table after the other; best bold, second underlined, 95 % intervals in brackets."""
     parts = []
     for table in found:
-        lines = [f"### {table.title}: {measure.title}", "", _about(table), ""]
         header = ["method", *(table.columns or (FULL,))]
-        lines += [_line(header), _line(["---", *["---:"] * (len(header) - 1)])]
         body = _body(table, measure, _markdown_cell)
         # FullKV has one cell, whatever the budget; a table wants as many as its header.
-        lines += [_line([*cells, *[""] * (len(header) - len(cells))]) for cells in body]
-        parts.append("\n".join(lines))
+        body = [[*cells, *[""] * (len(header) - len(cells))] for cells in body]
+        parts += [f"### {table.title}: {measure.title}", _about(table), _grid(header, body)]
         if table.against:
             parts.append(_comparisons(table, measure))
     return "\n\n".join(parts) + "\n"
@@ -91,8 +89,7 @@ def deltas(rows: Sequence[Row], base: str, measure: Measure) -> str:
     """
     parts = []
     for table in make_tables(rows, measure, base):
-        lines = [f"### {table.title}: {measure.title}, difference from {base}", ""]
-        lines += [_line(["method", *table.columns]), _line(["---", *["---:"] * len(table.columns)])]
+        body = []
         for method in (base, *(m for m in table.methods if m != base)):
             if (method, FULL) in table.cells:
                 continue
@@ -103,8 +100,9 @@ def deltas(rows: Sequence[Row], base: str, measure: Measure) -> str:
                 if method == base and (base, column) in table.cells:
                     text = f"{table.cells[base, column].mean:.{measure.digits}f}"
                 cells.append(f"**{text}**" if versus is not None and versus.p < 0.05 else text)
-            lines.append(_line([method, *cells]))
-        parts.append("\n".join(lines))
+            body.append([method, *cells])
+        parts.append(f"### {table.title}: {measure.title}, difference from {base}")
+        parts.append(_grid(["method", *table.columns], body))
     return "\n\n".join(parts) + "\n"
 
 
@@ -175,18 +173,20 @@ def _bounds(cell: Interval, digits: int) -> str:
 
 def _comparisons(table: Table, measure: Measure) -> str:
     sense = "higher" if measure.higher else "lower"
-    lines = [
-        f"Against {table.reference} on the same samples ({sense} is better; p: sign-flip "
-        f"permutation, Holm over the methods of a budget):",
-        "",
-        _line(["method", "budget", "difference", "wins / ties / losses", "p"]),
-        _line(["---", "---:", "---:", "---:", "---:"]),
+    rows = [
+        [
+            *cell,
+            difference(versus.delta, measure.digits),
+            f"{versus.wins} / {versus.ties} / {versus.losses}",
+            f"{versus.p:.3f}",
+        ]
+        for cell, versus in table.against.items()
     ]
-    for (method, column), versus in table.against.items():
-        counts = f"{versus.wins} / {versus.ties} / {versus.losses}"
-        delta = difference(versus.delta, measure.digits)
-        lines.append(_line([method, column, delta, counts, f"{versus.p:.3f}"]))
-    return "\n".join(lines)
+    header = ["method", "budget", "difference", "wins / ties / losses", "p"]
+    return (
+        f"Against {table.reference} on the same samples ({sense} is better; p: sign-flip "
+        f"permutation, Holm over the methods of a budget):\n\n{_grid(header, rows)}"
+    )
 
 
 def _about(table: Table) -> str:
@@ -201,8 +201,10 @@ def _about(table: Table) -> str:
     return text
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _grid(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A markdown table whose first column is text and whose others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *body]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _latex_column(column: str) -> str:

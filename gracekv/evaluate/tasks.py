@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from gracekv.errors import TaskError
@@ -112,21 +113,15 @@ class Task:
             return record_sample(name, index, sources)
         if self.length is None:
             raise TaskError(f"{self.name} needs a length in tokens, such as 4096.")
+        made = (name, self.length, self.seed, index, sources)
         if benchmark == "shared_context":
 
             def longest(sample: Sample) -> int:
                 found = render_questions(sample, tokenizer, sys.maxsize, "error", sys.maxsize)
                 return max(len(rendered.prompt.ids) for rendered in found)
 
-            return shared_context.generate(name, self.length, self.seed, index, sources, longest)
-        return ruler.generate(
-            name,
-            self.length,
-            self.seed,
-            index,
-            sources,
-            lambda sample: len(chat_prompt(sample, tokenizer).ids),
-        )
+            return shared_context.generate(*made, longest)
+        return ruler.generate(*made, lambda sample: len(chat_prompt(sample, tokenizer).ids))
 
     @property
     def max_new_tokens(self) -> int:
@@ -146,16 +141,13 @@ class Task:
     ) -> Iterator[int]:
         """`samples` numbers from `first` on whose whole prompts have at most `limit` tokens."""
         if self.length is not None:
-            yield from self.available(samples, sources, first)
-            return
-        found = 0
-        for index in range(first, len(sources.longbench(self.name.partition(":")[2]))):
-            if found == samples:
-                return
-            prompt = chat_prompt(self.sample(index, sources, tokenizer), tokenizer)
-            if len(prompt.ids) <= limit:
-                found += 1
-                yield index
+            return iter(self.available(samples, sources, first))
+        every = range(first, len(sources.longbench(self.name.partition(":")[2])))
+
+        def fits(index: int) -> bool:
+            return len(chat_prompt(self.sample(index, sources, tokenizer), tokenizer).ids) <= limit
+
+        return islice(filter(fits, every), samples)
 
 
 def record_sample(name: str, index: int, sources: Sources) -> Sample:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,6 +50,14 @@ class Result(Protocol):
     @property
     def accounting(self) -> Accounting:
         """Entries and bytes."""
+
+
+# What results that are shown side by side have in common.
+_SAME: dict[str, Callable[[Result], object]] = {
+    "token ids": lambda result: result.prompt.ids.tolist(),
+    "contexts": lambda result: result.prompt.spans,
+    "layers and KV heads": lambda result: list(result.accounting.entries.shape),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,22 +141,13 @@ class ReportData:
             _check(label, result)
         (first, main), *others = results.items()
         for label, other in others:
-            if not torch.equal(main.prompt.ids, other.prompt.ids):
-                raise ReportError(
-                    f"Results side by side must be of one prompt; {first!r} and {label!r} have "
-                    f"different token ids. Compress the same Prompt with both pipelines."
-                )
-            if main.prompt.spans != other.prompt.spans:
-                raise ReportError(
-                    f"Results side by side must compress the same context; {first!r} has "
-                    f"{main.prompt.spans}, {label!r} has {other.prompt.spans}."
-                )
-            if main.accounting.entries.shape != other.accounting.entries.shape:
-                raise ReportError(
-                    f"Results side by side must be of one model; {first!r} has "
-                    f"{list(main.accounting.entries.shape)} layers and KV heads, {label!r} "
-                    f"{list(other.accounting.entries.shape)}."
-                )
+            for what, read in _SAME.items():
+                if read(main) != read(other):
+                    raise ReportError(
+                        f"Results side by side must be of one prompt, context and model; {first!r} "
+                        f"and {label!r} have different {what} ({read(main)!r:.60}, "
+                        f"{read(other)!r:.60}). Compress the same Prompt with both pipelines."
+                    )
         config = getattr(main.model, "config", None)
         # Of a local folder only its name: pages are shared, paths are private.
         name = str(getattr(config, "name_or_path", "")).rstrip("/\\")

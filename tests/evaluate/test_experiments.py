@@ -47,8 +47,8 @@ def test_cells_are_methods_times_budgets_and_fullkv_once():
         ("gracekv", "8x"),
         ("gracekv", "64 entries"),
     ]
-    budgets = [["ratio"], ["ratio"], ["entries_per_head"]]
-    assert [list(c.options()) for c in cells[1:]] == 2 * budgets
+    budgets = ["ratio", "ratio", "entries_per_head"]
+    assert [c.budget.kind for c in cells[1:]] == 2 * budgets
 
 
 @pytest.mark.parametrize(

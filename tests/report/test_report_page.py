@@ -143,8 +143,8 @@ def other_spans(make):
 WRONG = [
     (lambda make: {}, None, "at least one result; got none"),
     (lambda make: {"a": make("snapkv", 3), "b": other_prompt(make)}, None, "different token ids"),
-    (lambda make: {"a": make("snapkv", 3), "b": other_spans(make)}, None, "the same context"),
-    (lambda make: {"a": make("snapkv", 3), "b": make("snapkv", 3, layers=3)}, None, "of one model"),
+    (lambda make: {"a": make("snapkv", 3), "b": other_spans(make)}, None, "different contexts"),
+    (lambda make: {"a": make("snapkv", 3), "b": make("snapkv", 3, layers=3)}, None, "KV heads"),
     (lambda make: {"a": "page.html"}, None, r"what gracekv\.compress returns; got str"),
     (lambda make: {"a": make("snapkv", 3)}, {"z": "no"}, "by the labels of the results, a; got z"),
 ]
