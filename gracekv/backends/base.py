@@ -85,7 +85,7 @@ class AttentionStep:
             own = torch.arange(-tokens, 0, device=device)
             last = own + (places if self.length is None else self.length[:, None])
             seen = torch.arange(places, device=device) <= last[..., None]
-            mask = seen.view(-1, 1, tokens, places)
+            mask = seen.unsqueeze(-3) if self.length is not None else seen[None, None]
         if mask.dtype == torch.bool:
             return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
         return mask.float()
