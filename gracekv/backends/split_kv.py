@@ -140,8 +140,8 @@ def _split(layer: Layer, batch: int, group: int, rows: Tensor | None) -> SplitKV
     queries = (counts * group).repeat_interleave(layer.heads)  # of each row
     stored = [exact.offsets, *(entries.offsets for entries in coded)]
     parts = [_part(offsets, queries) for offsets in stored]
-    row, first, last = (torch.cat(found) for found in zip(*parts, strict=True))
-    part = ragged.rows(torch.tensor([len(found[0]) for found in parts]))
+    row, first, last = (torch.cat(piece) for piece in zip(*parts, strict=True))
+    part = ragged.rows(torch.tensor([len(piece[0]) for piece in parts]))
     order = row.argsort(stable=True)
     row, slots = row[order], ragged.offsets(queries[row[order]])
     splits = torch.stack([row, first[order], last[order], slots[:-1], part[order]], dim=1)

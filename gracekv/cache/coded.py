@@ -200,11 +200,11 @@ class CodedEntries:
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Everything that is stored, by name: [E, bytes] codes, their scales [N, d] and so on."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in ("keys", "values"):
             made: Codes = getattr(self, name)
-            found |= {f"{name}.{x}": getattr(made, x) for x in ("codes", "scale", "zero")}
-        return found | {x: getattr(self, x) for x in ("positions", "log_multiplicity", "offsets")}
+            tensors |= {f"{name}.{x}": getattr(made, x) for x in ("codes", "scale", "zero")}
+        return tensors | {x: getattr(self, x) for x in ("positions", "log_multiplicity", "offsets")}
 
     @classmethod
     def of_tensors(

@@ -1,4 +1,4 @@
-"""`QuantisedCache`: a cache most of whose entries are quantised, beside some that are not."""
+"""`QuantisedCache`: a cache most of whose entries are quantised and some are not."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ class QuantisedEntries(LayerEntries):
         """Keys and values float32 [E_g, d], positions [E_g] and log m [E_g], by position."""
         row = sequence * self.heads + g
         keys, values, positions, log_m = self.exact.head(g, sequence)
-        found = [(keys.float(), values.float(), positions, log_m)]
+        parts = [(keys.float(), values.float(), positions, log_m)]
         for part in self.coded:
             at = slice(int(part.offsets[row]), int(part.offsets[row + 1]))
             numbers = part.numbers(row, at.start, at.stop)
-            found.append((*numbers, part.positions[at], part.log_multiplicity[at]))
-        keys, values, positions, log_m = (torch.cat(x) for x in zip(*found, strict=True))
+            parts.append((*numbers, part.positions[at], part.log_multiplicity[at]))
+        keys, values, positions, log_m = (torch.cat(x) for x in zip(*parts, strict=True))
         order = positions.argsort()
         return keys[order], values[order], positions[order], log_m[order]
 
@@ -115,11 +115,11 @@ class QuantisedEntries(LayerEntries):
 
     def widths(self) -> Mapping[int, tuple[int, int]]:
         """Entries and bytes of keys and values by the bits of a number."""
-        found = dict(self.exact.widths())
+        widths = dict(self.exact.widths())
         for part in self.coded:
-            entries, size = found.get(part.coding.bits, (0, 0))
-            found[part.coding.bits] = (entries + part.entries, size + part.kv_bytes)
-        return found
+            entries, size = widths.get(part.coding.bits, (0, 0))
+            widths[part.coding.bits] = (entries + part.entries, size + part.kv_bytes)
+        return widths
 
     def tensors(self) -> Mapping[str, Tensor]:
         """All that is stored, by name: [E, d] exact keys, "coded.keys.codes" [E, bytes], ...

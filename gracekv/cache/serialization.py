@@ -36,7 +36,7 @@ Caches without quantised entries are written in format 1, those with entries of 
 2, those with several widths in format 3, which earlier versions read too.
 """
 
-# What the header holds beside what `write_cache` is given.
+# What the header holds on top of what `write_cache` is given.
 _FIELDS = {"layers": int, "length": int, "padding": list, "sha256": dict}
 
 
@@ -136,14 +136,14 @@ class SavedFile:
 
     def _tensors(self, prefix: str) -> dict[str, Tensor]:
         """[...] by name; raises `SavedCacheError` if a checksum differs."""
-        found = {}
+        tensors = {}
         for name in sorted(name for name in self._file.names if name.startswith(prefix)):
-            found[name] = self._file.tensor(name)
-            if _digest(found[name]) != self.header["sha256"][name]:
+            tensors[name] = self._file.tensor(name)
+            if _digest(tensors[name]) != self.header["sha256"][name]:
                 raise SavedCacheError(
                     f"{name} in {self._file.path} is damaged (its checksum differs). {AGAIN}"
                 )
-        return found
+        return tensors
 
 
 @contextmanager
@@ -224,14 +224,14 @@ def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 def _codings(facts: Any) -> tuple[Coding, ...]:
     """The codings that a header describes; raises `ConfigError` or `TypeError` if it is none."""
-    found = []
+    codings = []
     for own in facts if isinstance(facts, list) else [] if facts is None else [facts]:
         check_values(Coding, own)
         coding = Coding(**own)
         if coding.bits not in (4, 8) or coding.group < 1:
             raise ShapeError(f"codes have 4 or 8 bits and groups of at least 1; got {coding}")
-        found.append(coding)
-    return tuple(found)
+        codings.append(coding)
+    return tuple(codings)
 
 
 def _layer(

@@ -24,7 +24,7 @@ Part = TypeVar("Part", RaggedEntries, CodedEntries)
 def whole_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
     """The cache of all heads, on the CPU; all processes call this together.
 
-    One layer of all processes is held beside the result.
+    One layer of all processes is held on top of the result.
     """
     return _mapped(
         cache,

@@ -123,10 +123,10 @@ def error_fields(error: Exception) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what can change a result."""
-    found = {"gracekv": gracekv.__version__, "python": platform.python_version()}
+    installed = {"gracekv": gracekv.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
+            installed[package] = "unknown"
+    return installed

@@ -48,9 +48,9 @@ def _prefetch_line(context: Any, array: Any, offset: Any) -> Any:
     """Prefetch the cache line of a byte of a contiguous array; it may lie outside."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        found = context.make_array(signature.args[0])(context, builder, arguments[0])
+        array = context.make_array(signature.args[0])(context, builder, arguments[0])
         byte, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
-        at = builder.gep(builder.bitcast(found.data, byte), [arguments[1]])
+        at = builder.gep(builder.bitcast(array.data, byte), [arguments[1]])
         prefetch = builder.module.declare_intrinsic(
             "llvm.prefetch", [byte], ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
         )

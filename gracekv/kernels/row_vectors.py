@@ -85,9 +85,9 @@ def dot_four(
                 k = builder.load(at, align=4)
                 builder.store(multiply_add(builder, q, k, builder.load(total)), total)
                 row = builder.add(row, dim)
-        found = sums_of_four(builder, [builder.load(total) for total in sums])
-        place = vector_at(context, builder, kinds[5], out, to, found.type)
-        builder.store(found, place, align=4)
+        four = sums_of_four(builder, [builder.load(total) for total in sums])
+        place = vector_at(context, builder, kinds[5], out, to, four.type)
+        builder.store(four, place, align=4)
         return context.get_dummy_value()
 
     number = types.int64

@@ -144,7 +144,7 @@ def rounding_loss(prefill: Prefill, region: Region, codings: Sequence[Coding]) -
     at = region.start + torch.arange(count) * region.length // max(1, count)
     asking = list(prefill.spans.last(_QUERIES))
     lengths, dim = torch.full((prefill.kv_heads,), count), prefill.entry_dim
-    found = []
+    per_coding = []
     for layer, (all_keys, all_values) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
         place = at.to(all_keys.device)
         keys, values = (x[:, place, :dim].flatten(0, 1) for x in (all_keys, all_values))
@@ -160,7 +160,7 @@ def rounding_loss(prefill: Prefill, region: Region, codings: Sequence[Coding]) -
             of_values = (read - values.float()).square().unflatten(0, (-1, count)).sum(dim=(1, 2))
             # Values that are all alike are rounded to themselves.
             of_values = of_values / spread.clamp_min(torch.finfo(torch.float32).tiny)
-            found.append((of_keys + of_values).sqrt().cpu())
-    by_layer = torch.stack(found).unflatten(0, (prefill.layers, len(codings)))
+            per_coding.append((of_keys + of_values).sqrt().cpu())
+    by_layer = torch.stack(per_coding).unflatten(0, (prefill.layers, len(codings)))
     losses: Tensor = by_layer.mT.flatten(0, 1).double()
     return losses

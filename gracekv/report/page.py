@@ -139,12 +139,12 @@ def labelled(results: Mapping[str, Result] | Sequence[Result]) -> Mapping[str, R
     """Results by label; those of a sequence by `default_label`, numbered where labels repeat."""
     if isinstance(results, Mapping):
         return results
-    found: dict[str, Result] = {}
+    by_label: dict[str, Result] = {}
     for result in results:
         name = default_label(result)
-        same = sum(label == name or label.startswith(f"{name} (") for label in found)
-        found[f"{name} ({same + 1})" if same else name] = result
-    return found
+        same = sum(label == name or label.startswith(f"{name} (") for label in by_label)
+        by_label[f"{name} ({same + 1})" if same else name] = result
+    return by_label
 
 
 def render(data: ReportData) -> str:
