@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from gracekv.cli.commands import Imports
 from gracekv.errors import ConfigError
-from gracekv.files import write_atomically
+from gracekv.files import check_output, write_atomically
 
 if TYPE_CHECKING:
     from gracekv.evaluate.experiment import Experiment
@@ -171,6 +171,9 @@ def table(
     if format not in FORMATS:
         raise ConfigError(f"--format takes one of {', '.join(FORMATS)}; got {format!r}.")
     measures = [measure(name) for name in _list(metric)]
+    for path in (out, plot):
+        if path is not None:
+            check_output(path)
     rows = _some(read_rows(runs), runs)
     texts = []
     for shown in measures:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from gracekv.errors import ConfigError
+from gracekv.errors import ConfigError, OutputError
 
 Row = dict[str, Any]
 
@@ -36,8 +36,8 @@ _COLUMN = re.compile(r"full|\d+(\.\d+)?(e[+-]\d\d)?(x| entries)")
 class RowFile(AbstractContextManager["RowFile"]):
     """Appends rows to `folder`/rows-NAME.jsonl; a second writer of the same file is refused.
 
-    A context manager. Raises `ConfigError` if the file cannot be written, or if another process has
-    it open for writing.
+    A context manager. Raises `OutputError` if the file cannot be written, and `ConfigError` if
+    another process has it open for writing.
     """
 
     def __init__(self, folder: Path, name: str = "main") -> None:
@@ -46,7 +46,7 @@ class RowFile(AbstractContextManager["RowFile"]):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
-            raise ConfigError(
+            raise OutputError(
                 f"Rows cannot be written to {self.path}: {error}. Give --out a folder that can be "
                 f"written."
             ) from error
@@ -58,14 +58,20 @@ class RowFile(AbstractContextManager["RowFile"]):
             raise
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row; it is on the disk when this returns."""
+        """Write one row; it is on the disk when this returns. `OutputError` if it cannot be."""
         line = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
-        written = os.write(self._file, line)
-        if written != len(line):
-            # A full disk: take the half line back, so that the next one is not glued to it.
-            os.ftruncate(self._file, os.fstat(self._file).st_size - written)
-            raise OSError(f"Only {written} of {len(line)} bytes fit into {self.path}.")
-        os.fsync(self._file)
+        try:
+            written = os.write(self._file, line)
+            if written != len(line):
+                # A full disk: take the half line back, so that the next one is not glued to it.
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+                raise OSError(f"only {written} of {len(line)} bytes fit")
+            os.fsync(self._file)
+        except OSError as error:
+            raise OutputError(
+                f"A row could not be written to {self.path}: {error}. The rows before it are "
+                f"whole: make room, and run the same again to go on."
+            ) from error
 
     def __exit__(self, *_: object) -> None:
         # Unlocks it for other writers.

@@ -64,8 +64,9 @@ def run(
         tokenizer: see `model`.
         ray_workers: spread samples over this many workers of a Ray cluster.
 
-    Raises `ConfigError` or `TaskError` before anything is run if the experiment, its data or the
-    folder cannot be used, or if the folder holds rows of another model that had the same name.
+    Raises `ConfigError`, `OutputError` or `TaskError` before anything is run if the experiment, its
+    data or the folder cannot be used, or if the folder holds rows of another model that had the
+    same name.
     """
     folder, part = Path(out), shard or Shard()
     sources = Sources(None if experiment.data is None else Path(experiment.data))

@@ -211,6 +211,20 @@ def test_bad_commands_exit_with_2_and_a_message(cli, tmp_path, argv, message):
     assert message in told
 
 
+def test_outputs_of_a_table_are_looked_at_first(cli, tmp_path):
+    (tmp_path / "folder.png").mkdir()
+    for option in ("--out", "--plot"):
+        # The folder of rows does not exist either, but is not what is complained about.
+        code, _, told = cli("table", tmp_path / "none", option, tmp_path / "folder.png")
+        assert code == 2
+        assert "OutputError: Cannot write to" in told
+    (tmp_path / "file").write_text("")
+    run = ["evaluate", "--model", "m", "--tasks", "ruler:fwe", "--ratios", "2"]
+    code, _, told = cli(*run, "--out", tmp_path / "file")
+    assert code == 2
+    assert "OutputError: Rows cannot be written" in told
+
+
 def test_a_table_of_nothing(cli, tmp_path):
     assert "There are no rows" in cli("table", tmp_path)[2]
     assert "There is no folder" in cli("table", tmp_path / "none")[2]

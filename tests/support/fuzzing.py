@@ -67,7 +67,9 @@ def write_line(tally, page=PAGE):
     old = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
     # Six columns; what earlier pages held had other ones.
     lines = [line for line in old if line.startswith("| ") and line.count(" |") == 6]
-    lines = [line for line in lines if not line.startswith(("| what |", new[: new.index(" |")]))]
+    lines = [
+        line for line in lines if not line.startswith(("| what |", new[: new.index(" |") + 2]))
+    ]
     facts = Path("/proc/cpuinfo")
     found = facts.read_text(encoding="utf-8") if facts.exists() else ""
     names = [x.partition(":")[2].strip() for x in found.splitlines() if x.startswith("model name")]
