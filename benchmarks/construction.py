@@ -57,8 +57,8 @@ def operations(pipeline: Pipeline, prefill: Prefill, budget: Budget, device: str
 
 
 def on_cpu(args: argparse.Namespace, pipeline: Pipeline) -> Iterator[tuple[int, list[str], str]]:
+    from gracekv.hf.capture import capture
     from gracekv.hf.smollm2 import load_smollm2
-    from gracekv.prefill.capture import capture
 
     model, tokenizer = load_smollm2()
     for length in args.lengths:

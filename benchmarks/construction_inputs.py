@@ -10,7 +10,10 @@ import torch
 
 from gracekv import Prefill, Prompt
 from gracekv.kernels.rope import Rope
-from gracekv.prefill import PromptSpans, depth_layers
+from gracekv.prefill import PromptSpans
+from gracekv.segment.curvature import BlockInput
+from gracekv.segment.surprisal import Surprisal
+from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 
 PREFIX, SUFFIX = 16, 48
 
@@ -67,13 +70,12 @@ def synthetic(shape: Geometry, length: int, device: str, dtype: torch.dtype) -> 
         query_positions=torch.arange(length),
         rope=rope,
         scale=shape.dim**-0.5,
-        hidden={
-            layer: hidden.to(dtype) for layer in depth_layers([0.33, 0.5, 0.67, 0.75], shape.layers)
+        observed={
+            **{BlockInput(depth): hidden.to(dtype) for depth in (0.33, 0.5, 0.67, 0.75)},
+            Surprisal(): normal(length).abs(),
+            ProjectedNorms(): normal(shape.layers, shape.kv_heads, probes).abs() + 0.1,
+            ProjectionNorms(): normal(shape.layers, shape.heads).abs() + 0.1,
         },
-        surprisal=normal(length).abs(),
-        head_outputs=normal(shape.layers, shape.heads, probes, shape.dim).to(dtype),
-        projected_norms=normal(shape.layers, shape.kv_heads, probes).abs() + 0.1,
-        projection_norms=normal(shape.layers, shape.heads).abs() + 0.1,
         token_ids=torch.arange(length),
     )
 

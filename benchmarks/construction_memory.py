@@ -50,8 +50,8 @@ def memory_of(length: int, args: argparse.Namespace) -> tuple[float, float]:
 
 def measured_memory(length: int, ratio: str, pipeline: Pipeline) -> tuple[float, float]:
     """Peak MiB of model and capture, and MiB that construction adds to it."""
+    from gracekv.hf.capture import capture
     from gracekv.hf.smollm2 import load_smollm2
-    from gracekv.prefill.capture import capture
 
     resident = Resident()
     # Compiled kernels and libraries are loaded once, not per prompt.

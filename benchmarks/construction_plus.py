@@ -20,8 +20,8 @@ import torch
 from construction_inputs import prompt_of
 
 from gracekv import Budget, Pipeline
+from gracekv.hf.capture import capture
 from gracekv.hf.smollm2 import load_smollm2
-from gracekv.prefill.capture import capture
 
 PAGE = Path(__file__).parent / "results" / "construction-plus.md"
 HEAD = """# Construction of gracekv-plus beside the prefill

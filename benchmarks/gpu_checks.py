@@ -95,10 +95,7 @@ def moved(prefill: Prefill, device: torch.device) -> Prefill:
             return tuple(map(move, x))
         return {name: move(value) for name, value in x.items()} if isinstance(x, dict) else x
 
-    names = (
-        "keys", "values", "queries", "hidden", "surprisal", "head_outputs", "projected_norms",
-        "projection_norms", "reconstruction", "draft", "logits",
-    )  # fmt: skip
+    names = ("keys", "values", "queries", "observed", "logits")
     return dataclasses.replace(prefill, **{name: move(getattr(prefill, name)) for name in names})
 
 

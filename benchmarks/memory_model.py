@@ -12,6 +12,7 @@ from gracekv.prefill.capture_memory import CaptureSizes, held_positions
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.partial_attention import chunk_length
 from gracekv.prefill.spans import PromptSpans
+from gracekv.segment.curvature import BlockInput
 
 MIB = 2**20
 GROUPED = {
@@ -70,7 +71,8 @@ def compressed(shape: Shape, length: int, needs: Needs, ratio: float) -> tuple[f
     spans = PromptSpans(16, length - 48, length - 8, length)
     held = len(held_positions(needs, spans, shape.sizes, None))
     fixed = length * shape.sizes.kv + held * shape.sizes.queries
-    fixed += len(needs.hidden_depths) * length * shape.hidden * shape.unit
+    streams = sum(isinstance(x, BlockInput) for x in needs.observers)
+    fixed += streams * length * shape.hidden * shape.unit
     chunk = min(length, chunk_length(length))
     running = shape.activations(chunk) + chunk * length * shape.unit
     again = 0

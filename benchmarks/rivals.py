@@ -22,10 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gracekv import Budget, Pipeline, Prefill, Prompt, recipes
+from gracekv.hf.capture import capture
 from gracekv.hf.smollm2 import load_smollm2
 from gracekv.pipeline.run import Run
-from gracekv.prefill.capture import capture
-from gracekv.prefill.query_moments import QueryMoments
 
 PREFIX, SUFFIX = 16, 48
 STAGES = ("segment", "value", "tree", "allocate", "pack")
@@ -50,8 +49,6 @@ def tensors(owner: object) -> Iterator[torch.Tensor]:
             yield value
         elif isinstance(value, tuple):
             yield from (x for x in value if isinstance(x, torch.Tensor))
-        elif isinstance(value, QueryMoments):
-            yield from tensors(value)
         elif isinstance(value, dict):
             yield from (x for x in value.values() if isinstance(x, torch.Tensor))
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gracekv import report as report
     from gracekv.allocate import Budget
     from gracekv.hf.attention import attached
+    from gracekv.hf.capture import capture
     from gracekv.hf.compress import compress
     from gracekv.hf.load_result import load
     from gracekv.hf.result import BatchResult, CompressionResult
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from gracekv.pipeline.run import Run
     from gracekv.pipeline.stages import strategies
     from gracekv.prefill import Prefill, PromptSpans
-    from gracekv.prefill.capture import capture
     from gracekv.prefill.options import CaptureOptions
     from gracekv.prefill.prompt import Prompt
 
@@ -36,7 +36,7 @@ _HOMES = {
     "PromptSpans": "gracekv.prefill",
     "Run": "gracekv.pipeline.run",
     "attached": "gracekv.hf.attention",
-    "capture": "gracekv.prefill.capture",
+    "capture": "gracekv.hf.capture",
     "compress": "gracekv.hf.compress",
     "load": "gracekv.hf.load_result",
     "strategies": "gracekv.pipeline.stages",

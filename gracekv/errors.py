@@ -34,6 +34,10 @@ class ConfigError(GracekvError, ValueError):
     """A configuration value is outside its range, of the wrong type, or unknown."""
 
 
+class ObserverError(ConfigError):
+    """An observer reads what this way of prefilling cannot give."""
+
+
 class UnknownStrategyError(ConfigError):
     """No strategy of that name is registered for the stage."""
 

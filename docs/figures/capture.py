@@ -26,6 +26,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill, depth_layers
 from gracekv.segment import CurvatureDP
+from gracekv.segment.surprisal import Surprisal
 from gracekv.value import MultiHop
 from gracekv.value.attention import attention_sums
 from gracekv.value.multi_hop import select_seeds
@@ -97,7 +98,8 @@ def _boundary_score(pipeline: Pipeline, run: Run, prefill: Prefill) -> Tensor:
     assert isinstance(pipeline.segment, CurvatureDP)
     assert run.partition is not None
     assert run.partition.curvature is not None
-    return pipeline.segment.boundary_score(run.partition.curvature, prefill.surprisal)
+    surprisal = prefill.observation(Surprisal())
+    return pipeline.segment.boundary_score(run.partition.curvature, surprisal)
 
 
 def _relevance(pipeline: Pipeline, run: Run, prefill: Prefill) -> list[tuple[str, Tensor]]:

@@ -19,6 +19,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.pipeline.stages import REGISTRIES
 from gracekv.prefill import Needs
 from gracekv.registry import Registry, Strategy
+from gracekv.value.column_sums import ReceivedAttention
 
 # The page that describes the strategies of each stage.
 PAGES = {
@@ -117,24 +118,19 @@ def _needs(cls: type[Any]) -> str:
     """What an instance with default fields asks of the capture, in words."""
     strategy = cls()
     needs: Needs = strategy.needs() if hasattr(strategy, "needs") else Needs()
-    columns = getattr(strategy, "uses_column_sums", False)
-    depths = ", ".join(f"{depth:g}" for depth in sorted(needs.hidden_depths))
+    observers = set(needs.observers)
+    if getattr(strategy, "uses_column_sums", False):
+        observers.add(ReceivedAttention())
     samples = " and ".join(str(count) for count in sorted(needs.context_samples))
     words = {
-        "column sums of attention": needs.column_sums or columns,
-        "means and covariances of queries": needs.query_moments is not None,
         f"{needs.prompt_samples} evenly spaced queries of the prompt": needs.prompt_samples > 0,
         f"{samples} evenly spaced queries of the context": bool(samples),
         "queries of positions known later": needs.later_queries,
         f"queries of the last {needs.last_queries} positions": needs.last_queries > 0,
-        f"hidden states at depths {depths}": bool(depths),
-        "surprisal": needs.surprisal,
-        "head outputs at the question": needs.head_outputs,
-        "norms of projected values": needs.written_norms,
-        "a second pass over the context": needs.reconstruction,
         "curvature (hidden states)": getattr(strategy, "uses_curvature", False),
     }
-    return "; ".join(text for text, asked in words.items() if asked)
+    observed = sorted(f"`{observer!r}`" for observer in observers)
+    return "; ".join([*observed, *(text for text, asked in words.items() if asked)])
 
 
 def _strategies(stage: str) -> str:

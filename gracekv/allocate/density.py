@@ -57,7 +57,7 @@ class Density(Quota):
         if columns is None:
             raise MissingCaptureError(
                 "The quota 'density' reads the column sums of every query head; pass "
-                "columns=gracekv.value.attention.all_column_sums(prefill). A Pipeline does so."
+                "columns=prefill.observe(ReceivedAttention()). A Pipeline does so."
             )
         recent, most = plan.heads * plan.recent, plan.heads * plan.compressible
         least = plan.heads if plan.base >= plan.layers * plan.heads else 0

@@ -82,7 +82,7 @@ class CamPacker(Packer):
         if columns is None:
             raise MissingCaptureError(
                 "The packer 'cam' weighs tokens by the attention that they received; pass "
-                "columns=gracekv.value.attention.all_column_sums(prefill). A Pipeline does so."
+                "columns=prefill.observe(ReceivedAttention()). A Pipeline does so."
             )
         layers = tuple(
             self._layer(prefill, layout, scores[layer], columns[layer], layer)

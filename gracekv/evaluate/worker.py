@@ -26,10 +26,10 @@ from gracekv.evaluate.row_files import Row
 from gracekv.evaluate.sample import Sample
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.tasks import Task
+from gracekv.hf.capture import capture
 from gracekv.hf.result import CompressionResult
 from gracekv.pipeline import Pipeline
 from gracekv.prefill import Needs, Prefill
-from gracekv.prefill.capture import capture
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 

@@ -15,11 +15,11 @@ from gracekv.distributed.agreement import call_facts, in_step
 from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.base_result import trim_memory
+from gracekv.hf.capture import capture as run_prefill
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill
-from gracekv.prefill.capture import capture as run_prefill
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt

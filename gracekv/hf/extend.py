@@ -17,11 +17,11 @@ from gracekv.cache.quantised import QuantisedCache, QuantisedEntries
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.errors import CacheError
+from gracekv.hf.capture import capture_passage
 from gracekv.kernels.ragged import offsets
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run, physical_sizes
 from gracekv.prefill import PromptSpans
-from gracekv.prefill.capture import capture_passage
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.length_limits import check_prompt_length, longest_sequence
 from gracekv.prefill.model_layers import text_config

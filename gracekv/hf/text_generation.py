@@ -12,10 +12,10 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from gracekv import pipeline as stages
 from gracekv.allocate import Budget, BudgetOptions
 from gracekv.errors import ConfigError, PromptError
+from gracekv.hf.capture import capture
 from gracekv.hf.compress import chosen_pipeline
 from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Prefill, PromptSpans
-from gracekv.prefill.capture import capture
 from gracekv.prefill.options import DEFAULTS
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
@@ -191,14 +191,11 @@ def without_question(prefill: Prefill) -> Prefill:
         values=tuple(x[:, :end] for x in prefill.values),
         queries=tuple(x[:, here.to(x.device)] for x in prefill.queries),
         query_positions=prefill.query_positions[here],
-        hidden={layer: x[:end] for layer, x in prefill.hidden.items()},
-        surprisal=None if prefill.surprisal is None else prefill.surprisal[:end],
-        head_outputs=None,
-        projected_norms=None,
-        written_norms=None if prefill.written_norms is None else prefill.written_norms[..., :end],
-        column_sums=None,
-        query_moments=None,
-        block_replays={},
+        observed={
+            x: tensor.narrow(x.causal_axis, 0, end)
+            for x, tensor in prefill.observed.items()
+            if x.causal_axis is not None
+        },
         logits=None,
         token_ids=None if prefill.token_ids is None else prefill.token_ids[:end],
     )

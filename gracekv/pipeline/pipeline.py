@@ -29,10 +29,11 @@ from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.model_layers import compressed_layers, head_sizes
 from gracekv.registry import Configurable
 from gracekv.segment import Curvature, Partition, Segmenter
+from gracekv.segment.curvature import BlockInput
 from gracekv.tree import Distortion, Forest, PrototypeRule, Refiner, TreeContext, Unit
 from gracekv.tree.build import build_forest
 from gracekv.value import Relevance, Scorer, Sensitivity
-from gracekv.value.attention import all_column_sums
+from gracekv.value.column_sums import ReceivedAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ class Pipeline(Configurable):
         needs = self.segment.needs() | self.value.needs() | self.sensitivity.needs()
         needs |= self.distortion.needs() | self.fit.needs()
         if self.uses_column_sums:
-            needs |= Needs(column_sums=True)
+            needs |= Needs.observed(ReceivedAttention())
         needs |= Needs(recent=self.window.size)
         return needs | Curvature().needs() if self.refine.uses_curvature else needs
 
@@ -184,7 +185,7 @@ class Pipeline(Configurable):
             quota = cache(partial(self.quota, relevance.scores, columns=columns))
             curvature = self._curvature(prefill, partition)
             # Freed unless the caller holds the prefill, too.
-            prefill = prefill.without("hidden")
+            prefill = prefill.without(BlockInput)
             forest, candidates = self._trees(prefill, partition, relevance, curvature, plan, quota)
         with stage("allocate"):
             auction = Auction(
@@ -235,7 +236,7 @@ class Pipeline(Configurable):
         scored = self.value(prefill, region)
         relevance = Relevance(scored.scores, scored.seed_scores, self.sensitivity(prefill))
         if scored.column_sums is None and self.uses_column_sums:
-            return relevance, all_column_sums(prefill)
+            return relevance, prefill.observe(ReceivedAttention())
         return relevance, scored.column_sums
 
     def _curvature(self, prefill: Prefill, partition: Partition) -> Tensor | None:

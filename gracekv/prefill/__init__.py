@@ -2,6 +2,17 @@
 
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.needs import Needs, depth_layers
+from gracekv.prefill.observer import FinalObserver, LayerObserver, Observer, PassObserver
 from gracekv.prefill.spans import PromptSpans, Region
 
-__all__ = ["Needs", "Prefill", "PromptSpans", "Region", "depth_layers"]
+__all__ = [
+    "FinalObserver",
+    "LayerObserver",
+    "Needs",
+    "Observer",
+    "PassObserver",
+    "Prefill",
+    "PromptSpans",
+    "Region",
+    "depth_layers",
+]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -13,14 +13,18 @@ from torch import Tensor
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import MissingCaptureError
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.block_replay import BlockReplaySpec
 from gracekv.prefill.kept import KeptLayer
-from gracekv.prefill.needs import Needs, depth_layers
-from gracekv.prefill.query_moments import QueryMoments
+from gracekv.prefill.needs import Needs
+from gracekv.prefill.observer import LayerObserver, Observer, TokenRun
+from gracekv.prefill.past import ADDED
 from gracekv.prefill.spans import PromptSpans, Region
 from gracekv.prefill.tensor_checks import check_tensors
 
 _PART = 1024  # Positions whose queries are computed again at once.
+
+_ADVICE = (
+    "Capture for the pipeline that you run: gracekv.capture(model, prompt, needs=pipeline.needs())."
+)
 
 
 class QuerySource(Protocol):
@@ -48,32 +52,14 @@ class Prefill:
             value; empty if there are none.
         kept: what the model's other layers hold after all tokens but the last.
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).
-        added: how many of the d coordinates are those of `Past`, which entries are stored without.
-        hidden: layer -> block-input residual stream [T, D] (empty if not captured).
-        surprisal: [T] float32, position 0 holds 0; None if not captured.
-        head_outputs: [L, H, P_q, d] attention outputs before the output projection at
-            `spans.question_probes()`; None if not captured.
-        projected_norms: [L, G, P_q] float32, ||sum_{h in H(g)} W_O^{l,h} o_u^{l,h}||_2.
-        projection_norms: [L, H] float32, ||W_O^{l,h}||_F.
-        written_norms: [L, G, T] float32, mean over a group of ||W_O^{l,h} v_t||_1; None if not
-            captured.
-        reconstruction: [L, G, N_ctx] float32, the most attention that each context token got in the
-            second pass; None if there was none.
-        draft: [L, G, S, N_ctx] float32, attention that the answer's S first tokens, drafted
-            greedily, pay each context token; None if nothing was drafted.
-        column_sums: [L, H, T] float32, the attention that each position receives from all queries;
-            None if not captured.
-        query_moments: statistics of the queries before rotation; None if not captured.
-        block_replays: sums [L, G, T] float32 by what they are, see `BlockReplaySpec`; empty if not
-            captured.
+        observed: what each observer of the capture saw, [...]; read it by `observation`.
         query_source: computes queries that were not captured, by running their tokens once more;
             None for a prefill built from tensors.
         logits: [vocab] of the last position, or None for a prefill built from tensors.
         token_ids: int64 [T], or None for a prefill built from tensors.
         fingerprint: identifies model and tokenizer (names, config hash), for saved caches.
         shard: which of all processes' KV heads these are, which G and H count; None: all.
-        seconds: wall seconds by part: "prefill" is the forward pass, the others are what was added
-            to it ("surprisal", "query_sums", "projections", "reconstruction", "draft").
+        seconds: wall seconds of the forward pass ("prefill"), and of each observer beside it.
 
     Needs no model: build one from plain tensors to test an algorithm.
 
@@ -92,25 +78,14 @@ class Prefill:
     unrotated: frozenset[int] = frozenset()
     softcap: float | None = None
     sink_logits: tuple[Tensor, ...] = ()
-    added: int = 0
     kept: tuple[KeptLayer, ...] = ()
-    hidden: Mapping[int, Tensor] = field(default_factory=dict)
-    surprisal: Tensor | None = None
-    head_outputs: Tensor | None = None
-    projected_norms: Tensor | None = None
-    projection_norms: Tensor | None = None
-    written_norms: Tensor | None = None
-    reconstruction: Tensor | None = None
-    draft: Tensor | None = None
-    column_sums: Tensor | None = None
-    query_moments: QueryMoments | None = None
-    block_replays: Mapping[BlockReplaySpec, Tensor] = field(default_factory=dict)
+    observed: Mapping[Observer, Tensor] = field(default_factory=dict)
     query_source: QuerySource | None = None
     logits: Tensor | None = None
     token_ids: Tensor | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     shard: HeadShard | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str | Observer, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_tensors(self)
@@ -142,8 +117,12 @@ class Prefill:
 
     @property
     def entry_dim(self) -> int:
-        """Numbers of a stored key: d without the coordinates that `Past` adds."""
-        return self.head_dim - self.added
+        """Numbers of a key as the cache stores it: the model's d.
+
+        Keys of a passage that follows packed entries carry 8 numbers more in the prefill, which
+        tell how many tokens an entry stands for (see `gracekv.prefill.past`).
+        """
+        return self.head_dim - (ADDED if self.spans.past else 0)
 
     def rope_of(self, layer: int) -> Rope:
         """The rotations that made the keys of `layer`."""
@@ -160,19 +139,26 @@ class Prefill:
         """Bytes of one K/V pair as it is stored."""
         return 2 * self.entry_dim * self.keys[0].element_size()
 
-    def seconds_for(self, needs: Needs) -> dict[str, float]:
-        """Seconds of the forward pass and of what was captured for `needs`.
+    def observation(self, observer: Observer) -> Tensor:
+        """What `observer` saw, [...]; `MissingCaptureError`, naming it, if it was not there."""
+        found = self.observed.get(observer)
+        if found is None:
+            raise MissingCaptureError(
+                f"{observer!r} has not observed this prefill; {_listed(self.observed)} did. "
+                f"{_ADVICE}"
+            )
+        return found
 
-        A prefill that serves several pipelines holds more; each counts only its own parts.
+    def seconds_for(self, needs: Needs) -> dict[str, float]:
+        """Seconds of the forward pass and of what was captured for `needs`, by stage of `Timings`.
+
+        A prefill that serves several pipelines holds more; each counts only its own observers.
         """
-        captured = {
-            "surprisal": needs.surprisal,
-            "projections": needs.head_outputs or needs.written_norms,
-            "reconstruction": needs.reconstruction,
-            "draft": needs.draft > 0,
-            "query_sums": needs.sums_queries,
-        }
-        return {part: taken for part, taken in self.seconds.items() if captured.get(part, True)}
+        found = {"prefill": self.seconds["prefill"]} if "prefill" in self.seconds else {}
+        for observer in needs.observers:
+            if observer in self.seconds:
+                found[observer.part] = found.get(observer.part, 0.0) + self.seconds[observer]
+        return found
 
     def queries_at(self, layer: int, positions: Sequence[int] | Tensor) -> Tensor:
         """[H, P, d] queries of `layer` at absolute `positions`.
@@ -185,8 +171,7 @@ class Prefill:
         if not bool(held.all()) or queries.shape[1] != len(self.query_positions):
             raise MissingCaptureError(
                 f"Queries of layer {layer} at positions {wanted[~held][:5].tolist() or 'asked for'}"
-                f" were not captured. Capture for the pipeline that you run: "
-                f"gracekv.capture(model, prompt, needs=pipeline.needs())."
+                f" were not captured. {_ADVICE}"
             )
         return queries[:, at.to(queries.device)]
 
@@ -231,9 +216,7 @@ class Prefill:
             )
         if self.query_source is None:
             raise MissingCaptureError(
-                f"Queries at positions {wanted[~held][:5].tolist()} were not captured. Capture for "
-                f"the pipeline that you run: gracekv.capture(model, prompt, "
-                f"needs=pipeline.needs())."
+                f"Queries at positions {wanted[~held][:5].tolist()} were not captured. {_ADVICE}"
             )
         chosen = range(self.layers) if layers is None else sorted(set(layers))
         found = self.query_source(self, wanted[~held], chosen)
@@ -248,25 +231,55 @@ class Prefill:
                 found[layer] = both
         return self._replaced(queries=tuple(found), query_positions=wanted)
 
-    def query_parts(self) -> Iterator[tuple[Self, Region]]:
-        """Views that together hold the queries of all positions, each of a run of positions."""
-        length = self.spans.length
-        if len(self.query_positions) == length:
-            yield self, Region(0, length)
-            return
-        for first in range(0, length, _PART):
-            part = Region(first, min(first + _PART, length))
-            yield self.with_queries(range(part.start, part.end)), part
+    def run_of(self, layer: int, region: Region) -> TokenRun:
+        """The queries of `region`, and what they attend to, as an observer sees a run of tokens.
 
-    def without(self, *names: str) -> Self:
-        """Shares everything but the tensors of these fields ("hidden", "queries", ...)."""
-        empty: dict[str, object] = dict.fromkeys(names)
-        if "hidden" in empty:
-            empty["hidden"] = {}
-        if "queries" in empty:
-            empty["queries"] = tuple(x[:, :0].clone() for x in self.queries)
-            empty["query_positions"] = self.query_positions[:0]
-        return self._replaced(**empty)
+        Raises `MissingCaptureError` if a query was not captured.
+        """
+        first = int(torch.searchsorted(self.query_positions, region.start))
+        held = self.query_positions[first : first + region.length]
+        if len(held) == region.length and int(held[-1]) == region.end - 1:
+            queries = self.queries[layer][:, first : first + region.length]
+        else:
+            queries = self.queries_at(layer, range(region.start, region.end))
+        keys, values, rope = self.keys[layer], self.values[layer], self.rope_of(layer)
+        return TokenRun(
+            region.start, queries, keys, values, rope, self.scale, **self.logits_of(layer)
+        )
+
+    def observe(self, observer: LayerObserver, region: Region | None = None) -> Tensor:
+        """What `observer` saw, [...]; if it was not there, what it sees of the queries of `region`.
+
+        Args:
+            observer: reads queries, keys and values alone.
+            region: a run of positions; None: the whole prompt.
+
+        Raises `MissingCaptureError` if a query was not captured and cannot be computed again.
+        """
+        if observer in self.observed:
+            return self.observed[observer]
+        asked = Region(0, self.spans.length) if region is None else region
+        made = [observer.accumulator(x, self.layers, self.spans) for x in range(self.layers)]
+        whole = len(self.query_positions) == self.spans.length
+        size = asked.length if whole else _PART
+        for first in range(asked.start, asked.end, size):
+            part = Region(first, min(first + size, asked.end))
+            view = self.with_queries(range(part.start, part.end))
+            for layer, accumulator in enumerate(made):
+                if accumulator is not None:
+                    accumulator.add(view.run_of(layer, part))
+        return observer.combine({i: x.result() for i, x in enumerate(made) if x is not None})
+
+    def without(self, *parts: type[Observer] | Literal["queries"]) -> Self:
+        """Shares everything but queries, or what observers of these classes saw."""
+        kinds = tuple(x for x in parts if isinstance(x, type))
+        fields: dict[str, object] = {
+            "observed": {o: x for o, x in self.observed.items() if not isinstance(o, kinds)}
+        }
+        if "queries" in parts:
+            fields["queries"] = tuple(x[:, :0].clone() for x in self.queries)
+            fields["query_positions"] = self.query_positions[:0]
+        return self._replaced(**fields)
 
     def _replaced(self, **fields: object) -> Self:
         """As `dataclasses.replace`, without checking all tensors once more."""
@@ -275,17 +288,6 @@ class Prefill:
             object.__setattr__(view, name, value)
         return view
 
-    def hidden_at(self, depths: Sequence[float]) -> list[Tensor]:
-        """Block inputs [T, D] of the layers at relative `depths`, ascending, without duplicates.
 
-        Raises `MissingCaptureError` if one was not captured.
-        """
-        layers = depth_layers(depths, self.layers)
-        missing = [layer for layer in layers if layer not in self.hidden]
-        if missing:
-            raise MissingCaptureError(
-                f"Hidden states of layers {missing} were not captured; there are "
-                f"{sorted(self.hidden) or 'none'}. Capture for the pipeline that you run: "
-                f"gracekv.capture(model, prompt, needs=pipeline.needs())."
-            )
-        return [self.hidden[layer] for layer in layers]
+def _listed(observers: Iterable[Observer]) -> str:
+    return ", ".join(sorted(map(repr, observers))) or "none"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,31 +22,28 @@ from gracekv.prefill.capture_memory import (
     is_out_of_memory,
     out_of_memory_message,
 )
-from gracekv.prefill.draft import draft
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.model_layers import (
-    attention_module,
     compressed_layers,
     has_rope,
     model_layers,
-    output_projection,
     rotary_positions,
     rotating,
     rotation_kind,
     text_config,
 )
 from gracekv.prefill.needs import Needs
+from gracekv.prefill.observations import Observations
+from gracekv.prefill.observer import FinalRun, Observer
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.partial_attention import PartialAttention, rotations
-from gracekv.prefill.past import ADDED, Past, reflected
-from gracekv.prefill.projection import projected_norms, projection_norms, written_norms
+from gracekv.prefill.passes import ModelPasses
+from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.query_pass import QueryPass
-from gracekv.prefill.reconstruction import reconstruction
 from gracekv.prefill.recorder import Recorder, no_rotation
 from gracekv.prefill.spans import Region
 from gracekv.prefill.stock_layers import StockLayers
-from gracekv.prefill.surprisal import unlikelihood
 
 
 def run_capture(
@@ -92,50 +89,20 @@ def _captured(
     progress: Callable[[int, int], None] | None,
 ) -> Prefill:
     chosen, device = compressed_layers(model), input_device(model)
-    decoder = model.get_decoder()
-    projections = [output_projection(attention_module(decoder.layers[x.number])) for x in chosen]
-    record = Recorder(prompt.spans, needs, held, chosen)
-    seconds: dict[str, float] = {}
-    others = StockLayers(
-        model, () if past is None else past.kept, 0 if past is None else past.length
-    )
-    last, surprisal = _run(model, prompt, past, needs, record, others, size, seconds, progress)
-    keys, values = ([x[i] for i in range(len(chosen))] for x in (record.keys, record.values))
-    repeated = drafted = None
-    if needs.reconstruction:
-        with _clock(seconds, "reconstruction", device):
-            repeated = reconstruction(model, prompt, keys, values, device)
-    if needs.draft:
-        with _clock(seconds, "draft", device):
-            drafted = draft(model, prompt, keys, values, last, needs.draft, device)
-    outputs = projected = weights = None
-    if needs.head_outputs:
-        with _clock(seconds, "projections", device):
-            by_layer = [record.outputs[layer] for layer in range(len(chosen))]
-            groups = len(keys[0])
-            # Layers of a sharded model lie on several devices; these few numbers go to the first.
-            outputs = _stack(by_layer)
-            projected = _stack(
-                [projected_norms(m, x, groups) for m, x in zip(projections, by_layer, strict=True)]
-            )
-            weights = _stack(
-                [projection_norms(m, x) for m, x in zip(projections, by_layer, strict=True)]
-            )
-    written = None
-    if needs.written_norms:
-        with _clock(seconds, "projections", device):
-            heads = record.queries[0].shape[0]
-            written = _stack(
-                [
-                    written_norms(projection, x, heads)
-                    for projection, x in zip(projections, values, strict=True)
-                ]
-            )
-    sums = [record.column_sums[layer] for layer in sorted(record.column_sums)]
+    observations = Observations(needs.observers, len(chosen), prompt.spans)
+    record = Recorder(prompt.spans, observations, held, chosen)
+    before = () if past is None else past.kept
+    others = StockLayers(model, before, 0 if past is None else past.length)
+    taken, last = _run(model, prompt, past, observations, record, others, size, progress)
+    keys, values = (tuple(x[i] for i in range(len(chosen))) for x in (record.keys, record.values))
+    passes = None
+    if observations.reads("passes"):
+        passes = ModelPasses(model, prompt, keys, values, record.rope_of, last)
+    observed = observations.results(device, passes)
     return Prefill(
         spans=prompt.spans,
-        keys=tuple(keys),
-        values=tuple(values),
+        keys=keys,
+        values=values,
         queries=tuple(record.queries[layer] for layer in range(len(chosen))),
         query_positions=held,
         rope=record.rope(),
@@ -143,25 +110,14 @@ def _captured(
         unrotated=record.unrotated(),
         softcap=record.softcap,
         sink_logits=tuple(record.sinks[layer] for layer in sorted(record.sinks)),
-        added=0 if past is None else ADDED,
         kept=others.states,
-        hidden={x: reflected(rows, prompt.spans.past) for x, rows in record.hidden.items()},
-        surprisal=surprisal,
-        head_outputs=outputs,
-        projected_norms=projected,
-        projection_norms=weights,
-        written_norms=written,
-        reconstruction=repeated,
-        draft=drafted,
-        column_sums=_stack(sums) if sums else None,
-        query_moments=record.query_moments(),
-        block_replays=record.block_replays(),
+        observed=observed,
         query_source=None if others.states else QueryPass(model),
         logits=last,
         token_ids=prompt.ids,
         fingerprint=fingerprint(model, prompt.tokenizer),
         shard=head_shard(model),
-        seconds=seconds,
+        seconds={"prefill": taken, **dict[str | Observer, float](observations.seconds.items())},
     )
 
 
@@ -169,17 +125,16 @@ def _run(
     model: Any,
     prompt: Prompt,
     past: Past | None,
-    needs: Needs,
+    observations: Observations,
     record: Recorder,
     others: StockLayers,
     size: int,
-    seconds: dict[str, float],
     progress: Callable[[int, int], None] | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Fill `record`, chunk by chunk; the last logits [vocabulary], and the surprisal [T]."""
+) -> tuple[float, Tensor]:
+    """Fill `record`, chunk by chunk; seconds without the observers', and the last logits [V]."""
     length, start, device = prompt.spans.length, prompt.spans.past, input_device(model)
     head, vocabulary = model.get_output_embeddings(), text_config(model).vocab_size
-    ids, parts = prompt.ids[None].to(device), []
+    ids, seconds = prompt.ids[None].to(device), 0.0
     places = whole = torch.arange(length, device=device)[None]
     if past is not None:
         whole = torch.where(places < start, places, places - start + past.length)
@@ -202,26 +157,20 @@ def _run(
                 partial = PartialAttention(base, torch.arange(first, stop))
                 options["position_ids"] = places[:, first:stop]
             record.begin(Region(first, stop), partial)
-            with _clock(seconds, "prefill", device):
-                output = model(input_ids=ids[:, first:stop], logits_to_keep=1, **options)
+            started = time.perf_counter()
+            output = model(input_ids=ids[:, first:stop], logits_to_keep=1, **options)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds += time.perf_counter() - started
             others.read(length - stop)
-            if needs.surprisal:
-                with _clock(seconds, "surprisal", device):
-                    following = prompt.ids[first + 1 : stop + 1]
-                    rows = record.final[: len(following)]
-                    record.final = None
-                    if len(following):
-                        parts.append(unlikelihood(rows, head, following, vocabulary))
+            following = prompt.ids[first + 1 : stop + 1]
+            if observations.reads("final") and len(following):
+                rows = record.final[: len(following)]
+                record.final = None
+                observations.add_final(FinalRun(first, rows, following, head, vocabulary))
             if progress is not None:
                 progress(stop, length)
-    if needs.sums_queries:
-        seconds["query_sums"] = record.seconds
-        seconds["prefill"] -= record.seconds
-    surprisal = None
-    if needs.surprisal:
-        surprisal = torch.nn.functional.pad(torch.cat(parts), (start + 1, 0))
-        surprisal = reflected(surprisal, start)
-    return output.logits[0, -1], surprisal
+    return seconds - observations.running_seconds, output.logits[0, -1]
 
 
 def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,16 +181,3 @@ def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
         past.keys[0], rotary_positions(model, places), *rotation_kind(model)
     )
     return rotation
-
-
-def _stack(tensors: list[Tensor]) -> Tensor:
-    return torch.stack([x.to(tensors[0].device) for x in tensors])
-
-
-@contextmanager
-def _clock(seconds: dict[str, float], part: str, device: torch.device) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - start

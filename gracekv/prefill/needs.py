@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.prefill.block_replay import BlockReplaySpec
+from gracekv.prefill.observer import Observer
 from gracekv.prefill.spans import PromptSpans, Region
 
 # Queries that every capture keeps of the ends of prompt and context: observation windows.
@@ -24,7 +24,6 @@ class Needs:
 
     Attributes:
         question_queries: queries of this many last positions of the question, at every layer.
-        tail_queries: queries of this many last positions of the prompt.
         last_queries: queries of this many last positions of the prompt, and as many of the
             context (observation windows); at least 32 are kept.
         prompt_samples: queries of this many evenly spaced positions of the prompt
@@ -35,58 +34,34 @@ class Needs:
         later_queries: queries of positions that are known only after the pass (multi-hop seeds,
             evidence probes, likely words). They are held where that is cheap, else computed again
             when they are asked for: see `gracekv.capture`.
-        column_sums: the attention that each position receives from all queries of the prompt, added
-            up during the pass.
-        query_moments: mean and covariance of the queries of prefix and context from this position
-            on, added up during the pass; None: not needed.
-        hidden_depths: relative depths rho; the block input of layer min(floor(rho L), L-1) is kept.
-        surprisal: -log p(x_i | x_<i) of every position.
-        head_outputs: attention outputs per query head at the question probes, and their
-            projected norms.
-        written_norms: l1 norms of every position's projected values.
-        block_replays: sums of attention over the context's queries, moved to their block's end,
-            added up during the pass.
-        reconstruction: the most attention that each context token gets while the model repeats the
-            context, which is a second pass and takes longer than the first.
-        draft: attention of this many greedy answer tokens, each a decoding step on the full cache.
+        observers: everything else.
     """
 
     question_queries: int = 32
-    tail_queries: int = 16
     last_queries: int = 0
     prompt_samples: int = 0
     context_samples: frozenset[int] = frozenset()
     recent: int = 0
     later_queries: bool = False
-    column_sums: bool = False
-    query_moments: int | None = None
-    hidden_depths: frozenset[float] = frozenset()
-    surprisal: bool = False
-    head_outputs: bool = False
-    written_norms: bool = False
-    block_replays: frozenset[BlockReplaySpec] = frozenset()
-    reconstruction: bool = False
-    draft: int = 0
+    observers: frozenset[Observer] = frozenset()
+
+    @classmethod
+    def observed(cls, *observers: Observer) -> Needs:
+        """What these observe, and no queries beyond those that every capture keeps."""
+        return cls(observers=frozenset(observers))
 
     def __or__(self, other: Needs) -> Needs:
-        """What both need. Numbers: the larger; of two starts of query moments, the earlier."""
-        starts = [x.query_moments for x in (self, other) if x.query_moments is not None]
-        sets = ("hidden_depths", "context_samples", "block_replays")
-        merged = {
+        """What both need; of numbers the larger."""
+        sets = {
+            name: getattr(self, name) | getattr(other, name)
+            for name in ("context_samples", "observers")
+        }
+        numbers = {
             field.name: max(getattr(self, field.name), getattr(other, field.name))
             for field in dataclasses.fields(self)
-            if field.name not in ("query_moments", *sets)
+            if field.name not in sets
         }
-        return Needs(
-            query_moments=min(starts, default=None),
-            **{name: getattr(self, name) | getattr(other, name) for name in sets},
-            **merged,
-        )
-
-    @property
-    def sums_queries(self) -> bool:
-        """Whether something is added up over all queries during the pass."""
-        return self.column_sums or self.query_moments is not None or bool(self.block_replays)
+        return Needs(**numbers, **sets)
 
     def window_positions(self, spans: PromptSpans) -> Tensor:
         """int64 [n] ascending: direct probes and observation windows, which every capture keeps."""
@@ -94,7 +69,7 @@ class Needs:
         windows = (
             range(max(spans.past, end - width), end) for end in (spans.length, spans.context_end)
         )
-        probes = spans.direct_probes(self.question_queries, self.tail_queries)
+        probes = spans.direct_probes(self.question_queries, width)
         return torch.tensor(sorted({*probes, *itertools.chain(*windows)}))
 
     def known_positions(self, spans: PromptSpans) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,24 +10,28 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
-from gracekv.kernels.linalg import full_float32
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.block_replay import BlockReplaySpec, BlockReplaySums
-from gracekv.prefill.column_sums import add_column_sums
-from gracekv.prefill.model_layers import ModelLayer, attention_module, rope_of_table, rotating
-from gracekv.prefill.needs import Needs, depth_layers
+from gracekv.prefill.model_layers import (
+    ModelLayer,
+    attention_module,
+    output_projection,
+    rope_of_table,
+    rotating,
+)
+from gracekv.prefill.observations import Observations
+from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.partial_attention import PartialAttention
 from gracekv.prefill.past import Past, widened
-from gracekv.prefill.query_moments import QueryMoments, QuerySums
+from gracekv.prefill.projection import ModuleProjection
 from gracekv.prefill.spans import PromptSpans, Region
 
 
 class Recorder:
-    """Keys, values and what `needs` asks for; every tensor is written once, into its final place.
+    """Keys, values and queries, each written once into its final place; observers see every run.
 
     Args:
         spans: of the prompt.
-        needs: what to keep.
+        observations: the observers.
         query_positions: int64 [n] ascending: whose queries are held.
         layers: the L that are compressed.
 
@@ -38,43 +41,31 @@ class Recorder:
         keys: layer -> [G, T, d].
         values: layer -> [G, T, d].
         queries: layer -> [H, n, d].
-        outputs: layer -> [H, P_q, d] attention outputs at the question probes.
-        hidden: layer -> [T, D].
-        column_sums: layer -> [H, T].
-        final: [C, D] the decoder's output of the current chunk.
+        final: [C, D] the decoder's output of the current chunk, if an observer reads it.
         scale: of the logits.
         softcap: of the logits; None: none.
         sinks: layer -> [H] float32, sink logits; empty: none.
-        seconds: spent on sums over queries.
     """
 
     def __init__(
         self,
         spans: PromptSpans,
-        needs: Needs,
+        observations: Observations,
         query_positions: Tensor,
         layers: Sequence[ModelLayer],
     ) -> None:
-        self._spans, self._needs, self._layers = spans, needs, layers
+        self._spans, self._observations, self._layers = spans, observations, layers
         self._positions = query_positions
-        self._probes = torch.tensor(spans.question_probes())
-        self._moments = [QuerySums() for _ in layers]
-        self._replays = {
-            replay: [BlockReplaySums(replay, spans) for _ in layers]
-            for replay in needs.block_replays
-        }
         self._rotations: list[tuple[Tensor, Tensor]] = []
         self._rope: Rope | None = None
         self._chunk = Region(0, 0)
         self._partial: PartialAttention | None = None
+        self._hidden: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         self.queries: dict[int, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
-        self.hidden: dict[int, Tensor] = {}
-        self.column_sums: dict[int, Tensor] = {}
         self.final: Any = None
-        self.scale, self.seconds = 0.0, 0.0
+        self.scale = 0.0
         self.softcap: float | None = None
         self.sinks: dict[int, Tensor] = {}
         self._index = {layer.number: i for i, layer in enumerate(layers)}
@@ -118,14 +109,31 @@ class Recorder:
                     stock, module, query, self.keys[layer], self.values[layer], **kwargs
                 )
                 output = output[..., :dim], *rest
-            self._keep(self.queries, layer, query[0], self._positions)
-            if self._needs.head_outputs:
-                self._keep(self.outputs, layer, output[0][0].transpose(0, 1), self._probes)
-            if self._needs.sums_queries:
-                self._add(layer, query[0])
+            self._keep(layer, query[0])
+            self._observations.add(layer, lambda: self._run(module, layer, query[0], output[0]))
             return output
 
         return attention
+
+    def _run(self, module: Any, layer: int, queries: Tensor, outputs: Tensor) -> TokenRun:
+        """What observers see of the chunk: `queries` [H, C, d], `outputs` [1, C, H, d]."""
+        reads = self._observations.reads
+        width = outputs.shape[2] * outputs.shape[3]
+        return TokenRun(
+            start=self._chunk.start,
+            queries=queries,
+            keys=self.keys[layer],
+            values=self.values[layer],
+            rope=self.rope_of(layer),
+            scale=self.scale,
+            softcap=self.softcap,
+            sinks=self.sinks.get(layer),
+            hidden=self._hidden.pop(layer, None),
+            outputs=outputs[0].transpose(0, 1) if reads("outputs", layer) else None,
+            projection=ModuleProjection(output_projection(module), width)
+            if reads("projection", layer)
+            else None,
+        )
 
     @contextmanager
     def hooks(self, model: Any) -> Iterator[None]:
@@ -133,7 +141,7 @@ class Recorder:
 
         Inside, a layer with several residual streams raises `UnsupportedModelError`.
         """
-        decoder, needs = model.get_decoder(), self._needs
+        decoder, reads = model.get_decoder(), self._observations.reads
 
         def rotation(module: Any, args: Any, kwargs: Any) -> None:
             pair = kwargs.get("position_embeddings")
@@ -146,7 +154,9 @@ class Recorder:
             self.final = output.last_hidden_state[0]
 
         with ExitStack() as undo:
-            for layer in depth_layers(sorted(needs.hidden_depths), len(self._layers)):
+            for layer in range(len(self._layers)):
+                if not reads("hidden", layer):
+                    continue
 
                 def block_input(module: Any, args: Any, kwargs: Any, layer: int = layer) -> None:
                     stream = (args[0] if args else kwargs["hidden_states"])[0]
@@ -155,8 +165,7 @@ class Recorder:
                             f"A {type(module).__name__} is given several residual streams; gracekv "
                             f"reads one [T, D]."
                         )
-                    place = self._at(self.hidden, layer, stream, 0, self._spans.length)
-                    place[self._chunk.start : self._chunk.end] = stream
+                    self._hidden[layer] = stream
 
                 block = decoder.layers[self._layers[layer].number]
                 hook = block.register_forward_pre_hook(block_input, with_kwargs=True)
@@ -164,7 +173,7 @@ class Recorder:
             first = attention_module(decoder.layers[self._layers[0].number])
             hook = first.register_forward_pre_hook(rotation, with_kwargs=True)
             undo.callback(hook.remove)
-            if needs.surprisal:
+            if reads("final"):
                 undo.callback(decoder.register_forward_hook(final).remove)
             yield
 
@@ -175,35 +184,16 @@ class Recorder:
             self._rope = rope_of_table(cos, sin, rotating(self._layers))
         return self._rope
 
-    def _rope_of(self, layer: int, cos: Tensor, sin: Tensor) -> Rope:
-        return rope_of_table(cos, sin, self._layers[layer].rotation)
+    def rope_of(self, layer: int) -> Rope:
+        """The rotations of the keys of `layer`."""
+        rope = self.rope()
+        if self._layers[layer].rotation == "none":
+            return Rope.none(len(rope.cos), rope.cos.device)
+        return rope
 
     def unrotated(self) -> frozenset[int]:
         """Layers without RoPE."""
         return frozenset(i for i, layer in enumerate(self._layers) if layer.rotation == "none")
-
-    def _logits(self, layer: int) -> dict[str, Any]:
-        return {"softcap": self.softcap, "sinks": self.sinks.get(layer)}
-
-    def query_moments(self) -> QueryMoments | None:
-        """What was added up, or None if it was not asked for."""
-        if self._needs.query_moments is None:
-            return None
-        seen = self._counted(self._needs.query_moments)
-        means, covariances = zip(*(sums.moments() for sums in self._moments), strict=True)
-        return QueryMoments(seen.start, seen.end, means, covariances)
-
-    def block_replays(self) -> dict[BlockReplaySpec, Tensor]:
-        """What was added up, [L, G, T] each, on the first layer's device."""
-        found = {}
-        for replay, layers in self._replays.items():
-            totals = [sums.total for sums in layers if sums.total is not None]
-            found[replay] = torch.stack([total.to(totals[0].device) for total in totals])
-        return found
-
-    def _counted(self, start: int) -> Region:
-        """Positions whose queries count; of a context that starts later at least one."""
-        return Region(min(start, self._spans.context_end - 1), self._spans.context_end)
 
     def _at(
         self, place: dict[int, Tensor], layer: int, like: Tensor, axis: int, size: int
@@ -215,9 +205,10 @@ class Recorder:
             place[layer] = like.new_empty(shape)
         return place[layer]
 
-    def _keep(self, place: dict[int, Tensor], layer: int, rows: Tensor, positions: Tensor) -> None:
-        """Write the rows [H, C, d] of this chunk that are at `positions`."""
-        kept = self._at(place, layer, rows, 1, len(positions))
+    def _keep(self, layer: int, rows: Tensor) -> None:
+        """Write those of the chunk's queries [H, C, d] that are held."""
+        positions = self._positions
+        kept = self._at(self.queries, layer, rows, 1, len(positions))
         edges = torch.tensor([self._chunk.start, self._chunk.end])
         first, last = torch.searchsorted(positions, edges).tolist()
         if last - first == rows.shape[1]:
@@ -225,41 +216,6 @@ class Recorder:
         elif last > first:
             at = positions[first:last] - self._chunk.start
             kept[:, first:last] = rows[:, at.to(rows.device)]
-
-    def _add(self, layer: int, queries: Tensor) -> None:
-        """Add the queries [H, C, d] of this chunk to the layer's sums."""
-        started = _now(queries.device)
-        with full_float32():
-            if self._needs.column_sums:
-                if layer not in self.column_sums:
-                    size = (len(queries), self._spans.length)
-                    self.column_sums[layer] = queries.new_zeros(size, dtype=torch.float32)
-                add_column_sums(
-                    self.column_sums[layer],
-                    queries,
-                    self.keys[layer],
-                    self._chunk.start,
-                    self.scale,
-                    **self._logits(layer),
-                )
-            if self._needs.query_moments is not None:
-                seen = self._counted(self._needs.query_moments)
-                first, last = max(seen.start, self._chunk.start), min(seen.end, self._chunk.end)
-                if first < last:
-                    offset = self._chunk.start
-                    self._moments[layer].add(
-                        queries[:, first - offset : last - offset],
-                        self._rope_of(layer, *self._rotations[-1]),
-                        first - offset,
-                    )
-            for layers in self._replays.values():
-                keys, rope = self.keys[layer], self.rope()
-                if layer in self.unrotated():
-                    rope = Rope.none(len(rope.cos), rope.cos.device)
-                layers[layer].add(
-                    queries, self._chunk.start, keys, rope, self.scale, **self._logits(layer)
-                )
-        self.seconds += _now(queries.device) - started
 
 
 def no_rotation(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -276,9 +232,3 @@ def _table(pair: Any) -> tuple[Tensor, Tensor]:
             "`position_embeddings`, so its rotation cannot be captured."
         )
     return pair[0][0].float(), pair[1][0].float()
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 from gracekv.distributed.sharding import check_sharding, is_sharded
 from gracekv.errors import UnsupportedModelError
@@ -18,6 +18,8 @@ from gracekv.prefill.model_layers import (
     text_config,
 )
 from gracekv.prefill.needs import Needs
+from gracekv.prefill.observations import check_observers
+from gracekv.prefill.observer import Reading
 from gracekv.prefill.self_check import self_check
 
 TESTED_MODEL_TYPES = frozenset(
@@ -145,15 +147,21 @@ def check_model(model: Any) -> None:
         self_check(model)
 
 
-def check_needs(model: Any, needs: Needs) -> None:
-    """Raise `UnsupportedModelError` if the model cannot be run once more for `needs`."""
+def check_needs(model: Any, needs: Needs, *, passage: bool = False) -> None:
+    """Raise `ObserverError` if the model, or a passage, cannot give what an observer reads."""
     kept = kept_layers(model)
-    if kept and (needs.reconstruction or needs.draft):
-        raise UnsupportedModelError(
-            f"This recipe runs the model once more over the whole context, or drafts an answer. "
-            f"Layer {kept[0].number} of {type(model).__name__} is of kind {kept[0].kind} and does "
-            f"not hold every token for it. Use a recipe that reads once, such as 'gracekv-plus'."
-        )
+    driver = "gracekv.capture"
+    if passage:
+        driver = "a passage, whose context is mostly gone,"
+    elif kept:
+        first = kept[0]
+        driver = f"{type(model).__name__}, whose layer {first.number} ({first.kind}) does not "
+        driver += "hold every token,"
+    gives: frozenset[Reading] = frozenset(get_args(Reading))
+    if passage or kept:
+        gives -= {"passes"}
+    advice = "Use a recipe that reads once, such as 'gracekv-plus' or 'gracekv-agnostic'."
+    check_observers(needs.observers, gives, driver, advice)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from gracekv.errors import NonFiniteError, ShapeError
-from gracekv.prefill.finite import is_finite
+from gracekv.prefill.observer import Observer
+
+# Tokens that are summed at once.
+_TOKENS = 1024
 
 
 def check_tensors(prefill: Any) -> None:
@@ -43,3 +49,28 @@ def check_tensors(prefill: Any) -> None:
             f"The RoPE table covers {prefill.rope.cos.shape[0]} positions, the prompt has "
             f"{prefill.spans.length}."
         )
+    for observer, tensor in prefill.observed.items():
+        _check_observation(prefill, observer, tensor)
+
+
+def _check_observation(prefill: Any, observer: Observer, tensor: Tensor) -> None:
+    wanted, got = observer.shape(prefill), list(tensor.shape)
+    if len(wanted) != len(got) or any(
+        size not in (None, other) for size, other in zip(wanted, got, strict=True)
+    ):
+        shown = ", ".join("*" if size is None else str(size) for size in wanted)
+        raise ShapeError(f"{observer!r} must observe a tensor [{shown}] here; it gave {got}.")
+    if not is_finite(tensor):
+        raise NonFiniteError(
+            f"What {observer!r} observed holds NaN or infinity. Check the model's weights and "
+            f"dtype, or the observer."
+        )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all of `tensor` [...] is finite, without a copy of its size."""
+    # A NaN or an infinity survives a sum; float64, since long float16 sums overflow. In parts,
+    # since torch copies what it sums in another dtype.
+    axis = max(range(tensor.ndim), key=lambda i: tensor.shape[i])
+    sums = [part.sum(dtype=torch.float64) for part in tensor.split(_TOKENS, dim=axis)]
+    return not sums or bool(torch.isfinite(torch.stack(sums)).all())

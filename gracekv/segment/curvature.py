@@ -12,15 +12,18 @@ keeps its exact zero whatever the rest of the sequence is, and no window mean is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from gracekv.errors import NonFiniteError
-from gracekv.prefill import Needs, Prefill
+from gracekv.prefill import Needs, Prefill, PromptSpans, depth_layers
+from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Reading, Sizes, TokenRun
+from gracekv.prefill.past import reflected
 from gracekv.registry import Configurable, bounded
 
 # Rows per matrix product: (rows + width) / width times the needed products are computed, so small
@@ -69,6 +72,59 @@ def rows_per_chunk(row_values: int, overlap: int) -> int:
 
 
 @dataclass(frozen=True)
+class BlockInput(LayerObserver):
+    """The residual stream [T, D] before one block, in the model's dtype.
+
+    Of a passage that follows packed entries, what was read before is taken to be like the passage.
+
+    Attributes:
+        depth: rho; the layer is min(floor(rho L), L - 1).
+    """
+
+    reads: ClassVar[frozenset[Reading]] = frozenset({"hidden"})
+    part: ClassVar[Part] = "prefill"
+    causal_axis: ClassVar[int | None] = 0
+
+    depth: float
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        return (sizes.spans.length, None)
+
+    def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator | None:
+        return _Rows(spans) if depth_layers([self.depth], layers) == (layer,) else None
+
+    def combine(self, by_layer: Mapping[int, Tensor]) -> Tensor:
+        """[T, D] of the one layer."""
+        (states,) = by_layer.values()
+        return states
+
+
+class _Rows:
+    def __init__(self, spans: PromptSpans) -> None:
+        self._spans, self._rows = spans, torch.empty(0)
+
+    def add(self, run: TokenRun) -> None:
+        assert run.hidden is not None  # it is read
+        if run.start == self._spans.past:
+            self._rows = run.hidden.new_empty(self._spans.length, run.hidden.shape[1])
+        self._rows[run.start : run.end] = run.hidden
+
+    def result(self) -> Tensor:
+        return reflected(self._rows, self._spans.past)
+
+
+def hidden_at(prefill: Prefill, depths: Sequence[float]) -> list[Tensor]:
+    """Block inputs [T, D] of the layers at relative `depths`, ascending, without duplicates.
+
+    Raises `MissingCaptureError` if one was not captured.
+    """
+    inputs = [x for x in prefill.observed if isinstance(x, BlockInput)]
+    held = {depth_layers([x.depth], prefill.layers): x for x in inputs}
+    wanted = {depth_layers([depth], prefill.layers): BlockInput(depth) for depth in depths}
+    return [prefill.observation(held.get(layer, wanted[layer])) for layer in sorted(wanted)]
+
+
+@dataclass(frozen=True)
 class Curvature(Configurable):
     """Curvature of the trajectory, stabilised over layers and window sizes.
 
@@ -94,14 +150,14 @@ class Curvature(Configurable):
 
     def needs(self) -> Needs:
         """Hidden states of the sampled layers."""
-        return Needs(hidden_depths=frozenset(self.depths))
+        return Needs.observed(*map(BlockInput, self.depths))
 
     def __call__(self, prefill: Prefill) -> Tensor:
         """kappa of every position of the sequence: float64 [T]; see `of_states`.
 
         Raises `MissingCaptureError` if a sampled layer was not captured.
         """
-        return self.of_states(prefill.hidden_at(self.depths))
+        return self.of_states(hidden_at(prefill, self.depths))
 
     def of_states(self, states: Sequence[Tensor]) -> Tensor:
         """kappa from the sampled layers' block inputs, each [T, D]: float64 [T].

@@ -10,12 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
+from gracekv.errors import ConfigError, NonFiniteError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
-from gracekv.segment.curvature import Curvature, band_products, rows_per_chunk, unit_states
+from gracekv.segment.curvature import (
+    Curvature,
+    band_products,
+    hidden_at,
+    rows_per_chunk,
+    unit_states,
+)
 from gracekv.segment.partition_dp import best_partition
+from gracekv.segment.surprisal import Surprisal
 
 _OFF = "0 switches the term off."
 
@@ -70,7 +77,11 @@ class CurvatureDP(Segmenter):
             )
 
     def needs(self) -> Needs:
-        return self.curvature.needs() | Needs(surprisal=self.surprisal_weight > 0)
+        return self.curvature.needs() | Needs.observed(*self._observers)
+
+    @property
+    def _observers(self) -> tuple[Surprisal, ...]:
+        return (Surprisal(),) if self.surprisal_weight > 0 else ()
 
     def __call__(self, prefill: Prefill, region: Region) -> Partition:
         """The optimal partition, and kappa for the trees.
@@ -79,12 +90,12 @@ class CurvatureDP(Segmenter):
         `NonFiniteError` if they hold NaN or infinity, `ShapeError` if `region` is empty.
         """
         kappa = self.curvature(prefill)
-        boundary = self.boundary_score(kappa, prefill.surprisal)
+        boundary = self.boundary_score(kappa, *map(prefill.observation, self._observers))
         profit = self.slot_profits(
             boundary[region.start : region.end],
             [
                 hidden[region.start : region.end]
-                for hidden in prefill.hidden_at(self.curvature.depths)
+                for hidden in hidden_at(prefill, self.curvature.depths)
             ],
         )
         _, bounds = best_partition(profit, self.min_length)
@@ -93,21 +104,13 @@ class CurvatureDP(Segmenter):
             bounds, kappa = map(prefill.shard.from_first, (bounds, kappa))
         return Partition(bounds + region.start, curvature=kappa)
 
-    def boundary_score(self, kappa: Tensor, surprisal: Tensor | None) -> Tensor:
-        """b of every position: float64 [T] from kappa [T] and surprisal [T].
+    def boundary_score(self, kappa: Tensor, surprisal: Tensor | None = None) -> Tensor:
+        """b of every position: float64 [T] from kappa [T] and surprisal [T], None for weight 0.
 
-        Raises `MissingCaptureError` if surprisal has weight but is None, `NonFiniteError` if it
-        holds NaN or infinity. Source: Eq. (S8).
+        Raises `NonFiniteError` if one holds NaN or infinity. Source: Eq. (S8).
         """
         score = self.curvature_weight * robust_zscore(kappa, self.curvature.epsilon)
-        if self.surprisal_weight > 0:
-            if surprisal is None:
-                raise MissingCaptureError(
-                    f"Surprisal was not captured, and surprisal_weight is "
-                    f"{self.surprisal_weight}. Capture for the pipeline that you run: "
-                    f"gracekv.capture(model, prompt, needs=pipeline.needs()); or set "
-                    f"surprisal_weight=0."
-                )
+        if surprisal is not None:
             surprisal = surprisal.to(kappa.device)
             score = score + self.surprisal_weight * robust_zscore(surprisal, self.curvature.epsilon)
         if not bool(score.isfinite().all()):

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 
 from gracekv.kernels.rope import Rope
-from gracekv.prefill import Prefill, PromptSpans, depth_layers
+from gracekv.prefill import Prefill, PromptSpans
+from gracekv.segment.curvature import BlockInput
+from gracekv.segment.surprisal import Surprisal
+from gracekv.value.critical import WrittenNorms
+from gracekv.value.draft_attention import Draft
+from gracekv.value.kvzip_two_pass import Reconstruction
+from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 
 
 def synthetic_prefill(
@@ -53,8 +59,6 @@ def synthetic_prefill(
     values = tuple(project(kv_heads, False) for _ in range(layers))
     queries = tuple(project(heads, True) for _ in range(layers))
     probes = len(spans.question_probes())
-    # Any depth may be asked for, so every layer's input is there.
-    kept = depth_layers([i / layers for i in range(layers)], layers)
 
     def to(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device)
@@ -67,16 +71,20 @@ def synthetic_prefill(
         query_positions=positions,
         rope=Rope(to(rope.cos), to(rope.sin)),
         scale=dim**-0.5,
-        hidden={
-            layer: to((hidden + layer * normal(length, hidden_dim) * 0.1).to(dtype))
-            for layer in kept
+        observed={
+            # Any depth may be asked for, so every layer's input is there.
+            **{
+                BlockInput(layer / layers): to(
+                    (hidden + layer * normal(length, hidden_dim) * 0.1).to(dtype)
+                )
+                for layer in range(layers)
+            },
+            Surprisal(): to(normal(length).abs().float()),
+            ProjectedNorms(): to(normal(layers, kv_heads, probes).abs().float() + 0.1),
+            ProjectionNorms(): to(normal(layers, heads).abs().float() + 0.1),
+            WrittenNorms(): to(normal(layers, kv_heads, length).abs().float() + 0.1),
+            Reconstruction(): to(normal(layers, kv_heads, context).abs().float().tanh()),
+            Draft(64): to(normal(layers, kv_heads, 5, context).float().softmax(dim=-1)),
         },
-        surprisal=to(normal(length).abs().float()),
-        head_outputs=to(normal(layers, heads, probes, dim).to(dtype)),
-        projected_norms=to(normal(layers, kv_heads, probes).abs().float() + 0.1),
-        projection_norms=to(normal(layers, heads).abs().float() + 0.1),
-        written_norms=to(normal(layers, kv_heads, length).abs().float() + 0.1),
-        reconstruction=to(normal(layers, kv_heads, context).abs().float().tanh()),
-        draft=to(normal(layers, kv_heads, 5, context).float().softmax(dim=-1)),
         token_ids=torch.arange(length),
     )

@@ -76,7 +76,7 @@ class Prototype(Distortion):
         """Queries of the probes, of which those of evidence slots are known later."""
         return Needs(
             question_queries=self.question_probes,
-            tail_queries=self.tail_probes,
+            last_queries=self.tail_probes,
             later_queries=self.evidence_slots * self.evidence_per_slot > 0,
         )
 

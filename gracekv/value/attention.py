@@ -14,7 +14,6 @@ from torch import Tensor
 from gracekv.kernels.logits import capped, softmax
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Prefill, Region
-from gracekv.prefill.column_sums import add_column_sums
 
 
 def attention_probabilities(prefill: Prefill, layer: int, probes: Sequence[int] | Tensor) -> Tensor:
@@ -84,42 +83,3 @@ def attention_sums(
         **prefill.logits_of(layer),
     )
     return columns[:, region.start : region.end]
-
-
-def all_column_sums(prefill: Prefill) -> Tensor:
-    """`column_sums` of all layers for all prompt positions, float32 [L, H, T]; on layer 0's device.
-
-    Those that the capture added up, else from the queries of every position. Raises
-    `MissingCaptureError` without either.
-    """
-    if prefill.column_sums is not None:
-        return prefill.column_sums
-    device, length = prefill.keys[0].device, prefill.spans.length
-    sums = [torch.zeros(prefill.query_heads, length, device=keys.device) for keys in prefill.keys]
-    for view, part in prefill.query_parts():
-        exact = len(view.query_positions) == part.length
-        for layer, total in enumerate(sums):
-            # Queries that are just those of the part are read where they lie.
-            queries = (
-                view.queries[layer]
-                if exact
-                else view.queries_at(layer, range(part.start, part.end))
-            )
-            keys, logits = prefill.keys[layer], prefill.logits_of(layer)
-            add_column_sums(total, queries, keys, part.start, prefill.scale, **logits)
-    return torch.stack([total.to(device) for total in sums])
-
-
-def column_sums(prefill: Prefill, layer: int, region: Region) -> Tensor:
-    """sum over all prompt queries of pi_{u,t}, float32 [H, N], without a T x T matrix.
-
-    Queries before the region do not see it and are skipped.
-
-    Raises `MissingCaptureError` unless the queries of every position were captured.
-    """
-    length, keys = prefill.spans.length, prefill.keys[layer]
-    queries = prefill.queries_at(layer, range(region.start, length))
-    total = torch.zeros(prefill.query_heads, length, device=keys.device)
-    logits = prefill.logits_of(layer)
-    add_column_sums(total, queries, keys, region.start, prefill.scale, **logits)
-    return total[:, region.start : region.end]

@@ -6,6 +6,7 @@ import abc
 from dataclasses import dataclass
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from gracekv.distributed.head_shard import HeadShard
@@ -68,6 +69,20 @@ def mean_seed_scores(
     if shard is not None:
         mean = shard.sum(mean) / shard.ranks
     return mean / (mean.sum() + epsilon)
+
+
+def rank_scores(order: Tensor) -> Tensor:
+    """An order of tokens as scores: N, N - 1, ..., 1 over their sum; float32, shaped as `order`.
+
+    Args:
+        order: int64 [..., N], token indices from first to last.
+
+    Source: ours.
+    """
+    length = order.shape[-1]
+    ranks = torch.arange(length, 0, -1, dtype=torch.float64, device=order.device)
+    ranks = (ranks / ranks.sum()).float().expand_as(order)
+    return torch.zeros_like(ranks).scatter_(-1, order, ranks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

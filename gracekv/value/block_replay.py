@@ -1,17 +1,153 @@
-"""Attention of the context's queries when the context is read again, block by block."""
+"""What a second reading of the context would look at, block by block, during the first.
+
+When a model repeats a text, its heads make nearly the queries of the first reading, and attend
+mostly to what followed. So the queries of each block of context tokens are moved to the block's
+end, from which they see the whole block. A second reading also sees what it has just read: the
+token itself and those before it, once more. They stay at their old distance and take their share of
+attention, so that heads that look at near tokens only ask for nothing of the block.
+
+Keys and queries of a block are there while the prefill runs, so nothing of it is held longer, and
+the cost grows with the prompt, not with its square.
+
+Source: ours; the idea that repeating the context shows what an answer will attend to is from Kim et
+al. (2025), KVzip, arXiv:2505.23416, which runs the model a second time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
+from einops import reduce
 from torch import Tensor
 
-from gracekv.prefill import Needs, Prefill, Region
-from gracekv.prefill.block_replay import BlockReplaySpec, BlockReplaySums
+from gracekv.kernels.linalg import batched_linear
+from gracekv.kernels.logits import capped
+from gracekv.kernels.logsumexp import logsumexp
+from gracekv.kernels.rope import Rope
+from gracekv.kernels.softmax_sums import softmax_columns
+from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill.observer import Accumulator, LayerObserver, Sizes, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
+
+# First tokens of the prompt, which many heads attend to when they look for nothing.
+SINKS = 4
+# Queries at once whose near tokens are looked at.
+_ROWS = 64
+
+
+@dataclass(frozen=True)
+class BlockReplaySums(LayerObserver):
+    """Sums of attention p^power over the queries of each block, float32 [L, G, T].
+
+    Attributes:
+        block: context tokens whose queries are moved together.
+        power: exponent of attention, at least 1.
+        near: how many tokens of the second reading, the last one its own, a query sees beside the
+            block; 0: none.
+    """
+
+    block: int
+    power: float
+    near: int = 0
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        return sizes.layers, sizes.kv_heads, sizes.spans.length
+
+    def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
+        return _BlockSums(self, spans)
+
+    def blocks(self, spans: PromptSpans) -> Iterator[Region]:
+        """The blocks of a context, one after the other; the last may be shorter."""
+        start = max(spans.context_start, spans.past)
+        for first in range(start, spans.context_end, self.block):
+            yield Region(first, min(first + self.block, spans.context_end))
+
+    def add_block(
+        self,
+        total: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        block: Region,
+        rope: Rope,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Add sum_u p_{u,t}^power of a block's queries to `total`; mean over a KV head's queries.
+
+        The softmax runs over the prompt's first 4 tokens and the `block` keys up to the block's
+        end, which only a short last block shares with the one before, and the near tokens, which
+        are no columns.
+
+        Args:
+            total: float32 [G, T], changed in place; on the keys' device.
+            queries: [H, n, d] post-RoPE, of the block's n tokens.
+            keys: [G, at least the block's end, d] post-RoPE.
+            block: of the context.
+            rope: covers the block.
+            scale: of the logits.
+            softcap: of the logits; None: none.
+            sinks: [H], sink logits; None: none.
+        """
+        first = block.end - self.block
+        first = first if first > SINKS else 0
+        seen = keys[:, first : block.end]
+        if first:
+            seen = torch.cat([keys[:, :SINKS], seen], dim=1)
+        before = SINKS if first else 0
+        at = torch.arange(block.start, block.end)
+        asked = queries.float() * scale
+        if self.near:
+            beside = near_logits(asked, keys[:, block.start : block.end], self.near, softcap)
+            sinks = beside if sinks is None else torch.logaddexp(beside, sinks.to(beside)[:, None])
+        moved = rope.moved(at, block.end - 1).rotate(asked, torch.arange(len(at)))
+        whole = torch.full_like(at, seen.shape[1])
+        columns = softmax_columns(
+            moved, seen, whole, power=self.power, softcap=softcap, sinks=sinks
+        )
+        total[:, first : block.end] += reduce(
+            columns[:, before:], "(g n) t -> g t", "mean", g=len(keys)
+        )
+
+
+class _BlockSums:
+    """The sums of one layer. Queries wait until their block is complete: at most one is held."""
+
+    def __init__(self, replay: BlockReplaySums, spans: PromptSpans) -> None:
+        self._replay, self._spans = replay, spans
+        self._waiting: Tensor | None = None
+        self._total = torch.empty(0)
+
+    def add(self, run: TokenRun) -> None:
+        if not self._total.numel():
+            size = (len(run.keys), self._spans.length)
+            self._total = run.keys.new_zeros(size, dtype=torch.float32)
+        for block in self._replay.blocks(self._spans):
+            start, stop = max(block.start, run.start), min(block.end, run.end)
+            if start >= stop:
+                continue
+            rows = run.queries[:, start - run.start : stop - run.start]
+            if stop - start < block.length:
+                rows = self._collected(rows, start - block.start, block.length)
+            if stop == block.end:
+                self._replay.add_block(
+                    self._total, rows, run.keys, block, run.rope, run.scale, **run.logits
+                )
+                self._waiting = None
+
+    def _collected(self, rows: Tensor, at: int, length: int) -> Tensor:
+        """The block's queries so far, with `rows` [H, n, d] from its token `at` on."""
+        if self._waiting is None:
+            self._waiting = rows.new_empty(rows.shape[0], length, rows.shape[2])
+        self._waiting[:, at : at + rows.shape[1]] = rows
+        return self._waiting
+
+    def result(self) -> Tensor:
+        return self._total
 
 
 @final
@@ -47,33 +183,44 @@ class BlockReplay(Scorer):
 
     def needs(self) -> Needs:
         """The sums, which the capture makes."""
-        return Needs(block_replays=frozenset({self._spec}))
+        return Needs.observed(self._sums)
 
     @property
-    def _spec(self) -> BlockReplaySpec:
-        return BlockReplaySpec(self.block, self.mean_power, self.near)
+    def _sums(self) -> BlockReplaySums:
+        return BlockReplaySums(self.block, self.mean_power, self.near)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Power means of attention, float32 [L, G, N], not normalised.
 
         Raises `MissingCaptureError` unless the sums, or the queries of the context, were captured.
         """
-        sums = prefill.block_replays.get(self._spec)
-        if sums is None:
-            sums = _from_queries(prefill, self._spec)
+        spans = prefill.spans
+        first = max(spans.context_start, spans.past)
+        sums = prefill.observe(self._sums, Region(first, spans.context_end))
         inside = sums[..., region.start : region.end] / region.length
         return TokenScores.from_scores(inside.pow(1 / self.mean_power), shard=prefill.shard)
 
 
-def _from_queries(prefill: Prefill, replay: BlockReplaySpec) -> Tensor:
-    """The sums of a prefill that holds queries instead, [L, G, T]."""
-    device = prefill.keys[0].device
-    layers = [BlockReplaySums(replay, prefill.spans) for _ in range(prefill.layers)]
-    for block in replay.blocks(prefill.spans):
-        at = torch.arange(block.start, block.end)
-        view = prefill.with_queries(at)
-        for layer, sums in enumerate(layers):
-            queries, keys = view.queries_at(layer, at), prefill.keys[layer]
-            rope, logits = prefill.rope_of(layer), prefill.logits_of(layer)
-            sums.add(queries, block.start, keys, rope, prefill.scale, **logits)
-    return torch.stack([x.total.to(device) for x in layers if x.total is not None])
+def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None = None) -> Tensor:
+    """Log-sum-exp of each query's logits to its own token and the `near` - 1 before it: [H, n].
+
+    Args:
+        queries: float32 [H, n, d], times the scale; of n tokens in a row.
+        keys: [G, n, d], of the same tokens, rotated alike.
+        near: tokens; at the start there are fewer.
+        softcap: of the logits; None: none.
+    """
+    groups, count = len(keys), queries.shape[1]
+    place, wide = torch.arange(count, device=keys.device), keys.float()
+    shared = queries.unflatten(0, (groups, -1))
+    total = torch.empty_like(shared[..., 0])
+    rows = max(near, _ROWS)
+    for first in range(0, count, rows):
+        start, end = max(0, first - near + 1), min(first + rows, count)
+        asked, seen = place[first:end, None], place[start:end]
+        some = shared[:, :, first:end]
+        logits = capped(batched_linear(some.flatten(1, 2), wide[:, start:end]), softcap)
+        hidden = (seen > asked) | (seen <= asked - near)
+        logits.unflatten(1, some.shape[1:3]).masked_fill_(hidden, -torch.inf)
+        total[:, :, first:end] = logsumexp([logits.flatten(0, 1)]).view(some.shape[:3])
+    return total.flatten(0, 1)

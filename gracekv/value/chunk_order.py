@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.rank_scores import rank_scores
+from gracekv.value.base import SCORERS, Scorer, TokenScores, rank_scores
 from gracekv.value.window_attention import WindowAttention
 
 

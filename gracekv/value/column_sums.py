@@ -5,11 +5,47 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+import torch
 from einops import reduce
+from torch import Tensor
 
-from gracekv.prefill import Needs, Prefill, Region
-from gracekv.value.attention import all_column_sums
+from gracekv.kernels.softmax_sums import softmax_columns
+from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill.observer import Accumulator, LayerObserver, Sizes, TokenRun
 from gracekv.value.base import SCORERS, Scorer, TokenScores
+
+
+@dataclass(frozen=True)
+class ReceivedAttention(LayerObserver):
+    """The attention that each position receives from all queries, float32 [L, H, T].
+
+    One causal attention pass without values. Source: the column sums of H2O (Zhang et al., 2023,
+    arXiv:2306.14048).
+    """
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        return sizes.layers, sizes.query_heads, sizes.spans.length
+
+    def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
+        return _Columns(spans)
+
+
+class _Columns:
+    def __init__(self, spans: PromptSpans) -> None:
+        self._spans, self._total = spans, torch.empty(0)
+
+    def add(self, run: TokenRun) -> None:
+        if not self._total.numel():
+            size = (len(run.queries), self._spans.length)
+            self._total = run.queries.new_zeros(size, dtype=torch.float32)
+        seen = torch.arange(run.start + 1, run.end + 1)
+        keys = run.keys[:, : run.end]
+        self._total[:, : run.end] += softmax_columns(
+            run.queries.float() * run.scale, keys, seen, **run.logits
+        )
+
+    def result(self) -> Tensor:
+        return self._total
 
 
 @final
@@ -30,14 +66,14 @@ class ColumnSums(Scorer):
     works_sharded: ClassVar[bool] = True
 
     def needs(self) -> Needs:
-        return Needs(column_sums=True)
+        return Needs.observed(ReceivedAttention())
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Group means of the sums, not normalised.
 
         Raises `MissingCaptureError` unless the queries of every position were captured.
         """
-        columns = all_column_sums(prefill)
+        columns = prefill.observe(ReceivedAttention())
         inside = columns[..., region.start : region.end]
         scores = reduce(inside, "l (g n) t -> l g t", "mean", g=prefill.kv_heads)
         return TokenScores.from_scores(scores, columns, shard=prefill.shard)

@@ -4,16 +4,62 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import final
+from typing import ClassVar, final
 
 import torch
+from einops import rearrange
+from torch import Tensor
 
-from gracekv.errors import MissingCaptureError
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill.observer import (
+    Accumulator,
+    LayerObserver,
+    Part,
+    Projection,
+    Reading,
+    Sizes,
+    TokenRun,
+)
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.rank_scores import rank_scores
+from gracekv.value.base import SCORERS, Scorer, TokenScores, rank_scores
 from gracekv.value.window_attention import WindowAttention
+
+# Rows that go through a projection at once.
+_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class WrittenNorms(LayerObserver):
+    """l1 norms of projected values, float32 [L, G, T]: mean over a group of ||W_O^h v_t||_1.
+
+    Source: Feng et al. (2025), CriticalKV, arXiv:2502.03805.
+    """
+
+    reads: ClassVar[frozenset[Reading]] = frozenset({"projection"})
+    part: ClassVar[Part] = "projections"
+    causal_axis: ClassVar[int | None] = 2
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        return sizes.layers, sizes.kv_heads, sizes.spans.length
+
+    def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
+        return _Norms(spans)
+
+
+class _Norms:
+    def __init__(self, spans: PromptSpans) -> None:
+        self._spans, self._norms = spans, torch.empty(0)
+
+    def add(self, run: TokenRun) -> None:
+        assert run.projection is not None  # it is read
+        values = run.values[:, run.start : run.end]
+        if not self._norms.numel():
+            self._norms = torch.zeros(len(values), self._spans.length, device=values.device)
+        written = written_norms(run.projection, values, len(run.queries))
+        self._norms[:, run.start : run.end] = written
+
+    def result(self) -> Tensor:
+        return self._norms
 
 
 @final
@@ -44,17 +90,13 @@ class Critical(Scorer):
 
     def needs(self) -> Needs:
         """What the score needs, and the norms."""
-        return self.scorer.needs() | Needs(written_norms=True)
+        return self.scorer.needs() | Needs.observed(WrittenNorms())
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Ranks as scores. Raises `MissingCaptureError` without the norms of projected values."""
-        if prefill.written_norms is None:
-            raise MissingCaptureError(
-                "Critical reads norms of projected values, which were not captured. Capture for "
-                "the pipeline that you run: gracekv.capture(model, prompt, needs=pipeline.needs())."
-            )
         first = self.scorer(prefill, region)
-        norms = prefill.written_norms[..., region.start : region.end].to(first.scores.device)
+        norms = prefill.observation(WrittenNorms())[..., region.start : region.end]
+        norms = norms.to(first.scores.device)
         second = (first.scores + self.epsilon) * norms
         # Ties toward the earlier token: stable sorts.
         one, two = (
@@ -87,3 +129,31 @@ def merged_order(first: list[int], second: list[int], share: float) -> list[int]
         while len(chosen) < budget:
             chosen.setdefault(next(rest))
     return list(chosen)
+
+
+def written_norms(projection: Projection, values: Tensor, heads: int) -> Tensor:
+    """[G, T] float32: mean over a KV head's query heads h of ||W_O^h v_t||_1.
+
+    Args:
+        projection: of the layer.
+        values: [G, T, d], of one KV head each; coordinates beyond the projection's are zeros.
+        heads: H.
+
+    Source: Feng et al. (2025), CriticalKV, arXiv:2502.03805.
+    """
+    weight = projection.columns
+    if weight is None:
+        unit = torch.eye(projection.width, dtype=values.dtype, device=values.device)
+        weight = torch.cat([projection(rows) for rows in unit.split(_ROWS)]).T
+    by_head = rearrange(
+        weight.float(), "o (g n d) -> g n d o", g=len(values), n=heads // len(values)
+    )
+    rows = values[..., : by_head.shape[2]].float()
+    norms = torch.zeros(values.shape[:2], device=values.device)
+    for group, own in enumerate(by_head):
+        for head in own:
+            for part, place in zip(
+                rows[group].split(_ROWS), norms[group].split(_ROWS), strict=True
+            ):
+                place += (part @ head).abs().sum(dim=-1) / len(own)
+    return norms

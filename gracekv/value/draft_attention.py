@@ -1,14 +1,69 @@
-"""Attention of the answer's first tokens, which are generated over the full cache."""
+"""The attention of an answer's first tokens, drafted over the full cache.
+
+A compressed cache must hold what the answer's queries attend to, which its first tokens show best.
+They are generated greedily from the captured keys and values: the full cache stays in memory
+meanwhile, and compression waits for as many decoding steps.
+
+Source: ours; the paper and the rivals that it names compress without having seen any answer.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from gracekv.errors import MissingCaptureError
+import torch
+from einops import reduce
+from torch import Tensor
+
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill.observer import Part, Passes, PassObserver, Sizes, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
+
+
+@dataclass(frozen=True)
+class Draft(PassObserver):
+    """Attention of greedy answer tokens to the context, float32 [L, G, S, N_ctx].
+
+    The mean over a KV head's query heads; the softmax runs over all that a token sees. S is smaller
+    than `tokens` where the answer ends before; an end-of-sequence token counts only if it comes
+    first.
+
+    Attributes:
+        tokens: most tokens, at least 1.
+    """
+
+    part: ClassVar[Part] = "draft"
+
+    tokens: int
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        return sizes.layers, sizes.kv_heads, None, sizes.spans.context_length
+
+    @torch.no_grad()
+    def observe(self, passes: Passes) -> Tensor:
+        """[L, G, S, N_ctx]."""
+        start, end = passes.spans.context_start, passes.spans.context_end
+        answer = passes.after(passes.spans.length, self.tokens)
+        seen: list[Tensor] = []
+
+        def attend(layer: int, run: TokenRun) -> None:
+            groups, dim = len(run.keys), run.queries.shape[-1]
+            shared = run.queries.float().reshape(groups, -1, dim) * run.scale
+            chance = torch.softmax(shared @ run.keys.float().transpose(1, 2), dim=-1)
+            found = reduce(chance[..., start:end], "g n t -> g t", "mean")
+            seen.append(found.to(seen[0].device if seen else found.device))
+
+        token, rows = passes.first, list[Tensor]()
+        for _ in range(self.tokens):
+            state = answer.run(torch.tensor([token]), attend)
+            rows.append(torch.stack(seen))
+            seen.clear()
+            token = passes.likeliest(state)
+            if token in passes.stops:
+                break
+        return torch.stack(rows, dim=2)
 
 
 @final
@@ -18,9 +73,9 @@ class DraftAttention(Scorer):
     """Mean attention of the first 16 answer tokens, drafted greedily over the full cache.
 
     Not a single pass: the capture decodes `max_tokens` steps more and holds the full cache until
-    they are done (`Prefill.seconds["draft"]`).
+    they are done.
 
-    Source: ours; see `gracekv.prefill.draft`.
+    Source: ours.
 
     Cost: `max_tokens` decoding steps over the full cache.
 
@@ -34,20 +89,19 @@ class DraftAttention(Scorer):
 
     def needs(self) -> Needs:
         """The draft."""
-        return Needs(draft=self.max_tokens)
+        return Needs.observed(Draft(self.max_tokens))
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Attention shares, float32 [L, G, N], not normalised.
 
         Raises `MissingCaptureError` if no answer was drafted.
         """
-        if prefill.draft is None:
-            raise MissingCaptureError(
-                "No answer was drafted for this prompt. Capture for the pipeline that you run: "
-                "gracekv.capture(model, prompt, needs=pipeline.needs())."
-            )
+        drafts = [x for x in prefill.observed if isinstance(x, Draft)]
+        # A longer draft begins with the shorter one.
+        longer = [x for x in drafts if x.tokens >= self.max_tokens]
+        draft = prefill.observation(longer[0] if longer else Draft(self.max_tokens))
         first = region.start - prefill.spans.context_start
-        rows = prefill.draft[:, :, : self.max_tokens, first : first + region.length]
+        rows = draft[:, :, : self.max_tokens, first : first + region.length]
         return TokenScores.from_scores(
             rows.float().mean(dim=2).to(prefill.keys[0].device), shard=prefill.shard
         )

@@ -20,13 +20,75 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
-from gracekv.prefill import Needs, Prefill, Region
-from gracekv.prefill.query_moments import QueryMoments, QuerySums
+from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill.observer import Accumulator, LayerObserver, Sizes, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 
 # Bytes of one block's largest float32 temporary, [H, block, d].
 _BLOCK = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class QueryMoments(LayerObserver):
+    """Mean and covariance (over n) of the queries of prefix and context before rotation.
+
+    float32 [L, H, 1 + d, d]: of each query head the mean, then the rows of the covariance.
+
+    Attributes:
+        start: first position that counts; of a context that ends before it, the last one does.
+    """
+
+    start: int
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        return sizes.layers, sizes.query_heads, 1 + sizes.head_dim, sizes.head_dim
+
+    def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
+        return _QuerySums(self.counted(spans))
+
+    def counted(self, spans: PromptSpans) -> Region:
+        """Positions whose queries count."""
+        return Region(min(self.start, spans.context_end - 1), spans.context_end)
+
+
+class _QuerySums:
+    """Running sums of one layer's queries before rotation.
+
+    Sums run in float64 over blocks of positions, around the first block's mean, so that a large
+    mean costs no digits.
+    """
+
+    def __init__(self, counted: Region) -> None:
+        self._counted, self._count = counted, 0
+        self._pivot = self._total = self._square = torch.empty(0)
+
+    def add(self, run: TokenRun) -> None:
+        first, last = max(self._counted.start, run.start), min(self._counted.end, run.end)
+        if first < last:
+            self._add(run.queries[:, first - run.start : last - run.start], run.rope, first)
+
+    def _add(self, queries: Tensor, rope: Rope, first: int) -> None:
+        heads, count, dim = queries.shape
+        size = max(64, _BLOCK // (4 * heads * dim))
+        for start in range(0, count, size):
+            some = queries[:, start : start + size].float()
+            at = torch.arange(first + start, first + start + some.shape[1], device=queries.device)
+            plain = rope.unrotate(some, at)
+            if not self._count:
+                self._pivot = plain.mean(dim=1, keepdim=True)
+                self._total = torch.zeros_like(self._pivot, dtype=torch.float64)
+                self._square = self._total.transpose(1, 2) @ self._total
+            rows = plain - self._pivot
+            self._total += rows.sum(dim=1, keepdim=True, dtype=torch.float64)
+            self._square += (rows.transpose(1, 2) @ rows).double()
+            self._count += some.shape[1]
+
+    def result(self) -> Tensor:
+        """[H, 1 + d, d] of at least one query."""
+        away = self._total / self._count
+        covariance = self._square / self._count - away.transpose(1, 2) @ away
+        return torch.cat([(self._pivot + away).float(), covariance.float()], dim=1)
 
 
 @final
@@ -64,7 +126,7 @@ class ExpectedAttention(Scorer):
 
     def needs(self) -> Needs:
         """Statistics of the queries of prefix and context."""
-        return Needs(query_moments=self.sinks)
+        return Needs.observed(QueryMoments(self.sinks))
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Expected attention times norm, not normalised.
@@ -79,25 +141,25 @@ class ExpectedAttention(Scorer):
                 "'block_replay'."
             )
         device, end = prefill.keys[0].device, prefill.spans.context_end
-        # A context that consists of sinks alone still has statistics.
-        first = min(self.sinks, end - 1)
-        moments = query_moments(prefill, Region(first, end))
+        observer = QueryMoments(self.sinks)
+        counted = observer.counted(prefill.spans)
+        moments, first = prefill.observe(observer, counted), counted.start
         scores = []
         for layer in range(prefill.layers):
             rope = prefill.rope_of(layer)
             rotation = mean_rotation(rope, prefill.head_dim, end, self.future_positions)
-            seen = self._layer(prefill, layer, moments, rotation)
+            seen = self._layer(prefill, layer, moments[layer], counted, rotation)
             whole = seen.new_full((prefill.kv_heads, end), float(seen.max()) + 1)
             whole[:, first:] = seen
             scores.append(whole[:, region.start : region.end].to(device))
         return TokenScores.from_scores(torch.stack(scores), shard=prefill.shard)
 
     def _layer(
-        self, prefill: Prefill, layer: int, moments: QueryMoments, rotation: Tensor
+        self, prefill: Prefill, layer: int, moments: Tensor, seen: Region, rotation: Tensor
     ) -> Tensor:
-        """Scores of the positions that the moments cover, float32 [G, n]."""
-        seen = Region(moments.start, moments.end)
-        mean, covariance = moments.means[layer], moments.covariances[layer]
+        """Scores of the positions `seen` from moments [H, 1 + d, d], float32 [G, n]."""
+        moments = moments.to(prefill.keys[layer].device)
+        mean, covariance = moments[:, 0], moments[:, 1:]
         turn = rotation.to(mean.device)
         mean = prefill.scale * mean @ turn
         spread = 0.5 * prefill.scale**2 * turn.T @ covariance @ turn if self.covariance else None
@@ -121,25 +183,6 @@ def _log_expected(keys: Tensor, mean: Tensor, spread: Tensor | None) -> Tensor:
         shared = rearrange(spread, "(g n) i j -> g n i j", g=groups)
         logits += ((keys[:, None] @ shared) * keys[:, None]).sum(dim=-1)
     return logits
-
-
-def query_moments(prefill: Prefill, seen: Region) -> QueryMoments:
-    """Mean and covariance (over n) of the queries before rotation, of all layers.
-
-    Those that the capture added up, else from the queries themselves. Raises `MissingCaptureError`
-    without either.
-    """
-    held = prefill.query_moments
-    if held is not None and (held.start, held.end) == (seen.start, seen.end):
-        return held
-    sums = [QuerySums() for _ in range(prefill.layers)]
-    for view, part in prefill.query_parts():
-        first, last = max(part.start, seen.start), min(part.end, seen.end)
-        if first < last:
-            for layer, total in enumerate(sums):
-                total.add(view.queries_at(layer, range(first, last)), prefill.rope_of(layer), first)
-    means, covariances = zip(*(total.moments() for total in sums), strict=True)
-    return QueryMoments(seen.start, seen.end, means, covariances)
 
 
 def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:

@@ -1,14 +1,75 @@
-"""KVzip's score: attention while the model repeats its context. Needs a second pass."""
+"""A second pass in which the model repeats its context, and the attention that it pays meanwhile.
+
+Chunk after chunk, the model reads a request to repeat, the prompt's tail (the template's change of
+turn, and the answer prefix if there is one), and then the chunk itself, with the keys and values of
+prefix and context before it. A context token's score is the most attention from any query of this
+pass, in any query head of its KV head's group. The softmax runs over the prompt's first
+tokens, the chunk, and what was read so far: over the whole context it would need L H T^2 logits.
+
+Source: Kim et al. (2025), KVzip, arXiv:2505.23416, with the texts and sizes of its code in kvpress.
+The prompt's own tail in place of an empty chat's is ours; so is a pass without a request where the
+prompt has no tokenizer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import final
+from functools import partial
+from typing import ClassVar, final
 
-from gracekv.errors import MissingCaptureError
+import torch
+from einops import rearrange, reduce
+from torch import Tensor
+
 from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill.observer import Part, Passes, PassObserver, Sizes, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
+
+_WHOLE = "\n\nRepeat the previous context exactly."
+_PART = "\n\nRepeat the part of the previous context exactly, starting with"
+# How many tokens of the chunk before lead into a later one, and the first prompt tokens that the
+# softmax always holds.
+_LEAD, _SINKS = 8, 4
+# Bytes of float32 logits at once.
+_LOGITS = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Reconstruction(PassObserver):
+    """The most attention that each context token gets in the second pass, float32 [L, G, N_ctx].
+
+    Beside the result it holds, of one layer at a time, the keys and values of prefix and context
+    once more, the mask [chunk, T] and a block of logits. Costs about as much as a prefill of twice
+    the context in chunks.
+
+    Attributes:
+        chunk: context tokens that one pass repeats.
+    """
+
+    part: ClassVar[Part] = "reconstruction"
+
+    chunk: int = 2048
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        return sizes.layers, sizes.kv_heads, sizes.spans.context_length
+
+    @torch.no_grad()
+    def observe(self, passes: Passes) -> Tensor:
+        """[L, G, N_ctx]."""
+        end, parts = passes.spans.context_end, list[Tensor]()
+        for part, ids in repetitions(passes, self.chunk):
+            best: list[Tensor] = []
+            passes.after(end, len(ids)).run(ids, partial(_attend, best, part, end))
+            parts.append(torch.stack([x.to(best[0].device) for x in best]))
+        return torch.cat(parts, dim=-1)
+
+
+def _attend(best: list[Tensor], part: Region, end: int, layer: int, run: TokenRun) -> None:
+    """Append what each token of `part` got in one layer; keys from `end` on are of this pass."""
+    seen, own = run.keys[:, :end], run.keys[:, end:]
+    best.append(max_attention(run.queries, seen, own, part, run.scale))
 
 
 @final
@@ -18,10 +79,9 @@ class KVzipTwoPass(Scorer):
     """Maximum attention received while the model repeats the context in a second pass (KVzip).
 
     The question is not read. The capture runs the model over the context again, which takes longer
-    than the prefill itself
-    (`Prefill.seconds["reconstruction"]`).
+    than the prefill itself.
 
-    Source: Kim et al. (2025), KVzip, arXiv:2505.23416; see `gracekv.prefill.reconstruction`.
+    Source: Kim et al. (2025), KVzip, arXiv:2505.23416.
 
     Cost: the second pass, 3.5 times the prefill at 4,096 tokens on a CPU.
 
@@ -33,20 +93,65 @@ class KVzipTwoPass(Scorer):
 
     def needs(self) -> Needs:
         """The second pass."""
-        return Needs(reconstruction=True)
+        return Needs.observed(Reconstruction())
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """The captured maxima, not normalised. Raises `MissingCaptureError` without them."""
-        if prefill.reconstruction is None:
-            raise MissingCaptureError(
-                "The model has not repeated this prompt's context, which takes a second pass. "
-                "Capture for the pipeline that you run: gracekv.capture(model, prompt, "
-                "needs=pipeline.needs())."
-            )
         first = region.start - prefill.spans.context_start
-        tokens = prefill.reconstruction[..., first : first + region.length].float()
+        tokens = prefill.observation(Reconstruction())[..., first : first + region.length].float()
         inside = min(max(0, self.sinks - region.start), region.length)
         if inside:
             tokens = tokens.clone()
             tokens[..., :inside] = float(tokens.max()) + 1
         return TokenScores.from_scores(tokens)
+
+
+def repetitions(passes: Passes, chunk: int) -> Iterator[tuple[Region, Tensor]]:
+    """The context's chunks as absolute positions, and the ids [n] whose pass repeats each."""
+    spans, ids = passes.spans, passes.ids
+    for first in range(spans.context_start, spans.context_end, chunk):
+        part = Region(first, min(first + chunk, spans.context_end))
+        text, lead = _PART, ids[max(spans.context_start, first - _LEAD) : first]
+        if first == spans.context_start:
+            text = _WHOLE
+        request = torch.tensor(passes.encode(text), dtype=torch.int64)
+        tail, repeated = ids[spans.question_end :], ids[part.start : part.end]
+        yield part, torch.cat([request, lead, tail, repeated])
+
+
+def max_attention(
+    queries: Tensor,
+    seen: Tensor,
+    own: Tensor,
+    part: Region,
+    scale: float,
+    *,
+    block: int | None = None,
+) -> Tensor:
+    """The largest attention of any query and query head to each token of `part`: float32 [G, n].
+
+    Args:
+        queries: [H, Q, d] of the tokens of this pass.
+        seen: [G, >= part.end, d] keys of prefix and context.
+        own: [G, Q, d] keys of the tokens of this pass.
+        part: absolute positions of the n tokens.
+        scale: of the logits.
+        block: queries at once; None: what `_LOGITS` bytes hold.
+    """
+    groups, count, heads = len(seen), queries.shape[1], len(queries)
+    sinks = min(_SINKS, part.start)
+    fixed = torch.cat([seen[:, :sinks], seen[:, part.start : part.end]], dim=1)
+    whole = torch.cat([fixed, own], dim=1).float()
+    width = fixed.shape[1]
+    rows = block or max(1, _LOGITS // (4 * heads * whole.shape[1]))
+    best = whole.new_zeros(groups, part.length)
+    for first in range(0, count, rows):
+        stop = min(first + rows, count)
+        asked = rearrange(queries[:, first:stop].float(), "(g n) q d -> g (n q) d", g=groups)
+        logits = scale * asked @ whole[:, : width + stop].transpose(1, 2)
+        logits = rearrange(logits, "g (n q) s -> g n q s", q=stop - first)
+        place = torch.arange(stop, device=queries.device)
+        logits[..., width:].masked_fill_(place > place[first:, None], -torch.inf)
+        chances = torch.softmax(logits, dim=-1)[..., sinks:width]
+        best = torch.maximum(best, reduce(chances, "g n q s -> g s", "max"))
+    return best

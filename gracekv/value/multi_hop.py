@@ -72,7 +72,7 @@ class MultiHop(Scorer):
         """Queries of the probes, and of the hops' seeds, which are known later."""
         return Needs(
             question_queries=self.question_probes,
-            tail_queries=self.tail_probes,
+            last_queries=self.tail_probes,
             later_queries=self._propagates,
         )
 

@@ -5,13 +5,88 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from einops import reduce
+import torch
+from einops import rearrange, reduce
 from torch import Tensor
 
-from gracekv.errors import MissingCaptureError
-from gracekv.prefill import Needs, Prefill
+from gracekv.prefill import Needs, Prefill, PromptSpans
+from gracekv.prefill.observer import (
+    Accumulator,
+    LayerObserver,
+    Part,
+    Projection,
+    Reading,
+    Sizes,
+    TokenRun,
+)
 from gracekv.registry import bounded
 from gracekv.value.base import SENSITIVITIES, Sensitivity
+
+# Unit vectors that go through a projection at once.
+_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class ProjectionNorms(LayerObserver):
+    """||W_O^{l,h}||_F of each query head's part of the output projection, float32 [L, H]."""
+
+    reads: ClassVar[frozenset[Reading]] = frozenset({"projection"})
+    part: ClassVar[Part] = "projections"
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        return sizes.layers, sizes.query_heads
+
+    def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
+        return _Static()
+
+
+class _Static:
+    def __init__(self) -> None:
+        self._projection: Projection | None = None
+        self._heads, self._like = 0, torch.empty(0)
+
+    def add(self, run: TokenRun) -> None:
+        self._projection, self._heads = run.projection, len(run.queries)
+        self._like = run.queries.new_empty(0)
+
+    def result(self) -> Tensor:
+        assert self._projection is not None  # it is read
+        return projection_norms(self._projection, self._heads, self._like)
+
+
+@dataclass(frozen=True)
+class ProjectedNorms(LayerObserver):
+    """||sum_{h in H(g)} W_O^{l,h} o_u^{l,h}||_2 at the question's probes u, float32 [L, G, P_q].
+
+    o_u are attention outputs at `PromptSpans.question_probes`.
+    """
+
+    reads: ClassVar[frozenset[Reading]] = frozenset({"outputs", "projection"})
+    part: ClassVar[Part] = "projections"
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        return sizes.layers, sizes.kv_heads, len(sizes.spans.question_probes())
+
+    def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
+        return _Dynamic(spans)
+
+
+class _Dynamic:
+    def __init__(self, spans: PromptSpans) -> None:
+        self._probes, self._parts = torch.tensor(spans.question_probes()), list[Tensor]()
+        self._projection: Projection | None = None
+        self._groups = 0
+
+    def add(self, run: TokenRun) -> None:
+        assert run.outputs is not None  # they are read
+        self._projection, self._groups = run.projection, len(run.keys)
+        inside = self._probes[(self._probes >= run.start) & (self._probes < run.end)]
+        if len(inside):
+            self._parts.append(run.outputs[:, (inside - run.start).to(run.outputs.device)])
+
+    def result(self) -> Tensor:
+        assert self._projection is not None  # it is read
+        return projected_norms(self._projection, torch.cat(self._parts, dim=1), self._groups)
 
 
 @final
@@ -36,22 +111,59 @@ class OutputProjection(Sensitivity):
     epsilon: float = bounded(1e-12, above=0, at_most=1e-3, hint="It keeps a denominator from 0.")
 
     def needs(self) -> Needs:
-        return Needs(head_outputs=True)
+        return Needs.observed(ProjectionNorms(), ProjectedNorms())
 
     def __call__(self, prefill: Prefill) -> Tensor:
         """Omega [L, G]; `MissingCaptureError` without the projections' norms."""
-        if prefill.projection_norms is None or prefill.projected_norms is None:
-            raise MissingCaptureError(
-                "OutputProjection reads the output projections' norms, which were not captured. "
-                "Capture for the pipeline that you run: gracekv.capture(model, prompt, "
-                "needs=pipeline.needs()); or use the sensitivity 'none'."
-            )
         device = prefill.keys[0].device
-        squares = prefill.projection_norms.to(device).float().square()
+        squares = prefill.observation(ProjectionNorms()).to(device).float().square()
         static = reduce(squares, "l (g n) -> l g", "sum", g=prefill.kv_heads).sqrt()
-        dynamic = prefill.projected_norms.to(device).float().mean(dim=-1)
-        raw = (static * dynamic).sqrt()
+        projected = prefill.observation(ProjectedNorms())
+        raw = (static * projected.to(device).float().mean(dim=-1)).sqrt()
         mean = raw.mean()
         if prefill.shard is not None:
             mean = prefill.shard.sum(mean) / prefill.shard.ranks
         return raw / (mean + self.epsilon)
+
+
+def projected_norms(projection: Projection, outputs: Tensor, groups: int) -> Tensor:
+    """[G, P] float32: ||sum_{h in H(g)} W_O^h o_u^h||_2 at each of P positions.
+
+    Args:
+        projection: of the layer.
+        outputs: [H, P, d] attention outputs before the projection.
+        groups: G.
+
+    Source: Eq. (V7) (dynamic strength, before its mean).
+    """
+    heads = outputs.shape[0]
+    flat = rearrange(outputs, "h p d -> p h d")
+    # Row g keeps the query heads of KV head g and holds zeros elsewhere.
+    owner = torch.arange(heads, device=outputs.device) // (heads // groups)
+    mine = owner == torch.arange(groups, device=outputs.device)[:, None]
+    masked = torch.where(mine[:, None, :, None], flat, 0.0)
+    projected = projection(rearrange(masked, "g p h d -> g p (h d)"))
+    norms: Tensor = torch.linalg.vector_norm(projected.float(), dim=-1)
+    return norms
+
+
+def projection_norms(projection: Projection, heads: int, like: Tensor) -> Tensor:
+    """[H] float32: ||W_O^h||_F, from the weight if it can be read, else by calling the projection.
+
+    Args:
+        projection: of the layer.
+        heads: H.
+        like: a tensor of the dtype and on the device of the model's states.
+
+    Source: Eq. (V7) (static strength, before its sum).
+    """
+    if projection.columns is not None:
+        columns = projection.columns.float().square().sum(dim=0)
+    else:
+        unit = torch.eye(projection.width, dtype=like.dtype, device=like.device)
+        # Row i of the result is column i of the weight, whatever form that is stored in.
+        columns = torch.cat(
+            [projection(rows).float().square().sum(dim=-1) for rows in unit.split(_ROWS)]
+        )
+    norms: Tensor = rearrange(columns, "(h d) -> h d", h=heads).sum(dim=-1).sqrt()
+    return norms

@@ -67,7 +67,7 @@ class ReadAhead(Scorer):
 
     def needs(self) -> Needs:
         """Queries of the probes."""
-        return Needs(question_queries=self.question_probes, tail_queries=self.tail_probes)
+        return Needs(question_queries=self.question_probes, last_queries=self.tail_probes)
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Attention shares, float32 [L, G, N], not normalised.

@@ -10,14 +10,13 @@ import math
 import torch
 from torch import Tensor
 
-from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Prefill, Region, depth_layers
 from gracekv.value.base import TokenScores
 from gracekv.value.block_replay import BlockReplay
 from gracekv.value.chunk_order import ChunkOrder
 from gracekv.value.expected_attention import ExpectedAttention
 from gracekv.value.multi_hop import MultiHop
-from gracekv.value.output_projection import OutputProjection
+from gracekv.value.output_projection import OutputProjection, ProjectedNorms, ProjectionNorms
 from gracekv.value.read_ahead import ReadAhead
 from gracekv.value.window_attention import WindowAttention
 
@@ -221,14 +220,14 @@ def output_projection(sensitivity: OutputProjection, prefill: Prefill) -> Tensor
 
     Raises `MissingCaptureError` if the prefill lacks the projections' norms.
     """
-    if prefill.projection_norms is None or prefill.projected_norms is None:
-        raise MissingCaptureError("The reference needs projection_norms and projected_norms too.")
+    static_norms = prefill.observation(ProjectionNorms())
+    projected = prefill.observation(ProjectedNorms())
     raw = torch.zeros(prefill.layers, prefill.kv_heads, dtype=torch.float64)
     for layer in range(prefill.layers):
         for g in range(prefill.kv_heads):
             group = range(g * prefill.group, (g + 1) * prefill.group)
-            static = math.sqrt(sum(float(prefill.projection_norms[layer, h]) ** 2 for h in group))
-            dynamic = [float(norm) for norm in prefill.projected_norms[layer, g]]
+            static = math.sqrt(sum(float(static_norms[layer, h]) ** 2 for h in group))
+            dynamic = [float(norm) for norm in projected[layer, g]]
             raw[layer, g] = math.sqrt(static * sum(dynamic) / len(dynamic))
     return raw / (float(raw.sum()) / raw.numel() + sensitivity.epsilon)
 

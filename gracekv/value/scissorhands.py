@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value.attention import all_column_sums, attention_probabilities
-from gracekv.value.base import SCORERS, Scorer, TokenScores
-from gracekv.value.rank_scores import rank_scores
+from gracekv.value.attention import attention_probabilities
+from gracekv.value.base import SCORERS, Scorer, TokenScores, rank_scores
+from gracekv.value.column_sums import ReceivedAttention
 
 # Queries per block.
 _ROWS = 32
@@ -46,12 +46,12 @@ class Scissorhands(Scorer):
 
     def needs(self) -> Needs:
         """The history's queries, and column sums for the ties."""
-        return Needs(last_queries=self.history, column_sums=True)
+        return Needs(last_queries=self.history) | Needs.observed(ReceivedAttention())
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Ranks as scores. Raises `MissingCaptureError` unless all queries were captured."""
         device, groups = prefill.keys[0].device, prefill.kv_heads
-        columns = all_column_sums(prefill)
+        columns = prefill.observe(ReceivedAttention())
         prefill = prefill.with_queries(prefill.spans.last(self.history))
         inside = columns[..., region.start : region.end]
         sums = reduce(inside, "l (g n) t -> l g t", "mean", g=groups)

@@ -93,7 +93,7 @@ def test_one_scale_explains_all_proportional_shares(weights, least, extra, share
 
 
 def test_needs_column_sums_and_a_positive_epsilon():
-    with pytest.raises(MissingCaptureError, match="all_column_sums"):
+    with pytest.raises(MissingCaptureError, match="ReceivedAttention"):
         Density()(torch.zeros(2, 2, 10), BudgetPlan(2, 2, 12, 20, 2))
     with pytest.raises(ConfigError, match="> 0"):
         Density(epsilon=0.0)

@@ -13,7 +13,7 @@ from gracekv.cache.cam import reached, replayed
 from gracekv.cache.reference import cam_probability, cam_replay
 from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.testing import synthetic_prefill
-from gracekv.value.attention import all_column_sums
+from gracekv.value.column_sums import ReceivedAttention
 from support.token_pipelines import pipeline
 
 
@@ -47,7 +47,7 @@ def test_equals_the_plain_loop(seed, length, merge, denominator, prefix, questio
     whole = pipeline(pack.to_dict(), window={"size": 2, "minimum": 1})
     run = whole.run(prefill, Budget.ratio(ratio))
     spans, n = prefill.spans, prefill.spans.context_length
-    columns = all_column_sums(prefill).double()
+    columns = prefill.observe(ReceivedAttention()).double()
     for layer in range(prefill.layers):
         uniforms = pack.uniforms(prefill.kv_heads, n, layer)
         for head in range(prefill.kv_heads):
@@ -168,7 +168,7 @@ def test_draws_depend_on_seed_and_layer_alone():
 def test_a_streaming_base_gets_its_column_sums_from_the_pipeline():
     prefill = synthetic_prefill(context=120, seed=1)
     whole = pipeline("cam", value="recency")
-    assert whole.needs().column_sums
+    assert ReceivedAttention() in whole.needs().observers
     run = whole.run(prefill, Budget.ratio(4))
     base = pipeline("evict", value="recency").run(prefill, Budget.ratio(4))
     assert torch.equal(run.cache.layers[0].positions, base.cache.layers[0].positions)
@@ -189,7 +189,7 @@ def test_coarse_nodes_keep_the_token_that_evict_keeps():
 def test_column_sums_must_be_given():
     prefill = synthetic_prefill(context=60)
     run = pipeline("evict").run(prefill, Budget.ratio(4))
-    with pytest.raises(MissingCaptureError, match="all_column_sums"):
+    with pytest.raises(MissingCaptureError, match="ReceivedAttention"):
         CamPacker()(prefill, run.selection, run.relevance.scores, pipeline("cam").prototype)
     assert EvictPacker.uses_column_sums is False
 

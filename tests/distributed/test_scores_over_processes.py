@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from gracekv.fit.queries import ReferenceQueries
+from gracekv.segment.curvature import BlockInput
+from gracekv.segment.surprisal import Surprisal
 from gracekv.testing.prefills import synthetic_prefill
 from gracekv.value import SCORERS, SENSITIVITIES, Replay
 from support.thread_exchange import in_threads
@@ -24,11 +26,12 @@ def part(shard):
     own = {
         name: tuple(shard.own_heads(x, 0) for x in getattr(PREFILL, name))
         for name in ("keys", "values", "queries")
-    } | {
-        name: shard.own_heads(getattr(PREFILL, name), 1)
-        for name in ("head_outputs", "projected_norms", "projection_norms", "draft")
     }
-    return dataclasses.replace(PREFILL, shard=shard, **own)
+    observed = {
+        x: seen if isinstance(x, BlockInput | Surprisal) else shard.own_heads(seen, 1)
+        for x, seen in PREFILL.observed.items()
+    }
+    return dataclasses.replace(PREFILL, shard=shard, observed=observed, **own)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -12,8 +12,8 @@ from packaging.version import Version  # noqa: E402
 from gracekv.backends import Eager, Sdpa  # noqa: E402
 from gracekv.cache.base import RaggedCache, RaggedEntries  # noqa: E402
 from gracekv.hf import GraceCache, attach, detach  # noqa: E402
+from gracekv.hf.capture import capture  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
 from support.dense import dense_logits  # noqa: E402

@@ -21,8 +21,8 @@ from gracekv.errors import (
     PromptError,
 )
 from gracekv.fit import FITTERS
+from gracekv.hf.capture import capture_passage
 from gracekv.prefill import Needs, PromptSpans
-from gracekv.prefill.capture import capture_passage
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.past import Past
 from gracekv.testing.models import tiny_llama, tiny_model, tiny_tokenizer

@@ -11,13 +11,17 @@ transformers = pytest.importorskip("transformers")
 import gracekv  # noqa: E402
 from gracekv.errors import CacheError, LengthWarning, UnsupportedModelError  # noqa: E402
 from gracekv.hf import GraceCache  # noqa: E402
-from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.hf.capture import capture  # noqa: E402
+from gracekv.prefill import Needs, depth_layers  # noqa: E402
 from gracekv.prefill.model_layers import compressed_layers  # noqa: E402
+from gracekv.segment.curvature import BlockInput  # noqa: E402
+from gracekv.segment.surprisal import Surprisal  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
 from support.dense import dense_logits  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
 from support.greedy_decoding import greedy, heavier  # noqa: E402
 from support.margins import assert_same_steps  # noqa: E402
+from support.observers import HeadOutputs  # noqa: E402
 
 LENGTH = 150
 IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
@@ -85,12 +89,16 @@ def test_the_capture_is_the_stock_forward_pass(case):
     for layer, number in enumerate(x.number for x in compressed_layers(model)):
         assert torch.equal(prefill.keys[layer], cache.layers[number].keys[0])
         assert torch.equal(prefill.values[layer], cache.layers[number].values[0])
-    for layer, stream in prefill.hidden.items():
+    for depth in (0.33, 0.5):
+        (layer,) = depth_layers([depth], prefill.layers)
+        stream = prefill.observation(BlockInput(depth))
         assert torch.equal(stream, plain.hidden_states[compressed_layers(model)[layer].number][0])
     logits = plain.logits[0].double()
     torch.testing.assert_close(prefill.logits.double(), logits[-1], rtol=0, atol=1e-5)
     expected = -logits.log_softmax(-1)[torch.arange(LENGTH - 1), IDS[1:]]
-    torch.testing.assert_close(prefill.surprisal[1:].double(), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        prefill.observation(Surprisal())[1:].double(), expected, rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("case", VARIANTS)
@@ -99,7 +107,7 @@ def test_queries_keys_and_values_give_the_attention_that_the_model_computes(case
     model = make(case)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LengthWarning)
-        prefill = capture(model, PROMPT)
+        prefill = capture(model, PROMPT, Needs.observed(HeadOutputs()))
     probes = PROMPT.spans.question_probes()
     unseen = torch.arange(LENGTH)[None] > torch.tensor(probes)[:, None]
     for layer in range(prefill.layers):
@@ -111,7 +119,7 @@ def test_queries_keys_and_values_give_the_attention_that_the_model_computes(case
         logits = query @ keys.mT * prefill.scale
         output = logits.masked_fill(unseen, -torch.inf).softmax(-1) @ values
         torch.testing.assert_close(
-            prefill.head_outputs[layer].double(), output, rtol=1e-5, atol=1e-4
+            prefill.observation(HeadOutputs())[layer].double(), output, rtol=1e-5, atol=1e-4
         )
 
 

@@ -11,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 import gracekv  # noqa: E402
 from gracekv.errors import CacheError, SavedCacheError, UnsupportedModelError  # noqa: E402
 from gracekv.hf import attach  # noqa: E402
-from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.hf.capture import capture  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.testing.models import tiny_model, tiny_tokenizer  # noqa: E402
 from gracekv.vllm import export  # noqa: E402

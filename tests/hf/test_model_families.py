@@ -9,7 +9,8 @@ transformers = pytest.importorskip("transformers")
 
 import gracekv  # noqa: E402
 from gracekv.hf import GraceCache  # noqa: E402
-from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.hf.capture import capture  # noqa: E402
+from gracekv.prefill import Needs  # noqa: E402
 from gracekv.prefill.kept import WITH_STATES  # noqa: E402
 from gracekv.prefill.model_layers import attention_module, compressed_layers  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
@@ -23,6 +24,7 @@ from support.margins import (  # noqa: E402
     assert_same_tokens,
     logits_over,
 )
+from support.observers import HeadOutputs  # noqa: E402
 
 LENGTH = 90
 IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
@@ -47,7 +49,7 @@ def test_the_capture_is_the_stock_forward_pass(family):
     with torch.no_grad():
         plain = copy.deepcopy(model)(IDS[None], past_key_values=cache)
 
-    prefill = capture(model, PROMPT)
+    prefill = capture(model, PROMPT, Needs.observed(HeadOutputs()))
     parts = capture(model, PROMPT, options=CaptureOptions(chunk=40))
 
     numbers = [x.number for x in compressed_layers(model)]
@@ -99,7 +101,7 @@ def test_the_capture_is_the_stock_forward_pass(family):
             sinks = prefill.sink_logits[layer].double()[:, None, None]
             logits = torch.cat([logits, sinks.expand(-1, len(probes), 1)], dim=-1)
         output = logits.softmax(-1)[..., :LENGTH] @ values
-        got = prefill.head_outputs[layer].double()
+        got = prefill.observation(HeadOutputs())[layer].double()
         torch.testing.assert_close(got, output, rtol=1e-5, atol=1e-4)
 
 

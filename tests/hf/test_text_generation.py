@@ -14,8 +14,11 @@ from gracekv.errors import BudgetError, ConfigError, PromptError
 from gracekv.hf import GraceTextGeneration
 from gracekv.hf.text_generation import register, without_question
 from gracekv.segment import CurvatureDP
+from gracekv.segment.curvature import BlockInput
+from gracekv.segment.surprisal import Surprisal
 from gracekv.testing.models import tiny_llama
 from gracekv.testing.prefills import synthetic_prefill
+from gracekv.value.output_projection import ProjectedNorms
 
 WORDS = [f"w{i}" for i in range(90)]
 
@@ -127,7 +130,9 @@ def test_views_end_with_the_context():
     assert short.spans.context_length == 70
     assert torch.equal(short.keys[1], prefill.keys[1][:, :73])
     assert torch.equal(short.queries[1], prefill.queries[1][:, :73])
-    assert all(torch.equal(short.hidden[i], prefill.hidden[i][:73]) for i in prefill.hidden)
+    for kept in (Surprisal(), BlockInput(0.5)):
+        assert torch.equal(short.observation(kept), prefill.observation(kept)[:73])
+    assert ProjectedNorms() not in short.observed
     assert (
         short.keys[0].untyped_storage().data_ptr() == prefill.keys[0].untyped_storage().data_ptr()
     )

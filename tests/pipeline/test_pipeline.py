@@ -13,7 +13,12 @@ from gracekv.allocate.reference import greedy_heap
 from gracekv.errors import BudgetError, ConfigError, MissingCaptureError, UnknownStrategyError
 from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill
+from gracekv.prefill.observer import Observer
+from gracekv.segment.curvature import BlockInput
+from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
+from gracekv.value.kvzip_two_pass import Reconstruction
+from gracekv.value.output_projection import ProjectedNorms
 
 
 def same_entries(first: Run, second: Run) -> bool:
@@ -221,11 +226,10 @@ def test_bad_configurations(data: dict, error: type[Exception], message: str) ->
         Pipeline.from_dict(data)
 
 
-@pytest.mark.parametrize("missing", ["surprisal", "hidden", "projected_norms"])
-def test_missing_captures_are_named(missing: str) -> None:
-    empty = {} if missing == "hidden" else None
-    prefill = dataclasses.replace(synthetic_prefill(context=150), **{missing: empty})
-    with pytest.raises(MissingCaptureError, match=r"capture"):
+@pytest.mark.parametrize("missing", [Surprisal, BlockInput, ProjectedNorms])
+def test_missing_captures_are_named(missing: type[Observer]) -> None:
+    prefill = synthetic_prefill(context=150).without(missing)
+    with pytest.raises(MissingCaptureError, match=missing.__name__):
         Pipeline.named("gracekv").run(prefill, Budget.ratio(4))
 
 
@@ -243,9 +247,7 @@ def test_captures_that_no_stage_needs_may_be_missing() -> None:
     probes = torch.tensor(full.spans.direct_probes())
     lean = dataclasses.replace(
         full,
-        hidden={},
-        surprisal=None,
-        projected_norms=None,
+        observed={},
         queries=tuple(q[:, probes] for q in full.queries),
         query_positions=probes,
     )
@@ -253,12 +255,13 @@ def test_captures_that_no_stage_needs_may_be_missing() -> None:
 
 
 def test_no_pipeline_pays_for_what_another_captured() -> None:
-    seconds = {"prefill": 1.0, "surprisal": 2.0, "projections": 4.0, "reconstruction": 8.0}
+    parts = ("prefill", "surprisal", "projections", "reconstruction")
+    seconds = {"prefill": 1.0, Surprisal(): 2.0, ProjectedNorms(): 4.0, Reconstruction(): 8.0}
     prefill = dataclasses.replace(synthetic_prefill(context=150), seconds=seconds)
 
     def captured(recipe: str, ratio: int = 4) -> float:
         timings = Pipeline.named(recipe).run(prefill, Budget.ratio(ratio)).timings.as_dict()
-        return sum(timings[part] for part in seconds)
+        return sum(timings[part] for part in parts)
 
     assert captured("gracekv") == 7.0
     assert captured("h2o") == 1.0

@@ -18,13 +18,17 @@ from gracekv.errors import (  # noqa: E402
     UnsupportedModelError,
 )
 from gracekv.hf import attach, detach  # noqa: E402
+from gracekv.hf.capture import EVERYTHING, capture  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.capture import EVERYTHING, capture  # noqa: E402
 from gracekv.prefill.fingerprint import differences, fingerprint  # noqa: E402
-from gracekv.prefill.projection import projection_norms  # noqa: E402
+from gracekv.prefill.projection import ModuleProjection  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
+from gracekv.segment.curvature import BlockInput  # noqa: E402
+from gracekv.segment.surprisal import Surprisal  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
+from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms, projection_norms  # noqa: E402
 from support.capture_state import state  # noqa: E402
+from support.observers import HeadOutputs  # noqa: E402
 
 
 def prompt_of(length=90, seed=0, **spans):
@@ -55,19 +59,21 @@ def test_the_capture_is_the_stock_forward_pass(attention, rope):
         assert torch.equal(prefill.values[layer], cache.layers[layer].values[0])
         assert prefill.queries[layer].shape == (4, 90, 16)
     assert torch.equal(prefill.logits, last[0, -1])
-    assert sorted(prefill.hidden) == [0, 1, 2]
-    for layer, stream in prefill.hidden.items():
+    for layer, depth in ((0, 0.33), (1, 0.5), (2, 0.67)):
+        stream = prefill.observation(BlockInput(depth))
         assert torch.equal(stream, stock.hidden_states[layer][0])
     expected = -stock.logits[0].double().log_softmax(-1)[torch.arange(89), prompt.ids[1:]]
-    torch.testing.assert_close(prefill.surprisal[1:].double(), expected, rtol=0, atol=1e-4)
-    assert prefill.surprisal[0] == 0
-    assert set(prefill.seconds) == {"prefill", "surprisal", "projections"}
+    surprisal = prefill.observation(Surprisal())
+    torch.testing.assert_close(surprisal[1:].double(), expected, rtol=0, atol=1e-4)
+    assert surprisal[0] == 0
+    assert set(prefill.seconds) == {"prefill", *EVERYTHING.observers}
+    assert set(prefill.seconds_for(EVERYTHING)) == {"prefill", "surprisal", "projections"}
 
 
 def test_queries_scale_and_outputs_fit_together():
     """Attention recomputed from what was captured gives the captured outputs and their norms."""
     model, prompt = tiny_llama(bias=True), prompt_of()
-    prefill = capture(model, prompt)
+    prefill = capture(model, prompt, EVERYTHING | Needs.observed(HeadOutputs()))
     probes = prompt.spans.question_probes()
     seen = torch.arange(90)[None] <= torch.tensor(probes)[:, None]
 
@@ -80,15 +86,18 @@ def test_queries_scale_and_outputs_fit_together():
             attention = logits.masked_fill(~seen, -torch.inf).softmax(-1)
             output = attention @ prefill.values[layer][head // 2].double()
             torch.testing.assert_close(
-                prefill.head_outputs[layer, head].double(), output, rtol=0, atol=2e-5
+                prefill.observation(HeadOutputs())[layer, head].double(), output, rtol=0, atol=2e-5
             )
             columns = weight[:, 16 * head : 16 * head + 16]
             summed[head // 2] += output @ columns.T
             torch.testing.assert_close(
-                prefill.projection_norms[layer, head].double(), columns.norm()
+                prefill.observation(ProjectionNorms())[layer, head].double(), columns.norm()
             )
         torch.testing.assert_close(
-            prefill.projected_norms[layer].double(), summed.norm(dim=-1), rtol=1e-4, atol=1e-4
+            prefill.observation(ProjectedNorms())[layer].double(),
+            summed.norm(dim=-1),
+            rtol=1e-4,
+            atol=1e-4,
         )
 
 
@@ -107,10 +116,9 @@ class Quantised(torch.nn.Module):
 
 def test_a_quantised_projection_is_measured_by_its_columns():
     linear = torch.nn.Linear(24, 10)
-    outputs = torch.zeros(3, 1, 8)
-    torch.testing.assert_close(
-        projection_norms(Quantised(linear), outputs), projection_norms(linear, outputs)
-    )
+    odd, plain = (ModuleProjection(x, 24) for x in (Quantised(linear), linear))
+    like = torch.zeros(())
+    torch.testing.assert_close(projection_norms(odd, 3, like), projection_norms(plain, 3, like))
 
 
 @pytest.mark.parametrize("rope", ["default", "llama3", "yarn"])
@@ -143,8 +151,7 @@ def test_less_is_kept_where_less_is_needed():
     assert prefill.queries[0].shape == (4, len(kept), 16)
     full = capture(tiny_llama(), prompt)
     assert torch.equal(prefill.queries[1], full.queries_at(1, sorted(kept)))
-    assert prefill.hidden == {}
-    assert prefill.surprisal is prefill.head_outputs is prefill.projected_norms is None
+    assert prefill.observed == {}
     with pytest.raises(MissingCaptureError):
         prefill.queries_at(0, [10])
 
@@ -178,7 +185,9 @@ def test_a_failing_forward_leaves_no_trace():
 def test_half_precision_is_captured_in_half_precision():
     prefill = capture(tiny_llama(dtype=torch.bfloat16), prompt_of())
     assert prefill.keys[0].dtype == prefill.queries[0].dtype == torch.bfloat16
-    assert prefill.surprisal.dtype == prefill.projected_norms.dtype == torch.float32
+    assert {x.dtype for o, x in prefill.observed.items() if not isinstance(o, BlockInput)} == {
+        torch.float32
+    }
 
 
 def test_the_fingerprint_tells_models_apart():
@@ -264,4 +273,9 @@ def test_broken_weights_are_reported():
 
 
 def test_everything_covers_the_papers_depths():
-    assert EVERYTHING.hidden_depths == {0.33, 0.5, 0.67, 0.75}
+    assert {x.depth for x in EVERYTHING.observers if isinstance(x, BlockInput)} == {
+        0.33,
+        0.5,
+        0.67,
+        0.75,
+    }

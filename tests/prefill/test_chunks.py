@@ -9,16 +9,22 @@ transformers = pytest.importorskip("transformers")
 
 from gracekv import Budget, Pipeline  # noqa: E402
 from gracekv.errors import CaptureMemoryError, ConfigError  # noqa: E402
+from gracekv.hf.capture import EVERYTHING, capture  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.block_replay import BlockReplaySpec  # noqa: E402
-from gracekv.prefill.capture import EVERYTHING, capture  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
+from gracekv.segment.curvature import BlockInput  # noqa: E402
 from gracekv.testing.models import tiny_llama, tiny_model  # noqa: E402
+from gracekv.value.block_replay import BlockReplaySums  # noqa: E402
+from gracekv.value.column_sums import ReceivedAttention  # noqa: E402
+from gracekv.value.critical import WrittenNorms  # noqa: E402
+from gracekv.value.expected_attention import QueryMoments  # noqa: E402
 from support.capture_state import state  # noqa: E402
+from support.observers import HeadOutputs  # noqa: E402
 
-REPLAY = BlockReplaySpec(64, 3.0)
-NEEDS = EVERYTHING | Needs(column_sums=True, query_moments=4, block_replays=frozenset({REPLAY}))
+NEEDS = EVERYTHING | Needs.observed(
+    BlockReplaySums(64, 3.0), QueryMoments(4), ReceivedAttention(), WrittenNorms(), HeadOutputs()
+)
 
 
 def prompt_of(length=200):
@@ -31,15 +37,9 @@ def tensors(prefill):
         "keys": torch.stack(prefill.keys),
         "values": torch.stack(prefill.values),
         "queries": torch.stack(prefill.queries),
-        "hidden": torch.stack([prefill.hidden[x] for x in sorted(prefill.hidden)]),
-        "surprisal": prefill.surprisal,
         "logits": prefill.logits,
-        "outputs": prefill.head_outputs,
-        "column sums": prefill.column_sums,
-        "means": torch.stack(prefill.query_moments.means),
-        "covariances": torch.stack(prefill.query_moments.covariances),
         "cos": prefill.rope.cos,
-        "block replays": prefill.block_replays[REPLAY],
+        **{repr(observer): seen for observer, seen in prefill.observed.items()},
     }
 
 
@@ -175,7 +175,8 @@ def test_a_run_frees_hidden_states_before_it_packs():
 
     def captured():
         prefill = capture(model, prompt, pipeline.needs())
-        hidden = [weakref.ref(x) for x in prefill.hidden.values()]
+        inputs = [x for x in prefill.observed if isinstance(x, BlockInput)]
+        hidden = [weakref.ref(prefill.observation(x)) for x in inputs]
         watched.append(hidden)
         return prefill
 

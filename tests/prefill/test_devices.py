@@ -13,9 +13,13 @@ accelerate = pytest.importorskip("accelerate")
 import gracekv  # noqa: E402
 from gracekv import recipes  # noqa: E402
 from gracekv.hf import attach  # noqa: E402
-from gracekv.prefill.capture import capture  # noqa: E402
+from gracekv.hf.capture import capture  # noqa: E402
+from gracekv.prefill import depth_layers  # noqa: E402
+from gracekv.segment.curvature import BlockInput  # noqa: E402
+from gracekv.segment.surprisal import Surprisal  # noqa: E402
 from gracekv.testing import synthetic_prefill  # noqa: E402
 from gracekv.testing.models import tiny_model  # noqa: E402
+from gracekv.value.output_projection import ProjectedNorms  # noqa: E402
 from support.devices import SECOND_DEVICE, MixedDevicesError, two_devices  # noqa: E402
 from support.margins import assert_same_tokens, logits_over  # noqa: E402
 
@@ -64,16 +68,19 @@ def spread(prefill, devices):
         keys=put(prefill.keys),
         values=put(prefill.values),
         queries=put(prefill.queries),
-        hidden={layer: x.to(devices[layer]) for layer, x in prefill.hidden.items()},
+        observed={
+            x: seen.to(
+                devices[depth_layers([x.depth], len(devices))[0]]
+                if isinstance(x, BlockInput)
+                else devices[-1 if isinstance(x, Surprisal) else 0]
+            )
+            for x, seen in prefill.observed.items()
+        },
         rope=dataclasses.replace(
             prefill.rope,
             cos=prefill.rope.cos.to(devices[0]),
             sin=prefill.rope.sin.to(devices[0]),
         ),
-        surprisal=prefill.surprisal.to(devices[-1]),
-        head_outputs=prefill.head_outputs.to(devices[0]),
-        projected_norms=prefill.projected_norms.to(devices[0]),
-        projection_norms=prefill.projection_norms.to(devices[0]),
     )
 
 
@@ -138,7 +145,7 @@ def test_a_sharded_model_is_captured_and_continued(family, where):
         prefill = capture(model, PROMPT)
         for name in ("keys", "values", "queries"):
             assert [x.device for x in getattr(prefill, name)] == devices
-        assert prefill.head_outputs.device == devices[0]
+        assert prefill.observation(ProjectedNorms()).device == devices[0]
 
         result = gracekv.compress(model, PROMPT, ratio=3)
 
@@ -186,8 +193,8 @@ def test_a_device_map_with_layers_on_disk(tmp_path):
     )
     assert model.model.layers[1].self_attn.o_proj.weight.is_meta
     prefill = capture(model, PROMPT)
-    for name in ("surprisal", "projection_norms", "projected_norms", "head_outputs"):
-        torch.testing.assert_close(getattr(prefill, name), getattr(reference, name))
+    for observer, seen in reference.observed.items():
+        torch.testing.assert_close(prefill.observation(observer), seen)
     # Exactly: the layers call the same functions on the same weights.
     assert all(map(torch.equal, prefill.keys, reference.keys))
     assert_generates_like(model, whole)

@@ -1,17 +1,16 @@
 """The draft against a stock model that generates and is looked at."""
 
-import dataclasses
-
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
 from gracekv.errors import UnsupportedModelError  # noqa: E402
+from gracekv.hf.capture import capture  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
+from gracekv.value.draft_attention import Draft  # noqa: E402
 
 
 def prompt_of(length=70, context=(5, 60), question_end=66):
@@ -38,11 +37,12 @@ def test_equals_the_attention_of_a_stock_generation(attention, rope):
     model = tiny_llama(layers=3, rope=rope, attention=attention, bias=True)
     model.generation_config.eos_token_id = None
     want, _ = stock(eager, prompt, 5)
-    prefill = capture(model, prompt, Needs(draft=5))
-    assert set(prefill.seconds) == {"prefill", "draft"}
-    assert prefill.draft.shape == (3, 2, 5, 55)
-    assert prefill.draft.dtype == torch.float32
-    torch.testing.assert_close(prefill.draft.double(), want, rtol=2e-4, atol=1e-6)
+    prefill = capture(model, prompt, Needs.observed(Draft(5)))
+    assert set(prefill.seconds_for(Needs.observed(Draft(5)))) == {"prefill", "draft"}
+    draft = prefill.observation(Draft(5))
+    assert draft.shape == (3, 2, 5, 55)
+    assert draft.dtype == torch.float32
+    torch.testing.assert_close(draft.double(), want, rtol=2e-4, atol=1e-6)
 
 
 def test_ends_with_the_answer():
@@ -50,28 +50,24 @@ def test_ends_with_the_answer():
     _, ids = stock(tiny_llama(layers=2, attention="eager"), prompt, 6)
     later = next(i for i in range(1, 6) if int(ids[i]) not in ids[:i].tolist())
     model.generation_config.eos_token_id = int(ids[later])
-    assert capture(model, prompt, Needs(draft=6)).draft.shape[2] == later
+    assert capture(model, prompt, Needs.observed(Draft(6))).observation(Draft(6)).shape[2] == later
 
 
 def test_is_made_only_when_asked_for_and_leaves_the_model_alone():
     prompt, model = prompt_of(), tiny_llama(layers=2)
     before = model.config._attn_implementation
-    assert capture(model, prompt, Needs()).draft is None
-    first, again = (capture(model, prompt, Needs(draft=2)).draft for _ in range(2))
+    assert capture(model, prompt, Needs()).observed == {}
+    first, again = (
+        capture(model, prompt, Needs.observed(Draft(2))).observation(Draft(2)) for _ in range(2)
+    )
     assert torch.equal(first, again)
     assert model.config._attn_implementation == before
-    assert (Needs(draft=2) | Needs(draft=5)).draft == 5
 
 
 def test_refuses_a_draft_beyond_the_models_bound(monkeypatch):
-    import gracekv.prefill.draft as module
+    import gracekv.prefill.passes as module
 
     monkeypatch.setattr(module, "longest_sequence", lambda model, length: (72, "its window ends"))
     with pytest.raises(UnsupportedModelError, match="its window ends"):
-        capture(tiny_llama(layers=2), prompt_of(), Needs(draft=3))
-    assert capture(tiny_llama(layers=2), prompt_of(), Needs(draft=2)).draft is not None
-
-
-def test_prefills_without_a_draft_still_compare():
-    prefill = capture(tiny_llama(layers=2), prompt_of(), Needs(draft=2))
-    assert dataclasses.replace(prefill, draft=None).draft is None
+        capture(tiny_llama(layers=2), prompt_of(), Needs.observed(Draft(3)))
+    assert capture(tiny_llama(layers=2), prompt_of(), Needs.observed(Draft(2))).observed

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedModelError
+from gracekv.hf.capture import capture
 from gracekv.prefill import length_limits
-from gracekv.prefill.capture import capture
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_model
 

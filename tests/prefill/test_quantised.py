@@ -8,10 +8,18 @@ import torch
 pytest.importorskip("transformers")
 
 import gracekv
-from gracekv.prefill.capture import capture
-from gracekv.prefill.projection import projected_norms, projection_norms, written_norms
+from gracekv.hf.capture import capture
+from gracekv.prefill.projection import ModuleProjection
+from gracekv.segment.surprisal import Surprisal
 from gracekv.testing.attention import relative_error
 from gracekv.testing.models import tiny_model
+from gracekv.value.critical import written_norms
+from gracekv.value.output_projection import (
+    ProjectedNorms,
+    ProjectionNorms,
+    projected_norms,
+    projection_norms,
+)
 from support.margins import assert_same_tokens, logits_over
 
 IDS = torch.randint(0, 97, (120,), generator=torch.Generator().manual_seed(0))
@@ -106,6 +114,10 @@ class Adapted(torch.nn.Module):
 KINDS = [Eight, Packed, Four, Scaled, Adapted]
 
 
+def seen(linear):
+    return ModuleProjection(linear, 24)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
@@ -115,25 +127,29 @@ def test_norms_are_those_of_the_weight_in_effect(kind, bias):
     odd = kind(copy.deepcopy(linear))
     linear.weight.copy_(odd.plain())
     outputs = torch.randn(6, 5, 4)
-    torch.testing.assert_close(projection_norms(odd, outputs), projection_norms(linear, outputs))
     torch.testing.assert_close(
-        projected_norms(odd, outputs, 2), projected_norms(linear, outputs, 2)
+        projection_norms(seen(odd), 6, outputs), projection_norms(seen(linear), 6, outputs)
+    )
+    torch.testing.assert_close(
+        projected_norms(seen(odd), outputs, 2), projected_norms(seen(linear), outputs, 2)
     )
     # Two KV heads, each read by three query heads.
     values = torch.randn(2, 5, 4)
-    written = written_norms(odd, values, 6)
+    written = written_norms(seen(odd), values, 6)
     for group in range(2):
         parts = odd.plain()[:, 12 * group : 12 * group + 12].split(4, dim=1)
         want = sum((values[group] @ part.T).abs().sum(-1) for part in parts) / 3
         torch.testing.assert_close(written[group], want, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(written_norms(linear, values, 6), written, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        written_norms(seen(linear), values, 6), written, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_unit_vectors_in_blocks_give_the_same_norms(monkeypatch):
     odd, outputs = Packed(torch.nn.Linear(24, 10)), torch.zeros(6, 1, 4)
-    whole = projection_norms(odd, outputs)
-    monkeypatch.setattr("gracekv.prefill.projection._ROWS", 7)
-    torch.testing.assert_close(projection_norms(odd, outputs), whole)
+    whole = projection_norms(seen(odd), 6, outputs)
+    monkeypatch.setattr("gracekv.value.output_projection._ROWS", 7)
+    torch.testing.assert_close(projection_norms(seen(odd), 6, outputs), whole)
 
 
 class Tagged(torch.Tensor):
@@ -142,18 +158,18 @@ class Tagged(torch.Tensor):
 
 def test_weights_of_a_subclass_are_not_read():
     linear, outputs = torch.nn.Linear(24, 10, bias=False), torch.zeros(6, 1, 4)
-    expected = projection_norms(linear, outputs)
+    expected = projection_norms(seen(linear), 6, outputs)
     called = []
     stored = linear.weight.detach()
     linear.weight = torch.nn.Parameter(stored.as_subclass(Tagged), requires_grad=False)
     linear.register_forward_hook(lambda *_: called.append(1))
-    torch.testing.assert_close(projection_norms(linear, outputs), expected)
+    torch.testing.assert_close(projection_norms(seen(linear), 6, outputs), expected)
     assert called
 
 
 def test_surprisal_calls_a_head_whose_weight_is_of_a_subclass():
     model = tiny_model()
-    expected = capture(model, PROMPT).surprisal
+    expected = capture(model, PROMPT).observation(Surprisal())
     called = []
     model.lm_head.weight = torch.nn.Parameter(
         model.lm_head.weight.detach().as_subclass(Tagged), requires_grad=False
@@ -166,7 +182,9 @@ def test_surprisal_calls_a_head_whose_weight_is_of_a_subclass():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.Linear, "forward", listening)
-        torch.testing.assert_close(capture(model, PROMPT).surprisal, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            capture(model, PROMPT).observation(Surprisal()), expected, rtol=0, atol=1e-5
+        )
     assert len(IDS) - 1 in called
 
 
@@ -190,10 +208,11 @@ def test_a_quantised_model_is_captured_and_compressed_like_its_plain_twin(kind, 
     """Head and projections included; "float32" is what the twin computes in exactly."""
     model, twin = replaced(tiny_model(family, dtype=dtype), kind)
     prefill, expected = capture(model, PROMPT), capture(twin, PROMPT)
-    for name in ("keys", "values", "surprisal", "projection_norms", "projected_norms"):
-        got, want = (getattr(x, name) for x in (prefill, expected))
-        if isinstance(got, tuple):
-            got, want = torch.stack(got), torch.stack(want)
+    for name in ("keys", "values", Surprisal(), ProjectionNorms(), ProjectedNorms()):
+        if isinstance(name, str):
+            got, want = (torch.stack(getattr(x, name)) for x in (prefill, expected))
+        else:
+            got, want = (x.observation(name) for x in (prefill, expected))
         error = relative_error(got, want)
         assert error < (1e-5 if dtype is torch.float32 else 0.02), name
     if dtype is torch.float32:

@@ -9,15 +9,15 @@ transformers = pytest.importorskip("transformers")
 
 from gracekv import Budget, Pipeline  # noqa: E402
 from gracekv.errors import MissingCaptureError  # noqa: E402
+from gracekv.hf.capture import capture  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.capture_memory import CaptureSizes, held_positions  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing import synthetic_prefill  # noqa: E402
 from gracekv.testing.models import tiny_llama, tiny_model  # noqa: E402
-from gracekv.value.attention import all_column_sums  # noqa: E402
-from gracekv.value.expected_attention import query_moments  # noqa: E402
+from gracekv.value.column_sums import ReceivedAttention  # noqa: E402
+from gracekv.value.expected_attention import QueryMoments  # noqa: E402
 from support.capture_state import state  # noqa: E402
 
 LATER = Needs(later_queries=True)
@@ -99,20 +99,17 @@ def test_sums_over_all_queries_are_the_same_from_every_source(monkeypatch):
 
     monkeypatch.setattr(base, "_PART", 64)
     model, region = tiny_llama(layers=3), Region(4, 180)
-    summed = capture(model, prompt_of(), Needs(column_sums=True, query_moments=4))
+    summed = capture(model, prompt_of(), Needs.observed(ReceivedAttention(), QueryMoments(4)))
     for prefill in (
         capture(model, prompt_of(), LATER),
         capture(model, prompt_of(), LATER, options=CaptureOptions(memory_limit=0)),
     ):
+        columns, moments = ReceivedAttention(), QueryMoments(4)
         torch.testing.assert_close(
-            all_column_sums(prefill), summed.column_sums, rtol=1e-3, atol=1e-4
+            prefill.observe(columns), summed.observation(columns), rtol=1e-3, atol=1e-4
         )
-        for got, want in zip(
-            query_moments(prefill, region).covariances,
-            query_moments(summed, region).covariances,
-            strict=True,
-        ):
-            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+        got, want = prefill.observe(moments, region), summed.observation(moments)
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 
 def kept(run):

@@ -1,6 +1,7 @@
 """The second pass against a stock model that reads everything in one go."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,14 +12,13 @@ transformers = pytest.importorskip("transformers")
 
 from gracekv.errors import UnsupportedModelError  # noqa: E402
 from gracekv.hf import attach, detach  # noqa: E402
+from gracekv.hf.capture import capture  # noqa: E402
 from gracekv.prefill import Needs, Region  # noqa: E402
-from gracekv.prefill.capture import capture  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
-from gracekv.prefill.reconstruction import max_attention, reconstruction, repetitions  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
+from gracekv.value.kvzip_two_pass import Reconstruction, max_attention, repetitions  # noqa: E402
 
-CPU = torch.device("cpu")
-NEEDS = Needs(reconstruction=True)
+NEEDS = Needs.observed(Reconstruction())
 
 
 class Letters:
@@ -37,11 +37,25 @@ def prompt_of(length=70, context=(5, 60), question_end=66, tokenizer=None, seed=
     return Prompt.from_ids(ids, context, question_end, tokenizer)
 
 
+def repeated(prompt, chunk):
+    def encode(text):
+        if prompt.tokenizer is None:
+            return []
+        return prompt.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    return repetitions(SimpleNamespace(spans=prompt.spans, ids=prompt.ids, encode=encode), chunk)
+
+
+def reconstruction(model, prompt, chunk=2048):
+    observer = Reconstruction(chunk)
+    return capture(model, prompt, Needs.observed(observer)).observation(observer)
+
+
 def stock(model, prompt, chunk):
     """From the full attention of one stock pass per chunk over context and repetition."""
     start, end = prompt.spans.context_start, prompt.spans.context_end
     parts = []
-    for part, ids in repetitions(prompt, chunk):
+    for part, ids in repeated(prompt, chunk):
         both = torch.cat([prompt.ids[:end], ids])[None]
         with torch.no_grad():
             attentions = model(both, output_attentions=True).attentions
@@ -63,9 +77,7 @@ def test_equals_a_stock_pass_over_context_and_repetition(attention, rope, chunk)
     prompt = prompt_of(tokenizer=Letters())
     eager = tiny_llama(layers=3, rope=rope, attention="eager", bias=True)
     model = tiny_llama(layers=3, rope=rope, attention=attention, bias=True)
-    prefill = capture(model, prompt)
-    assert prefill.reconstruction is None
-    got = reconstruction(model, prompt, prefill.keys, prefill.values, CPU, chunk=chunk)
+    got = reconstruction(model, prompt, chunk)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), stock(eager, prompt, chunk), rtol=2e-4, atol=1e-6)
 
@@ -75,10 +87,9 @@ def test_equals_kvpress(kvpress_module, chunk):
     press = kvpress_module("presses.kvzip_press").KVzipPress(compression_ratio=0.5)
     prompt = prompt_of(tokenizer=Letters())
     end, model = prompt.spans.context_end, tiny_llama(layers=3, attention="eager")
-    prefill = capture(model, prompt)
-    ours = reconstruction(model, prompt, prefill.keys, prefill.values, CPU, chunk=chunk)
+    ours = reconstruction(model, prompt, chunk)
     press.score_val, press.context_length = torch.zeros(3, 1, 2, end), end
-    for part, ids in repetitions(prompt, chunk):
+    for part, ids in repeated(prompt, chunk):
         press.start_idx, press.end_idx = part.start, part.end
         hooks = [
             block.self_attn.register_forward_hook(
@@ -136,7 +147,7 @@ def test_blocks_change_nothing(seed, block, start, length, count):
 def test_the_request_comes_first_then_the_tail_then_the_chunk():
     prompt = prompt_of(tokenizer=Letters())
     ids, tail = prompt.ids, prompt.ids[66:]
-    (first, whole), (second, rest) = repetitions(prompt, 40)
+    (first, whole), (second, rest) = repeated(prompt, 40)
     assert (first, second) == (Region(5, 45), Region(45, 60))
     assert whole[-40:].tolist() == ids[5:45].tolist()
     assert whole[-44:-40].tolist() == tail.tolist()
@@ -146,7 +157,7 @@ def test_the_request_comes_first_then_the_tail_then_the_chunk():
     assert rest[-19:].tolist() == [*tail.tolist(), *ids[45:60].tolist()]
     # A later chunk is announced by the end of the one before.
     assert rest[-27:-19].tolist() == ids[37:45].tolist()
-    bare = list(repetitions(prompt_of(), 40))
+    bare = list(repeated(prompt_of(), 40))
     assert bare[0][1].tolist() == [*tail.tolist(), *ids[5:45].tolist()]
 
 
@@ -156,35 +167,35 @@ def test_the_question_is_not_read():
     ids = one.ids.clone()
     ids[60:66] = (ids[60:66] + 1) % 97
     other = Prompt.from_ids(ids, (5, 60), 66)
-    first, second = (capture(model, prompt, NEEDS).reconstruction for prompt in (one, other))
+    first, second = (reconstruction(model, prompt) for prompt in (one, other))
     assert torch.equal(first, second)
 
 
 def test_the_capture_makes_the_pass_when_asked_and_says_what_it_took():
     model, prompt = tiny_llama(), prompt_of()
     prefill = capture(model, prompt, NEEDS)
-    assert prefill.reconstruction.shape == (2, 2, 55)
-    assert set(prefill.seconds) == {"prefill", "reconstruction"}
-    assert bool(((prefill.reconstruction > 0) & (prefill.reconstruction <= 1)).all())
+    assert prefill.observation(Reconstruction()).shape == (2, 2, 55)
+    assert set(prefill.seconds_for(NEEDS)) == {"prefill", "reconstruction"}
+    best = prefill.observation(Reconstruction())
+    assert bool(((best > 0) & (best <= 1)).all())
     plain = capture(model, prompt, Needs())
     assert set(plain.seconds) == {"prefill"}
     assert all(torch.equal(a, b) for a, b in zip(prefill.keys, plain.keys, strict=True))
-    assert (Needs() | NEEDS).reconstruction
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_an_attached_model_reads_the_same():
     model, prompt = tiny_llama(), prompt_of()
-    want = capture(model, prompt, NEEDS).reconstruction
+    want = reconstruction(model, prompt)
     attach(model)
-    got = capture(model, prompt, NEEDS).reconstruction
+    got = reconstruction(model, prompt)
     detach(model)
     torch.testing.assert_close(got, want)
 
 
 def test_half_precision_scores_in_single():
     prefill = capture(tiny_llama(dtype=torch.bfloat16), prompt_of(), NEEDS)
-    assert prefill.reconstruction.dtype == torch.float32
+    assert prefill.observation(Reconstruction()).dtype == torch.float32
 
 
 def test_a_second_reading_beyond_a_bound_is_refused():
@@ -195,9 +206,12 @@ def test_a_second_reading_beyond_a_bound_is_refused():
     )  # fmt: skip
     model = transformers.MistralForCausalLM(config).eval()
     with pytest.warns(UserWarning, match="sliding window"):
-        prefill = capture(model, prompt_of(), Needs())
-    with pytest.raises(UnsupportedModelError, match=r"takes 119 positions.*has 80"):
-        reconstruction(model, prompt_of(), prefill.keys, prefill.values, CPU)
+        capture(model, prompt_of(), Needs())
+    with (
+        pytest.warns(UserWarning, match="sliding window"),
+        pytest.raises(UnsupportedModelError, match=r"takes 119 positions.*has 80"),
+    ):
+        reconstruction(model, prompt_of())
 
 
 @pytest.mark.model
@@ -210,7 +224,7 @@ def test_a_chat_prompt_is_asked_in_its_own_format():
 
     _, tokenizer = load_smollm2()
     prompt = Prompt.from_chat(tokenizer, context="One two three. " * 9, question="How many?")
-    ((_, ids),) = repetitions(prompt)
+    ((_, ids),) = repeated(prompt, 2048)
     text = tokenizer.decode(ids)
     assert text.startswith(
         "\n\nRepeat the previous context exactly.<|im_end|>\n<|im_start|>assistant\n"

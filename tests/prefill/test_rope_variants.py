@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from gracekv.errors import LengthWarning
-from gracekv.prefill.capture import capture
+from gracekv.hf.capture import capture
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_model
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gracekv.kernels import logsumexp as logsumexp_module
 from gracekv.kernels.logsumexp import logsumexp
-from gracekv.prefill.surprisal import surprisal
+from gracekv.segment.surprisal import unlikelihood
 
 
 def case(seed, length, dim, vocabulary, dtype=torch.float32):
@@ -16,6 +16,12 @@ def case(seed, length, dim, vocabulary, dtype=torch.float32):
     head.weight.copy_(3.0 * torch.randn(vocabulary, dim, generator=generator))
     final = torch.randn(length, dim, generator=generator).to(dtype)
     return final, head, torch.randint(vocabulary, (length,), generator=generator)
+
+
+def surprisal(final, head, ids, vocabulary):
+    """Of every position; position 0 gets 0."""
+    following = unlikelihood(final[:-1], head, ids[1:], vocabulary)
+    return torch.nn.functional.pad(following, (1, 0))
 
 
 def expected(final, head, ids):
@@ -27,8 +33,8 @@ def expected(final, head, ids):
 def test_any_blocks_give_the_log_softmax(seed, length, dim, vocabulary):
     final, head, ids = case(seed, length, dim, vocabulary)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gracekv.prefill.surprisal._BLOCK", 1 + seed % 300)
-        patch.setattr("gracekv.prefill.surprisal._ROWS", 1 + seed % 17)
+        patch.setattr("gracekv.segment.surprisal._BLOCK", 1 + seed % 300)
+        patch.setattr("gracekv.segment.surprisal._ROWS", 1 + seed % 17)
         found = surprisal(final, head, ids, vocabulary)
     assert found[0] == 0
     torch.testing.assert_close(found[1:].double(), expected(final, head, ids), rtol=1e-5, atol=1e-4)

@@ -15,6 +15,8 @@ from gracekv.allocate.reference import greedy_heap
 from gracekv.cache import PrototypePacker
 from gracekv.prefill import Prefill
 from gracekv.segment import CurvatureDP
+from gracekv.segment.curvature import hidden_at
+from gracekv.segment.surprisal import Surprisal
 from gracekv.tree import Nodes, Prototype, PrototypeRule, TreeBatch, TreeContext
 from gracekv.tree.engines.reference import ReferenceDistortion, prototype_of
 from gracekv.tree.workspace import Workspace
@@ -34,8 +36,8 @@ pytestmark = [
 def prefill() -> Prefill:
     from importlib.resources import files
 
+    from gracekv.hf.capture import capture
     from gracekv.hf.smollm2 import load_smollm2
-    from gracekv.prefill.capture import capture
     from gracekv.prefill.prompt import Prompt
 
     model, tokenizer = load_smollm2()
@@ -87,10 +89,11 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
 def test_segmentation_and_relevance_match_their_references(prefill: Prefill) -> None:
     region = prefill.spans.region(32)
     rule = CurvatureDP(max_length=40)  # fewer slots to score one by one
-    states = prefill.hidden_at(rule.curvature.depths)
-    assert prefill.surprisal is not None
+    states = hidden_at(prefill, rule.curvature.depths)
     kappa = segment_reference.stable_curvature(states, rule.curvature)
-    boundary = segment_reference.boundary_score(kappa, prefill.surprisal.tolist(), rule)
+    boundary = segment_reference.boundary_score(
+        kappa, prefill.observation(Surprisal()).tolist(), rule
+    )
     inside = slice(region.start, region.end)
     profit = np.full((region.length, rule.max_length), -np.inf)
     for start in range(region.length):

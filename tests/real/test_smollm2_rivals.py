@@ -30,8 +30,8 @@ RIVALS = [
 def prefill() -> Prefill:
     from importlib.resources import files
 
+    from gracekv.hf.capture import capture
     from gracekv.hf.smollm2 import load_smollm2
-    from gracekv.prefill.capture import capture
     from gracekv.prefill.prompt import Prompt
 
     model, tokenizer = load_smollm2()

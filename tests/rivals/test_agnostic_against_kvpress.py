@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from gracekv.value import Compactor, Critical, LagRelative, Scorer, TokenScores
+from gracekv.value.critical import WrittenNorms
 from support.kvpress_cases import RATIOS, ours, true_scores
 from support.margins import assert_same_choice, indicator
 
@@ -106,8 +107,12 @@ def test_criticalkv(case, kvpress_module, first_stage):
             for block, values in zip(case.model.model.layers, case.prefill.values, strict=True)
         ]
     )
-    torch.testing.assert_close(case.prefill.written_norms, norms, rtol=1e-4, atol=1e-5)
-    case = dataclasses.replace(case, prefill=dataclasses.replace(case.prefill, written_norms=norms))
+    torch.testing.assert_close(
+        case.prefill.observation(WrittenNorms()), norms, rtol=1e-4, atol=1e-5
+    )
+    case = dataclasses.replace(
+        case, prefill=dataclasses.replace(case.prefill, observed={WrittenNorms(): norms})
+    )
     press = module.CriticalKVPress(Inner(), first_stage_ratio=first_stage)
     for ratio in RATIOS:
         entries = case.entries(ratio)

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from gracekv import Budget, Pipeline, recipes
-from gracekv.prefill.capture import EVERYTHING, capture
+from gracekv.hf.capture import EVERYTHING, capture
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama
 

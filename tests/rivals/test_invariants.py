@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from gracekv import Budget, Pipeline, recipes
 from gracekv.errors import BudgetError
 from gracekv.prefill import Prefill
+from gracekv.segment.curvature import BlockInput
+from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
 from gracekv.testing.selections import check_best_tokens, check_selection, kept_positions
 
@@ -136,11 +138,11 @@ def test_the_order_of_the_layers_does_not_matter(name, seed):
     backwards = dataclasses.replace(
         prefill,
         **{field: getattr(prefill, field)[::-1] for field in ("keys", "values", "queries")},
-        hidden={3 - layer: states for layer, states in prefill.hidden.items()},
-        projection_norms=prefill.projection_norms.flip(0),
-        projected_norms=prefill.projected_norms.flip(0),
-        written_norms=prefill.written_norms.flip(0),
-        reconstruction=prefill.reconstruction.flip(0),
+        observed={
+            **{x: seen.flip(0) for x, seen in prefill.observed.items()},
+            Surprisal(): prefill.observation(Surprisal()),
+            **{BlockInput(x / 4): prefill.observation(BlockInput((3 - x) / 4)) for x in range(4)},
+        },
     )
     # Depths that are their own mirror image, and shares without a remainder.
     pipeline = Pipeline.named(name)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
 from gracekv.prefill import Needs
 from gracekv.segment import Curvature, curvature, reference
+from gracekv.segment.curvature import BlockInput
 from gracekv.testing import synthetic_prefill
 
 seeds = st.integers(0, 2**32 - 1)
@@ -94,19 +95,18 @@ def test_turning_back_curves_more_than_going_on():
 def test_reads_the_sampled_layers_of_a_prefill():
     prefill = synthetic_prefill(layers=6)
     rule = Curvature(depths=(0.0, 0.5, 0.5, 1.0))
-    expected = rule.of_states([prefill.hidden[layer] for layer in (0, 3, 5)])
+    expected = rule.of_states([prefill.observation(BlockInput(layer / 6)) for layer in (0, 3, 5)])
     torch.testing.assert_close(rule(prefill), expected, rtol=0, atol=0)
-    assert rule.needs() == Needs(hidden_depths=frozenset({0.0, 0.5, 1.0}))
+    assert rule.needs() == Needs.observed(*map(BlockInput, (0.0, 0.5, 1.0)))
 
 
 def test_refuses_missing_and_broken_states():
     prefill = synthetic_prefill(layers=4)
-    prefill.hidden[2][7] = torch.nan
+    prefill.observation(BlockInput(0.5))[7] = torch.nan
     with pytest.raises(NonFiniteError):
         Curvature()(prefill)
-    prefill.hidden.clear()
-    with pytest.raises(MissingCaptureError):
-        Curvature()(prefill)
+    with pytest.raises(MissingCaptureError, match=r"BlockInput\(depth=0.33\)"):
+        Curvature()(prefill.without(BlockInput))
 
 
 @pytest.mark.parametrize(

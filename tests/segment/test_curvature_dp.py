@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from gracekv.errors import ConfigError, MissingCaptureError, NonFiniteError
 from gracekv.prefill import Needs, Region
 from gracekv.segment import Curvature, CurvatureDP, reference
+from gracekv.segment.curvature import BlockInput, hidden_at
+from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
 
 seeds = st.integers(0, 2**32 - 1)
@@ -21,9 +23,11 @@ SMALL = CurvatureDP(
 
 def by_reference(prefill, region, rule):
     """kappa [T], b [T], profits [N, n_max] and the bounds, all from the reference."""
-    states = prefill.hidden_at(rule.curvature.depths)
+    states = hidden_at(prefill, rule.curvature.depths)
     kappa = reference.stable_curvature(states, rule.curvature)
-    score = reference.boundary_score(kappa.tolist(), prefill.surprisal.tolist(), rule)
+    score = reference.boundary_score(
+        kappa.tolist(), prefill.observation(Surprisal()).tolist(), rule
+    )
     inside = [hidden[region.start : region.end] for hidden in states]
     boundary = score[region.start : region.end]
     profit = np.full((region.length, rule.max_length), np.nan)
@@ -58,11 +62,11 @@ def test_every_step_matches_reference(context, recent, weights, cut_cost, seed):
     kappa, score, profit, bounds = by_reference(prefill, region, rule)
     partition = rule(prefill, region)
     np.testing.assert_allclose(partition.curvature.numpy(), kappa, rtol=1e-9, atol=1e-9)
-    fast_score = rule.boundary_score(partition.curvature, prefill.surprisal)
+    fast_score = rule.boundary_score(partition.curvature, prefill.observation(Surprisal()))
     np.testing.assert_allclose(fast_score.numpy(), score, rtol=1e-7, atol=1e-7)
     fast_profit = rule.slot_profits(
         torch.from_numpy(score)[region.start : region.end],
-        [hidden[region.start : region.end] for hidden in prefill.hidden_at((0.33, 0.5, 0.67))],
+        [hidden[region.start : region.end] for hidden in hidden_at(prefill, (0.33, 0.5, 0.67))],
     ).numpy()
     inside = ~np.isnan(profit)
     np.testing.assert_allclose(fast_profit[inside], profit[inside], rtol=1e-9, atol=1e-9)
@@ -112,22 +116,22 @@ def test_without_evidence_lengths_weigh_the_target_against_the_cost_of_cuts(cut_
 
 
 def test_needs_follow_the_weights():
-    depths = frozenset({0.33, 0.5, 0.67})
-    assert CurvatureDP().needs() == Needs(hidden_depths=depths, surprisal=True)
-    assert CurvatureDP(surprisal_weight=0.0).needs() == Needs(hidden_depths=depths)
+    depths = Needs.observed(*map(BlockInput, (0.33, 0.5, 0.67)))
+    assert CurvatureDP().needs() == depths | Needs.observed(Surprisal())
+    assert CurvatureDP(surprisal_weight=0.0).needs() == depths
 
 
 def test_surprisal_is_asked_for_only_where_it_counts():
-    prefill = replace(synthetic_prefill(), surprisal=None)
+    prefill = synthetic_prefill().without(Surprisal)
     region = prefill.spans.region(8)
     CurvatureDP(surprisal_weight=0.0)(prefill, region)
-    with pytest.raises(MissingCaptureError, match="surprisal_weight=0"):
+    with pytest.raises(MissingCaptureError, match="Surprisal"):
         CurvatureDP()(prefill, region)
 
 
 def test_refuses_surprisal_that_is_not_finite():
     prefill = synthetic_prefill()
-    prefill.surprisal[20] = torch.inf
+    prefill.observation(Surprisal())[20] = torch.inf
     with pytest.raises(NonFiniteError, match="surprisal"):
         CurvatureDP()(prefill, prefill.spans.region(8))
 
@@ -135,7 +139,10 @@ def test_refuses_surprisal_that_is_not_finite():
 def test_does_not_depend_on_states_being_scaled():
     prefill = synthetic_prefill(dtype=torch.float64)
     # By a power of two, which changes no digit: the same bounds exactly.
-    scaled = replace(prefill, hidden={k: 8.0 * h for k, h in prefill.hidden.items()})
+    observed = {
+        x: 8.0 * seen if isinstance(x, BlockInput) else seen for x, seen in prefill.observed.items()
+    }
+    scaled = replace(prefill, observed=observed)
     region = Region(10, 90)
     assert torch.equal(CurvatureDP()(prefill, region).bounds, CurvatureDP()(scaled, region).bounds)
 

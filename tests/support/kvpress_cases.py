@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import torch
 
 from gracekv import Budget, Pipeline, recipes
+from gracekv.hf.capture import capture
 from gracekv.prefill import Needs
-from gracekv.prefill.capture import capture
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_llama
 from gracekv.value import Scorer
+from gracekv.value.column_sums import ReceivedAttention
+from gracekv.value.critical import WrittenNorms
 from support.margins import assert_same_choice, indicator
 
 WINDOW = 20
@@ -55,9 +57,8 @@ def case_of(model, ids):
         )
     try:
         prompt = Prompt.from_ids(ids, context=(0, len(ids)))
-        prefill = capture(
-            model, prompt, Needs(later_queries=True, column_sums=True, written_norms=True)
-        )
+        observers = frozenset({ReceivedAttention(), WrittenNorms()})
+        prefill = capture(model, prompt, Needs(later_queries=True, observers=observers))
     finally:
         for hook in hooks:
             hook.remove()

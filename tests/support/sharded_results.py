@@ -63,9 +63,8 @@ def _assert_stable(model, result):
     for _ in range(2):
         near = dataclasses.replace(
             prefill,
-            hidden={layer: off(x) for layer, x in prefill.hidden.items()},
+            observed={x: off(seen) for x, seen in prefill.observed.items()},
             **{name: tuple(map(off, getattr(prefill, name))) for name in _STATES},
-            **{name: off(getattr(prefill, name)) for name in ("surprisal", "projected_norms")},
         )
         again = gracekv.compress(
             model,

@@ -17,6 +17,7 @@ from gracekv.value import (
     WindowAttention,
     reference,
 )
+from gracekv.value.column_sums import ReceivedAttention
 
 
 @given(
@@ -83,7 +84,7 @@ def test_refuses_a_bad_configuration(fields):
 
 def test_needs_what_its_token_scores_need(without_context_queries):
     assert ChunkOrder().needs() == Needs(last_queries=32)
-    assert ChunkOrder(ColumnSums()).needs() == Needs(column_sums=True)
+    assert ChunkOrder(ColumnSums()).needs() == Needs.observed(ReceivedAttention())
     prefill = synthetic_prefill(context=60)
     with pytest.raises(MissingCaptureError):
         ChunkOrder()(without_context_queries(prefill), prefill.spans.region(4))

@@ -13,7 +13,7 @@ from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import SCORERS, ExpectedAttention, reference
 from gracekv.value import expected_attention as module
-from gracekv.value.expected_attention import mean_rotation, query_moments
+from gracekv.value.expected_attention import QueryMoments, mean_rotation
 from support.margins import assert_same_choice
 
 
@@ -53,7 +53,7 @@ def test_equals_the_reference(
 @pytest.mark.parametrize("ratio", [1.5, 3, 8])
 def test_equals_kvpress(kvpress_module, attention, ratio):
     pytest.importorskip("transformers")
-    from gracekv.prefill.capture import capture
+    from gracekv.hf.capture import capture
     from gracekv.prefill.prompt import Prompt
     from gracekv.testing.models import tiny_llama
 
@@ -67,7 +67,7 @@ def test_equals_kvpress(kvpress_module, attention, ratio):
         )
         for block in model.model.layers
     ]
-    prefill = capture(model, Prompt.from_ids(ids, (0, 200)), Needs(query_moments=4))
+    prefill = capture(model, Prompt.from_ids(ids, (0, 200)), Needs.observed(QueryMoments(4)))
     for hook in hooks:
         hook.remove()
     ours = ExpectedAttention()(prefill, Region(0, 200)).scores
@@ -117,11 +117,12 @@ def test_blocks_change_nothing(monkeypatch):
 def test_a_large_mean_costs_no_digits():
     prefill = synthetic_prefill(context=200, layers=1)
     region = Region(4, prefill.spans.context_end)
-    want = query_moments(prefill, region).covariances[0]
+    want = prefill.observe(QueryMoments(4), region)[0, :, 1:]
     rope, at = prefill.rope, torch.arange(prefill.spans.length)
     moved = rope.rotate(rope.unrotate(prefill.queries[0], at) + 300.0, at)
-    moments = query_moments(dataclasses.replace(prefill, queries=(moved,)), region)
-    mean, got = moments.means[0], moments.covariances[0]
+    other = dataclasses.replace(prefill, queries=(moved,))
+    moments = other.observe(QueryMoments(4), region)[0]
+    mean, got = moments[:, 0], moments[:, 1:]
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
     assert float((mean - 300).abs().max()) < 10
 
@@ -148,7 +149,7 @@ def test_sinks_in_the_region_outrank_everything():
 
 
 def test_needs_every_query(without_context_queries):
-    assert ExpectedAttention().needs() == Needs(query_moments=4)
+    assert ExpectedAttention().needs() == Needs.observed(QueryMoments(4))
     prefill = synthetic_prefill(context=60)
     with pytest.raises(MissingCaptureError, match="not captured"):
         ExpectedAttention()(without_context_queries(prefill), Region(4, 40))

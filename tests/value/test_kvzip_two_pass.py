@@ -1,35 +1,34 @@
 """KVzip's score: what it takes from the capture."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.testing import synthetic_prefill
 from gracekv.value import SCORERS, KVzipTwoPass
+from gracekv.value.kvzip_two_pass import Reconstruction
 
 
 def test_scores_are_the_captured_maxima_of_the_region():
     prefill = synthetic_prefill(context=40, prefix=4)
     tokens = KVzipTwoPass()(prefill, prefill.spans.region(7)).scores
-    assert torch.equal(tokens, prefill.reconstruction[..., :33])
+    assert torch.equal(tokens, prefill.observation(Reconstruction())[..., :33])
 
 
 def test_sinks_in_the_region_outrank_everything():
     prefill = synthetic_prefill(context=40, prefix=1)
     tokens = KVzipTwoPass()(prefill, prefill.spans.region(7)).scores
     assert bool((tokens[..., :3] > tokens[..., 3:].amax()).all())
-    assert torch.equal(tokens[..., 3:], prefill.reconstruction[..., 3:33])
+    assert torch.equal(tokens[..., 3:], prefill.observation(Reconstruction())[..., 3:33])
     plain = KVzipTwoPass(sinks=0)(prefill, prefill.spans.region(7)).scores
-    assert torch.equal(plain, prefill.reconstruction[..., :33])
+    assert torch.equal(plain, prefill.observation(Reconstruction())[..., :33])
 
 
 def test_needs_the_second_pass_and_says_so():
-    assert KVzipTwoPass().needs().reconstruction
+    assert KVzipTwoPass().needs().observers == {Reconstruction()}
     assert "second pass" in KVzipTwoPass.summary()
-    prefill = dataclasses.replace(synthetic_prefill(), reconstruction=None)
-    with pytest.raises(MissingCaptureError, match="second pass"):
+    prefill = synthetic_prefill().without(Reconstruction)
+    with pytest.raises(MissingCaptureError, match="Reconstruction"):
         KVzipTwoPass()(prefill, prefill.spans.region(4))
 
 

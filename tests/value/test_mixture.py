@@ -1,7 +1,5 @@
 """Mixtures of scores, value norms, mean attention and drafts."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,6 +19,8 @@ from gracekv.value import (
     ValueNorm,
     reference,
 )
+from gracekv.value.column_sums import ReceivedAttention
+from gracekv.value.draft_attention import Draft
 
 REGION = Region(4, 36)
 
@@ -57,7 +57,7 @@ def test_weights_default_to_equal_and_survive_plain_data():
 
 def test_needs_what_its_scorers_need_and_hands_on_columns():
     both = Mixture((SCORERS.build("window_attention"), ColumnSums()))
-    assert both.needs() == Needs(column_sums=True, last_queries=32)
+    assert both.needs() == Needs(last_queries=32, observers=frozenset({ReceivedAttention()}))
     assert both(small(), REGION).column_sums is not None
     assert ValueNorm(both).needs() == both.needs()
     assert ValueNorm(both)(small(), REGION).column_sums is not None
@@ -129,15 +129,15 @@ def test_a_sample_of_queries_is_even_and_ends_with_the_last(seed, queries):
 def test_draft_attention_is_the_mean_of_the_first_rows():
     prefill = small()
     got = DraftAttention(3)(prefill, REGION).scores
-    torch.testing.assert_close(got, prefill.draft[:, :, :3, :32].mean(2))
-    everything = DraftAttention(99)(prefill, REGION).scores
-    torch.testing.assert_close(everything, prefill.draft[..., :32].mean(2))
-    assert DraftAttention(3).needs() == Needs(draft=3)
+    torch.testing.assert_close(got, prefill.observation(Draft(64))[:, :, :3, :32].mean(2))
+    everything = DraftAttention(50)(prefill, REGION).scores
+    torch.testing.assert_close(everything, prefill.observation(Draft(64))[..., :32].mean(2))
+    assert DraftAttention(3).needs() == Needs.observed(Draft(3))
 
 
 def test_draft_attention_without_a_draft_says_how_to_get_one():
-    with pytest.raises(MissingCaptureError, match="drafted"):
-        DraftAttention()(dataclasses.replace(small(), draft=None), REGION)
+    with pytest.raises(MissingCaptureError, match="Draft"):
+        DraftAttention()(small().without(Draft), REGION)
     with pytest.raises(ConfigError, match="max_tokens"):
         DraftAttention(0)
     with pytest.raises(ConfigError, match="max_queries"):

@@ -223,11 +223,11 @@ def test_hops_need_the_contexts_queries(without_context_queries):
 @pytest.mark.parametrize(
     ("scorer", "needed"),
     [
-        (MultiHop(), Needs(later_queries=True)),
-        (MultiHop(hops=0), Needs()),
-        (MultiHop(lambda_graph=0.0), Needs()),
-        (MultiHop(hops=0, question_probes=33), Needs(question_queries=33)),
-        (MultiHop(hops=0, tail_probes=17), Needs(tail_queries=17)),
+        (MultiHop(), Needs(later_queries=True, last_queries=16)),
+        (MultiHop(hops=0), Needs(last_queries=16)),
+        (MultiHop(lambda_graph=0.0), Needs(last_queries=16)),
+        (MultiHop(hops=0, question_probes=33), Needs(question_queries=33, last_queries=16)),
+        (MultiHop(hops=0, tail_probes=17), Needs(last_queries=17)),
     ],
 )
 def test_declares_what_it_reads(scorer, needed):

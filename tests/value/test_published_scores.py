@@ -13,7 +13,7 @@ from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import SCORERS, Compactor, Critical, KeyNorm, LagRelative
-from gracekv.value.critical import merged_order
+from gracekv.value.critical import WrittenNorms, merged_order
 from gracekv.value.reference import attention_probability
 
 BLIND = ("key_norm", "key_difference", "lag_relative", "compactor")
@@ -206,7 +206,7 @@ def test_critical_by_hand():
     region = prefill.spans.region(2)
     scores = Critical(KeyNorm(), first_stage=0.5, epsilon=0.1)(prefill, region).scores
     base = KeyNorm()(prefill, region).scores[1, 0].double()
-    norms = prefill.written_norms[1, 0, region.start : region.end].double()
+    norms = prefill.observation(WrittenNorms())[1, 0, region.start : region.end].double()
     by_score = base.argsort(descending=True).tolist()
     by_both = ((base + 0.1) * norms).argsort(descending=True).tolist()
     kept = set(by_score[:5])
@@ -215,9 +215,9 @@ def test_critical_by_hand():
 
 
 def test_critical_needs_the_norms_and_says_so():
-    assert Critical().needs() == Needs(last_queries=32, written_norms=True)
-    prefill = dataclasses.replace(drawn(7), written_norms=None)
-    with pytest.raises(MissingCaptureError, match="projected values"):
+    assert Critical().needs() == Needs(last_queries=32, observers=frozenset({WrittenNorms()}))
+    prefill = drawn(7).without(WrittenNorms)
+    with pytest.raises(MissingCaptureError, match="WrittenNorms"):
         Critical()(prefill, prefill.spans.region(4))
 
 

@@ -11,6 +11,7 @@ from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import SCORERS, Scissorhands, reference
+from gracekv.value.column_sums import ReceivedAttention
 from support.margins import SCORES
 
 
@@ -48,7 +49,9 @@ def test_equals_plain_loops(seed, kv_heads, group, history):
 
 
 def test_needs_every_query(without_context_queries):
-    assert Scissorhands().needs() == Needs(last_queries=400, column_sums=True)
+    assert Scissorhands().needs() == Needs(
+        last_queries=400, observers=frozenset({ReceivedAttention()})
+    )
     with pytest.raises(MissingCaptureError, match="not captured"):
         Scissorhands()(without_context_queries(synthetic_prefill(context=60)), Region(4, 40))
 

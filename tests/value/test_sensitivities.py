@@ -11,6 +11,7 @@ from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs
 from gracekv.testing import contracts, synthetic_prefill
 from gracekv.value import SENSITIVITIES, NoSensitivity, OutputProjection, reference
+from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
 
 
 @pytest.mark.parametrize("name", list(SENSITIVITIES))
@@ -52,24 +53,26 @@ def test_output_projection_equals_the_reference(seed, layers, kv_heads, group, q
 def test_output_projection_by_hand():
     prefill = dataclasses.replace(
         synthetic_prefill(layers=1, kv_heads=2, group=2, dim=4, context=8, question=2, tail=0),
-        projection_norms=torch.tensor([[3.0, 4.0, 0.0, 1.0]]),  # static strengths 5 and 1
-        projected_norms=torch.tensor([[[10.0, 30.0], [1.0, 7.0]]]),  # means 20 and 4
+        observed={
+            ProjectionNorms(): torch.tensor([[3.0, 4.0, 0.0, 1.0]]),  # static strengths 5 and 1
+            ProjectedNorms(): torch.tensor([[[10.0, 30.0], [1.0, 7.0]]]),  # means 20 and 4
+        },
     )
     # raw 10 and 2, mean 6
     torch.testing.assert_close(OutputProjection()(prefill), torch.tensor([[10 / 6, 2 / 6]]))
 
 
-@pytest.mark.parametrize("missing", ["projection_norms", "projected_norms"])
+@pytest.mark.parametrize("missing", [ProjectionNorms, ProjectedNorms])
 def test_output_projection_needs_the_norms(missing):
-    assert OutputProjection().needs() == Needs(head_outputs=True)
-    prefill = dataclasses.replace(synthetic_prefill(), **{missing: None})
-    with pytest.raises(MissingCaptureError, match="not captured"):
+    assert OutputProjection().needs() == Needs.observed(ProjectionNorms(), ProjectedNorms())
+    prefill = synthetic_prefill().without(missing)
+    with pytest.raises(MissingCaptureError, match=missing.__name__):
         OutputProjection()(prefill)
 
 
 def test_none_reads_nothing():
     assert NoSensitivity().needs() == Needs()
-    prefill = dataclasses.replace(synthetic_prefill(), projection_norms=None, projected_norms=None)
+    prefill = synthetic_prefill().without(ProjectionNorms, ProjectedNorms)
     assert torch.equal(NoSensitivity()(prefill), torch.ones(2, 2))
 
 

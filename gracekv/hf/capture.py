@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gracekv.errors import ConfigError, PromptError
+from gracekv.errors import PromptError
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.capture_pass import run_capture
 from gracekv.prefill.length_limits import check_prompt_length
@@ -15,19 +15,19 @@ from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model, check_needs
+from gracekv.segment.curvature import Curvature
+from gracekv.segment.surprisal import Surprisal
+from gracekv.value.output_projection import OutputProjection
 
-EVERYTHING = Needs(
-    prompt_samples=1024,
-    context_samples=frozenset({512}),
-    recent=4,
-    later_queries=True,
-    hidden_depths=frozenset({0.33, 0.5, 0.67, 0.75}),
-    surprisal=True,
-    head_outputs=True,
+EVERYTHING = (
+    Needs(prompt_samples=1024, context_samples=frozenset({512}), recent=4, later_queries=True)
+    | Curvature((0.33, 0.5, 0.67, 0.75)).needs()
+    | Needs.observed(Surprisal())
+    | OutputProjection().needs()
 )
 """What `capture` keeps unless told less: all that the strategies with default fields read of one
 pass, but for sums over all queries, which are made from queries when they are read. What runs the
-model again (`reconstruction`, `draft`), or multiplies all values (`written_norms`), is made only
+model again (`Reconstruction`, `Draft`), or multiplies all values (`WrittenNorms`), is made only
 when asked for."""
 
 
@@ -64,6 +64,7 @@ def capture(
             cover the prompt, or is in training mode.
         PromptError: `prompt` is not a `Prompt`, has ids outside the vocabulary, or a length at
             which transformers drops the cache.
+        ObserverError: an observer reads what this model cannot give; before it runs.
         CaptureMemoryError: memory ran out; the model is as before.
         NonFiniteError: keys, values or queries hold NaN or infinity.
 
@@ -103,12 +104,7 @@ def capture_passage(
         needs: what to keep.
         options: as for `capture`; `progress` counts the places of `past` as done.
 
-    Raises what `capture` raises, and `ConfigError` for needs that run the model a second time.
+    Raises what `capture` raises, and `ObserverError` for needs that run the model a second time.
     """
-    if needs.reconstruction or needs.draft:
-        raise ConfigError(
-            "A passage cannot be compressed by a recipe that runs the model once more over the "
-            "whole context, or drafts an answer: most of the context is gone. Compress it by one "
-            "that reads once, such as 'gracekv-agnostic'."
-        )
+    check_needs(model, needs, passage=True)
     return run_capture(model, prompt, past, needs, options)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gracekv.kernels.linalg import linear
 from gracekv.kernels.logsumexp import logsumexp
-from gracekv.prefill.plain_weight import plain_weight
+from gracekv.prefill import PromptSpans
+from gracekv.prefill.observer import FinalAccumulator, FinalObserver, FinalRun, Part, Sizes
+from gracekv.prefill.past import reflected
+from gracekv.prefill.projection import plain_weight
 
 # Logits (positions x vocabulary entries) held at once, in float32: 4 MiB, which stays in a CPU's
 # cache between the product that makes them and the sums that read them.
@@ -19,19 +23,35 @@ _ROWS = 512
 _GPU_BLOCK = 1 << 26
 
 
-@torch.no_grad()
-def surprisal(final: Tensor, head: Any, ids: Tensor, vocabulary: int) -> Tensor:
+@dataclass(frozen=True)
+class Surprisal(FinalObserver):
     """-log p(x_i | x_<i) of every position, float32 [T]; position 0 gets 0.
 
-    Args:
-        final: [T, D] the decoder's output, after its last norm.
-        head: the module that makes logits of it.
-        ids: int64 [T].
-        vocabulary: number of logits.
+    Of a passage that follows packed entries, what was read before is taken to be like the passage.
 
     Source: Eq. (S6); the blocks: ours.
     """
-    return torch.nn.functional.pad(unlikelihood(final[:-1], head, ids[1:], vocabulary), (1, 0))
+
+    part: ClassVar[Part] = "surprisal"
+    causal_axis: ClassVar[int | None] = 0
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        return (sizes.spans.length,)
+
+    def accumulator(self, spans: PromptSpans) -> FinalAccumulator:
+        return _Surprisal(spans)
+
+
+class _Surprisal:
+    def __init__(self, spans: PromptSpans) -> None:
+        self._past, self._parts = spans.past, list[Tensor]()
+
+    def add(self, run: FinalRun) -> None:
+        self._parts.append(unlikelihood(run.states, run.head, run.following, run.vocabulary))
+
+    def result(self) -> Tensor:
+        whole = torch.nn.functional.pad(torch.cat(self._parts), (self._past + 1, 0))
+        return reflected(whole, self._past)
 
 
 @torch.no_grad()

@@ -1,0 +1,154 @@
+"""`Observations`: the observers of one prefill, as its driver feeds them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import ObserverError
+from gracekv.kernels.linalg import full_float32
+from gracekv.prefill.observer import (
+    Accumulator,
+    FinalObserver,
+    FinalRun,
+    LayerObserver,
+    Observer,
+    Passes,
+    PassObserver,
+    Reading,
+    TokenRun,
+)
+from gracekv.prefill.spans import PromptSpans
+
+
+def check_observers(
+    observers: Iterable[Observer], gives: frozenset[Reading], driver: str, advice: str
+) -> None:
+    """Raise `ObserverError` if an observer reads what a driver cannot give.
+
+    Args:
+        observers: what is asked for.
+        gives: what the driver gives beyond queries, keys and values.
+        driver: it, in words, as the subject of a sentence.
+        advice: what to do instead, a sentence.
+    """
+    for observer in sorted(observers, key=repr):
+        missing = sorted(observer.reads - gives)
+        if missing:
+            raise ObserverError(
+                f"{observer!r} reads {_words(missing)}, and {driver} gives "
+                f"{_words(sorted(gives)) or 'none of it'}. {advice}"
+            )
+
+
+class Observations:
+    """The accumulators of one prefill.
+
+    Args:
+        observers: what is captured.
+        layers: L, compressed layers.
+        spans: of the prompt.
+
+    Attributes:
+        seconds: what each observer took; complete after `results`.
+    """
+
+    def __init__(self, observers: Iterable[Observer], layers: int, spans: PromptSpans) -> None:
+        # Where heads are spread over processes, all must go through them in one order.
+        self._observers = sorted(observers, key=repr)
+        self._by_layer: list[dict[LayerObserver, Accumulator]] = [{} for _ in range(layers)]
+        for observer in self._observers:
+            if isinstance(observer, LayerObserver):
+                for layer, held in enumerate(self._by_layer):
+                    accumulator = observer.accumulator(layer, layers, spans)
+                    if accumulator is not None:
+                        held[observer] = accumulator
+        self._final = {
+            x: x.accumulator(spans) for x in self._observers if isinstance(x, FinalObserver)
+        }
+        self.seconds: dict[Observer, float] = dict.fromkeys(self._observers, 0.0)
+        self._events: list[tuple[Observer, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def reads(self, what: Reading, layer: int | None = None) -> bool:
+        """Whether some observer reads it; of `layer`, if that is given."""
+        asked: Sequence[Observer] = self._observers if layer is None else [*self._by_layer[layer]]
+        return any(what in observer.reads for observer in asked)
+
+    def add(self, layer: int, run: Callable[[], TokenRun]) -> None:
+        """Show a run of `layer`, 0-based, which `run` makes if an observer looks at the layer."""
+        if not self._by_layer[layer]:
+            return
+        made = run()
+        for observer, accumulator in self._by_layer[layer].items():
+            with self._clock(observer, made.queries.device), full_float32():
+                accumulator.add(made)
+
+    def add_final(self, run: FinalRun) -> None:
+        """Show a run of the decoder's output."""
+        for observer, accumulator in self._final.items():
+            with self._clock(observer, run.states.device):
+                accumulator.add(run)
+
+    @property
+    def running_seconds(self) -> float:
+        """What the layers' observers took so far, which lies inside the model's own run."""
+        self._read_events()
+        return sum(self.seconds[x] for x in self._observers if isinstance(x, LayerObserver))
+
+    def results(self, device: torch.device, passes: Passes | None) -> dict[Observer, Tensor]:
+        """What each observed, [...]; `Prefill` checks shapes and numbers.
+
+        Args:
+            device: to wait for.
+            passes: runs further tokens; None where no observer asks for it.
+        """
+        found: dict[Observer, Tensor] = {}
+        for observer in self._observers:
+            with self._clock(observer, device):
+                if isinstance(observer, LayerObserver):
+                    held = [(i, x) for i, x in enumerate(self._by_layer) if observer in x]
+                    found[observer] = observer.combine(
+                        {i: x.pop(observer).result() for i, x in held}
+                    )
+                elif isinstance(observer, FinalObserver):
+                    found[observer] = self._final.pop(observer).result()
+                elif isinstance(observer, PassObserver) and passes is not None:
+                    found[observer] = observer.observe(passes)
+        self._read_events()
+        return found
+
+    @contextmanager
+    def _clock(self, observer: Observer, device: torch.device) -> Iterator[None]:
+        """Time the block without making a GPU wait."""
+        if device.type != "cuda":
+            started = time.perf_counter()
+            yield
+            self.seconds[observer] += time.perf_counter() - started
+            return
+        stream = torch.cuda.current_stream(device)
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record(stream)
+        yield
+        last.record(stream)
+        self._events.append((observer, first, last))
+
+    def _read_events(self) -> None:
+        for observer, first, last in self._events:
+            last.synchronize()
+            self.seconds[observer] += first.elapsed_time(last) / 1000
+        self._events.clear()
+
+
+def _words(readings: Sequence[str]) -> str:
+    names = {
+        "hidden": "hidden states",
+        "outputs": "attention outputs",
+        "projection": "output projections",
+        "final": "the decoder's output",
+        "passes": "further passes over the captured keys and values",
+    }
+    return ", ".join(names[x] for x in readings)

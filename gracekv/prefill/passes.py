@@ -1,0 +1,132 @@
+"""Further tokens over the keys and values of a prefill: `Passes` by a model of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import UnsupportedModelError
+from gracekv.kernels.rope import Rope
+from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
+from gracekv.prefill.length_limits import longest_sequence
+from gracekv.prefill.observer import TokenRun
+from gracekv.prefill.prompt import Prompt
+
+
+class ModelPasses:
+    """A `Passes` that runs a model all of whose layers are compressed.
+
+    Args:
+        model: as for `capture`.
+        prompt: what was prefilled, T tokens.
+        keys: L tensors [G, T, d].
+        values: L tensors [G, T, d].
+        rope: of a layer, the rotations of positions 0..T-1.
+        logits: [vocabulary] of the last position.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompt: Prompt,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        rope: Callable[[int], Rope],
+        logits: Tensor,
+    ) -> None:
+        self.model, self.keys, self.values, self.rope = model, keys, values, rope
+        self.spans, self.ids, self._tokenizer = prompt.spans, prompt.ids, prompt.tokenizer
+        self.first = int(logits.argmax())
+        config = getattr(model, "generation_config", None) or model.config
+        ends = config.eos_token_id
+        self.stops = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+    def after(self, end: int, count: int) -> _ModelContinuation:
+        """A continuation of up to `count` tokens over the keys and values before `end`.
+
+        Raises `UnsupportedModelError` if they pass a bound of the model (a sliding window, a switch
+        of its RoPE).
+        """
+        bound = longest_sequence(self.model, end)
+        if bound is not None and end + count > bound[0]:
+            raise UnsupportedModelError(
+                f"Running {count} tokens more after {end} takes {end + count} positions, "
+                f"{type(self.model).__name__} has {bound[0]}: beyond, {bound[1]}. Use a shorter "
+                f"context, or a scorer that needs no second pass and no draft."
+            )
+        return _ModelContinuation(self, end)
+
+    def likeliest(self, state: Tensor) -> int:
+        """The most likely token after a decoder's output [D]."""
+        return int(self.model.get_output_embeddings()(state[None, None]).argmax(dim=-1))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text in the middle of others; none without a tokenizer."""
+        if self._tokenizer is None:
+            return []
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+class _ModelContinuation:
+    def __init__(self, passes: ModelPasses, end: int) -> None:
+        self._passes, self._end = passes, end
+        self._keys: list[list[Tensor]] = [[x[:, :end]] for x in passes.keys]
+        self._values: list[list[Tensor]] = [[x[:, :end]] for x in passes.values]
+        self._count = 0
+
+    def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
+        """As `Continuation.run`. Holds one layer's keys and values once more."""
+        model, start = self._passes.model, self._end + self._count
+        base, device = base_attention(model), input_device(model)
+
+        def continuing(own: Any) -> Any:
+            def attention(
+                module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+            ) -> Any:
+                layer = module.layer_idx
+                whole = []
+                for parts, new in ((self._keys[layer], key[0]), (self._values[layer], value[0])):
+                    parts.append(new)
+                    whole.append(torch.cat(parts, dim=1))
+                observe(
+                    layer,
+                    TokenRun(
+                        start=start,
+                        queries=query[0],
+                        keys=whole[0],
+                        values=whole[1],
+                        rope=self._passes.rope(layer),
+                        scale=float(kwargs["scaling"]),
+                        softcap=kwargs.get("softcap"),
+                        sinks=kwargs.get("s_aux"),
+                    ),
+                )
+                # One query that sees every key needs no mask.
+                allowed = None if len(ids) == 1 else _causal(query, start, base)
+                return own(module, query, whole[0][None], whole[1][None], allowed, **kwargs)
+
+            return attention
+
+        places = torch.arange(start, start + len(ids), device=device)[None]
+        with patched_attention(model, continuing):
+            states = model.get_decoder()(
+                input_ids=ids[None].to(device), position_ids=places, use_cache=False
+            ).last_hidden_state
+        self._count += len(ids)
+        last: Tensor = states[0, -1]
+        return last
+
+
+def _causal(query: Tensor, before: int, base: str) -> Tensor:
+    """[1, 1, Q, before + Q]: `before` earlier keys, then causal within this run."""
+    count = query.shape[2]
+    place = torch.arange(-before, count, device=query.device)
+    allowed = (place <= torch.arange(count, device=query.device)[:, None])[None, None]
+    if base != "eager":
+        return allowed
+    return torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(
+        ~allowed, torch.finfo(query.dtype).min
+    )

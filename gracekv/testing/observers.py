@@ -1,0 +1,167 @@
+"""What every observer promises, as a check for ours and for those of plugins."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from gracekv.prefill import Observer, PassObserver, Prefill, PromptSpans
+from gracekv.prefill.observations import Observations
+from gracekv.prefill.observer import FinalRun, Reading, TokenRun
+from gracekv.prefill.projection import ModuleProjection
+from gracekv.testing.prefills import synthetic_prefill
+
+_HIDDEN, _VOCABULARY = 24, 40
+
+
+def check_observer(
+    observer: Observer, seed: int = 0, *, rtol: float = 1e-3, atol: float = 1e-4
+) -> Tensor:
+    """What `observer` saw of a random prompt, [...]; `AssertionError` if it breaks a promise.
+
+    It is a hashable value; what it sees has the shape that it says, is finite, and is the same
+    (within `rtol` and `atol`) however the tokens are split into runs, whichever layer comes first,
+    whatever lies behind a run, and although all tensors are overwritten after each run. The prompt
+    follows packed entries where `seed` is odd and nothing runs after it.
+    """
+    name = repr(observer)
+    assert dataclasses.is_dataclass(observer), f"{name} is no dataclass."
+    again = dataclasses.replace(observer)
+    assert again == observer, f"{name} is not equal to a copy of itself."
+    assert hash(again) == hash(observer), f"{name} has another hash than a copy of itself."
+    assert observer.reads <= set(get_args(Reading)), f"{name} reads what no driver gives."
+    prefill = synthetic_prefill(context=90, prefix=6, question=9, layers=3, seed=seed)
+    if seed % 2 and not isinstance(observer, PassObserver):
+        prefill = dataclasses.replace(
+            prefill, spans=dataclasses.replace(prefill.spans, past=4), observed={}
+        )
+    drive = _Driver(prefill, seed)
+    seen = drive(observer, [prefill.spans.past, prefill.spans.length])
+    # Checks shape and numbers.
+    dataclasses.replace(prefill, observed={observer: seen})
+    draw = random.Random(seed)
+    for by_layer in (False, True):
+        inner = range(prefill.spans.past + 1, prefill.spans.length)
+        cuts = sorted(draw.sample(inner, draw.randint(1, 6)))
+        edges = [prefill.spans.past, *cuts, prefill.spans.length]
+        other = drive(observer, edges, by_layer=by_layer)
+        where = f"{name}, tokens split at {edges}"
+        torch.testing.assert_close(
+            other, seen, rtol=rtol, atol=atol, msg=partial("{}: {}".format, where)
+        )
+    return seen
+
+
+class _Driver:
+    """Shows a prompt as a model would: copies that are spoiled after each run."""
+
+    def __init__(self, prefill: Prefill, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self._prefill, length = prefill, prefill.spans.length
+        heads, dim = prefill.query_heads, prefill.entry_dim
+        self._hidden = torch.randn(prefill.layers, length, _HIDDEN, generator=rng)
+        self._outputs = torch.randn(prefill.layers, heads, length, dim, generator=rng)
+        self._projection = _linear(heads * dim, _HIDDEN, rng)
+        self._head = _linear(_HIDDEN, _VOCABULARY, rng)
+        self._ids = torch.randint(_VOCABULARY, (length,), generator=rng)
+
+    def __call__(self, observer: Observer, edges: list[int], *, by_layer: bool = False) -> Tensor:
+        prefill = self._prefill
+        found = Observations([observer], prefill.layers, prefill.spans)
+        runs: Iterable[tuple[int, tuple[int, int]]] = itertools.product(
+            range(prefill.layers), itertools.pairwise(edges)
+        )
+        if not by_layer:
+            runs = sorted(runs, key=lambda run: run[1])
+        for layer, (start, end) in runs:
+            lent = self._run(observer, layer, start, end)
+            found.add(layer, lambda lent=lent: lent)  # type: ignore[misc]
+            for name in ("queries", "keys", "values", "hidden", "outputs"):
+                if getattr(lent, name) is not None:
+                    getattr(lent, name).fill_(torch.nan)
+        for start, end in itertools.pairwise(edges):
+            following = self._ids[start + 1 : end + 1].clone()
+            states = self._hidden[-1, start : start + len(following)].clone()
+            if len(following):
+                final = FinalRun(start, states, following, self._head, _VOCABULARY)
+                found.add_final(final)
+                states.fill_(torch.nan)
+        passes = _Passes(prefill, self._ids) if "passes" in observer.reads else None
+        return found.results(torch.device("cpu"), passes)[observer]
+
+    def _run(self, observer: Observer, layer: int, start: int, end: int) -> TokenRun:
+        prefill, reads = self._prefill, observer.reads
+        outputs = self._outputs[layer, :, start:end].clone() if "outputs" in reads else None
+        return TokenRun(
+            start=start,
+            queries=prefill.queries[layer][:, start:end].clone(),
+            keys=_known(prefill.keys[layer], end),
+            values=_known(prefill.values[layer], end),
+            rope=prefill.rope_of(layer),
+            scale=prefill.scale,
+            hidden=self._hidden[layer, start:end].clone() if "hidden" in reads else None,
+            outputs=outputs,
+            projection=ModuleProjection(self._projection, self._projection.in_features)
+            if "projection" in reads
+            else None,
+        )
+
+
+class _Passes:
+    """A "model" whose keys and queries are looked up by token."""
+
+    def __init__(self, prefill: Prefill, ids: Tensor) -> None:
+        self.spans: PromptSpans = prefill.spans
+        self.ids, self.first, self.stops = ids, 7, frozenset[int]()
+        self.prefill = prefill
+        rng = torch.Generator().manual_seed(1)
+        heads, groups, dim = prefill.query_heads, prefill.kv_heads, prefill.head_dim
+        self.queries = torch.randn(_VOCABULARY, prefill.layers, heads, dim, generator=rng)
+        self.keys = torch.randn(_VOCABULARY, prefill.layers, groups, dim, generator=rng)
+
+    def after(self, end: int, count: int) -> _Continuation:
+        return _Continuation(self, end, count)
+
+    def likeliest(self, state: Tensor) -> int:
+        return int(state.argmax()) % _VOCABULARY
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % _VOCABULARY for letter in text]
+
+
+class _Continuation:
+    def __init__(self, passes: _Passes, end: int, count: int) -> None:
+        self._passes, self._end, self._count = passes, end, count
+        self._ids: list[int] = []
+
+    def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
+        start, passes = self._end + len(self._ids), self._passes
+        self._ids += ids.tolist()
+        assert len(self._ids) <= self._count, "More tokens run than were announced."
+        for layer, keys in enumerate(passes.prefill.keys):
+            own = passes.keys[self._ids, layer].transpose(0, 1)
+            whole = torch.cat([keys[:, : self._end], own], dim=1)
+            queries = passes.queries[ids, layer].transpose(0, 1).clone()
+            scale, rope = passes.prefill.scale, passes.prefill.rope
+            observe(layer, TokenRun(start, queries, whole, whole.clone(), rope, scale))
+        return passes.queries[int(ids[-1]), 0].flatten()
+
+
+def _known(states: Tensor, end: int) -> Tensor:
+    """A copy of [G, T, d] of which nothing after `end` is known."""
+    copy = states.clone()
+    copy[:, end:] = torch.nan
+    return copy
+
+
+def _linear(inputs: int, outputs: int, rng: torch.Generator) -> torch.nn.Linear:
+    module = torch.nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
+    module.weight.copy_(torch.randn(outputs, inputs, generator=rng))
+    return module
