@@ -77,5 +77,6 @@ def write_line(tally, page=PAGE):
         f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, "
         f"{torch.get_num_threads()} thread(s); torch {torch.__version__}"
     )
-    text = HEAD.format(machine=machine, commit=commit) + "\n".join(sorted([*lines, new])) + "\n"
+    lines = sorted([*lines, new], key=lambda line: line.split(" |")[0])
+    text = HEAD.format(machine=machine, commit=commit) + "\n".join(lines) + "\n"
     page.write_text(text, encoding="utf-8")
