@@ -24,8 +24,8 @@ from gracekv.prefill.supported import check_model
 
 NAME = "gracekv"
 
-# What attached models used before, and the hook that checks their inputs.
-_before: WeakKeyDictionary[Any, tuple[str, Any]] = WeakKeyDictionary()
+# What attached models used before. Models may share a config, and so the implementation too.
+_before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def attach(model: Any) -> None:
@@ -33,34 +33,48 @@ def attach(model: Any) -> None:
 
     Registers gracekv's attention with transformers, makes it the model's implementation, and hooks
     the decoder's forward to check what comes with a compressed cache (see
-    `gracekv.hf.input_checks`); a second
-    call changes nothing. Undo with `detach`.
+    `gracekv.hf.input_checks`); a second call changes nothing. Undo with `detach`.
 
     Raises `UnsupportedModelError` if the model's family is not tested, it is in training mode, or
     its attention is neither "sdpa" nor "eager".
     """
     check_model(model)
-    if model.config._attn_implementation == NAME:
-        return
-    base = base_attention(model)
+    others = [base for other, base in _before.items() if other.config is model.config]
+    if model.config._attn_implementation != NAME:
+        base = base_attention(model)
+        AttentionInterface.register(NAME, attention)
+        # An attention name without a mask of the same name would silently get no mask at all.
+        AttentionMaskInterface.register(NAME, tail_mask)
+        model.set_attn_implementation(NAME)
+    else:
+        base = others[0] if others else base_attention(model)
+    _before[model] = base
     remember_base(model, base)
-    AttentionInterface.register(NAME, attention)
-    # An attention name without a mask of the same name would silently get no mask at all.
-    AttentionMaskInterface.register(NAME, tail_mask)
-    model.set_attn_implementation(NAME)
-    if model in _before:  # Someone else switched the attention back meanwhile.
-        _before[model][1].remove()
-    hook = model.get_decoder().register_forward_pre_hook(before_forward, with_kwargs=True)
-    _before[model] = base, hook
+    if not _hooks(model):
+        model.get_decoder().register_forward_pre_hook(before_forward, with_kwargs=True)
 
 
 def detach(model: Any) -> None:
-    """Give the model back the attention that it had before `attach`; no effect if not attached."""
-    base, hook = _before.pop(model, ("sdpa", None))
-    if hook is not None:
-        hook.remove()
-    if model.config._attn_implementation == NAME:
+    """Give the model back the attention that it had before `attach`; no effect if not attached.
+
+    Where an attached model shares the config, both keep gracekv's attention, which does what sdpa
+    does without a compressed cache.
+    """
+    base = _before.pop(model, "sdpa")
+    decoder = model.get_decoder()
+    # A deep copy of an attached model has copies of its hooks, too.
+    for key in _hooks(model):
+        del decoder._forward_pre_hooks[key]
+        decoder._forward_pre_hooks_with_kwargs.pop(key, None)
+    shared = any(other.config is model.config for other in _before)
+    if model.config._attn_implementation == NAME and not shared:
         model.set_attn_implementation(base)
+
+
+def _hooks(model: Any) -> list[int]:
+    """Keys of the decoder's hooks that check inputs: the model's own, whatever its config says."""
+    hooks = model.get_decoder()._forward_pre_hooks
+    return [key for key, hook in hooks.items() if hook is before_forward]
 
 
 @contextmanager
@@ -73,7 +87,8 @@ def attached(model: Any) -> Iterator[None]:
 
     Raises what `attach` raises.
     """
-    was_attached = getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+    named = getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
+    was_attached = named and bool(_hooks(model))
     attach(model)
     try:
         yield

@@ -26,11 +26,18 @@ def before_forward(
     - States are repeated for samples and beams.
     - A batch of prompts of several lengths gets its mask and positions if it comes without.
 
-    Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, or the
-    positions are not those that follow the cached tokens.
+    Raises `CacheError` if the mask hides cached tokens, does not hide a batch's padding, the
+    positions are not those that follow the cached tokens, or the model is in training mode.
     """
     cache = kwargs.get("past_key_values")
-    if not isinstance(cache, GraceCache) or cache.is_replayed or torch.compiler.is_compiling():
+    if not isinstance(cache, GraceCache):
+        return None
+    if module.training:
+        raise CacheError(
+            f"The {type(module).__name__} is in training mode, and a compressed cache is for "
+            f"inference. Call model.eval() first."
+        )
+    if cache.is_replayed or torch.compiler.is_compiling():
         return None
     name = "input_ids" if kwargs.get("inputs_embeds") is None else "inputs_embeds"
     kwargs = dict(kwargs)
@@ -51,12 +58,14 @@ def before_forward(
             kwargs["attention_mask"] = mask = None
         if positions is not None and positions.shape[-1] > new:
             kwargs["position_ids"] = positions = positions[..., -new:]
-    if mask is None and positions is not None and new > 1 and not any(cache.padding):
+    if mask is None and positions is not None and not any(cache.padding):
         # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
         check_positions(int(positions.max()) + 1, cached + new)
     if not any(cache.padding):
         if flat is not None:
             _check_hidden(flat, flat.new_ones(1, cache.packed_length, dtype=torch.bool))
+            if positions is not None and new == 1 and flat.shape[1] == cached + 1:
+                _check_last(positions, (flat.long().sum(dim=-1) - 1).expand(rows))
         return (), kwargs
     seen = cache.packed_mask(rows, kwargs[name].device)
     if mask is None:
@@ -72,14 +81,7 @@ def before_forward(
     if positions is None:
         kwargs["position_ids"] = expected
     else:
-        # Models that also read images number rows and columns, too; in text all agree.
-        last = positions.reshape(-1, *positions.shape[-2:])[0][..., -1]
-        if not torch.equal(last.expand(rows), expected[:, -1]):
-            raise CacheError(
-                f"The rows of a batch go on from the lengths of their own prompts, at positions "
-                f"{expected[:, -1].tolist()}; the model was given {last.tolist()}. Leave "
-                f"position_ids out."
-            )
+        _check_last(positions, expected[:, -1])
     return (), kwargs
 
 
@@ -93,6 +95,17 @@ def check_positions(given: int, covered: int) -> None:
             f"The model was given tokens up to position {given - 1}, but with them the cache "
             f"covers {covered}. Feed the whole sequence, of which all but the new tokens are "
             f"cached, and a fresh cache (result.new_cache()) for each new start."
+        )
+
+
+def _check_last(positions: Tensor, expected: Tensor) -> None:
+    """Raise `CacheError` unless the last of `positions` [.., B, n] are as `expected`, int64 [B]."""
+    # Models that also read images number rows and columns, too; in text all agree.
+    last = positions.reshape(-1, *positions.shape[-2:])[0][..., -1]
+    if not torch.equal(last.expand(len(expected)), expected.to(last.device)):
+        raise CacheError(
+            f"The rows of a batch go on from the lengths of their own prompts, at positions "
+            f"{expected.tolist()}; the model was given {last.tolist()}. Leave position_ids out."
         )
 
 

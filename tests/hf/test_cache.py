@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
+import gracekv  # noqa: E402
 from gracekv.cache.base import RaggedCache, RaggedEntries  # noqa: E402
 from gracekv.errors import CacheError, UnsupportedModelError  # noqa: E402
 from gracekv.hf import GraceCache, attach, detach  # noqa: E402
@@ -170,6 +171,72 @@ def test_attaching_is_undone():
     detach(model)
     detach(model)
     assert model.config._attn_implementation == "eager"
+
+
+def two_of_one_config():
+    one, other = tiny_llama(), tiny_llama(seed=1)
+    other.config = one.config
+    for module in other.modules():
+        if hasattr(module, "config"):
+            module.config = one.config
+    return one, other
+
+
+def hooks_of(model):
+    return list(model.get_decoder()._forward_pre_hooks)
+
+
+def test_models_that_share_a_config_are_attached_and_detached_apart():
+    one, other = two_of_one_config()
+    prompt = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
+    results = [gracekv.compress(model, prompt, ratio=2) for model in (one, other)]
+    masked = results[1].inputs
+    masked["attention_mask"][:, 10] = 0
+    with pytest.raises(CacheError, match="hides tokens of the compressed prompt"):
+        other.generate(**masked, past_key_values=results[1].new_cache(), max_new_tokens=2)
+    detach(one)
+    assert not hooks_of(one)
+    assert results[1].generate_ids(3).shape == (1, 3)
+    detach(other)
+    assert not hooks_of(other)
+    assert other.config._attn_implementation == "sdpa"
+
+
+def test_detaching_a_copy_leaves_nothing_and_the_original_as_it_is():
+    model = tiny_llama()
+    attach(model)
+    copied = copy.deepcopy(model)
+    detach(copied)
+    assert not hooks_of(copied)
+    assert copied.config._attn_implementation == "sdpa"
+    assert len(hooks_of(model)) == 1
+    attach(copied)
+    attach(copied)
+    assert len(hooks_of(copied)) == 1
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_one_token_at_a_wrong_position_is_refused(masked):
+    model = tiny_llama()
+    prompt = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
+    result = gracekv.compress(model, prompt, ratio=2)
+    step = {"input_ids": torch.tensor([[59]])}
+    if masked:
+        step["attention_mask"] = torch.ones(1, 60, dtype=torch.int64)
+    right = torch.tensor([[59]])
+    model(**step, position_ids=right, past_key_values=result.new_cache())
+    for wrong in (right - 1, right + 1, right * 0):
+        with pytest.raises(CacheError, match=r"position"):
+            model(**step, position_ids=wrong, past_key_values=result.new_cache())
+
+
+def test_a_model_in_training_is_refused():
+    model = tiny_llama()
+    prompt = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
+    result = gracekv.compress(model, prompt, ratio=2)
+    model.train()
+    with pytest.raises(CacheError, match=r"LlamaModel is in training mode.*eval"):
+        model.generate(**result.inputs, past_key_values=result.new_cache(), max_new_tokens=2)
 
 
 @pytest.mark.parametrize("base", ["sdpa", "eager"])
