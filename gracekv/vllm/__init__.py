@@ -7,8 +7,8 @@ the plugin does the rest. Nothing here imports vLLM before it is used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gracekv.vllm.configuration import kv_transfer_config
 from gracekv.vllm.requests import Request, request
+from gracekv.vllm.serving import kv_transfer_config
 from gracekv.vllm.store import ContextStore
 
 if TYPE_CHECKING:

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from gracekv.errors import StoreError
-from gracekv.vllm.configuration import has_store
 from gracekv.vllm.equal_shares import check_prompt
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.requests import PARAMETER
-from gracekv.vllm.serving import open_store
+from gracekv.vllm.serving import has_store, open_store
 from gracekv.vllm.store import ContextStore
 
 _stores: weakref.WeakKeyDictionary[Any, ContextStore] = weakref.WeakKeyDictionary()

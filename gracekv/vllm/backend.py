@@ -11,10 +11,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.vllm import attention
-from gracekv.vllm.batch import ContextBatch, plan_batch
-from gracekv.vllm.context_attention import ContextAttention
-from gracekv.vllm.page_layout import PageLayout, find_layout
-from gracekv.vllm.step import Step
+from gracekv.vllm.attention import ContextBatch, PageLayout, find_layout, plan_batch
+from gracekv.vllm.context_attention import ContextAttention, Step
 
 
 class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type: ignore[misc]

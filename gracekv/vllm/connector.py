@@ -18,7 +18,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 from gracekv.errors import StoreError
-from gracekv.vllm import step
+from gracekv.vllm.context_attention import Asking, begin_step, end_step
 from gracekv.vllm.equal_shares import check_prompt, layers_by_number, write_entries
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.requests import PARAMETER
@@ -178,13 +178,13 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: StepContexts) -> None:
         super().bind_connector_metadata(connector_metadata)
-        asking: dict[int, step.Asking] = {}
+        asking: dict[int, Asking] = {}
         digests = {digest for _, digest, _ in connector_metadata.named.values()}
         for block, (name, digest, tokens) in connector_metadata.named.items():
             context = self._load(name, digest, digests, [block])
             if context is not None:
-                asking[block] = step.Asking(context, tokens)
-        step.begin(asking)
+                asking[block] = Asking(context, tokens)
+        begin_step(asking)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         loads = self._get_connector_metadata().loads
@@ -211,7 +211,7 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
-        step.end()
+        end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         metadata = self._get_connector_metadata()
@@ -224,7 +224,7 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return failed
 
     def shutdown(self) -> None:
-        step.end()
+        end_step()
 
     # Nothing is saved, and nothing is loaded while the model runs.
 

@@ -1,13 +1,75 @@
-"""`ContextAttention`: what is mixed into vLLM's attention, on CPUs and on GPUs."""
+"""`ContextAttention`: what is mixed into vLLM's attention, and the step that a worker runs now."""
 
 from __future__ import annotations
 
 import abc
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from gracekv.vllm import step
+from gracekv.vllm.stored_context import StoredContext
+
+
+class Asking(NamedTuple):
+    """A request of a step that has a context.
+
+    Attributes:
+        context: its context.
+        tokens: how many it computes in the step.
+    """
+
+    context: StoredContext
+    tokens: int
+
+
+class Step:
+    """The contexts of one step, and the work that they are.
+
+    Args:
+        asking: requests that have a context, by the first block of their pages.
+    """
+
+    def __init__(self, asking: dict[int, Asking]) -> None:
+        self.asking = asking
+        self._planned: tuple[Any, Any] | None = None
+
+    def plan(self, metadata: Any, make: Callable[[], Any]) -> Any:
+        """The work over contexts; made in the first layer and the same in all of them.
+
+        Args:
+            metadata: vLLM's, of the step's attention.
+            make: plans it.
+        """
+        if self._planned is None or self._planned[0] is not metadata:
+            with torch.inference_mode():
+                self._planned = metadata, make()
+        return self._planned[1]
+
+
+_current: Step | None = None
+
+
+def begin_step(asking: dict[int, Asking]) -> None:
+    """Let attention see these contexts; see `Step`."""
+    global _current
+    _current = Step(asking) if asking else None
+
+
+def end_step() -> None:
+    """The step is over."""
+    begin_step({})
+
+
+def current_step() -> Step | None:
+    """The step that runs, or None if none of its requests has a context."""
+    return _current
+
+
+def pieces(first: int, count: int, most: int) -> list[tuple[int, int]]:
+    """(first, number) of pieces of at most `most` that `count` from `first` on are cut into."""
+    return [(first + i, min(most, count - i)) for i in range(0, count, most)]
 
 
 class ContextAttention(abc.ABC):
@@ -47,7 +109,7 @@ class ContextAttention(abc.ABC):
             output_scale: of a quantised output; never with contexts.
             output_block_scale: likewise.
         """
-        running = None if attn_metadata is None else step.current()
+        running = None if attn_metadata is None else current_step()
         batch = None
         if running is not None:
             batch = running.plan(attn_metadata, lambda: self.plan(running, attn_metadata, kv_cache))
@@ -65,7 +127,7 @@ class ContextAttention(abc.ABC):
         return output
 
     @abc.abstractmethod
-    def plan(self, running: step.Step, metadata: Any, kv_cache: Tensor) -> Any:
+    def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> Any:
         """The step's work over contexts, with `covers_all`; None if there is none.
 
         Args:

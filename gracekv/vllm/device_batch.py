@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gracekv.backends.triton_tiles import Tiles, padded_dim, tiles
 from gracekv.kernels import device as gpu
-from gracekv.vllm.step import Asking
+from gracekv.vllm.context_attention import Asking, pieces
 from gracekv.vllm.stored_context import StoredContext
 
 # Programs that a launch aims at, by processor; more than run at once, since heads are uneven.
@@ -196,7 +196,7 @@ def _divide(
     for _, one in order:
         i, rows = context_of(one), one.tokens * group
         if is_final(one):
-            units += [(i, 1, first, count, 0, 1) for first, count in _tiles(row, rows, most)]
+            units += [(i, 1, first, count, 0, 1) for first, count in pieces(row, rows, most)]
             slots += [0] * one.tokens
         else:
             parts = parts_of[i]
@@ -220,14 +220,9 @@ def _with_parts(
 ) -> list[tuple[int, int, int, int, int, int]]:
     return [
         (context, pages, first, count, part, parts)
-        for first, count in _tiles(row, rows, most)
+        for first, count in pieces(row, rows, most)
         for part in range(parts)
     ]
-
-
-def _tiles(first: int, count: int, most: int) -> list[tuple[int, int]]:
-    """(first, number) of pieces of at most `most` rows."""
-    return [(first + i, min(most, count - i)) for i in range(0, count, most)]
 
 
 def _send(device: torch.device, *tensors: Tensor) -> list[Tensor]:

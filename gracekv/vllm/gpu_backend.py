@@ -15,10 +15,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
-from gracekv.vllm.configuration import has_store
-from gracekv.vllm.context_attention import ContextAttention
+from gracekv.vllm.context_attention import ContextAttention, Step
 from gracekv.vllm.device_batch import DeviceBatch, plan_device_batch
-from gracekv.vllm.step import Step
+from gracekv.vllm.serving import has_store
 
 
 class GPUContextAttention(ContextAttention):

@@ -1,10 +1,10 @@
 """Attention of a step's tokens over ragged contexts and vLLM's own pages, compiled for CPUs.
 
 All requests of a step, of any contexts, are one call: threads take units of work (see
-`gracekv.vllm.batch`) from a shared counter. A unit goes over its entries in short pieces, keeping
-maximum and sum as it goes (online softmax), with all its queries at once, so that entries are read
-once. A second call merges the partial results of each token. Both are the same to the bit on any
-number of threads.
+`gracekv.vllm.attention`) from a shared counter. A unit goes over its entries in short pieces,
+keeping maximum and sum as it goes (online softmax), with all its queries at once, so that entries
+are read once. A second call merges the partial results of each token. Both are the same to the bit
+on any number of threads.
 
 Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
 """

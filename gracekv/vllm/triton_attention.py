@@ -14,8 +14,8 @@ from torch import Tensor
 from gracekv.backends.triton_tiles import padded_dim
 from gracekv.cache.base import RaggedEntries
 from gracekv.kernels.device import interpreted
+from gracekv.vllm.context_attention import Asking
 from gracekv.vllm.device_batch import DeviceBatch, plan_device_batch
-from gracekv.vllm.step import Asking
 from gracekv.vllm.stored_context import StoredContext
 from gracekv.vllm.triton_kernel import attend_units, merge_units
 

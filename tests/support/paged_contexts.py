@@ -13,7 +13,7 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm import reference
-from gracekv.vllm.step import Asking
+from gracekv.vllm.context_attention import Asking
 from gracekv.vllm.stored_context import StoredContext
 
 LAYOUTS = ("heads first", "tokens first", "layers inside")

@@ -9,8 +9,8 @@ pytestmark = pytest.mark.vllm
 
 def test_a_context_that_cannot_be_loaded_fails_the_blocks_of_its_requests():
     from gracekv.errors import StoreError
-    from gracekv.vllm import step
     from gracekv.vllm.connector import GraceConnector, StepContexts
+    from gracekv.vllm.context_attention import current_step
 
     def load(name, digest, keep):
         if name == "gone":
@@ -22,9 +22,9 @@ def test_a_context_that_cannot_be_loaded_fails_the_blocks_of_its_requests():
     connector.bind_connector_metadata(StepContexts({7: ("gone", "0", 1), 9: ("book", "1", 3)}))
     assert connector.get_block_ids_with_load_errors() == {7}
     assert connector.get_block_ids_with_load_errors() == set()
-    assert [(block, one.tokens) for block, one in step.current().asking.items()] == [(9, 3)]
+    assert [(block, one.tokens) for block, one in current_step().asking.items()] == [(9, 3)]
     connector.clear_connector_metadata()
-    assert step.current() is None
+    assert current_step() is None
 
 
 def test_an_engine_without_a_store_refuses_requests_about_contexts():

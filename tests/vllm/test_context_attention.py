@@ -9,9 +9,7 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm import reference
-from gracekv.vllm.attention import attend
-from gracekv.vllm.batch import plan_batch
-from gracekv.vllm.page_layout import PageLayout, find_layout
+from gracekv.vllm.attention import PageLayout, attend, find_layout, plan_batch
 from gracekv.vllm.stored_context import StoredContext
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 16, 32

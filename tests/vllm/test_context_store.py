@@ -14,8 +14,8 @@ import gracekv
 from gracekv.errors import ConfigError, StoreError
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore, export, kv_transfer_config
-from gracekv.vllm.configuration import StoreOptions
 from gracekv.vllm.model_facts import model_facts
+from gracekv.vllm.serving import StoreOptions
 from gracekv.vllm.stored_context import heads_of_rank
 
 
