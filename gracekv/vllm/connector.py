@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +21,8 @@ from gracekv.vllm.context_attention import Asking, begin_step, end_step
 from gracekv.vllm.equal_shares import check_prompt, layers_by_number, write_entries
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.requests import PARAMETER
-from gracekv.vllm.serving import attention_layers, check_pages, check_serving, open_store
+from gracekv.vllm.serving import LOG, attention_layers, check_pages, check_serving, open_store
 from gracekv.vllm.stored_context import StoredContext
-
-# vLLM shows the messages of its own loggers.
-_log = logging.getLogger("vllm.gracekv")
 
 
 @dataclass
@@ -109,7 +105,7 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 prompt = request.prompt_token_ids or ()
                 check_prompt(header, str(name), prompt, request.sampling_params)
         except StoreError as error:
-            _log.error("Request %s is refused. %s", request.request_id, error)
+            LOG.error("Request %s is refused. %s", request.request_id, error)
             self._refused.add(request.request_id)
             # Else the scheduler would ignore the tokens by which the request is failed.
             request.skip_reading_prefix_cache = False
@@ -205,7 +201,7 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         try:
             return self._store.load(name, digest, keep=keep)
         except (StoreError, MemoryError, torch.OutOfMemoryError) as error:
-            _log.error("Context %r cannot be loaded; its requests fail. %s", name, error)
+            LOG.error("Context %r cannot be loaded; its requests fail. %s", name, error)
             self._failed_blocks.update(blocks)
             return None
 

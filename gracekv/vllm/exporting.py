@@ -15,6 +15,7 @@ from gracekv import recipes
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_digest, write_cache
+from gracekv.distributed.sampled_weights import active_adapters
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
 from gracekv.files import VERSION
@@ -109,6 +110,12 @@ def check_served(model: Any) -> None:
         raise UnsupportedModelError(
             f"Layer {others[0].number} of {name} is of kind {others[0].kind}; a context for vLLM "
             f"holds entries of layers with full attention only. Serve a model that has no others."
+        )
+    adapters = active_adapters(model)
+    if adapters:
+        raise UnsupportedModelError(
+            f"{name} computes with the adapters {', '.join(adapters)}, which contexts are not "
+            f"served with. Merge them into the weights, and serve those."
         )
     if "mrope_section" in rope_parameters(model):
         raise UnsupportedModelError(

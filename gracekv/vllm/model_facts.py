@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Elements of each weight that identify it, evenly spread. Source: ours.
-_SAMPLES = 64
-_PROJECTION = re.compile(r".*?(layers\.(\d+)\.self_attn\.\w*proj\.weight)$")
+from gracekv.distributed.sampled_weights import sampled_digest
+
 _SIZES = {
     "hidden_size": "hidden_size",
     "layers": "num_hidden_layers",
@@ -22,10 +19,12 @@ _SIZES = {
     "kv_heads": "num_key_value_heads",
     "vocabulary": "vocab_size",
 }
+# Parts of a weight's name that a model has and its checkpoint has not, or the other way round.
+_WRAPPERS = {"model", "language_model", "base_layer"}
 
 
 def config_facts(config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Family, sizes, RoPE and dtype of a transformers config, as plain data.
+    """Family, sizes, RoPE, dtype and whether weights are quantised, of a transformers config.
 
     vLLM reads the same configs, so these can be compared without either engine's model.
     """
@@ -39,80 +38,69 @@ def config_facts(config: Any, dtype: torch.dtype) -> dict[str, Any]:
         "head_dim": dim,
         "rope": {name: value for name, value in sorted(rope.items()) if value is not None},
         "dtype": str(dtype).removeprefix("torch."),
+        "quantised": getattr(config, "quantization_config", None) is not None,
     }
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """`config_facts` of a transformers model, with a digest of its attention's weights."""
+    """`config_facts` of a transformers model, with a digest of a sample of each weight.
+
+    Weights that are quantised or offloaded have none.
+    """
     facts = config_facts(model.config.get_text_config(), model.dtype)
-    plain = getattr(model, "hf_quantizer", None) is None
-    facts["weights"] = _digest(model.named_parameters(), model.dtype, facts) if plain else None
-    return facts
+    plain = (
+        (name, weight)
+        for name, weight in model.named_parameters()
+        if type(weight.detach()) is Tensor and weight.device.type != "meta"
+    )
+    return facts | {"weights": None if facts["quantised"] else _digests(plain, model.dtype)}
 
 
-def checkpoint_digest(folder: Path, dtype: torch.dtype, facts: Mapping[str, Any]) -> str | None:
-    """The digest of `model_facts` from a folder of safetensors files; None if it cannot be made."""
+def checkpoint_digests(folder: Path, dtype: torch.dtype) -> dict[str, str] | None:
+    """The weights of `model_facts` from a folder of safetensors files; None if it has none."""
     from safetensors import SafetensorError, safe_open
 
+    found: dict[str, str] = {}
     try:
         index = folder / "model.safetensors.index.json"
+        homes = {"model.safetensors"}
         if index.is_file():
-            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        else:
-            path = folder / "model.safetensors"
-            with safe_open(path, "pt") as file:
-                files = dict.fromkeys(file.keys(), path.name)
-        wanted = {name: file for name, file in files.items() if _place(name, facts)}
-        weights = []
-        for name, home in wanted.items():
+            homes = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        for home in sorted(homes):
             with safe_open(folder / home, "pt") as file:
-                weights.append((name, file.get_tensor(name)))
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+                weights = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+                found |= _digests(weights, dtype)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return _digest(weights, dtype, facts)
+    return found
 
 
 def differences(made: Mapping[str, Any], served: Mapping[str, Any]) -> list[str]:
-    """Names of the facts of `made` that `served` contradicts; what it does not know is left out."""
+    """What `served` contradicts of the facts `made`; what it does not know is left out."""
     found = []
     for name, value in made.items():
         other = served.get(name)
         if value is None or other is None:
             continue
-        if name == "rope":
-            same = all(other.get(key) in (None, mine) for key, mine in value.items())
-        else:
-            same = value == other
-        if not same:
+        if name == "weights":
+            # Checkpoints may hold experts under other names, and tied weights twice.
+            known = sorted(value.keys() & other.keys())
+            changed = [place for place in known if value[place] != other[place]]
+            if changed or not known:
+                first = f", {changed[0]} first" if changed else ""
+                found.append(f"weights ({len(changed)} of {len(known)}{first})")
+        elif name == "rope":
+            if any(other.get(key) not in (None, mine) for key, mine in value.items()):
+                found.append(name)
+        elif value != other:
             found.append(name)
     return found
 
 
-def _place(name: str, facts: Mapping[str, Any]) -> str | None:
-    """Where a projection of the first or last layer's attention lies; None for other weights."""
-    found = _PROJECTION.match(name)
-    if found is None or int(found[2]) not in (0, facts["layers"] - 1):
-        return None
-    return found[1]
-
-
-def _digest(
-    weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, facts: Mapping[str, Any]
-) -> str | None:
-    """Of places, shapes and a few elements in `dtype`; None if there are no such weights."""
-    marks = []
+def _digests(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, str]:
+    """Of each weight's shape and a sample of its elements in `dtype`, by the weight's place."""
+    found = {}
     for name, weight in weights:
-        place = _place(name, facts)
-        if place is None or weight.device.type == "meta":
-            continue
-        flat = weight.detach().reshape(-1)
-        count = min(_SAMPLES, len(flat))
-        at = torch.arange(count, device=flat.device) * (len(flat) // count)
-        few = flat[at].to(dtype).cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        marks.append((f"{place} {list(weight.shape)} ", few))
-    if not marks:
-        return None
-    digest = hashlib.sha256()
-    for mark, few in sorted(marks):
-        digest.update(mark.encode() + few)
-    return digest.hexdigest()[:16]
+        place = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        found[place] = sampled_digest([(place, weight)], dtype=dtype)
+    return found

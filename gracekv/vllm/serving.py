@@ -1,7 +1,8 @@
-"""What vLLM's configuration means for contexts: the connector and its store, and what is refused."""
+"""What vLLM's configuration says of contexts: connector and store, and what cannot be served."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ from typing import Any
 import torch
 
 from gracekv.errors import ConfigError
-from gracekv.vllm.model_facts import checkpoint_digest, config_facts
+from gracekv.vllm.model_facts import checkpoint_digests, config_facts
 from gracekv.vllm.store import ContextStore
 from gracekv.vllm.stored_context import heads_of_rank
+
+# vLLM shows the messages of its own loggers.
+LOG = logging.getLogger("vllm.gracekv")
 
 CONNECTOR = "GraceConnector"
 """The connector's class, by which vLLM knows it."""
@@ -142,6 +146,7 @@ def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
         "speculative decoding": vllm_config.speculative_config is not None,
         f"a KV cache in {cache.cache_dtype}": cache.cache_dtype
         not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")),
+        "LoRA adapters": vllm_config.lora_config is not None,
         "layers of several kinds": len(kv_cache_config.kv_cache_groups) > 1,
     }
     found = [name for name, there in obstacles.items() if there]
@@ -183,7 +188,14 @@ def open_store(
     model = vllm_config.model_config
     facts = config_facts(model.hf_text_config, model.dtype)
     folder = checkpoint_folder(model.model, model.revision)
-    facts["weights"] = folder and checkpoint_digest(folder, model.dtype, facts)
+    facts["quantised"] = model.quantization is not None
+    facts["weights"] = folder and checkpoint_digests(folder, model.dtype)
+    if facts["weights"] is None:
+        LOG.warning(
+            "The weights of %s are in no folder of safetensors files, so they cannot be compared "
+            "with those that contexts were made with.",
+            model.model,
+        )
     heads = None
     size = vllm_config.parallel_config.tensor_parallel_size
     if rank is not None and size > 1:

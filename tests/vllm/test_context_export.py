@@ -16,7 +16,7 @@ from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import ContextStore, export, request
 from gracekv.vllm.equal_shares import PLACEHOLDER
 from gracekv.vllm.exporting import moved
-from gracekv.vllm.model_facts import checkpoint_digest, differences, model_facts
+from gracekv.vllm.model_facts import checkpoint_digests, differences, model_facts
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 6
 
@@ -230,15 +230,37 @@ def test_names_that_are_no_folder_names_are_refused(book, tmp_path, name):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_is_known_by_its_attention_weights(model, tmp_path):
+def test_a_checkpoint_is_known_by_its_weights(model, tmp_path):
     facts = model_facts(model)
     for folder, size in (("one", "1GB"), ("sharded", "100KB")):
         model.save_pretrained(tmp_path / folder, max_shard_size=size)
-        digest = checkpoint_digest(tmp_path / folder, model.dtype, facts)
-        assert digest == facts["weights"]
-    other = tiny_model(vocabulary=500, seed=1)
-    assert differences(facts, model_facts(other)) == ["weights"]
+        assert checkpoint_digests(tmp_path / folder, model.dtype) == facts["weights"]
+    (other,) = differences(facts, model_facts(tiny_model(vocabulary=500, seed=1)))
+    assert other.startswith("weights (")
     assert differences(facts, model_facts(tiny_model(vocabulary=500, rope="linear"))) == ["rope"]
     assert differences(facts, {**facts, "dtype": "bfloat16"}) == ["dtype"]
+    assert differences(facts, {**facts, "quantised": True}) == ["quantised"]
+    assert differences(facts, {**facts, "weights": {"other": ""}}) == ["weights (0 of 0)"]
     assert not differences(facts, json.loads(json.dumps(facts)))
-    assert checkpoint_digest(tmp_path / "nowhere", model.dtype, facts) is None
+    assert checkpoint_digests(tmp_path / "nowhere", model.dtype) is None
+
+
+def test_no_weight_changes_unnoticed():
+    """Embeddings, norms and every projection of every layer, also where input 0 stays."""
+    model = tiny_model(layers=4)
+    made = model_facts(model)
+    for name, weight in model.named_parameters():
+        with torch.no_grad():
+            before = weight.clone()
+            weight[..., 1:] += 0.5
+            (changed,) = differences(made, model_facts(model))
+            weight.copy_(before)
+        place = name.replace("model.", "")
+        assert changed == f"weights (1 of {len(made['weights'])}, {place} first)"
+    assert not differences(made, model_facts(model))
+
+
+def test_a_model_with_an_active_adapter_is_refused(book, tmp_path, monkeypatch):
+    monkeypatch.setattr("gracekv.vllm.exporting.active_adapters", lambda model: ["poet"])
+    with pytest.raises(UnsupportedModelError, match="adapters poet"):
+        export(book, tmp_path / "book")

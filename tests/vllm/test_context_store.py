@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from gracekv.errors import ConfigError, StoreError
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore, export, kv_transfer_config
 from gracekv.vllm.model_facts import model_facts
-from gracekv.vllm.serving import StoreOptions
+from gracekv.vllm.serving import StoreOptions, check_serving
 from gracekv.vllm.stored_context import heads_of_rank
 
 
@@ -115,7 +116,7 @@ def test_an_engine_without_ragged_attention_takes_equal_shares_only(root, model)
 
 def test_contexts_of_other_models_are_refused(root):
     other = ContextStore(root, model=model_facts(tiny_model(kv_heads=4, seed=5)))
-    with pytest.raises(StoreError, match="another model: weights differ"):
+    with pytest.raises(StoreError, match=r"another model: weights \(.* first\) differ"):
         other.load("c0")
     facts = {"family": "llama", "layers": 30, "dtype": "bfloat16"}
     with pytest.raises(StoreError, match="layers, dtype differ"):
@@ -212,3 +213,30 @@ def test_the_configuration_names_the_store(root):
 def test_unusable_configurations_are_refused(extra, said):
     with pytest.raises(ConfigError, match=said):
         StoreOptions.of(extra)
+
+
+@pytest.mark.parametrize(
+    ("where", "field", "value", "said"),
+    [
+        ("", "lora_config", object(), "LoRA adapters"),
+        ("", "speculative_config", object(), "speculative decoding"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("cache_config", "cache_dtype", "fp8", "a KV cache in fp8"),
+    ],
+)
+def test_what_contexts_are_never_served_with_is_refused_by_name(where, field, value, said):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, decode_context_parallel_size=1,
+            prefill_context_parallel_size=1, use_ubatching=False,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(dtype=torch.float32),
+        speculative_config=None,
+        lora_config=None,
+    )  # fmt: skip
+    groups = SimpleNamespace(kv_cache_groups=[None])
+    check_serving(config, groups)
+    setattr(getattr(config, where) if where else config, field, value)
+    with pytest.raises(ConfigError, match=f"cannot be served with {said}"):
+        check_serving(config, groups)

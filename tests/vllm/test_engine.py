@@ -206,11 +206,11 @@ def broken(served):
     path.write_bytes(bytes(data))
     shutil.copytree(store / "global", store / "foreign")
     header = json.loads((store / "foreign" / "header.json").read_text())
-    header["model"]["weights"] = "0" * 16
+    header["model"]["weights"]["norm.weight"] = "0" * 16
     (store / "foreign" / "header.json").write_text(json.dumps(header))
     yield {
         "damaged": "is damaged",
-        "foreign": "another model: weights differ",
+        "foreign": "another model: weights .* differ",
         "missing": "There is no context",
         "../global": "A context's name",
         "equal": "in the place of the prompt's first",  # Of a prompt that leaves no place.
