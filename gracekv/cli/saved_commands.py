@@ -111,8 +111,9 @@ def export(
 ) -> None:
     """Put a saved cache where an inference engine finds it by name."""
     import gracekv.vllm
+    from gracekv.vllm.header import check_name
 
-    path = store / (name or cache.stem)
+    path = store / check_name(name or cache.stem)
     made = gracekv.vllm.export(_load(cache, model, dtype), path, shares=shares)
     for folder in made if isinstance(made, list) else [made]:
         typer.echo(f"{folder}")

@@ -10,9 +10,8 @@ from typing import Any
 
 from gracekv.errors import StoreError
 from gracekv.vllm.equal_shares import check_prompt
-from gracekv.vllm.header import ContextHeader
-from gracekv.vllm.requests import PARAMETER
-from gracekv.vllm.serving import has_store, open_store
+from gracekv.vllm.header import PARAMETER, ContextHeader
+from gracekv.vllm.serving import has_store, open_store, refusal
 from gracekv.vllm.store import ContextStore
 
 _stores: weakref.WeakKeyDictionary[Any, ContextStore] = weakref.WeakKeyDictionary()
@@ -36,7 +35,8 @@ def install(processor: type[Any]) -> None:
         made = stock(self, request_id, prompt, params, *args, **kwargs)
         if header is not None and header.kind == "equal":
             with _as_bad_request():
-                check_prompt(header, context_of(params), made.prompt_token_ids or (), params)
+                name = transfer_of(params)[PARAMETER]
+                check_prompt(header, name, made.prompt_token_ids or (), params)
         return made
 
     processor.process_inputs = process_inputs
@@ -71,24 +71,22 @@ def refuse_beam_search(request: type[Any]) -> None:
 def check(processor: Any, params: Any) -> ContextHeader | None:
     """The header of the request's context, if it asks for one.
 
-    Raises vLLM's error for bad requests (HTTP 400) if the context cannot be used.
+    Raises vLLM's error for bad requests (HTTP 400), with the `StoreError`'s text, if the context
+    cannot be used.
     """
-    name = context_of(params)
-    if name is None:
+    transfer = transfer_of(params)
+    if PARAMETER not in transfer:
         return None
-    from vllm.exceptions import VLLMValidationError
-
-    if not has_store(processor.vllm_config):
-        raise VLLMValidationError(
-            f"The request names the context {name!r}, and this engine has no store of contexts. "
-            f"Start it with gracekv.vllm.kv_transfer_config(store).",
-            parameter="kv_transfer_params",
-        )
-    store = _stores.get(processor)
-    if store is None:
-        store = _stores[processor] = open_store(processor.vllm_config)
     with _as_bad_request():
-        return store.verify(name)
+        if not has_store(processor.vllm_config):
+            raise StoreError(
+                "The request names a context, and this engine has no store of contexts. Start it "
+                "with gracekv.vllm.kv_transfer_config(store)."
+            )
+        store = _stores.get(processor)
+        if store is None:
+            store = _stores[processor] = open_store(processor.vllm_config)
+        return store.admit(transfer)
 
 
 @contextlib.contextmanager
@@ -97,12 +95,13 @@ def _as_bad_request() -> Iterator[None]:
 
     try:
         yield
-    except StoreError as error:
-        raise VLLMValidationError(str(error), parameter="kv_transfer_params") from error
+    # One request must not end the engine for all others.
+    except Exception as error:
+        raise VLLMValidationError(refusal(error), parameter="kv_transfer_params") from error
 
 
-def context_of(params: Any) -> Any:
-    """The name of the context that sampling parameters ask for, or None."""
+def transfer_of(params: Any) -> dict[str, Any]:
+    """The `kv_transfer_params` of sampling parameters; empty if there are none."""
     extra = getattr(params, "extra_args", None) or {}
     transfer = extra.get("kv_transfer_params")
-    return transfer.get(PARAMETER) if isinstance(transfer, dict) else None
+    return transfer if isinstance(transfer, dict) else {}

@@ -16,12 +16,17 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
-from gracekv.errors import StoreError
 from gracekv.vllm.context_attention import Asking, begin_step, end_step
 from gracekv.vllm.equal_shares import check_prompt, layers_by_number, write_entries
-from gracekv.vllm.header import ContextHeader
-from gracekv.vllm.requests import PARAMETER
-from gracekv.vllm.serving import LOG, attention_layers, check_pages, check_serving, open_store
+from gracekv.vllm.header import PARAMETER, ContextHeader
+from gracekv.vllm.serving import (
+    LOG,
+    attention_layers,
+    check_pages,
+    check_serving,
+    open_store,
+    refusal,
+)
 from gracekv.vllm.stored_context import StoredContext
 
 
@@ -51,11 +56,13 @@ class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
             block of their pages.
         loads: what goes into pages before the step.
         refused: ids of requests whose context cannot be used.
+        used: digests of the contexts of all requests that have not ended.
     """
 
     named: dict[int, tuple[str, str, int]] = field(default_factory=dict)
     loads: list[PageLoad] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
 
 
 class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -97,21 +104,21 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         params = request.kv_transfer_params
         if not isinstance(params, dict) or PARAMETER not in params:
             return
-        name = params[PARAMETER]
+        name = str(params[PARAMETER])
         try:
             # Whole, since a worker that finds damage can only end the request a token later.
-            header = self._store.verify(name)
+            header = self._store.admit(params)
             if header.kind == "equal":
-                prompt = request.prompt_token_ids or ()
-                check_prompt(header, str(name), prompt, request.sampling_params)
-        except StoreError as error:
-            LOG.error("Request %s is refused. %s", request.request_id, error)
+                check_prompt(header, name, request.prompt_token_ids or (), request.sampling_params)
+        # In the scheduler, any other exception would end the engine for everybody.
+        except Exception as error:
+            LOG.error("Request %s is refused. %s", request.request_id, refusal(error))
             self._refused.add(request.request_id)
             # Else the scheduler would ignore the tokens by which the request is failed.
             request.skip_reading_prefix_cache = False
             salt = request.request_id
         else:
-            self._contexts[request.request_id] = str(name), header
+            self._contexts[request.request_id] = name, header
             salt = header.digest
         request.cache_salt = f"{PARAMETER}:{salt}:{request.cache_salt or ''}"
         request.block_hashes = []
@@ -138,7 +145,8 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepContexts:
         state = scheduler_output.kv_connector_block_state
-        step_contexts = StepContexts(refused=self._to_refuse)
+        used = {header.digest for _, header in self._contexts.values()}
+        step_contexts = StepContexts(refused=self._to_refuse, used=used)
         for request, tokens in scheduler_output.num_scheduled_tokens.items():
             if request not in self._contexts:
                 continue
@@ -174,6 +182,7 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: StepContexts) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._store.retain(connector_metadata.used)
         asking: dict[int, Asking] = {}
         digests = {digest for _, digest, _ in connector_metadata.named.values()}
         for block, (name, digest, tokens) in connector_metadata.named.items():
@@ -200,8 +209,8 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """The context; None if it cannot be loaded, and then requests with `blocks` fail."""
         try:
             return self._store.load(name, digest, keep=keep)
-        except (StoreError, MemoryError, torch.OutOfMemoryError) as error:
-            LOG.error("Context %r cannot be loaded; its requests fail. %s", name, error)
+        except Exception as error:
+            LOG.error("Context %r cannot be loaded; its requests fail. %s", name, refusal(error))
             self._failed_blocks.update(blocks)
             return None
 

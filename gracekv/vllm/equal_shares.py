@@ -8,12 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gracekv.cache.base import RaggedCache
 from gracekv.errors import StoreError
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.stored_context import StoredContext
 
 PLACEHOLDER = 0
 """The token that stands in a prompt where a context's entries are loaded; it is never computed."""
+
+
+def equal_share(cache: RaggedCache) -> int | None:
+    """Entries of each head, if all hold as many and each stands for one token; else None."""
+    lengths = cache.entries()
+    original = all(not bool(layer.log_multiplicity.any()) for layer in cache.layers)
+    return int(lengths[0, 0]) if original and bool((lengths == lengths[0, 0]).all()) else None
 
 
 def check_prompt(header: ContextHeader, name: str, ids: Sequence[int], params: Any) -> None:

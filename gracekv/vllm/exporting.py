@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
-import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.distributed.sampled_weights import active_adapters
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
-from gracekv.files import VERSION
+from gracekv.files import VERSION, replacing
 from gracekv.hf.base_result import BaseResult
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.chat_text import render
@@ -31,9 +31,17 @@ from gracekv.prefill.model_layers import (
     rope_parameters,
 )
 from gracekv.prefill.prompt import Prompt
-from gracekv.vllm.header import KINDS, QUESTION, ContextHeader
+from gracekv.vllm.equal_shares import equal_share
+from gracekv.vllm.header import (
+    HEADER,
+    KINDS,
+    QUESTION,
+    ContextHeader,
+    check_name,
+    is_ours,
+    is_served,
+)
 from gracekv.vllm.model_facts import model_facts
-from gracekv.vllm.store import ENTRIES, HEADER, check_name, equal_share
 
 
 def export(
@@ -43,8 +51,9 @@ def export(
 
         gracekv.vllm.export(result, "store/book")
 
-    The folder is written completely or not at all, and replaces one of its name. A batch writes
-    book-1, book-2, ...
+    There is the new context or what was there before, also if the process is killed. A folder of
+    that name is replaced if it holds a context's files and nothing else. A batch writes book-1,
+    book-2, ...
 
     Args:
         result: what `compress` or `load` returned.
@@ -57,8 +66,8 @@ def export(
         The folder; a list of them for a batch.
 
     Raises:
-        StoreError: the name has other signs than letters, digits, ".", "_" and "-"; or shares are
-            unknown, or are to be equal and are not.
+        StoreError: `check_name` refuses the name; a folder of that name holds other files; or
+            shares are unknown, or are to be equal and are not.
         UnsupportedModelError: the model's heads are spread over processes; or vLLM would not see
             the entries as this model does: RoPE that depends on the sequence's length, or layers
             with a sliding window.
@@ -72,10 +81,11 @@ def export(
         result.fingerprint, result.model, "What is to be exported", "Compress it with this model."
     )
     path = Path(path)
-    check_name(path.name)
     count = len(result.prompts)
     names = [f"{path.name}-{number}" for number in range(1, count + 1)] if result.is_batch else None
-    folders = [path.parent / name for name in names or [path.name]]
+    folders = [path.parent / check_name(name) for name in names or [path.name]]
+    for folder in folders:
+        _check_replaceable(folder)
     # vLLM computes with numbers in the model's dtype.
     caches = [dequantised(result.packed.sequence(number)) for number in range(count)]
     if shares == "equal":
@@ -144,23 +154,67 @@ def check_served(model: Any) -> None:
         )
 
 
+def _check_replaceable(folder: Path) -> None:
+    """Raise `StoreError` unless nothing is there, or a folder with the files of exports only."""
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        raise StoreError(f"{folder} is no folder, and is not replaced. Choose another name.")
+    for path in folder.iterdir():
+        if not is_ours(path.name) or path.is_symlink() or path.is_dir():
+            raise StoreError(
+                f"{folder} holds {path.name!r}, which no export wrote, and is not replaced. Choose "
+                f"another name, or move it away."
+            )
+
+
 def _write(
     model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, kind: str, folder: Path
 ) -> None:
-    """The folder, complete or not at all; one that is there already is replaced."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """The context, complete or not at all; one that is there already is replaced."""
     # In pages the question comes after as many tokens as a head holds entries.
     rotated = moved(model, cache, (equal_share(cache) or 0) if kind == "equal" else 0)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        fresh = Path(scratch) / "fresh"
-        write_cache(fresh / ENTRIES, rotated, {"engine": "vllm"}, {})
-        header = _header(model, prompt, cache, recipe, kind, read_digest(fresh / ENTRIES))
-        (fresh / HEADER).write_text(header.to_json(), encoding="utf-8")
-        # A folder cannot be replaced while it holds files: move the old one out first.
-        if folder.exists():
-            os.replace(folder, Path(scratch) / "old")
-        os.replace(fresh, folder)
-        shutil.rmtree(Path(scratch) / "old", ignore_errors=True)
+    with _alone_in(folder):
+        try:
+            # The context is the new one from when its header takes the old one's place: the header
+            # names its entries, and the old ones stay until then.
+            with replacing(folder / HEADER) as header_file:
+                entries, old = folder / "new.safetensors", folder / HEADER
+                # Whoever may not read the old context may not read the new one.
+                entries.touch(mode=old.stat().st_mode & 0o666 if old.exists() else 0o666)
+                write_cache(entries, rotated, {"engine": "vllm"}, {})
+                header = _header(model, prompt, cache, recipe, kind, read_digest(entries))
+                header_file.write_text(header.to_json(), encoding="utf-8")
+                os.replace(entries, folder / header.entries_file)
+        except BaseException:
+            _delete(folder, lambda name: not is_served(name))
+            raise
+        _delete(folder, lambda name: name not in (HEADER, header.entries_file))
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep other exports to it waiting; it goes if it ends up empty."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # Ends with the process, however it ends. Some systems cannot.
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        os.close(handle)
+
+
+def _delete(folder: Path, unneeded: Callable[[str], bool]) -> None:
+    """Delete those of our files, also of exports that were killed."""
+    for path in folder.iterdir():
+        if is_ours(path.name) and unneeded(path.name):
+            path.unlink()
 
 
 def _header(

@@ -3,21 +3,71 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gracekv.errors import StoreError
+from gracekv.registry import check_values
 
-FORMAT = 2
-"""Raise it when contexts of an older version could be misread."""
+FORMAT = 3
+"""Raise it when contexts of an older version could be misread.
+
+Formats before 3 have no checksum, and name weights by a sample that misses most of them.
+"""
+
+HEADER = "header.json"
+PARAMETER = "gracekv"
+"""The key of a context's name in a request's `kv_transfer_params`."""
 
 KINDS = ("ragged", "equal")
 """Entries beside vLLM's pages as the recipe chose them, or as many in every head inside pages."""
 
 QUESTION = "{question}"
 """Stands for the question in `ContextHeader.question_text`."""
+
+# Bytes of a header; what it holds of a prompt is what follows the context. Source: ours.
+_LARGEST = 2**24
+# More layers or heads than any model has.
+_MOST = 2**16
+# Names that some systems keep for devices are no names of folders everywhere.
+_NAME = re.compile(
+    r"(?!(con|prn|aux|nul|com\d|lpt\d)(\.|\Z))[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9_-])?",
+    re.IGNORECASE | re.ASCII,
+)
+# Names in the folder of a context: what is served, what earlier versions wrote, and what an export
+# that was killed leaves.
+_FILES = re.compile(r"header\.json|entries(-[0-9a-f]{16})?\.safetensors")
+_UNFINISHED = re.compile(r"\.(header\.json|new\.safetensors)-\w+|new\.safetensors")
+
+
+def is_name(name: object) -> bool:
+    """Whether it is a plain folder name on every system."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def check_name(name: Any) -> str:
+    """`name`; raises `StoreError` unless it is a plain folder name on every system."""
+    if is_name(name):
+        return str(name)
+    raise StoreError(
+        f"A context's name has letters, digits, '.', '_' and '-', begins with a letter or digit, "
+        f"does not end with '.', has at most 128 of them and is no device (such as 'nul'); got "
+        f"{str(name)[:200]!r}."
+    )
+
+
+def is_served(name: str) -> bool:
+    """Whether a file of this name may be part of a context."""
+    return _FILES.fullmatch(name) is not None
+
+
+def is_ours(name: str) -> bool:
+    """Whether an export, finished or not, wrote a file of this name."""
+    return is_served(name) or _UNFINISHED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +118,27 @@ class ContextHeader:
         heads = int(self.model["layers"] * self.model["kv_heads"]) if self.kind == "equal" else 0
         return self.entries // heads if heads else 0
 
+    @property
+    def entries_file(self) -> str:
+        """Its name says what it holds: a new header never stands beside old entries."""
+        return f"entries-{self.digest[:16]}.safetensors"
+
     def to_json(self) -> str:
         """For `header.json`."""
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=2) + "\n"
+        data = json.loads(json.dumps(dataclasses.asdict(self)))
+        return json.dumps({"format": FORMAT, "sha256": _checksum(data), **data}, indent=2) + "\n"
 
     @classmethod
     def read(cls, path: Path, name: str) -> ContextHeader:
-        """Raises `StoreError` if it is missing, damaged, or of an unknown format."""
+        """Raises `StoreError` if it is missing, damaged, edited, or of an unknown format."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = json.loads(_text(path))
         except FileNotFoundError as error:
             raise StoreError(
                 f"There is no context {name!r} in the store. Write it there with "
                 f"gracekv.vllm.export(result, 'STORE/{name}')."
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise StoreError(
                 f"The header of context {name!r} cannot be read ({type(error).__name__}). Export "
                 f"it again."
@@ -93,23 +149,45 @@ class ContextHeader:
                 f"Export it again."
             )
         try:
-            header = cls(**data)
-            header = dataclasses.replace(header, prompt_ids=tuple(map(int, header.prompt_ids)))
-        except (TypeError, ValueError) as error:
+            return _checked(cls, data)
+        # What was given is left out: it may be of any size.
+        except (TypeError, ValueError, RecursionError) as error:
             raise StoreError(
-                f"The header of context {name!r} is damaged: {error}. Export it again."
+                f"The header of context {name!r} is damaged or was edited. Export it again."
             ) from error
-        whole = (header.length, header.entries, header.bytes)
-        if (
-            any(type(number) is not int or number < 0 for number in whole)
-            or not all(
-                isinstance(part, kind)
-                for part, kind in (
-                    (header.model, dict), (header.tokenizer, dict), (header.digest, str)
-                )
-            )
-            or header.kind not in KINDS
-            or any(type(header.model.get(size)) is not int for size in ("layers", "kv_heads"))
-        ):  # fmt: skip
-            raise StoreError(f"The header of context {name!r} is damaged. Export it again.")
-        return header
+
+
+def _text(path: Path) -> str:
+    with path.open("rb") as file:
+        data = file.read(_LARGEST + 1)
+    if len(data) > _LARGEST:
+        raise ValueError(f"more than {_LARGEST} bytes")
+    return data.decode()
+
+
+def _checksum(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _checked(cls: type[ContextHeader], data: dict[str, Any]) -> ContextHeader:
+    """The header of `data`; raises `ValueError` or `TypeError` if it is none that was written."""
+    if data.pop("sha256", None) != _checksum(data):
+        raise ValueError("the checksum differs")
+    data["prompt_ids"] = tuple(data.get("prompt_ids", ()))
+    check_values(cls, data)
+    header = cls(**data)
+    model = header.model
+    fits = (
+        isinstance(model, dict)
+        and isinstance(header.tokenizer, dict)
+        and header.kind in KINDS
+        and re.fullmatch("[0-9a-f]{64}", header.digest) is not None
+        and min(header.length, header.entries, header.bytes, *header.prompt_ids) >= 0
+        and all(type(model.get(x)) is int for x in ("layers", "kv_heads"))
+        and all(0 < model[x] < _MOST for x in ("layers", "kv_heads"))
+        and isinstance(model.get("rope"), dict)
+        and isinstance(model.get("weights"), dict | None)
+    )
+    if not fits:
+        raise ValueError("a value is none that was written")
+    return header

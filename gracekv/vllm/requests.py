@@ -10,11 +10,8 @@ from gracekv.errors import PromptError, StoreError
 from gracekv.prefill.chat_text import first_turn
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.vllm.equal_shares import PLACEHOLDER
-from gracekv.vllm.header import ContextHeader
+from gracekv.vllm.header import PARAMETER, ContextHeader
 from gracekv.vllm.store import ContextStore
-
-PARAMETER = "gracekv"
-"""The key of a context's name in `kv_transfer_params`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from gracekv.errors import ConfigError
+from gracekv.errors import ConfigError, StoreError
+from gracekv.vllm.header import is_name
 from gracekv.vllm.model_facts import checkpoint_digests, config_facts
 from gracekv.vllm.store import ContextStore
 from gracekv.vllm.stored_context import heads_of_rank
@@ -22,24 +24,35 @@ LOG = logging.getLogger("vllm.gracekv")
 CONNECTOR = "GraceConnector"
 """The connector's class, by which vLLM knows it."""
 
-_STORE, _LIMIT = "store", "limit_bytes"
+_STORE, _LIMIT, _ALLOW = "store", "limit_bytes", "allow"
+
+Allow = Callable[[str, Mapping[str, Any]], object]
+"""Which context a request may use, from its name and the request's `kv_transfer_params`."""
 
 
 def kv_transfer_config(
-    store: str | os.PathLike[str], *, limit_bytes: int | None = None
+    store: str | os.PathLike[str],
+    *,
+    limit_bytes: int | None = None,
+    allow: str | Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The fields of vLLM's `KVTransferConfig`, or as JSON for `--kv-transfer-config`.
 
     Args:
         store: the folder of contexts.
-        limit_bytes: most bytes of contexts that a process keeps in memory; None: no limit.
+        limit_bytes: most bytes of contexts that a process keeps in memory; None: a quarter of the
+            machine's memory, or a tenth of the GPU's.
+        allow: names of the contexts that requests may use; or "module:function" of a function that
+            is called with a context's name and the request's `kv_transfer_params` and says whether
+            this request may; None: every request may use all of the store.
     """
-    options = {_STORE: str(store)} | ({} if limit_bytes is None else {_LIMIT: limit_bytes})
+    names = allow if allow is None or isinstance(allow, str) else list(allow)
+    options = {_STORE: str(store), _LIMIT: limit_bytes, _ALLOW: names}
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": "gracekv.vllm.connector",
         "kv_role": "kv_consumer",
-        "kv_connector_extra_config": options,
+        "kv_connector_extra_config": {k: v for k, v in options.items() if v is not None},
     }
 
 
@@ -56,18 +69,21 @@ class StoreOptions:
     Attributes:
         root: the folder of contexts.
         limit: most bytes of contexts in memory, or None.
+        allow: see `Allow`; None: every request may use all contexts.
     """
 
     root: Path
     limit: int | None
+    allow: Allow | None
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> StoreOptions:
-        """Raises `ConfigError` if there is no such folder, or an option is unknown."""
-        unknown = sorted(extra.keys() - {_STORE, _LIMIT})
+        """Raises `ConfigError` if there is no such folder, or an option is unknown or unusable."""
+        unknown = sorted(extra.keys() - {_STORE, _LIMIT, _ALLOW})
         if unknown:
             raise ConfigError(
-                f"kv_connector_extra_config takes {_STORE!r} and {_LIMIT!r}; got {unknown}."
+                f"kv_connector_extra_config takes {_STORE!r}, {_LIMIT!r} and {_ALLOW!r}; got "
+                f"{unknown}."
             )
         root, limit = extra.get(_STORE), extra.get(_LIMIT)
         if not isinstance(root, str) or not Path(root).is_dir():
@@ -77,7 +93,34 @@ class StoreOptions:
             )
         if limit is not None and (type(limit) is not int or limit < 1):
             raise ConfigError(f"{_LIMIT!r} is a number of bytes, at least 1; got {limit!r}.")
-        return cls(Path(root), limit)
+        return cls(Path(root), limit, _allowing(extra.get(_ALLOW)))
+
+
+def _allowing(given: Any) -> Allow | None:
+    if given is None:
+        return None
+    if isinstance(given, list) and all(map(is_name, given)):
+        return lambda name, _: name in given
+    try:
+        module, _, function = given.partition(":")
+        found = getattr(importlib.import_module(module), function)
+    # A module may raise anything while it is imported.
+    except Exception as error:
+        raise ConfigError(
+            f"{_ALLOW!r} is a list of contexts' names, or 'module:function'; got {given!r} "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{_ALLOW!r} names {given!r}, which is no function.")
+    return cast(Allow, found)
+
+
+def refusal(error: Exception) -> str:
+    """What a client is told about a request that is refused; of surprises the log has the rest."""
+    if isinstance(error, StoreError):
+        return str(error)
+    LOG.error("A request about a context is refused.", exc_info=error)
+    return f"The context cannot be used ({type(error).__name__}). The server's log says more."
 
 
 CPU = {"CPU_ATTN": "gracekv.vllm.backend.GraceCPUAttentionBackend"}
@@ -200,13 +243,18 @@ def open_store(
     size = vllm_config.parallel_config.tensor_parallel_size
     if rank is not None and size > 1:
         heads = heads_of_rank(facts["kv_heads"], size, rank)
+    limit = options.limit
+    if limit is not None and rank is None:
+        # This process reads whole contexts, and keeps none.
+        limit *= size
     return ContextStore(
         options.root,
         model=facts,
-        limit=options.limit,
+        limit=limit,
         heads=heads,
         ragged=serves_ragged(vllm_config),
         device=device,
+        allow=options.allow,
     )
 
 

@@ -158,6 +158,15 @@ def test_a_saved_context_is_exported(run, loads, book, tmp_path):
     assert (status, "'tgi' is not" in err) == (2, True)
 
 
+def test_an_export_stays_in_its_store(run, loads, book, tmp_path):
+    for name in ("../evil", "/evil", "..", "a/b", "nul"):
+        status, _, err = run("export", book[1], "--store", tmp_path / "store", "--name", name)
+        assert (status, "A context's name" in err) == (2, True)
+    assert not (tmp_path / "store").exists()
+    assert not (tmp_path / "evil").exists()
+    assert not loads.seen
+
+
 def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(run, story, loads):
     for argv in (("generate", story), ("ask", story, "Who?"), ("chat", story)):
         status, _, err = run(*argv)

@@ -18,13 +18,35 @@ def test_a_context_that_cannot_be_loaded_fails_the_blocks_of_its_requests():
         return SimpleNamespace(header=SimpleNamespace(digest=digest))
 
     connector = object.__new__(GraceConnector)
-    connector._store, connector._failed_blocks = SimpleNamespace(load=load), set()
-    connector.bind_connector_metadata(StepContexts({7: ("gone", "0", 1), 9: ("book", "1", 3)}))
+    used = []
+    connector._store = SimpleNamespace(load=load, retain=used.append)
+    connector._failed_blocks = set()
+    asked = {7: ("gone", "0", 1), 9: ("book", "1", 3)}
+    connector.bind_connector_metadata(StepContexts(asked, used={"0", "1", "2"}))
+    assert used == [{"0", "1", "2"}]
     assert connector.get_block_ids_with_load_errors() == {7}
     assert connector.get_block_ids_with_load_errors() == set()
     assert [(block, one.tokens) for block, one in current_step().asking.items()] == [(9, 3)]
     connector.clear_connector_metadata()
     assert current_step() is None
+
+
+@pytest.mark.parametrize("error", [RecursionError("deep"), MemoryError(), TypeError("'list'")])
+def test_any_error_refuses_that_request_and_the_scheduler_goes_on(error):
+    from gracekv.vllm.connector import GraceConnector
+
+    def admit(transfer):
+        raise error
+
+    connector = object.__new__(GraceConnector)
+    connector._store, connector._refused = SimpleNamespace(admit=admit), set()
+    request = SimpleNamespace(
+        request_id="0", kv_transfer_params={"gracekv": ["book"]}, cache_salt=None,
+        skip_reading_prefix_cache=True, update_block_hashes=list,
+    )  # fmt: skip
+    connector.on_new_request(request)
+    assert connector.get_num_new_matched_tokens(request, 0) == (1, True)
+    assert request.cache_salt == "gracekv:0:"
 
 
 def test_an_engine_without_a_store_refuses_requests_about_contexts():

@@ -1,6 +1,7 @@
 """Exported contexts: what the folder holds, what is refused, and that keys are moved to zero."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from gracekv.vllm import ContextStore, export, request
 from gracekv.vllm.equal_shares import PLACEHOLDER
 from gracekv.vllm.exporting import moved
 from gracekv.vllm.model_facts import checkpoint_digests, differences, model_facts
+from support.killed import killed_at_each_line
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 6
 
@@ -83,7 +85,8 @@ def test_keys_are_moved_as_each_layer_rotates_them(family):
 
 def test_the_folder_holds_entries_and_header(book, model, tokenizer, tmp_path):
     folder = export(book, tmp_path / "store" / "book")
-    assert sorted(path.name for path in folder.iterdir()) == ["entries.safetensors", "header.json"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [ContextStore(folder.parent).header("book").entries_file, "header.json"]
     assert [path.name for path in folder.parent.iterdir()] == ["book"]
     store = ContextStore(tmp_path / "store", model=model_facts(model))
     header, context = store.header("book"), store.load("book")
@@ -104,8 +107,82 @@ def test_a_second_export_replaces_the_first(book, model, tokenizer, tmp_path):
     before = ContextStore(tmp_path).header("book").digest
     other = gracekv.compress(model, book.prompt, ratio=3)
     assert export(other, tmp_path / "book") == folder
-    assert ContextStore(tmp_path).header("book").digest != before
+    header = ContextStore(tmp_path).header("book")
+    assert header.digest != before
     assert [path.name for path in tmp_path.iterdir()] == ["book"]
+    assert {path.name for path in folder.iterdir()} == {"header.json", header.entries_file}
+
+
+def test_what_no_export_wrote_is_not_replaced(book, tmp_path):
+    theses = tmp_path / "theses"
+    theses.mkdir()
+    (theses / "chapter.tex").write_text("ten years of work")
+    (tmp_path / "link").symlink_to(theses)
+    (tmp_path / "file").write_text("mine")
+    export(book, tmp_path / "mixed")
+    (tmp_path / "mixed" / "notes.txt").write_text("mine")
+    for name in ("theses", "link", "file", "mixed"):
+        with pytest.raises(StoreError, match="not replaced"):
+            export(book, tmp_path / name)
+    assert (theses / "chapter.tex").read_text() == "ten years of work"
+    assert (tmp_path / "file").read_text() == "mine"
+    assert (tmp_path / "mixed" / "notes.txt").read_text() == "mine"
+    # What versions before wrote is a context, and so is what a killed export left.
+    (tmp_path / "mixed" / "notes.txt").rename(tmp_path / "mixed" / "entries.safetensors")
+    (tmp_path / "mixed" / ".new.safetensors-ab12").write_text("")
+    assert len(list(export(book, tmp_path / "mixed").iterdir())) == 2
+
+
+def test_a_second_export_is_as_private_as_the_first(book, tmp_path):
+    folder = export(book, tmp_path / "book")
+    for path in folder.iterdir():
+        path.chmod(0o600)
+    export(gracekv.compress(book.model, book.prompt, ratio=3), folder)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_an_export_that_is_killed_leaves_the_old_or_the_new_context(book, tmp_path):
+    others = [book, gracekv.compress(book.model, book.prompt, ratio=3)]
+    digests = [ContextStore(export(x, tmp_path / "want").parent).verify("want") for x in others]
+    functions = ("_write", "_alone_in", "_delete", "replacing", "write_cache")
+    before = tmp_path / "store" / "book"
+    seen = []
+    for count in killed_at_each_line(
+        functions, lambda n: export(others[n % 2], tmp_path / "store" / "book")
+    ):
+        store = ContextStore(tmp_path / "store")
+        if before.is_dir() and store.names():
+            seen.append(digests.index(store.verify("book")))
+        else:
+            assert not seen, f"gone after {count} lines"
+    assert count > 30
+    assert set(seen) == {0, 1}
+    assert len(list(before.iterdir())) == 2
+
+
+def test_two_exports_and_a_reader_see_whole_contexts_only(book, tmp_path):
+    others = [book, gracekv.compress(book.model, book.prompt, ratio=3)]
+    export(book, tmp_path / "book")
+    errors = []
+
+    def write(result):
+        try:
+            for _ in range(8):
+                export(result, tmp_path / "book")
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(result,)) for result in others]
+    for thread in threads:
+        thread.start()
+    store, seen = ContextStore(tmp_path), 0
+    while any(thread.is_alive() for thread in threads):
+        store.verify("book")
+        store.load("book")
+        seen += 1
+    assert seen
+    assert not errors
+    assert len(list((tmp_path / "book").iterdir())) == 2
 
 
 def test_a_failed_export_leaves_nothing(book, tmp_path, monkeypatch):
@@ -223,7 +300,7 @@ def test_a_model_that_caps_its_logits_is_refused(book, tmp_path, monkeypatch):
         export(book, tmp_path / "book")
 
 
-@pytest.mark.parametrize("name", ["..", ".hidden", "a b", "b" * 129])
+@pytest.mark.parametrize("name", ["..", ".hidden", "a b", "b" * 129, "nul", "book."])
 def test_names_that_are_no_folder_names_are_refused(book, tmp_path, name):
     with pytest.raises(StoreError, match="A context's name"):
         export(book, tmp_path / name)

@@ -1,6 +1,7 @@
 """The store: names stay inside it, damage is found, and memory is shared and bounded."""
 
 import json
+import os
 import shutil
 import threading
 from types import SimpleNamespace
@@ -12,12 +13,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 import gracekv
-from gracekv.errors import ConfigError, StoreError
+from gracekv.errors import ConfigError, SavedCacheError, StoreError
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore, export, kv_transfer_config
 from gracekv.vllm.model_facts import model_facts
 from gracekv.vllm.serving import StoreOptions, check_serving
 from gracekv.vllm.stored_context import heads_of_rank
+from support.forged_contexts import signed
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +44,19 @@ def root(made, tmp_path):
     return tmp_path / "store"
 
 
-@pytest.mark.parametrize("name", ["../store/c0", "/etc", "", ".", "c0/..", None, 3, ["c0"], "c0\n"])
+NAMES = [
+    "../store/c0", "/etc", "", ".", "c0/..", "a\\b", None, 3, ["c0"], "c0\n", "c0\0", "c\u0660",
+    "nul", "CON.txt", "com1", "c0.", "c" * 129, "\ud800",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_no_name_leaves_the_store(root, name):
-    with pytest.raises(StoreError, match="A context's name"):
-        ContextStore(root).load(name)
+    store = ContextStore(root)
+    for use in (store.load, store.verify, lambda name: store.admit({"gracekv": name})):
+        with pytest.raises(StoreError, match="A context's name") as caught:
+            use(name)
+        assert len(str(caught.value)) < 500
 
 
 def test_links_out_of_the_store_are_refused(root, tmp_path):
@@ -55,20 +66,37 @@ def test_links_out_of_the_store_are_refused(root, tmp_path):
         ContextStore(root).load("c0")
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_files_that_are_none_are_refused(root, tmp_path, kind):
+    path = root / "c0" / "header.json"
+    path.rename(tmp_path / "header.json")
+    if kind == "link":
+        path.symlink_to(tmp_path / "header.json")
+    else:
+        os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    with pytest.raises(StoreError, match="links or devices"):
+        ContextStore(root).verify("c0")
+
+
+def entries(folder):
+    (path,) = folder.glob("entries-*.safetensors")
+    return path
+
+
 def cut(folder):
-    path = folder / "entries.safetensors"
+    path = entries(folder)
     path.write_bytes(path.read_bytes()[:-100])
 
 
 def flip(folder):
-    path = folder / "entries.safetensors"
+    path = entries(folder)
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(bytes(data))
 
 
 def exchange(folder):
-    shutil.copy(folder.parent / "c1" / "entries.safetensors", folder)
+    shutil.copy(entries(folder.parent / "c1"), entries(folder))
 
 
 def edit(folder, **changes):
@@ -76,23 +104,46 @@ def edit(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def forge_model(folder, **changes):
+    model = json.loads((folder / "header.json").read_text())["model"]
+    forge(folder, model={**model, **changes})
+
+
+def forge(folder, **changes):
+    """An edit that mends the checksum."""
+    data = {**json.loads((folder / "header.json").read_text()), **changes}
+    (folder / "header.json").write_text(signed(data))
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (cut, "is damaged"),
-        (flip, "is damaged"),
-        (exchange, "do not belong together"),
+        (cut, "are damaged"),
+        (flip, "are damaged"),
+        (exchange, "are damaged"),
+        (lambda folder: entries(folder).unlink(), "are damaged"),
         (lambda folder: (folder / "header.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "header.json").write_text("[" * 10**6), "cannot be read"),
+        (lambda folder: (folder / "header.json").write_text(" " * 2**25), "cannot be read"),
         (lambda folder: (folder / "header.json").write_text("[]"), "another format"),
         (lambda folder: (folder / "header.json").unlink(), "There is no context"),
-        (lambda folder: (folder / "entries.safetensors").unlink(), "is damaged"),
-        (lambda folder: edit(folder, format=1), "another format"),
-        (lambda folder: edit(folder, length="7"), "is damaged"),
-        (lambda folder: edit(folder, more=1), "is damaged"),
-        (lambda folder: edit(folder, length=7), "of other entries"),
-        (lambda folder: edit(folder, model={"layers": None}), "is damaged"),
-        (lambda folder: edit(folder, kind="round"), "is damaged"),
-        (lambda folder: edit(folder, kind="equal"), "of other entries"),
+        (lambda folder: edit(folder, format=2), "another format"),
+        (lambda folder: edit(folder, prompt_ids=[5, 6]), "was edited"),
+        (lambda folder: edit(folder, question_text="Say yes."), "was edited"),
+        (lambda folder: edit(folder, more=1), "was edited"),
+        (lambda folder: forge(folder, length="7"), "is damaged"),
+        (lambda folder: forge(folder, more=1), "is damaged"),
+        (lambda folder: forge(folder, length=7), "of other entries"),
+        (lambda folder: forge(folder, prompt_ids=[float("inf")]), "is damaged"),
+        (lambda folder: forge(folder, prompt_ids=[-1]), "is damaged"),
+        (lambda folder: forge(folder, model={"layers": None}), "is damaged"),
+        (lambda folder: forge_model(folder, layers=10**12), "is damaged"),
+        (lambda folder: forge_model(folder, kv_heads=0), "is damaged"),
+        (lambda folder: forge_model(folder, rope=["default"]), "is damaged"),
+        (lambda folder: forge(folder, digest="../c1/entries"), "is damaged"),
+        (lambda folder: forge(folder, digest="0" * 64), "are damaged"),
+        (lambda folder: forge(folder, kind="round"), "is damaged"),
+        (lambda folder: forge(folder, kind="equal"), "of other entries"),
     ],
 )
 def test_damage_is_found(root, damage, said):
@@ -153,6 +204,96 @@ def test_verify_reads_again_only_what_changed(root, monkeypatch):
         store.verify("c0")
 
 
+@pytest.fixture
+def reads(monkeypatch):
+    """Names of the contexts that were read, in order."""
+    found, read = [], ContextStore._read
+    monkeypatch.setattr(
+        ContextStore, "_read", lambda self, *a: found.append(a[0]) or read(self, *a)
+    )
+    return found
+
+
+def test_a_refusal_is_remembered_until_the_files_change(root, reads):
+    store = ContextStore(root)
+    good = entries(root / "c0").read_bytes()
+    flip(root / "c0")
+    for _ in range(20):
+        with pytest.raises(StoreError, match="damaged"):
+            store.admit({"gracekv": "c0"})
+    assert reads == ["c0"]
+    entries(root / "c0").write_bytes(good)
+    assert store.admit({"gracekv": "c0"}) == ContextStore(root).header("c0")
+
+
+def test_what_may_pass_is_not_remembered(root, monkeypatch):
+    def full(*_):
+        raise SavedCacheError("Cannot read it.") from OSError("Too many open files")
+
+    store = ContextStore(root)
+    with monkeypatch.context() as patched:
+        patched.setattr("gracekv.vllm.store.read_cache", full)
+        with pytest.raises(StoreError, match="damaged"):
+            store.verify("c0")
+    assert store.verify("c0").entries > 0
+
+
+def test_any_error_over_a_crafted_file_is_a_refusal(root, monkeypatch):
+    def surprise(*_):
+        raise RuntimeError("shape '[0]' is invalid")
+
+    monkeypatch.setattr("gracekv.vllm.store.read_cache", surprise)
+    with pytest.raises(StoreError, match="damaged"):
+        ContextStore(root).verify("c0")
+
+
+def test_entries_are_in_memory_of_their_own(root):
+    """Overwriting or cutting a file changes nothing that is loaded, and nothing else is served."""
+    store, path = ContextStore(root), entries(root / "c0")
+    held = store.load("c0")
+    digest, before = held.header.digest, [layer.values.clone() for layer in held.layers]
+    with path.open("r+b") as file:
+        file.write(entries(root / "c1").read_bytes())
+        file.truncate(200)
+    for layer, values in zip(held.layers, before, strict=True):
+        assert torch.equal(layer.values, values)
+    assert store.load("c0", digest) is held
+    shutil.copy(entries(root / "c1"), path)
+    with pytest.raises(StoreError, match="damaged"):
+        store.verify("c0")
+    with pytest.raises(StoreError, match="damaged"):
+        ContextStore(root).load("c0", digest)
+
+
+def test_memory_has_a_bound_also_by_default(root):
+    store = ContextStore(root)
+    assert store.loaded_bytes < store.limit < 2**50
+    size = store.load("c0").bytes
+    small = ContextStore(root, limit=size - 1)
+    for use in (small.verify, small.load):
+        with pytest.raises(StoreError, match=rf"takes {size:,} bytes .* larger limit_bytes"):
+            use("c0")
+    assert small.loaded_bytes == 0
+
+
+def test_replaced_contexts_go_when_no_request_reads_them(root):
+    store, digests = ContextStore(root), []
+    for number in (0, 1, 2):
+        shutil.rmtree(root / "book", ignore_errors=True)
+        shutil.copytree(root / f"c{number}", root / "book")
+        if digests:
+            store.retain(digests[:1])
+        digests.append(store.load("book").header.digest)
+    # The first is still read, and stays in spite of the limit; the second is not.
+    assert list(store._loaded) == [digests[0], digests[2]]
+    store.limit = store.loaded_bytes // 2 + 1
+    store.load("c1")
+    assert store.load("book", digests[0]).header.digest == digests[0]
+    store.retain([])
+    with pytest.raises(StoreError, match="was replaced"):
+        store.load("book", digests[0])
+
+
 def test_the_least_recently_used_is_dropped_but_not_what_must_stay(root):
     size = ContextStore(root).load("c0").bytes
     store = ContextStore(root, limit=2 * size + size // 2)
@@ -195,8 +336,33 @@ def test_each_rank_takes_its_heads(root):
 
 def test_the_configuration_names_the_store(root):
     extra = kv_transfer_config(root, limit_bytes=10)["kv_connector_extra_config"]
-    assert StoreOptions.of(extra) == StoreOptions(root, 10)
+    assert StoreOptions.of(extra) == StoreOptions(root, 10, None)
     assert StoreOptions.of(kv_transfer_config(root)["kv_connector_extra_config"]).limit is None
+
+
+def only_with_key(name, parameters):
+    return parameters.get("key") == f"key of {name}"
+
+
+def test_requests_use_only_what_they_are_allowed(root):
+    def store(allow):
+        extra = kv_transfer_config(root, allow=allow)["kv_connector_extra_config"]
+        return ContextStore(root, allow=StoreOptions.of(json.loads(json.dumps(extra))).allow)
+
+    named, keyed = store(["c0", "c2"]), store(f"{__name__}:only_with_key")
+    assert named.admit({"gracekv": "c2"}) == ContextStore(root).header("c2")
+    assert keyed.admit({"gracekv": "c1", "key": "key of c1"}).entries > 0
+    refused = (named, {}, "c1"), (keyed, {}, "c1"), (keyed, {"key": "key of c0"}, "c1")
+    # A name is refused before it says whether there is such a context.
+    for asked, parameters, name in (*refused, (named, {}, "missing")):
+        with pytest.raises(StoreError, match=f"may not use the context '{name}'"):
+            asked.admit({"gracekv": name, **parameters})
+
+
+@pytest.mark.parametrize("allow", ["", "json", "json:", "nowhere:f", "json:tool", ["../c0"], 3])
+def test_an_unusable_allow_list_ends_the_start(root, allow):
+    with pytest.raises(ConfigError, match="'allow'"):
+        StoreOptions.of({"store": str(root), "allow": allow})
 
 
 @pytest.mark.parametrize(
@@ -205,7 +371,7 @@ def test_the_configuration_names_the_store(root):
         ({}, "must name the folder"),
         ({"store": "/nowhere/at/all"}, "is no folder"),
         ({"store": 3}, "must name the folder"),
-        ({"store": ".", "limit": 3}, "takes 'store' and 'limit_bytes'"),
+        ({"store": ".", "limit": 3}, "takes 'store', 'limit_bytes' and 'allow'"),
         ({"store": ".", "limit_bytes": 0}, "at least 1"),
         ({"store": ".", "limit_bytes": True}, "at least 1"),
     ],

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from support.engine_answers import check_answer
+from support.forged_contexts import signed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model]
 
@@ -200,23 +201,26 @@ def broken(served):
     """Contexts that cannot be used, beside those that can."""
     store = served.store
     shutil.copytree(store / "global", store / "damaged")
-    path = store / "damaged" / "entries.safetensors"
+    (path,) = (store / "damaged").glob("entries-*.safetensors")
     data = bytearray(path.read_bytes())
     data[-100] ^= 1
     path.write_bytes(bytes(data))
     shutil.copytree(store / "global", store / "foreign")
     header = json.loads((store / "foreign" / "header.json").read_text())
     header["model"]["weights"]["norm.weight"] = "0" * 16
-    (store / "foreign" / "header.json").write_text(json.dumps(header))
+    (store / "foreign" / "header.json").write_text(signed(header))
+    shutil.copytree(store / "global", store / "nested")
+    (store / "nested" / "header.json").write_text("[" * 10**5)
     yield {
-        "damaged": "is damaged",
+        "damaged": "are damaged",
+        "nested": "cannot be read",
         "foreign": "another model: weights .* differ",
         "missing": "There is no context",
         "../global": "A context's name",
         "equal": "in the place of the prompt's first",  # Of a prompt that leaves no place.
     }
-    shutil.rmtree(store / "damaged")
-    shutil.rmtree(store / "foreign")
+    for name in ("damaged", "foreign", "nested"):
+        shutil.rmtree(store / name)
 
 
 def parameters(name):

@@ -1,0 +1,80 @@
+"""Crafted headers of contexts, with and without a checksum that fits, are refused by name."""
+
+import json
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+import gracekv
+from gracekv.errors import PromptError, StoreError
+from gracekv.testing.models import tiny_model, tiny_tokenizer
+from gracekv.vllm import ContextStore, export, request
+from gracekv.vllm.equal_shares import check_prompt
+from gracekv.vllm.model_facts import model_facts
+from support.forged_contexts import signed
+from support.fuzzing import FULL
+from support.mutations import JUNK, mutated_bytes
+
+HEADERS = 2000 if FULL else 150
+SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    model, tokenizer = tiny_model(vocabulary=500), tiny_tokenizer(vocabulary=500)
+    root = tmp_path_factory.mktemp("store")
+    prompt = gracekv.Prompt.from_chat(tokenizer, context="Alice was tired of sitting. " * 4)
+    export(gracekv.compress(model, prompt, ratio=2), root / "book")
+    return SimpleNamespace(root=root, facts=model_facts(model), tokenizer=tokenizer)
+
+
+def crafted(good, rng):
+    """Whether the checksum fits, and the text of a header in which something is another value."""
+    data = json.loads(good)
+    kind = rng.choice(["field", "field", "model", "rope", "drop", "add", "deep", "number", "bytes"])
+    if kind == "bytes":
+        return False, mutated_bytes(good.encode(), rng)[1].decode(errors="replace")
+    place = {"model": data["model"], "rope": data["model"]["rope"]}.get(kind, data)
+    field = rng.choice([x for x in place if x not in ("format", "sha256")])
+    if kind == "drop":
+        del place[field]
+    else:
+        place["more" if kind == "add" else field] = rng.choice(JUNK)
+    fits = rng.random() < 0.7
+    text = signed(data) if fits else json.dumps(data)
+    # What no writer of JSON makes: values deeper than any stack, and numbers past every float.
+    if kind in ("deep", "number"):
+        deep = rng.choice([800, 10**5])
+        other = "[" * deep + "]" * deep if kind == "deep" else rng.choice(["1e999", "-1e999"])
+        return False, json.dumps({**data, field: "HERE"}).replace('"HERE"', other)
+    return fits, text
+
+
+def test_crafted_headers_are_refused(served, tally):
+    path = served.root / "book" / "header.json"
+    good = path.read_text(encoding="utf-8")
+    want = ContextStore(served.root).verify("book")
+    for seed in range(HEADERS):
+        rng = Random(seed)
+        fits, text = crafted(good, rng)
+        path.write_text(text, encoding="utf-8")
+        store = ContextStore(served.root, model=served.facts)
+        try:
+            with tally:
+                header = store.admit({"gracekv": "book"})
+                check_prompt(header, "book", [0] * header.share + [5], None)
+                request(store, "book", "Who is tired?", served.tokenizer)
+        except (StoreError, PromptError) as error:
+            said = str(error)
+            short = len(said) < 1000 and str(served.root) not in said
+            tally.add("refused" if short else f"refused with too much: {said}")
+            continue
+        # A checksum that was made to fit may carry other words, never other entries.
+        facts = ("length", "entries", "bytes", "digest", "kind")
+        assert [getattr(header, x) for x in facts] == [getattr(want, x) for x in facts]
+        assert fits or header == want, f"{seed}: an edit without its checksum was served"
+        tally.add("another context's words" if header != want else "unchanged")
+    assert set(tally.outcomes) <= {"refused", "another context's words", "unchanged"}
+    if FULL:
+        assert tally.slowest < SECONDS
