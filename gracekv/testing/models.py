@@ -8,34 +8,14 @@ from typing import Any
 
 import torch
 
-_CONFIGS = {
-    "llama": "LlamaConfig",
-    "mistral": "MistralConfig",
-    "qwen2": "Qwen2Config",
-    "qwen3": "Qwen3Config",
-    "phi3": "Phi3Config",
-    "gemma": "GemmaConfig",
-    "gemma2": "Gemma2Config",
-    "gemma3_text": "Gemma3TextConfig",
-    "gemma4_text": "Gemma4TextConfig",
-    "cohere2": "Cohere2Config",
-    "falcon_h1": "FalconH1Config",
-    "glm4": "Glm4Config",
-    "gpt_oss": "GptOssConfig",
-    "granite": "GraniteConfig",
-    "granitemoehybrid": "GraniteMoeHybridConfig",
-    "lfm2": "Lfm2Config",
-    "ministral": "MinistralConfig",
-    "mixtral": "MixtralConfig",
-    "nemotron_h": "NemotronHConfig",
-    "olmo2": "Olmo2Config",
-    "olmo3": "Olmo3Config",
-    "qwen3_5_text": "Qwen3_5TextConfig",
-    "qwen3_moe": "Qwen3MoeConfig",
-    "qwen3_next": "Qwen3NextConfig",
-    "smollm3": "SmolLM3Config",
-    "starcoder2": "Starcoder2Config",
-}
+FAMILIES = (
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+    "cohere2", "falcon_h1", "glm4", "gpt_oss", "granite", "granitemoehybrid", "lfm2", "ministral",
+    "mixtral", "nemotron_h", "olmo2", "olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
+    "starcoder2",
+)  # fmt: skip
+"""`config.model_type`s that `tiny_model` can make."""
+
 SLIDING = ("cohere2", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "ministral", "olmo3")
 """Families of which every other layer slides here."""
 
@@ -49,8 +29,11 @@ _OTHER_LAYERS = {
     "qwen3_next": ("linear_attention",),
 }
 
-FAMILIES = tuple(_CONFIGS)
-"""`config.model_type`s that `tiny_model` can make."""
+# Weights of projections, of standard deviation 1 / sqrt(inputs).
+_UNIT_SCALE = (
+    "proj.weight", "in_proj_qkvz.weight", "in_proj_ba.weight", "conv1d.weight", "lm_head.weight",
+    "fc.weight", "experts.gate_up_proj", "experts.down_proj", "gate.weight",
+)  # fmt: skip
 
 
 def tiny_model(
@@ -157,7 +140,8 @@ def tiny_model(
     if family in ("mistral", "phi3", "mixtral", "starcoder2") or window is not None:
         # Mistral has a window of 4096 unless told that it has none.
         extra["sliding_window"] = window
-    config = getattr(transformers, _CONFIGS[family])(
+    config = transformers.AutoConfig.for_model(
+        family,
         vocab_size=vocabulary,
         hidden_size=heads * dim,
         intermediate_size=2 * heads * dim,
@@ -186,19 +170,7 @@ def tiny_model(
             for name, weight in model.named_parameters():
                 if name.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")):
                     weight.normal_(std=2.0 * weight.shape[1] ** -0.5)
-                elif name.endswith(
-                    (
-                        "proj.weight",
-                        "in_proj_qkvz.weight",
-                        "in_proj_ba.weight",
-                        "conv1d.weight",
-                        "lm_head.weight",
-                        "fc.weight",
-                        "experts.gate_up_proj",
-                        "experts.down_proj",
-                        "gate.weight",
-                    )
-                ):
+                elif name.endswith(_UNIT_SCALE):
                     weight.normal_(std=weight.shape[-1] ** -0.5)
                 elif name.endswith("embed_tokens.weight"):
                     weight.normal_(std=embedding)

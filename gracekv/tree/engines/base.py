@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -22,6 +23,13 @@ MAX_EXPONENT = 20.0
 """Largest log of Z~. A merged key can score higher than each of its tokens. Beyond e^20 times the
 probe's largest exponential the distortion is huge anyway, and its square over epsilon must stay
 finite in float32."""
+
+
+# Fields of `ProbeAttention`.
+_READ = (
+    "exponentials", "unrotated_keys", "key_norms", "values", "scores", "queries", "max_logit",
+    "inverse_sum", "visible_probes", "first_probe",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +66,24 @@ class EngineInputs:
     rope: Rope
     rule: PrototypeRule
     softcap: float | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What kernels read of `attention` as it is, and the rotations on its device, by name."""
+        held = self.attention
+        rotations = {"cos": self.rope.cos, "sin": self.rope.sin}
+        kept = {name: getattr(held, name) for name in _READ}
+        # A sharded model's table lies on the device of its first layer.
+        return kept | {name: x.to(held.values.device) for name, x in rotations.items()}
+
+    def numbers(self) -> dict[str, Any]:
+        """What kernels read of the region, the distortion and the rule, by name."""
+        return {
+            **{name: float(x) for name, x in dataclasses.asdict(self.weights).items()},
+            "tokens": len(self.attention.visible_probes),
+            "region_start": self.batch.region_start,
+            "uniform_base": float(self.rule.uniform_base),
+            "rule_epsilon": float(self.rule.epsilon),
+        }
 
 
 def select_engine(engine: Engine, values: Tensor, softcap: float | None = None) -> Engine:

@@ -28,45 +28,26 @@ class NumbaEvaluator(DistortionEvaluator):
     def __init__(self, inputs: EngineInputs) -> None:
         from gracekv.kernels.matmul import COLUMNS
 
-        self._batch = inputs.batch
-        attention, rule, weights = inputs.attention, inputs.rule, inputs.weights
+        self._batch, attention = inputs.batch, inputs.attention
         heads, probes, dim = attention.queries.shape
         padding = -probes % COLUMNS
-        device = attention.values.device
-        # A sharded model's table lies on the device of its first layer.
-        cos, sin = (x.to(device).float() for x in (inputs.rope.cos, inputs.rope.sin))
-        tensors = {
-            "exponentials": attention.exponentials,
-            "probe_mass": attention.mass,
-            "unrotated_keys": attention.unrotated_keys,
-            "key_norms": attention.key_norms,
-            "values": attention.values,
-            "scores": attention.scores,
-            "queries": functional.pad(attention.queries.mT, (0, padding)),
-            "max_logit": functional.pad(attention.max_logit, (0, padding)),
-            "inverse_sum": functional.pad(attention.inverse_sum, (0, padding)),
-            "visible_probes": attention.visible_probes,
-            "first_probe": attention.first_probe,
-            "cos": cos,
-            "sin": sin,
-        }
+        tensors = inputs.tensors() | {"probe_mass": attention.mass}
+        tensors["queries"] = attention.queries.mT
+        for name in ("queries", "max_logit", "inverse_sum"):
+            tensors[name] = functional.pad(tensors[name], (0, padding))
+        for name in ("cos", "sin"):
+            tensors[name] = tensors[name].float()
         # The kernel's arguments hold addresses, so the tensors must be kept.
         self._tensors = {name: x.contiguous() for name, x in tensors.items()}
-        self._numbers = {
+        positions, rotary_dim = tensors["cos"].shape
+        self._numbers = inputs.numbers() | {
             "heads": heads,
-            "tokens": len(attention.visible_probes),
             "probes": probes,
             "padded_probes": probes + padding,
             "dim": dim,
-            "positions": cos.shape[0],
-            "rotary_dim": cos.shape[1],
-            "region_start": inputs.batch.region_start,
-            "multiplicity": rule.multiplicity,
-            "lambda_z": weights.lambda_z,
-            "lambda_m": weights.lambda_m,
-            "epsilon": weights.epsilon,
-            "uniform_base": rule.uniform_base,
-            "rule_epsilon": rule.epsilon,
+            "positions": positions,
+            "rotary_dim": rotary_dim,
+            "multiplicity": inputs.rule.multiplicity,
         }
 
     def __call__(self, nodes: Nodes) -> IntervalCosts:

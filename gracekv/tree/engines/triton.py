@@ -28,42 +28,15 @@ class TritonEvaluator(DistortionEvaluator):
 
         self._kernel: Any = interval_costs
         self._batch = inputs.batch
-        attention, rope, rule, weights = (
-            inputs.attention, inputs.rope, inputs.rule, inputs.weights,
-        )  # fmt: skip
-        device = attention.values.device
-        tensors = {
-            "exponentials": attention.exponentials,
-            "unrotated_keys": attention.unrotated_keys,
-            "key_norms": attention.key_norms,
-            "values": attention.values,
-            "scores": attention.scores,
-            "queries": attention.queries,
-            "max_logit": attention.max_logit,
-            "inverse_sum": attention.inverse_sum,
-            "visible_probes": attention.visible_probes,
-            "first_probe": attention.first_probe,
-            "cos": rope.cos,
-            "sin": rope.sin,
-        }
-        self._tensors = {name: x.to(device).contiguous() for name, x in tensors.items()}
-        dim = attention.values.shape[1]
-        self._numbers = {
-            "tokens": len(attention.visible_probes),
-            "region_start": inputs.batch.region_start,
-            "lambda_z": float(weights.lambda_z),
-            "lambda_m": float(weights.lambda_m),
-            "epsilon": float(weights.epsilon),
-            "uniform_base": float(rule.uniform_base),
-            "rule_epsilon": float(rule.epsilon),
-            "features": dim,
-            "half_features": rope.cos.shape[1] // 2,
-        }
+        _, probes, dim = inputs.attention.queries.shape
+        half = inputs.rope.cos.shape[1] // 2
+        self._tensors = {name: x.contiguous() for name, x in inputs.tensors().items()}
+        self._numbers = inputs.numbers() | {"features": dim, "half_features": half}
         self._constants = {
-            "P": attention.queries.shape[1],
+            "P": probes,
             "D": dim,
-            "HALF": rope.cos.shape[1] // 2,
-            "MULTIPLICITY": rule.multiplicity,
+            "HALF": half,
+            "MULTIPLICITY": inputs.rule.multiplicity,
             "BLOCK_D": padded_size(dim),
         }
 
