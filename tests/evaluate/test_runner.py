@@ -1,6 +1,7 @@
 """Whole runs on a tiny model: rows, resumption after a kill, failures, shards, a cluster."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,9 +39,29 @@ def tiny(model, tokenizer):
     return {"model": model, "tokenizer": tokenizer}
 
 
-def test_a_row_says_everything(experiment, tiny, tmp_path):
-    done = run(experiment, tmp_path, **tiny)
-    rows = read_rows(tmp_path)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, small_data, model, tokenizer):
+    """A whole run: its folder, what `run` returned, and how often it prefilled."""
+    from gracekv.evaluate import worker
+
+    calls, real = [], worker.capture
+    folder = tmp_path_factory.mktemp("plain")
+    experiment = Experiment.from_dict({"model": "tiny", "data": str(small_data), **PANEL})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "capture", lambda *a: calls.append(a) or real(*a))
+        done = run(experiment, folder, model=model, tokenizer=tokenizer)
+    return folder, done, len(calls)
+
+
+@pytest.fixture
+def finished(plain, tmp_path):
+    """A copy of its folder, which may be changed."""
+    return shutil.copytree(plain[0], tmp_path / "finished")
+
+
+def test_a_row_says_everything(plain):
+    folder, done, _ = plain
+    rows = read_rows(folder)
     assert (done.written, done.failed, done.kept, len(rows)) == (CELLS, 0, 0, CELLS)
     for row in rows:
         assert row["error"] is None
@@ -61,30 +82,22 @@ def test_a_row_says_everything(experiment, tiny, tmp_path):
     assert all(row["bytes"]["kv"] < row["bytes"]["full_kv"] for row in four)
 
 
-def test_one_prefill_serves_all_cells_of_a_sample(experiment, tiny, tmp_path, monkeypatch):
-    from gracekv.evaluate import worker
-
-    calls = []
-    real = worker.capture
-    monkeypatch.setattr(worker, "capture", lambda *a: calls.append(a) or real(*a))
-    run(experiment, tmp_path, **tiny)
-    assert len(calls) == 4
+def test_one_prefill_serves_all_cells_of_a_sample(plain):
+    assert plain[2] == 4
 
 
-def test_a_finished_run_changes_nothing(experiment, tiny, tmp_path):
-    run(experiment, tmp_path, **tiny)
-    before = (tmp_path / "rows-main.jsonl").read_bytes()
-    again = run(experiment, tmp_path, **tiny)
+def test_a_finished_run_changes_nothing(experiment, tiny, finished):
+    before = (finished / "rows-main.jsonl").read_bytes()
+    again = run(experiment, finished, **tiny)
     assert (again.written, again.kept) == (0, CELLS)
-    assert (tmp_path / "rows-main.jsonl").read_bytes() == before
+    assert (finished / "rows-main.jsonl").read_bytes() == before
 
 
-def test_another_method_runs_alone_on_the_same_samples(experiment, tiny, tmp_path):
-    run(experiment, tmp_path, **tiny)
+def test_another_method_runs_alone_on_the_same_samples(experiment, tiny, finished):
     panel = replace(experiment.panels[0], methods=("gracekv", "gracekv-no-floor"))
-    more = run(replace(experiment, panels=(panel,)), tmp_path, **tiny)
+    more = run(replace(experiment, panels=(panel,)), finished, **tiny)
     assert (more.written, more.kept) == (8, 8)
-    rows = read_rows(tmp_path)
+    rows = read_rows(finished)
     assert len({row["key"] for row in rows}) == len(rows)
 
 
@@ -115,12 +128,11 @@ def test_missing_data_are_found_before_anything_runs(experiment, tiny, tmp_path)
         run(replace(experiment, panels=(panel,), data=None), tmp_path, **tiny)
 
 
-def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path):
+def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path, plain):
     parts = [run(experiment, tmp_path / "all", shard=Shard(i, 3), **tiny) for i in range(3)]
     assert [part.written for part in parts] == [CELLS // 2, CELLS // 4, CELLS // 4]
     assert not any(part.failed for part in parts)
     assert len(list((tmp_path / "all").glob("rows-*of3.jsonl"))) == 3
-    run(experiment, tmp_path / "one", **tiny)
 
     def results(folder):
         return {
@@ -128,11 +140,11 @@ def test_shards_share_the_work_and_the_folder(experiment, tiny, tmp_path):
             for row in read_rows(folder)
         }
 
-    assert results(tmp_path / "all") == results(tmp_path / "one")
+    assert results(tmp_path / "all") == results(plain[0])
 
 
 def test_query_agnostic_compression_does_not_see_the_question(
-    experiment, tiny, tmp_path, monkeypatch
+    experiment, tiny, tmp_path, monkeypatch, plain
 ):
     from gracekv.evaluate import worker
 
@@ -146,7 +158,6 @@ def test_query_agnostic_compression_does_not_see_the_question(
     # One token more than the context: a prompt's last token has no entry.
     assert all(prompt.spans.length == prompt.spans.context_end + 1 for prompt in seen)
     # FullKV is the same under both protocols; what is compressed is not.
-    run(experiment, tmp_path / "aware", **tiny)
 
     def by(folder, method, protocol):
         return {
@@ -156,20 +167,19 @@ def test_query_agnostic_compression_does_not_see_the_question(
         }
 
     full = by(tmp_path, "fullkv", "query_agnostic")
-    aware = by(tmp_path / "aware", "fullkv", "query_aware")
+    aware = by(plain[0], "fullkv", "query_aware")
     assert {k: row["prediction"] for k, row in full.items()} == {
         k: row["prediction"] for k, row in aware.items()
     }
     ours = by(tmp_path, "gracekv", "query_agnostic")
-    theirs = by(tmp_path / "aware", "gracekv", "query_aware")
+    theirs = by(plain[0], "gracekv", "query_aware")
     assert any(ours[k]["fidelity"]["kl"] != theirs[k]["fidelity"]["kl"] for k in ours)
 
 
-def test_other_data_under_the_same_names_are_noticed(experiment, tiny, tmp_path, monkeypatch):
-    run(experiment, tmp_path, **tiny)
-    rows = (tmp_path / "rows-main.jsonl").read_bytes().split(b"\n")
+def test_other_data_under_the_same_names_are_noticed(experiment, tiny, finished, monkeypatch):
+    rows = (finished / "rows-main.jsonl").read_bytes().split(b"\n")
     # A row is missing, and what it was made from has changed since.
-    (tmp_path / "rows-main.jsonl").write_bytes(b"\n".join([*rows[:-2], b""]))
+    (finished / "rows-main.jsonl").write_bytes(b"\n".join([*rows[:-2], b""]))
     from gracekv.evaluate import tasks
 
     real = tasks.record_sample
@@ -179,9 +189,9 @@ def test_other_data_under_the_same_names_are_noticed(experiment, tiny, tmp_path,
         return replace(sample, context=sample.context + " More.")
 
     monkeypatch.setattr(tasks, "record_sample", changed)
-    done = run(experiment, tmp_path, **tiny)
+    done = run(experiment, finished, **tiny)
     assert (done.written, done.failed) == (1, 1)
-    assert "have changed" in read_rows(tmp_path)[-1]["error"]["message"]
+    assert "have changed" in read_rows(finished)[-1]["error"]["message"]
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -223,7 +233,7 @@ def test_a_killed_run_goes_on_without_repeating_or_losing_a_row(experiment, mode
     survived = path.read_bytes()
     survived = survived[: survived.rfind(b"\n") + 1]
     assert 3 <= survived.count(b"\n") < CELLS
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    run(named, folder)
     assert path.read_bytes().startswith(survived)
     rows = read_rows(folder)
     assert len(rows) == len({row["key"] for row in rows}) == CELLS
@@ -251,9 +261,8 @@ def test_progress_shows_every_row_and_a_failure_once(experiment, tiny, tmp_path,
     assert shown.count("failed:") == 1
 
 
-def test_a_run_that_is_cut_short_is_balanced(experiment, tiny, tmp_path):
-    run(experiment, tmp_path, **tiny)
-    rows = read_rows(tmp_path)
+def test_a_run_that_is_cut_short_is_balanced(plain):
+    rows = read_rows(plain[0])
     samples = list(dict.fromkeys((row["task"], row["index"]) for row in rows))
     niah, qasper = PANEL["tasks"]
     assert samples == [(niah, 0), (qasper, 0), (niah, 1), (qasper, 1)]
