@@ -49,9 +49,9 @@ MUTATIONS = [
     Mutation("tree", "[:, None] > probes[:masked]", "[:, None] >= probes[:masked]",
              "tree/test_prototype.py"),
     Mutation("tree", "count[is_split] - 1)", "count[is_split])", "tree/test_prune.py"),
-    # Floor: relevance of a head against the mean; a head's last place.
+    # Floor: relevance of a head alone, without the mean over heads.
     Mutation("allocate", "(1 - self.consensus) * relevance + self.consensus * mean",
-             "self.consensus * relevance + (1 - self.consensus) * mean", "allocate/test_floors.py"),
+             "relevance", "allocate/test_floors.py"),
     # Quotas: what is guaranteed beside the recent window; remainders to the smallest.
     Mutation("allocate", "guaranteed = max(0, guaranteed - plan.recent)", "guaranteed += 0",
              "allocate/test_adaptive_heads.py"),
@@ -67,10 +67,10 @@ MUTATIONS = [
              "similarity.double() <= similarity.double().mean()", "cache/test_d2o.py"),
     # Fit: the last token's mass.
     Mutation("fit", "entry_mass[last] = 1.0", "entry_mass[last] = 0.0", "fit"),
-    # Precision: a scale below the largest number's; a budget met exactly.
+    # Precision: a scale below the largest number's; bytes that count as left.
     Mutation("precision", "/ levels, kind, up=True)", "/ levels, kind, up=False)",
              "precision/test_uniform_codes.py"),
-    Mutation("precision", "(change.cumsum(0) > budget)", "(change.cumsum(0) >= budget)",
+    Mutation("precision", "left = budget - int(change[:bought].sum())", "left = budget",
              "precision/test_allocated_widths.py"),
     # Backends: multiplicities in the plain loop.
     Mutation("backends", "_attend(logits + log_multiplicity, values.float())",

@@ -1,8 +1,10 @@
 """Processes that share a model by transformers' tensor parallelism, against one process."""
 
+import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -37,35 +39,24 @@ def folder(model, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    started = []
-    for rank in range(RANKS):
-        variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(Path(gracekv.__file__).parents[1]), *sys.path]),
-        }
-        with open(place / f"log-{rank}", "w") as log:
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, sharded_process.__file__, str(place)],
-                    env=os.environ | variables,
-                    stdout=log,
-                    stderr=log,
-                )
-            )
+    variables = {
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(gracekv.__file__).parents[1]), *sys.path]),
+    }
+    command = [sys.executable, sharded_process.__file__, str(place)]
+    started = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
     try:
-        for process in started:
-            process.wait(timeout=240)
+        started.wait(timeout=240)
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
+        # All ranks, which would outlive the first process; none is left where all went well.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
     logs = "\n".join((place / f"log-{rank}").read_text()[-3000:] for rank in range(RANKS))
-    assert [process.returncode for process in started] == [0] * RANKS, logs
+    assert started.returncode == 0, logs
     return place
 
 

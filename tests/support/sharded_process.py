@@ -1,7 +1,8 @@
 """One of several processes that share a model: runs every check and writes what it found.
 
-    RANK=0 WORLD_SIZE=4 ... python sharded_process.py FOLDER
+    WORLD_SIZE=4 ... python sharded_process.py FOLDER
 
+Imports once, and then becomes WORLD_SIZE processes; what each says goes to FOLDER/log-RANK.
 FOLDER holds the checkpoints `model` and those of `sharded_books`, and a saved result
 `whole.safetensors`; the findings go to FOLDER/found-RANK.json. Started by
 tests/distributed/test_processes.py.
@@ -11,6 +12,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -157,5 +159,25 @@ def main(folder):
     os._exit(0)  # Without a farewell to the others.
 
 
+def start(folder, rank):
+    """The process of a rank, with a log of its own."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    try:
+        main(folder)
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    # Nothing has started a thread yet, and imports take longer than most checks.
+    pids = []
+    for number in range(int(os.environ["WORLD_SIZE"])):
+        pids.append(os.fork())
+        if not pids[-1]:
+            start(Path(sys.argv[1]), number)
+    sys.exit(any(os.waitpid(pid, 0)[1] for pid in pids))
