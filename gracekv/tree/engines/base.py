@@ -68,7 +68,7 @@ class EngineInputs:
     softcap: float | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What kernels read of `attention` as it is, and the rotations on its device, by name."""
+        """By name what kernels read of `attention`, shapes as there, and cos and sin [T, d_rot]."""
         held = self.attention
         rotations = {"cos": self.rope.cos, "sin": self.rope.sin}
         kept = {name: getattr(held, name) for name in _READ}
