@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.serialization import write_cache
 from gracekv.errors import OutputError
 from gracekv.files import check_output, write_atomically
@@ -42,7 +42,7 @@ def test_a_new_file_has_what_the_umask_leaves(tmp_path, umask):
 
 def test_a_saved_cache_is_as_private_as_the_one_that_it_replaces(tmp_path, umask):
     states = torch.ones(2, 3, 4)
-    cache = RaggedCache((RaggedLayer.dense(states, states + 1),), 3)
+    cache = RaggedCache((RaggedEntries.dense(states, states + 1),), 3)
     for path, bits in ((tmp_path / "private", 0o600), (tmp_path / "new", 0o640)):
         if bits == 0o600:
             path.touch(bits)
@@ -83,13 +83,13 @@ SAVER = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from gracekv.cache.base import RaggedCache, RaggedLayer
+from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.serialization import read_cache, read_digest, write_cache
 
 path = Path(sys.argv[1])
 def made(seed):
     x = torch.randn(2, 4000, 64, generator=torch.Generator().manual_seed(seed))
-    return RaggedCache(tuple(RaggedLayer.dense(x + n, x - n) for n in (1, 2)), 4000)
+    return RaggedCache(tuple(RaggedEntries.dense(x + n, x - n) for n in (1, 2)), 4000)
 caches, digests = [made(0), made(1)], set()
 for cache in caches:
     write_cache(path, cache, {}, {})

@@ -120,6 +120,9 @@ def compress(
     report: Annotated[
         Path | None, typer.Option(help="Also write an HTML page of what was kept where.")
     ] = None,
+    beyond_positions: Annotated[
+        bool, typer.Option(help="Also read a prompt longer than what the model was made for.")
+    ] = False,
     compare: Annotated[
         list[str] | None,
         typer.Option(help="Show this recipe or file next to it in the report; may be repeated."),
@@ -155,7 +158,7 @@ def compress(
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction
     )
-    results = _compressed(loaded, prompt, pipelines, budget)
+    results = _compressed(loaded, prompt, pipelines, budget, beyond_positions)
     result = results[pipeline]
     if save is not None:
         result.save(save)
@@ -202,11 +205,15 @@ def _pipelines(name: str, others: list[str]) -> dict[str, Pipeline]:
 
 
 def _compressed(
-    model: Any, prompt: Prompt, pipelines: dict[str, Pipeline], budget: dict[str, Any]
+    model: Any,
+    prompt: Prompt,
+    pipelines: dict[str, Pipeline],
+    budget: dict[str, Any],
+    beyond_positions: bool,
 ) -> dict[str, CompressionResult]:
     """The prompt compressed by each of `pipelines`; several share one prefill."""
     with _progress() as progress:
-        options = gracekv.CaptureOptions(progress=progress)
+        options = gracekv.CaptureOptions(progress=progress, beyond_positions=beyond_positions)
         if len(pipelines) == 1:
             # Without a prefill that is held, stages can free what later ones do not read.
             return {

@@ -62,13 +62,13 @@ def capture(
     Raises:
         UnsupportedModelError: the model breaks an assumption, has a sliding window that does not
             cover the prompt, or is in training mode.
-        PromptError: `prompt` is not a `Prompt`, has ids outside the vocabulary, or a length at
-            which transformers drops the cache.
+        PromptError: `prompt` is not a `Prompt`, has ids outside the vocabulary, is longer than
+            what the model was made for, or has a length at which transformers drops the cache.
         ObserverError: an observer reads what this model cannot give; before it runs.
         CaptureMemoryError: memory ran out; the model is as before.
         NonFiniteError: keys, values or queries hold NaN or infinity.
 
-    Warns (`LengthWarning`) about a prompt longer than what the model was made for.
+    Warns (`LengthWarning`) where little room is left before a length at which the cache ends.
     """
     check_model(model)
     if not isinstance(prompt, Prompt):
@@ -77,7 +77,7 @@ def capture(
             f"Prompt.from_chat or Prompt.from_ids."
         )
     prompt = prompt.without_tail()
-    check_prompt_length(model, prompt.spans.length)
+    check_prompt_length(model, prompt.spans.length, beyond_positions=options.beyond_positions)
     needs = EVERYTHING if needs is None else needs
     check_needs(model, needs)
     return run_capture(model, prompt, None, needs, options)

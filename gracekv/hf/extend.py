@@ -56,7 +56,7 @@ def extended_run(
     )
     old, prompt = run.cache, before.extended(passage)
     read = prompt.without_tail()
-    _check_length(model, before.without_tail().spans.length, read.spans.length)
+    _check_length(model, before.without_tail().spans.length, read.spans.length, capture)
     if getattr(text_config(model), "attn_logit_softcapping", None) is not None:
         raise CacheError(
             f"{type(model).__name__} caps its attention logits, and a cap would count the "
@@ -87,7 +87,7 @@ def _heads(layer: LayerEntries) -> list[tuple[Tensor, Tensor, Tensor]]:
     return [(k.to(layer.dtype), v.to(layer.dtype), log_m) for k, v, _, log_m in heads]
 
 
-def _check_length(model: Any, before: int, length: int) -> None:
+def _check_length(model: Any, before: int, length: int, capture: CaptureOptions) -> None:
     """Raise `CacheError` if the cache of `before` tokens cannot grow to `length`; see `capture`."""
     bound = longest_sequence(model, before)
     if bound is not None and length > bound[0]:
@@ -96,7 +96,7 @@ def _check_length(model: Any, before: int, length: int) -> None:
             f"where {type(model).__name__} no longer fits its cache: {bound[1]}. Extend by "
             f"{max(0, bound[0] - before)} tokens at most, or compress the whole text anew."
         )
-    check_prompt_length(model, length)
+    check_prompt_length(model, length, beyond_positions=capture.beyond_positions)
 
 
 def _joined(before: Run, run: Run, places: int, shard: HeadShard | None) -> Run:

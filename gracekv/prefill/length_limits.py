@@ -63,13 +63,14 @@ def longest_sequence(model: Any, prompt_length: int) -> tuple[int, str] | None:
     return min(bounds, default=None)
 
 
-def check_prompt_length(model: Any, length: int) -> None:
+def check_prompt_length(model: Any, length: int, *, beyond_positions: bool = False) -> None:
     """Refuse or warn about a prompt of `length` tokens that the model cannot treat as usual.
 
     Raises `UnsupportedModelError` if a sliding window does not cover the prompt, and `PromptError`
-    at the one length at which transformers drops the cache of a Phi-3 at the first step. Warns
-    (`LengthWarning`) beyond the trained length, as `generate` does; where dynamic RoPE rotates
-    keys by the current length; and where little room is left before either bound.
+    beyond the trained length (where dynamic RoPE stretches it, its factor times that), unless
+    `beyond_positions` makes that a warning, and at the one length at which transformers drops the
+    cache of a Phi-3 at the first step. Warns (`LengthWarning`) where little room is left before a
+    length at which the cache ends.
     """
     name = type(model).__name__
     window, switch, trained = sliding_window(model), switch_point(model), trained_length(model)
@@ -85,13 +86,22 @@ def check_prompt_length(model: Any, length: int) -> None:
             f"a prompt of {length} tokens lies on that edge. Make it one token longer or shorter."
         )
     if trained is not None and length > trained:
-        what = (
-            "Its dynamic RoPE then rotates by the longest sequence seen so far, so answers depend "
-            "on what the model was run on before."
-            if rope_parameters(model).get("rope_type") == "dynamic"
-            else "Answers may be poor, with and without compression."
-        )
-        _warn(f"The prompt has {length} tokens, {name} was made for {trained}. {what}")
+        rope, reach = rope_parameters(model), float(trained)
+        what = "Answers may be poor, with and without compression."
+        if rope.get("rope_type") == "dynamic":
+            reach *= rope.get("factor") or 1
+            what = (
+                "Its dynamic RoPE then rotates by the longest sequence seen so far, so answers "
+                "depend on what the model was run on before."
+            )
+        said = f"The prompt has {length} tokens, {name} was made for {trained}. {what}"
+        if length > reach and not beyond_positions:
+            raise PromptError(
+                f"{said} Use a shorter prompt or a model made for longer ones; to read it "
+                f"nevertheless, give CaptureOptions(beyond_positions=True), on the command line "
+                f"--beyond-positions."
+            )
+        _warn(said)
     bound = longest_sequence(model, length)
     if bound is not None and bound[0] - length < _ROOM:
         _warn(

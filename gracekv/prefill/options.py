@@ -25,6 +25,8 @@ class CaptureOptions:
             when they are read. A model whose layers are not all compressed cannot compute queries
             again, and all that are needed are held.
         progress: called with the tokens done and the tokens in all after each chunk.
+        beyond_positions: also read prompts longer than what the model was trained or stretched for,
+            with a `LengthWarning`; they are refused otherwise.
         trim: on a CPU, return freed memory to the system after compressing, which takes
             milliseconds and works on Linux with glibc; else the process keeps its peak for later
             allocations. `capture` itself, whose result is held, frees nothing.
@@ -36,6 +38,7 @@ class CaptureOptions:
     chunk: int | None = None
     memory_limit: int | None = None
     progress: Callable[[int, int], None] | None = None
+    beyond_positions: bool = False
     trim: bool = True
 
     def __post_init__(self) -> None:

@@ -282,8 +282,11 @@ def test_results_that_cannot_go_on_are_refused(model):
     with pytest.raises(ConfigError, match="runs the model once more"):
         twice.extend(PASSAGE, ratio=2)
     small = tiny_llama(vocabulary=97, positions=128)
-    with pytest.warns(LengthWarning, match="was made for 128"):
+    with pytest.raises(PromptError, match="was made for 128"):
         compressed(small, 2).extend(PASSAGE, ratio=2)
+    options = gracekv.CaptureOptions(beyond_positions=True)
+    with pytest.warns(LengthWarning, match="was made for 128"):
+        compressed(small, 2).extend(PASSAGE, ratio=2, capture=options)
     bounded = tiny_model("phi3", positions=100)
     with pytest.raises(CacheError, match="Extend by 9 tokens at most"):
         compressed(bounded, 2).extend(PASSAGE, ratio=2)

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedModelError
 from gracekv.hf.capture import capture
 from gracekv.prefill import length_limits
+from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_model
 
@@ -113,7 +114,10 @@ def test_a_batch_on_both_sides_of_the_switch_is_refused(name):
 )
 def test_lengths_that_are_warned_about(name, length, message):
     with pytest.warns(LengthWarning, match=message):
-        length_limits.check_prompt_length(MODELS[name], length)
+        length_limits.check_prompt_length(MODELS[name], length, beyond_positions=True)
+    if "was made for" in message:
+        with pytest.raises(PromptError, match=r"made for.*beyond_positions=True.*--beyond-pos"):
+            length_limits.check_prompt_length(MODELS[name], length)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,18 @@ def test_the_prompt_length_at_which_the_first_step_loses_the_cache_is_refused(na
         length_limits.check_prompt_length(MODELS[name], 2049)
 
 
-def test_capture_warns_about_long_prompts():
+def test_dynamic_rope_is_warned_about_up_to_its_factor():
+    with pytest.warns(LengthWarning, match="what the model was run on before"):
+        length_limits.check_prompt_length(MODELS["llama dynamic"], 8192)
+    with pytest.raises(PromptError, match="was made for 4096"):
+        length_limits.check_prompt_length(MODELS["llama dynamic"], 4096 * 64)
+
+
+def test_capture_refuses_long_prompts_before_the_model_runs():
     ids = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(0))
+    model, prompt = tiny_model(positions=50), Prompt.from_ids(ids, (2, 50))
     with pytest.warns(LengthWarning, match="made for 50"):
-        capture(tiny_model(positions=50), Prompt.from_ids(ids, (2, 50)))
+        capture(model, prompt, options=CaptureOptions(beyond_positions=True))
+    model.model.forward = None
+    with pytest.raises(PromptError, match="has 60 tokens, LlamaForCausalLM was made for 50"):
+        capture(model, prompt)
