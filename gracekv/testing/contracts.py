@@ -26,11 +26,12 @@ from gracekv.backends import AttentionSpec, Backend
 from gracekv.errors import ShapeError
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.stages import REGISTRIES
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import Strategy
 from gracekv.segment import Segmenter
 from gracekv.testing.attention import attention_problem, check_attention
 from gracekv.testing.forests import check_forest, check_frontier, random_forest
+from gracekv.testing.observers import with_observed
 from gracekv.testing.prefills import synthetic_prefill
 from gracekv.testing.selections import check_partition, check_run
 from gracekv.value import Scorer, Sensitivity
@@ -96,6 +97,10 @@ def check_stage(strategy: Strategy, seed: int) -> None:
     context = int(torch.randint(2, 120, (), generator=rng))
     dtype = (torch.float32, torch.bfloat16)[seed % 2]
     prefill = synthetic_prefill(layers=3, dim=8, context=context, seed=seed, dtype=dtype)
+    needs = getattr(strategy, "needs", Needs)()
+    # Ours are there already, from the prefill's own topics.
+    own = [x for x in needs.observers if type(x).__module__.partition(".")[0] != "gracekv"]
+    prefill = with_observed(prefill, own, seed)
     region = prefill.spans.region(min(int(torch.randint(0, 16, (), generator=rng)), context - 1))
     with _unchanged(prefill):
         if stage == "segment":

@@ -59,6 +59,13 @@ def check_observer(
     return seen
 
 
+def with_observed(prefill: Prefill, observers: Iterable[Observer], seed: int = 0) -> Prefill:
+    """`prefill` with what `observers` see of it; what only a model has is random."""
+    drive, edges = _Driver(prefill, seed), [prefill.spans.past, prefill.spans.length]
+    seen = {observer: drive(observer, edges) for observer in observers}
+    return dataclasses.replace(prefill, observed={**prefill.observed, **seen})
+
+
 class _Driver:
     """Shows a prompt as a model would: copies that are spoiled after each run."""
 

@@ -159,7 +159,11 @@ def test_draws_depend_on_seed_and_layer_alone():
     assert not torch.equal(pack.uniforms(2, 30, 1), pack.uniforms(2, 30, 2))
     # One layer alone draws what it draws among others.
     alone = dataclasses.replace(
-        prefill, keys=prefill.keys[:1], values=prefill.values[:1], queries=prefill.queries[:1]
+        prefill,
+        keys=prefill.keys[:1],
+        values=prefill.values[:1],
+        queries=prefill.queries[:1],
+        observed={},
     )
     run = pipeline("cam").run(alone, budget)
     assert torch.equal(run.cache.layers[0].values, first.cache.layers[0].values)

@@ -1,9 +1,10 @@
-"""Rare tokens first: a scorer and a recipe for gracekv."""
+"""Two scorers for gracekv, one of which captures something of its own, and a recipe."""
 
 from gracekv import recipes
 from gracekv_rare_tokens.rare_tokens import RareTokens
+from gracekv_rare_tokens.turning_values import TurningValues
 
-__all__ = ["RareTokens"]
+__all__ = ["RareTokens", "TurningValues"]
 
 recipes.register(
     "rare-tokens",

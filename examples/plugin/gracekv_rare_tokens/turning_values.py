@@ -1,0 +1,62 @@
+"""Tokens by how far their values turn from the token before: a scorer that captures its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gracekv.prefill import LayerObserver, Needs, Prefill, PromptSpans, Region
+from gracekv.prefill.observer import Accumulator, Sizes, TokenRun
+from gracekv.value import SCORERS, Scorer, TokenScores
+
+
+@dataclass(frozen=True)
+class ValueTurns(LayerObserver):
+    """1 - cos of the angle between each value and the one before, float32 [L, G, T]; 0 first."""
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        return sizes.layers, sizes.kv_heads, sizes.spans.length
+
+    def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
+        return _Turns(spans)
+
+
+class _Turns:
+    def __init__(self, spans: PromptSpans) -> None:
+        self._spans, self._turns = spans, torch.empty(0)
+
+    def add(self, run: TokenRun) -> None:
+        if not self._turns.numel():
+            self._turns = torch.zeros(len(run.values), self._spans.length, device=run.values.device)
+        # Values are whole up to the run's end, so the one before the run is there.
+        first = max(run.start, 1)
+        seen = run.values[:, first - 1 : run.end].float()
+        cosines = functional.cosine_similarity(seen[:, 1:], seen[:, :-1], dim=-1)
+        self._turns[:, first : run.end] = 1 - cosines
+
+    def result(self) -> Tensor:
+        return self._turns
+
+
+@final
+@SCORERS.register("turning_values")
+@dataclass(frozen=True)
+class TurningValues(Scorer):
+    """Tokens whose value turns away from the one before first, each head by its own.
+
+    Source: ours.
+
+    Cost: one product of each value with the one before it, during the prefill.
+    """
+
+    def needs(self) -> Needs:
+        return Needs.observed(ValueTurns())
+
+    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+        """Scores [L, G, N]; `MissingCaptureError` if the values' turns were not captured."""
+        turns = prefill.observation(ValueTurns())[..., region.start : region.end]
+        return TokenScores.from_scores(turns.clamp_min(0))
