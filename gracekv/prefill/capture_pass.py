@@ -25,6 +25,7 @@ from gracekv.prefill.capture_memory import (
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.model_layers import (
     compressed_layers,
+    final_logits,
     has_rope,
     model_layers,
     rotary_positions,
@@ -134,6 +135,7 @@ def _run(
     """Fill `record`, chunk by chunk; seconds without the observers', and the last logits [V]."""
     length, start, device = prompt.spans.length, prompt.spans.past, input_device(model)
     head, vocabulary = model.get_output_embeddings(), text_config(model).vocab_size
+    factor, cap = final_logits(model)
     ids, seconds = prompt.ids[None].to(device), 0.0
     places = whole = torch.arange(length, device=device)[None]
     if past is not None:
@@ -165,9 +167,9 @@ def _run(
             others.read(length - stop)
             following = prompt.ids[first + 1 : stop + 1]
             if observations.reads("final") and len(following):
-                rows = record.final[: len(following)]
+                rows = record.final[: len(following)] * factor
                 record.final = None
-                observations.add_final(FinalRun(first, rows, following, head, vocabulary))
+                observations.add_final(FinalRun(first, rows, following, head, vocabulary, cap))
             if progress is not None:
                 progress(stop, length)
     return seconds - observations.running_seconds, output.logits[0, -1]

@@ -109,6 +109,14 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def final_logits(model: Any) -> tuple[float, float | None]:
+    """What multiplies the head's products, and what then caps them (None: nothing does)."""
+    config = text_config(model)
+    scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
+    factor = float(scale or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return factor, getattr(config, "final_logit_softcapping", None)
+
+
 def head_sizes(model: Any) -> tuple[int, int, int]:
     """H, G and d of the compressed layers.
 

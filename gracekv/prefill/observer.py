@@ -136,10 +136,11 @@ class FinalRun:
 
     Attributes:
         start: absolute position of the first token.
-        states: [n, D] after the decoder's last norm.
+        states: [n, D] after the decoder's last norm, times what multiplies the model's logits.
         following: int64 [n], the token after each, on the CPU.
         head: the torch module that makes logits of states.
         vocabulary: number of logits that count.
+        softcap: c of the final logits c tanh(x / c); None: they are the head's.
     """
 
     start: int
@@ -147,6 +148,7 @@ class FinalRun:
     following: Tensor
     head: Any
     vocabulary: int
+    softcap: float | None = None
 
 
 class Accumulator(Protocol):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.kernels.linalg import linear
+from gracekv.kernels.logits import capped
 from gracekv.kernels.logsumexp import logsumexp
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.observer import FinalAccumulator, FinalObserver, FinalRun, Part, Sizes
@@ -47,7 +48,7 @@ class _Surprisal:
         self._past, self._parts = spans.past, list[Tensor]()
 
     def add(self, run: FinalRun) -> None:
-        self._parts.append(unlikelihood(run.states, run.head, run.following, run.vocabulary))
+        self._parts.append(unlikelihood(run))
 
     def result(self) -> Tensor:
         whole = torch.nn.functional.pad(torch.cat(self._parts), (self._past + 1, 0))
@@ -55,17 +56,9 @@ class _Surprisal:
 
 
 @torch.no_grad()
-def unlikelihood(final: Tensor, head: Any, following: Tensor, vocabulary: int) -> Tensor:
-    """-log p of the token that follows each of n positions, float32 [n].
-
-    Args:
-        final: [n, D] the decoder's output, after its last norm.
-        head: the module that makes logits of it.
-        following: int64 [n].
-        vocabulary: number of logits.
-    """
-    values = _by_blocks if _is_plain(head) else _by_rows
-    surprise = values(final, head, following.to(final.device), vocabulary).to(final.device)
+def unlikelihood(run: FinalRun) -> Tensor:
+    """-log p of the token that follows each of n positions, float32 [n]."""
+    surprise = (_by_blocks if _is_plain(run.head) else _by_rows)(run).to(run.states.device)
     # Rounding must not make a certain token's surprisal negative.
     return surprise.clamp_(min=0)
 
@@ -81,29 +74,27 @@ def _is_plain(head: Any) -> bool:
     )
 
 
-def _by_blocks(final: Tensor, head: Any, following: Tensor, vocabulary: int) -> Tensor:
+def _by_blocks(run: FinalRun) -> Tensor:
     """Running log-sum-exp over blocks of the vocabulary."""
-    weight = head.weight[:vocabulary]
+    weight = run.head.weight[: run.vocabulary]
     device = weight.device
-    final, following = final.to(device), following.to(device)
+    states, following = run.states.to(device), run.following.to(device)
     block = _GPU_BLOCK if device.type == "cuda" else _BLOCK
     parts = []
-    for rows, targets in zip(final.split(_ROWS), following.split(_ROWS), strict=True):
+    for rows, targets in zip(states.split(_ROWS), following.split(_ROWS), strict=True):
         columns = weight.split(max(1, block // len(rows)))
-        sums = logsumexp(linear(rows, some).float() for some in columns)
+        sums = logsumexp(capped(linear(rows, some).float(), run.softcap) for some in columns)
         chosen = (rows.float() * weight[targets].float()).sum(dim=-1)
-        parts.append(sums.sub_(chosen))
+        parts.append(sums.sub_(capped(chosen, run.softcap)))
     return torch.cat(parts)
 
 
-def _by_rows(final: Tensor, head: Any, following: Tensor, vocabulary: int) -> Tensor:
+def _by_rows(run: FinalRun) -> Tensor:
     """Whole rows of logits, for heads that are not one plain product (quantised, offloaded ...)."""
     parts = []
-    size = max(1, 8 * _BLOCK // vocabulary)
-    for rows, targets in zip(final.split(size), following.split(size), strict=True):
-        logits = head(rows).float()
+    size = max(1, 8 * _BLOCK // run.vocabulary)
+    for rows, targets in zip(run.states.split(size), run.following.split(size), strict=True):
+        logits = capped(run.head(rows).float(), run.softcap)
         chosen = logits.gather(-1, targets.to(logits.device)[:, None])[:, 0]
-        top = logits.amax(dim=-1, keepdim=True)
-        total = logits.sub_(top).exp_().sum(dim=-1).log_()
-        parts.append(total + top[:, 0] - chosen)
+        parts.append(logits.logsumexp(dim=-1) - chosen)
     return torch.cat(parts)

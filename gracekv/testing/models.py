@@ -125,10 +125,11 @@ def tiny_model(
         extra |= {"mamba_n_heads": heads, "mamba_d_head": 2 * dim, "mamba_d_state": dim}
         extra |= {"mamba_n_groups": 1, "mamba_chunk_size": 16}
         if family == "falcon_h1":
-            extra |= {"mamba_d_ssm": 2 * heads * dim}
+            extra |= {"mamba_d_ssm": 2 * heads * dim, "lm_head_multiplier": 0.5}
         else:
             extra |= {"num_local_experts": 4, "num_experts_per_tok": 2}
             extra |= {"shared_intermediate_size": heads * dim, "attention_multiplier": 0.1}
+            extra |= {"logits_scaling": 2.0}
     elif family == "nemotron_h":
         extra |= {"mamba_num_heads": heads, "mamba_head_dim": 2 * dim, "ssm_state_size": dim}
         extra |= {"n_groups": 1, "chunk_size": 16, "n_routed_experts": 4}

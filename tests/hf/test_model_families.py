@@ -10,11 +10,13 @@ transformers = pytest.importorskip("transformers")
 import gracekv  # noqa: E402
 from gracekv.hf import GraceCache  # noqa: E402
 from gracekv.hf.capture import capture  # noqa: E402
-from gracekv.prefill import Needs  # noqa: E402
+from gracekv.prefill import Needs, depth_layers  # noqa: E402
 from gracekv.prefill.kept import WITH_STATES  # noqa: E402
 from gracekv.prefill.model_layers import attention_module, compressed_layers  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.prefill.supported import TESTED_MODEL_TYPES  # noqa: E402
+from gracekv.segment.curvature import BlockInput  # noqa: E402
+from gracekv.segment.surprisal import Surprisal  # noqa: E402
 from support.dense import dense_logits  # noqa: E402
 from support.families import FAMILIES  # noqa: E402
 from support.greedy_decoding import greedy, heavier  # noqa: E402
@@ -47,9 +49,10 @@ def test_the_capture_is_the_stock_forward_pass(family):
     model, with_states = FAMILIES[family].model(), FAMILIES[family].has_states
     cache = transformers.DynamicCache(config=model.config if with_states else None)
     with torch.no_grad():
-        plain = copy.deepcopy(model)(IDS[None], past_key_values=cache)
+        plain = copy.deepcopy(model)(IDS[None], past_key_values=cache, output_hidden_states=True)
 
-    prefill = capture(model, PROMPT, Needs.observed(HeadOutputs()))
+    seen = BlockInput(0.5), Surprisal()
+    prefill = capture(model, PROMPT, Needs.observed(HeadOutputs(), *seen))
     parts = capture(model, PROMPT, options=CaptureOptions(chunk=40))
 
     numbers = [x.number for x in compressed_layers(model)]
@@ -67,6 +70,14 @@ def test_the_capture_is_the_stock_forward_pass(family):
             torch.testing.assert_close(got, stock, rtol=0, atol=off)
         torch.testing.assert_close(parts.keys[layer], prefill.keys[layer], rtol=0, atol=1e-3)
     torch.testing.assert_close(prefill.logits, plain.logits[0, -1], rtol=0, atol=1e-4)
+    stream, surprisal = (prefill.observation(x) for x in seen)
+    (middle,) = depth_layers([0.5], prefill.layers)
+    # With states the last token runs alone, and its rows are those of other products.
+    stock = plain.hidden_states[numbers[middle]][0]
+    torch.testing.assert_close(stream, stock, rtol=0, atol=1e-4 if with_states else 0)
+    chances = plain.logits[0].double().log_softmax(-1)
+    expected = -chances[torch.arange(LENGTH - 1), IDS[1:]]
+    torch.testing.assert_close(surprisal[1:].double(), expected, rtol=0, atol=1e-3)
     torch.testing.assert_close(parts.logits, prefill.logits, rtol=0, atol=1e-3)
     # Sliding layers hold the window of all tokens but the last, the others their states then.
     if with_states:

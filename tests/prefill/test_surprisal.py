@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from gracekv.kernels import logsumexp as logsumexp_module
 from gracekv.kernels.logsumexp import logsumexp
+from gracekv.prefill.observer import FinalRun
 from gracekv.segment.surprisal import unlikelihood
 
 
@@ -18,9 +19,9 @@ def case(seed, length, dim, vocabulary, dtype=torch.float32):
     return final, head, torch.randint(vocabulary, (length,), generator=generator)
 
 
-def surprisal(final, head, ids, vocabulary):
+def surprisal(final, head, ids, vocabulary, softcap=None):
     """Of every position; position 0 gets 0."""
-    following = unlikelihood(final[:-1], head, ids[1:], vocabulary)
+    following = unlikelihood(FinalRun(0, final[:-1], ids[1:], head, vocabulary, softcap))
     return torch.nn.functional.pad(following, (1, 0))
 
 
