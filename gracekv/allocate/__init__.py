@@ -11,7 +11,7 @@ from gracekv.allocate.base import (
     Quota,
     Selection,
 )
-from gracekv.allocate.budget import Budget, BudgetOptions
+from gracekv.allocate.budget import Budget, BudgetOptions, RecentWindow
 from gracekv.allocate.density import Density
 from gracekv.allocate.exact_dp import ExactDP
 from gracekv.allocate.global_ import Global
@@ -19,7 +19,7 @@ from gracekv.allocate.greedy import Greedy
 from gracekv.allocate.lagrangian import Lagrangian, upper_bound
 from gracekv.allocate.none import NoFloor
 from gracekv.allocate.per_head import PerHead
-from gracekv.allocate.plan import BudgetPlan, RecentWindow
+from gracekv.allocate.plan import BudgetPlan
 from gracekv.allocate.pyramid import Pyramid
 from gracekv.allocate.singleton import Singleton
 

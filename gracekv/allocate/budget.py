@@ -1,4 +1,4 @@
-"""`Budget`: how much the user asks to keep, by ratio, entries or bytes."""
+"""`Budget`: how much the user asks to keep, and `RecentWindow`, which is kept in any case."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
-from gracekv.allocate.plan import BudgetPlan, EntryBytes, RecentWindow
-from gracekv.errors import BudgetError
-from gracekv.registry import suggestion
+from gracekv.allocate.plan import BudgetPlan, EntryBytes
+from gracekv.errors import BudgetError, ConfigError
+from gracekv.registry import Configurable, bounded, suggestion
 
 _UNITS = {
     "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9,
@@ -41,6 +41,31 @@ class BudgetOptions(TypedDict, total=False):
     entries_per_head: int | None
     kv_bytes: int | str | None
     compression_ratio: Number | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecentWindow(Configurable):
+    """The last context tokens, kept exactly in every head and paid for.
+
+    Attributes:
+        size: r in tokens, the paper's 32.
+        minimum: r never shrinks below this many tokens, the paper's 4.
+        share: r takes at most this share of the budget (ours; 1.0 is the paper).
+        rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1,
+            whatever the other fields say (H2O's published split).
+    """
+
+    size: int = bounded(32, at_least=0)
+    minimum: int = bounded(4, at_least=0)
+    share: float = bounded(1.0, above=0, at_most=1, hint="1.0 is the paper's window.")
+    rule: Literal["fixed", "half"] = "fixed"
+
+    def check(self) -> None:
+        if self.minimum > self.size:
+            raise ConfigError(
+                f"RecentWindow.minimum is at most RecentWindow.size; got {self.minimum} and "
+                f"{self.size}."
+            )
 
 
 @dataclass(frozen=True, slots=True)

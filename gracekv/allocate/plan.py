@@ -1,42 +1,15 @@
-"""`BudgetPlan`: a budget in entries, its recent window, what entries cost, and whole shares."""
+"""`BudgetPlan`: a budget in entries, what entries cost, and whole shares."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gracekv.errors import BudgetError, ConfigError
-from gracekv.registry import Configurable, bounded
-
-
-@dataclass(frozen=True, slots=True)
-class RecentWindow(Configurable):
-    """The last context tokens, kept exactly in every head and paid for.
-
-    Attributes:
-        size: r in tokens, the paper's 32.
-        minimum: r never shrinks below this many tokens, the paper's 4.
-        share: r takes at most this share of the budget (ours; 1.0 is the paper).
-        rule: "fixed" is the above. "half": r is half of a head's equal share, at least 1,
-            whatever the other fields say (H2O's published split).
-    """
-
-    size: int = bounded(32, at_least=0)
-    minimum: int = bounded(4, at_least=0)
-    share: float = bounded(1.0, above=0, at_most=1, hint="1.0 is the paper's window.")
-    rule: Literal["fixed", "half"] = "fixed"
-
-    def check(self) -> None:
-        if self.minimum > self.size:
-            raise ConfigError(
-                f"RecentWindow.minimum is at most RecentWindow.size; got {self.minimum} and "
-                f"{self.size}."
-            )
+from gracekv.errors import BudgetError
 
 
 @dataclass(frozen=True, slots=True)

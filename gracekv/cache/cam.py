@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from gracekv.allocate.base import Selection
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedEntries
-from gracekv.cache.evict import best_tokens, gather_tokens
-from gracekv.cache.layout import LayerLayout, layer_layouts
+from gracekv.cache.evict import LayerLayout, best_tokens, gather_tokens, layer_layouts
 from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Prefill
 from gracekv.registry import bounded

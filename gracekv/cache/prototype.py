@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import Selection
 from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedEntries
-from gracekv.cache.layout import LayerLayout, layer_layouts
+from gracekv.cache.evict import LayerLayout, layer_layouts
 from gracekv.kernels import ragged
 from gracekv.prefill import Prefill
 from gracekv.tree.merge import PrototypeRule, merge

@@ -16,9 +16,9 @@ from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import continue_ids, decode_rows, stream_text
 from gracekv.prefill.chat_text import first_turn, next_turn
 from gracekv.prefill.fingerprint import check_same_model
-from gracekv.prefill.length_limits import trained_length
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.supported import trained_length
 
 
 class Conversation:

@@ -23,11 +23,11 @@ from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run, physical_sizes
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.fingerprint import check_same_model
-from gracekv.prefill.length_limits import check_prompt_length, longest_sequence
 from gracekv.prefill.model_layers import text_config
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.supported import check_prompt_length, longest_sequence
 
 
 def extended_run(

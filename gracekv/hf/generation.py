@@ -17,7 +17,7 @@ from gracekv.hf import graph_replay
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache
 from gracekv.prefill.attention_patch import input_device
-from gracekv.prefill.length_limits import check_continuation
+from gracekv.prefill.supported import check_continuation
 
 
 def padded_inputs(

@@ -18,14 +18,13 @@ from gracekv.cache.sharding import own_cache
 from gracekv.cache.tensor_file import AGAIN, refusing
 from gracekv.distributed import head_shard
 from gracekv.distributed.agreement import in_step
-from gracekv.distributed.sampled_weights import even_digest
 from gracekv.errors import ConfigError, PromptError, SavedCacheError, ShapeError
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.hf.saving import SavedPrompt
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
-from gracekv.prefill.fingerprint import differences, fingerprint
+from gracekv.prefill.fingerprint import differences, even_digest, fingerprint
 from gracekv.prefill.kept import bytes_by_kind
 from gracekv.prefill.model_layers import head_sizes
 from gracekv.registry.plugins import missing_modules

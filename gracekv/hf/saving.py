@@ -18,8 +18,7 @@ from gracekv.cache.serialization import write_cache
 from gracekv.cache.sharding import whole_cache
 from gracekv.distributed import head_shard
 from gracekv.files import VERSION
-from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.spans import PromptSpans
+from gracekv.prefill.prompt import Prompt, PromptSpans
 from gracekv.registry import check_values
 
 

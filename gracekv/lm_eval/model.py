@@ -18,8 +18,7 @@ from gracekv.hf.base_result import BaseResult
 from gracekv.hf.compress import compress
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline
-from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.spans import PromptSpans
+from gracekv.prefill.prompt import Prompt, PromptSpans
 from gracekv.prefill.supported import check_model
 
 # A request of lm-eval: its texts (None for a part of one), context ids and continuation ids.

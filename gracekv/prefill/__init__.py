@@ -3,7 +3,7 @@
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.needs import Needs, depth_layers
 from gracekv.prefill.observer import FinalObserver, LayerObserver, Observer, PassObserver
-from gracekv.prefill.spans import PromptSpans, Region
+from gracekv.prefill.prompt import PromptSpans, Region
 
 __all__ = [
     "FinalObserver",

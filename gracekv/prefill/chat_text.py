@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from gracekv.errors import PromptError
 
@@ -167,3 +170,33 @@ def _without_eos(tokenizer: Any, ids: list[int], special: bool) -> list[int]:
     if special and eos is not None and ids and ids[-1] == eos and (len(ids) > 1 or eos != bos):
         return ids[:-1]
     return ids
+
+
+def checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
+    """int64 [T] of ids [T] or [1, T], on the CPU.
+
+    Raises `PromptError` unless they can be the ids of one sequence.
+    """
+    try:
+        tensor = torch.as_tensor(ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PromptError(
+            f"ids must be token ids of one sequence, [T] whole numbers ({error})."
+        ) from error
+    if tensor.ndim == 2 and len(tensor) == 1:
+        tensor = tensor[0]
+    if tensor.ndim != 1:
+        raise PromptError(
+            f"ids must be one sequence of shape [T] or [1, T]; got shape "
+            f"{list(tensor.shape)}. Compress the sequences of a batch one by one: "
+            f"Prompt.from_ids(ids[0], ...)."
+        )
+    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    if len(tensor) and tensor.dtype not in kinds:
+        raise PromptError(f"ids must be whole numbers; got {tensor.dtype}.")
+    if len(tensor) and int(tensor.min()) < 0:
+        raise PromptError(
+            f"Token ids are not negative; got {int(tensor.min())}. Remove padding and label "
+            f"masks (-100) first."
+        )
+    return tensor.detach().to("cpu", torch.int64)

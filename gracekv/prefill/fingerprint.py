@@ -1,13 +1,22 @@
-"""What identifies the model and tokenizer that a prefill came from."""
+"""What identifies the model and tokenizer that a prefill came from.
+
+Of the weights a few elements are read, wherever they lie.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from gracekv.distributed.sampled_weights import active_adapters, weights_digest
+import torch
+from torch import Tensor
+
+from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.sharding import head_shard
 from gracekv.errors import CacheError
 
 # Where the model came from may differ between machines; its computation may not.
@@ -18,7 +27,7 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
     """What identifies a model and its tokenizer.
 
     Class, name, dtype, active adapters, a hash of the config, and one of a sample of the weights
-    (see `gracekv.distributed.sampled_weights`); of a tokenizer `tokenizer_marks`. All processes of
+    (see `weights_digest`); of a tokenizer `tokenizer_marks`. All processes of
     a sharded model call this together.
     """
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
@@ -60,3 +69,159 @@ def tokenizer_marks(tokenizer: Any) -> dict[str, str]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# Elements that are read of a weight; all of them would be the whole model. Source: ours.
+_READS = 16
+# As many, evenly spread, identify the model in files of earlier versions.
+_EVEN_READS = 64
+
+
+def weights_digest(model: Any) -> str:
+    """Hash of names, shapes and a few elements of all weights, active adapters' included.
+
+    Adapters that are not active do not count, nor do weights' elements that cannot be read:
+    offloaded ones and those of a quantising class. All processes of a sharded model call this
+    together, and get what the whole model would.
+    """
+    return sampled_digest(_weights(model), shard=head_shard(model))
+
+
+def active_adapters(model: Any) -> list[str]:
+    """Names of the adapters (of peft) that take part in what the model computes, sorted."""
+    return sorted({name for layer in _adapted(model).values() for name in _active(layer)})
+
+
+def even_digest(model: Any) -> str:
+    """The digest that files of earlier versions hold, to be compared with.
+
+    It reads evenly spread elements, which in most matrices all lie in one column.
+    """
+    return sampled_digest(model.named_parameters(), places=_even_places, shard=head_shard(model))
+
+
+@functools.lru_cache(maxsize=4096)
+def sample_places(name: str, shape: tuple[int, ...]) -> Tensor:
+    """int64 [n]: which elements are read of a weight, as flat indices; needs no weight.
+
+    The weight is cut into n equal parts, and a hash of its name and shape chooses one element in
+    each, so that they are spread over rows and columns.
+    """
+    size = math.prod(shape)
+    count = min(_READS, size)
+    edges = torch.arange(count + 1) * size // max(1, count)
+    noise = hashlib.shake_256(f"{name} {list(shape)}".encode()).digest(8 * count)
+    chosen = torch.frombuffer(bytearray(noise), dtype=torch.int64) if count else edges[:0]
+    return edges[:-1] + chosen.remainder(edges.diff())
+
+
+def _even_places(name: str, shape: tuple[int, ...]) -> Tensor:
+    """int64 [n]: evenly spread flat indices."""
+    size = math.prod(shape)
+    count = min(_EVEN_READS, size)
+    return torch.arange(count) * (size // max(1, count))
+
+
+def sampled_digest(
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    places: Callable[[str, tuple[int, ...]], Tensor] = sample_places,
+    dtype: torch.dtype | None = None,
+    shard: HeadShard | None = None,
+) -> str:
+    """16 hexadecimal digits of the weights' names and shapes, and of their elements at `places`.
+
+    Args:
+        weights: [...] by name; their order counts.
+        places: which elements are read, int64 [n] flat indices, from name and shape.
+        dtype: compare elements as they are in this dtype; None: in the weight's own.
+        shard: gathers the elements of weights whose parts several processes hold; None: the
+            elements of such weights are not read.
+    """
+    digest = hashlib.sha256()
+    marks, samples, apart = [], dict[str, Tensor](), []
+    for name, weight in weights:
+        data = weight.detach()
+        marks.append((name, f"{name} {list(weight.shape)} {dtype or weight.dtype} "))
+        sharded = shard is not None and hasattr(data, "placements")
+        # Quantised tensors of their own class cannot be relied on to be sliced.
+        if (not sharded and type(data) is not Tensor) or data.device.type == "meta":
+            continue
+        at = places(name, tuple(weight.shape))
+        if sharded:
+            apart.append(name)
+            samples[name] = _own_elements(data, at)
+        elif len(at):
+            few = data.reshape(-1)[at.to(data.device)]
+            samples[name] = _bytes(few if dtype is None else few.to(dtype))
+    if shard is not None and apart:
+        # Each element lies in one process; the others give zeros.
+        flat = shard.maximum(torch.cat([samples[name].flatten() for name in apart]))
+        sizes = [samples[name].numel() for name in apart]
+        samples |= dict(zip(apart, flat.split(sizes), strict=True))
+    for name, mark in marks:
+        digest.update(mark.encode())
+        if name in samples:
+            digest.update(samples[name].numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and saved buffers by name, as without the adapters that are not active."""
+    idle = [
+        f"{prefix}.{part}.{name}."
+        for prefix, layer in _adapted(model).items()
+        for part in layer.adapter_layer_names
+        for name in set(getattr(layer, part, ())) - set(_active(layer))
+    ]
+    buffers = (
+        (f"{prefix}.{name}", buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        # Others hold what a model computes on the way, such as the frequencies of RoPE.
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    )
+    for name, weight in (*model.named_parameters(), *buffers):
+        if not f"{name}.".startswith(tuple(idle)):
+            yield name.replace(".base_layer.", "."), weight
+
+
+def _adapted(model: Any) -> dict[str, Any]:
+    """The layers that adapters were added to, by name; they are known by what peft gives them."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "adapter_layer_names")
+    }
+
+
+def _active(layer: Any) -> list[str]:
+    return [] if layer.disable_adapters else list(layer.active_adapters)
+
+
+def _own_elements(weight: Any, at: Tensor) -> Tensor:
+    """uint8 [n, itemsize]: elements `at` (flat) of a DTensor on a 1-D mesh; 0 where elsewhere."""
+    local, placement = weight.to_local(), weight.placements[0]
+    mesh, rank = weight.device_mesh, weight.device_mesh.get_local_rank()
+    place = list(torch.unravel_index(at, weight.shape))
+    own = torch.full_like(at, rank == 0, dtype=torch.bool)
+    if not placement.is_replicate():
+        dim = placement.dim % weight.ndim
+        # Packed weights are split block by block, others as one block; each as torch.chunk cuts.
+        blocks = getattr(placement, "split_factor", 1)
+        size = weight.shape[dim] // blocks
+        chunk = math.ceil(size / mesh.size())
+        block, within = place[dim] // size, place[dim] % size
+        own = within // chunk == rank
+        place[dim] = block * (local.shape[dim] // blocks) + within % chunk
+    result = torch.zeros(len(at), weight.element_size(), dtype=torch.uint8)
+    inside = tuple(x[own].to(local.device) for x in place)
+    result[own] = _bytes(local[inside])
+    return result
+
+
+def _bytes(elements: Tensor) -> Tensor:
+    """uint8 [n, itemsize] of `elements` [n], on the CPU."""
+    return (
+        elements.contiguous().cpu().view(torch.uint8).view(len(elements), elements.element_size())
+    )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.spans import PromptSpans
+from gracekv.prefill.prompt import PromptSpans
 
 Reading = Literal["hidden", "outputs", "projection", "final", "passes"]
 """What a driver may give beyond queries, keys and values of each run.

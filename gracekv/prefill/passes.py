@@ -11,9 +11,9 @@ from torch import Tensor
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
-from gracekv.prefill.length_limits import longest_sequence
 from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.supported import longest_sequence
 
 
 class ModelPasses:

@@ -1,4 +1,4 @@
-"""`Prompt`: token ids with the spans of prefix, context, question and template tail."""
+"""`Prompt`: token ids, and `PromptSpans`: where prefix, context, question and tail lie."""
 
 from __future__ import annotations
 
@@ -11,13 +11,105 @@ from torch import Tensor
 
 from gracekv.errors import PromptError
 from gracekv.prefill.chat_text import (
+    checked_ids,
     continued,
     encode,
     has_chat_template,
     question_end,
     render,
 )
-from gracekv.prefill.spans import PromptSpans
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The compressible positions C = [start, end), absolute.
+
+    Attributes:
+        start: first token position.
+        end: exclusive.
+    """
+
+    start: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        """N (the paper's N_c), in tokens."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpans:
+    """Prefix [0, c_s) | context [c_s, c_e) | suffix [c_e, T); the question ends at q_e.
+
+    Attributes:
+        context_start: c_s, absolute token position.
+        context_end: c_e, absolute token position, exclusive.
+        question_end: q_e; what lies in [q_e, T) is the chat template's tail and answer prefix.
+        length: T, in tokens.
+        past: of the prefix, places of what was compressed before this sequence was read; they have
+            keys and values, but no queries.
+
+    Raises `PromptError` if the spans are empty, out of order or out of range.
+    """
+
+    context_start: int
+    context_end: int
+    question_end: int
+    length: int
+    past: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length < 2:
+            raise PromptError(
+                f"A prompt needs at least 2 tokens (the last one is fed again to start decoding); "
+                f"got {self.length}."
+            )
+        if not 0 <= self.context_start < self.context_end <= self.length:
+            raise PromptError(
+                f"The context must be a non-empty span inside the prompt: 0 <= start < end <= "
+                f"{self.length}; got ({self.context_start}, {self.context_end})."
+            )
+        if not 0 <= self.past <= self.context_start:
+            raise PromptError(
+                f"What was compressed before lies in the prefix: 0 <= past <= "
+                f"{self.context_start}; got {self.past}."
+            )
+        if not self.context_end <= self.question_end <= self.length:
+            raise PromptError(
+                f"question_end must lie between the context's end and the prompt's end, "
+                f"{self.context_end} <= question_end <= {self.length}; got {self.question_end}. "
+                f"Leave it out if the prompt has no template tail."
+            )
+
+    @property
+    def context_length(self) -> int:
+        """N_ctx, in tokens."""
+        return self.context_end - self.context_start
+
+    def region(self, recent: int) -> Region:
+        """C = [c_s, c_e - r): what may be compressed without a recent window of `recent` tokens."""
+        return Region(self.context_start, max(self.context_start, self.context_end - recent))
+
+    def last(self, count: int) -> range:
+        """The last `count` positions of the prompt, fewer where it was not read that far back."""
+        return range(max(self.past, self.length - count), self.length)
+
+    def direct_probes(self, question: int = 32, tail: int = 16) -> list[int]:
+        """U: the last `question` question positions and the last `tail` positions, ascending.
+
+        Source: the paper, "Direct relevance"; union as a set: departures 3.
+        """
+        last_question = range(
+            max(self.context_end, self.question_end - question), self.question_end
+        )
+        return sorted({*last_question, *self.last(tail)})
+
+    def question_probes(self) -> list[int]:
+        """U_q: the members of U inside the question, or all of U if there is no question."""
+        probes = self.direct_probes()
+        inside = [u for u in probes if self.context_end <= u < self.question_end]
+        return inside or probes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,8 +162,17 @@ class Prompt:
 
         Raises `PromptError` if ids or spans cannot be used.
         """
-        checked = _checked_ids(ids)
-        start, end = _pair(context)
+        checked = checked_ids(ids)
+        if (
+            not isinstance(context, tuple | list)
+            or len(context) != 2
+            or not all(isinstance(x, int) and not isinstance(x, bool) for x in context)
+        ):
+            raise PromptError(
+                f"context takes two token positions, (start, end) with the end exclusive; got "
+                f"{context!r}."
+            )
+        start, end = context
         length = len(checked)
         spans = PromptSpans(start, end, length if question_end is None else question_end, length)
         return cls(checked, spans, tokenizer=tokenizer)
@@ -164,7 +265,7 @@ class Prompt:
         if isinstance(passage, str):
             new = torch.tensor(continued(self.tokenizer, passage), dtype=torch.int64)
         else:
-            new = _checked_ids(passage)
+            new = checked_ids(passage)
         if not len(new):
             raise PromptError("The passage is empty: there is nothing to read.")
         spans, end = self.spans, self.spans.context_end
@@ -184,43 +285,3 @@ class Prompt:
             return self
         spans = PromptSpans(self.spans.context_start, end - 1, end - 1, end)
         return replace(self, ids=self.ids[:end], spans=spans, parts=None)
-
-
-def _checked_ids(ids: Tensor | Sequence[int]) -> Tensor:
-    """int64 [T] on the CPU; `PromptError` unless they can be the ids of one sequence."""
-    try:
-        tensor = torch.as_tensor(ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise PromptError(
-            f"ids must be token ids of one sequence, [T] whole numbers ({error})."
-        ) from error
-    if tensor.ndim == 2 and len(tensor) == 1:
-        tensor = tensor[0]
-    if tensor.ndim != 1:
-        raise PromptError(
-            f"ids must be one sequence of shape [T] or [1, T]; got shape "
-            f"{list(tensor.shape)}. Compress the sequences of a batch one by one: "
-            f"Prompt.from_ids(ids[0], ...)."
-        )
-    kinds = (torch.int64, torch.int32, torch.int16, torch.uint8)
-    if len(tensor) and tensor.dtype not in kinds:
-        raise PromptError(f"ids must be whole numbers; got {tensor.dtype}.")
-    if len(tensor) and int(tensor.min()) < 0:
-        raise PromptError(
-            f"Token ids are not negative; got {int(tensor.min())}. Remove padding and label "
-            f"masks (-100) first."
-        )
-    return tensor.detach().to("cpu", torch.int64)
-
-
-def _pair(context: object) -> tuple[int, int]:
-    if (
-        not isinstance(context, tuple | list)
-        or len(context) != 2
-        or not all(isinstance(x, int) and not isinstance(x, bool) for x in context)
-    ):
-        raise PromptError(
-            f"context takes two token positions, (start, end) with the end exclusive; got "
-            f"{context!r}."
-        )
-    return context[0], context[1]

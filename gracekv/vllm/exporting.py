@@ -15,15 +15,13 @@ from gracekv import recipes
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_digest, write_cache
-from gracekv.distributed.sampled_weights import active_adapters
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
 from gracekv.files import VERSION, replacing
 from gracekv.hf.base_result import BaseResult
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.chat_text import render
-from gracekv.prefill.fingerprint import check_same_model, tokenizer_marks
-from gracekv.prefill.length_limits import sliding_window, switch_point, trained_length
+from gracekv.prefill.fingerprint import active_adapters, check_same_model, tokenizer_marks
 from gracekv.prefill.model_layers import (
     kept_layers,
     model_layers,
@@ -31,6 +29,7 @@ from gracekv.prefill.model_layers import (
     rope_parameters,
 )
 from gracekv.prefill.prompt import Prompt
+from gracekv.prefill.supported import sliding_window, switch_point, trained_length
 from gracekv.vllm.equal_shares import equal_share
 from gracekv.vllm.header import (
     HEADER,

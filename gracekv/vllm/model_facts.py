@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.distributed.sampled_weights import sampled_digest
+from gracekv.prefill.fingerprint import sampled_digest
 
 _SIZES = {
     "hidden_size": "hidden_size",

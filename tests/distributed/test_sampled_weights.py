@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from gracekv.distributed.sampled_weights import (
+from gracekv.prefill.fingerprint import (
     active_adapters,
     even_digest,
     sample_places,

@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("transformers")
 
 import gracekv
-from gracekv.distributed.sampled_weights import even_digest
 from gracekv.errors import CacheError, SavedCacheError
+from gracekv.prefill.fingerprint import even_digest
 from gracekv.testing.models import tiny_llama
 
 safetensors = pytest.importorskip("safetensors.torch")

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedModelError
 from gracekv.hf.capture import capture
-from gracekv.prefill import length_limits
+from gracekv.prefill import supported
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_model
@@ -52,54 +52,54 @@ MODELS = {
 )
 def test_bounds_are_read_from_the_configuration(name, window, switch, trained):
     model = MODELS[name]
-    assert length_limits.sliding_window(model) == window
-    assert length_limits.switch_point(model) == switch
-    assert length_limits.trained_length(model) == trained
+    assert supported.sliding_window(model) == window
+    assert supported.switch_point(model) == switch
+    assert supported.trained_length(model) == trained
 
 
 def test_a_configuration_that_names_no_length_bounds_nothing():
     config = SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "yarn"})
     config.get_text_config = lambda **_: config
-    assert length_limits.trained_length(SimpleNamespace(config=config)) is None
+    assert supported.trained_length(SimpleNamespace(config=config)) is None
 
 
 @pytest.mark.parametrize("name", MODELS)
 @given(length=st.integers(2, 5000), new=st.integers(1, 5000))
 def test_a_continuation_is_refused_exactly_where_a_fed_token_passes_the_bound(name, length, new):
     model = MODELS[name]
-    bounds = [length_limits.sliding_window(model)]
-    switch = length_limits.switch_point(model)
+    bounds = [supported.sliding_window(model)]
+    switch = supported.switch_point(model)
     if switch is not None and length <= switch:
         bounds.append(switch)
     fed = length + new - 1
     if any(bound is not None and fed > bound for bound in bounds):
         with pytest.raises(CacheError, match="no longer fits its cache"):
-            length_limits.check_continuation(model, [length], new)
+            supported.check_continuation(model, [length], new)
     else:
-        length_limits.check_continuation(model, [length], new)
+        supported.check_continuation(model, [length], new)
 
 
 def test_the_switch_bounds_prompts_up_to_it():
     phi3 = MODELS["phi3 longrope"]
-    assert length_limits.longest_sequence(phi3, 2049) is None
-    length_limits.check_continuation(phi3, [2048], 1)
+    assert supported.longest_sequence(phi3, 2049) is None
+    supported.check_continuation(phi3, [2048], 1)
     with pytest.raises(CacheError, match="Generate at most 1 tokens"):
-        length_limits.check_continuation(phi3, [2048], 2)
+        supported.check_continuation(phi3, [2048], 2)
 
 
 def test_padding_makes_every_row_of_a_batch_as_long_as_the_longest():
     phi3 = MODELS["phi3 longrope"]
-    length_limits.check_continuation(phi3, [100, 2040], 9)
+    supported.check_continuation(phi3, [100, 2040], 9)
     with pytest.raises(CacheError, match="Generate at most 9 tokens"):
-        length_limits.check_continuation(phi3, [100, 2040], 10)
-    length_limits.check_continuation(phi3, [3000, 4000], 100)
+        supported.check_continuation(phi3, [100, 2040], 10)
+    supported.check_continuation(phi3, [3000, 4000], 100)
 
 
 @pytest.mark.parametrize("name", ["phi3 longrope", "llama longrope"])
 def test_a_batch_on_both_sides_of_the_switch_is_refused(name):
     """All rows of a batch rotate by the longest, so the short ones' cached keys would not fit."""
     with pytest.raises(CacheError, match=r"\[100, 4000\] lie on both sides"):
-        length_limits.check_continuation(MODELS[name], [100, 4000], 1)
+        supported.check_continuation(MODELS[name], [100, 4000], 1)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def test_a_batch_on_both_sides_of_the_switch_is_refused(name):
 )
 def test_lengths_that_are_warned_about(name, length, message):
     with pytest.warns(LengthWarning, match=message):
-        length_limits.check_prompt_length(MODELS[name], length, beyond_positions=True)
+        supported.check_prompt_length(MODELS[name], length, beyond_positions=True)
     if "was made for" in message:
         with pytest.raises(PromptError, match=r"made for.*beyond_positions=True.*--beyond-pos"):
-            length_limits.check_prompt_length(MODELS[name], length)
+            supported.check_prompt_length(MODELS[name], length)
 
 
 @pytest.mark.parametrize(
@@ -135,25 +135,25 @@ def test_lengths_that_are_warned_about(name, length, message):
 def test_usual_lengths_pass_silently(name, length):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        length_limits.check_prompt_length(MODELS[name], length)
+        supported.check_prompt_length(MODELS[name], length)
 
 
 def test_a_window_that_does_not_cover_the_prompt_is_refused():
     with pytest.raises(UnsupportedModelError, match="window of 3000 tokens, the prompt has 3001"):
-        length_limits.check_prompt_length(MODELS["mistral"], 3001)
+        supported.check_prompt_length(MODELS["mistral"], 3001)
 
 
 @pytest.mark.parametrize("name", ["phi3", "phi3 longrope", "llama longrope"])
 def test_the_prompt_length_at_which_the_first_step_loses_the_cache_is_refused(name):
     with pytest.raises(PromptError, match="lies on that edge"):
-        length_limits.check_prompt_length(MODELS[name], 2049)
+        supported.check_prompt_length(MODELS[name], 2049)
 
 
 def test_dynamic_rope_is_warned_about_up_to_its_factor():
     with pytest.warns(LengthWarning, match="what the model was run on before"):
-        length_limits.check_prompt_length(MODELS["llama dynamic"], 8192)
+        supported.check_prompt_length(MODELS["llama dynamic"], 8192)
     with pytest.raises(PromptError, match="was made for 4096"):
-        length_limits.check_prompt_length(MODELS["llama dynamic"], 4096 * 64)
+        supported.check_prompt_length(MODELS["llama dynamic"], 4096 * 64)
 
 
 def test_capture_refuses_long_prompts_before_the_model_runs():

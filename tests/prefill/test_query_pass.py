@@ -11,7 +11,7 @@ from gracekv import Budget, Pipeline  # noqa: E402
 from gracekv.errors import MissingCaptureError  # noqa: E402
 from gracekv.hf.capture import capture  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.capture_memory import CaptureSizes, held_positions  # noqa: E402
+from gracekv.prefill.needs import CaptureSizes, held_positions  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing import synthetic_prefill  # noqa: E402
@@ -95,7 +95,7 @@ def test_without_a_model_missing_queries_are_named():
 
 def test_sums_over_all_queries_are_the_same_from_every_source(monkeypatch):
     from gracekv.prefill import base
-    from gracekv.prefill.spans import Region
+    from gracekv.prefill.prompt import Region
 
     monkeypatch.setattr(base, "_PART", 64)
     model, region = tiny_llama(layers=3), Region(4, 180)
