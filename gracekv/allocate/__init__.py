@@ -1,50 +1,25 @@
 """Stage 4: how the budget is spent."""
 
-from gracekv.allocate.adaptive_heads import AdaptiveHeads
-from gracekv.allocate.base import (
-    ALLOCATORS,
-    FLOORS,
-    QUOTAS,
-    Allocator,
-    Floor,
-    Frontier,
-    Quota,
-    Selection,
-)
-from gracekv.allocate.budget import Budget, BudgetOptions, RecentWindow
-from gracekv.allocate.density import Density
-from gracekv.allocate.exact_dp import ExactDP
-from gracekv.allocate.global_ import Global
-from gracekv.allocate.greedy import Greedy
-from gracekv.allocate.lagrangian import Lagrangian, upper_bound
-from gracekv.allocate.none import NoFloor
-from gracekv.allocate.per_head import PerHead
-from gracekv.allocate.plan import BudgetPlan
-from gracekv.allocate.pyramid import Pyramid
-from gracekv.allocate.singleton import Singleton
-
-__all__ = [
-    "ALLOCATORS",
-    "FLOORS",
-    "QUOTAS",
-    "AdaptiveHeads",
-    "Allocator",
-    "Budget",
-    "BudgetOptions",
-    "BudgetPlan",
-    "Density",
-    "ExactDP",
-    "Floor",
-    "Frontier",
-    "Global",
-    "Greedy",
-    "Lagrangian",
-    "NoFloor",
-    "PerHead",
-    "Pyramid",
-    "Quota",
-    "RecentWindow",
-    "Selection",
-    "Singleton",
-    "upper_bound",
-]
+from gracekv.allocate.adaptive_heads import AdaptiveHeads as AdaptiveHeads
+from gracekv.allocate.base import ALLOCATORS as ALLOCATORS
+from gracekv.allocate.base import FLOORS as FLOORS
+from gracekv.allocate.base import QUOTAS as QUOTAS
+from gracekv.allocate.base import Allocator as Allocator
+from gracekv.allocate.base import Floor as Floor
+from gracekv.allocate.base import Frontier as Frontier
+from gracekv.allocate.base import Quota as Quota
+from gracekv.allocate.base import Selection as Selection
+from gracekv.allocate.budget import Budget as Budget
+from gracekv.allocate.budget import BudgetOptions as BudgetOptions
+from gracekv.allocate.budget import RecentWindow as RecentWindow
+from gracekv.allocate.density import Density as Density
+from gracekv.allocate.exact_dp import ExactDP as ExactDP
+from gracekv.allocate.global_ import Global as Global
+from gracekv.allocate.greedy import Greedy as Greedy
+from gracekv.allocate.lagrangian import Lagrangian as Lagrangian
+from gracekv.allocate.lagrangian import upper_bound as upper_bound
+from gracekv.allocate.none import NoFloor as NoFloor
+from gracekv.allocate.per_head import PerHead as PerHead
+from gracekv.allocate.plan import BudgetPlan as BudgetPlan
+from gracekv.allocate.pyramid import Pyramid as Pyramid
+from gracekv.allocate.singleton import Singleton as Singleton

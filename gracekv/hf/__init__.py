@@ -14,19 +14,12 @@ from typing import TYPE_CHECKING, Any
 from gracekv.errors import MissingDependencyError
 
 if TYPE_CHECKING:
-    from gracekv.hf.attention import attach, detach
-    from gracekv.hf.cache import GraceCache
-    from gracekv.hf.result import BatchResult, CompressionResult
-    from gracekv.hf.text_generation import GraceTextGeneration
-
-__all__ = [
-    "BatchResult",
-    "CompressionResult",
-    "GraceCache",
-    "GraceTextGeneration",
-    "attach",
-    "detach",
-]
+    from gracekv.hf.attention import attach as attach
+    from gracekv.hf.attention import detach as detach
+    from gracekv.hf.cache import GraceCache as GraceCache
+    from gracekv.hf.result import BatchResult as BatchResult
+    from gracekv.hf.result import CompressionResult as CompressionResult
+    from gracekv.hf.text_generation import GraceTextGeneration as GraceTextGeneration
 
 _HOMES = {
     "BatchResult": "result",

@@ -1,14 +1,7 @@
 """Stage after fitting: how many bits the numbers of an entry take."""
 
-from gracekv.precision.allocated import AllocatedPrecision
-from gracekv.precision.base import PRECISIONS, Precision
-from gracekv.precision.full import FullPrecision
-from gracekv.precision.uniform import UniformPrecision
-
-__all__ = [
-    "PRECISIONS",
-    "AllocatedPrecision",
-    "FullPrecision",
-    "Precision",
-    "UniformPrecision",
-]
+from gracekv.precision.allocated import AllocatedPrecision as AllocatedPrecision
+from gracekv.precision.base import PRECISIONS as PRECISIONS
+from gracekv.precision.base import Precision as Precision
+from gracekv.precision.full import FullPrecision as FullPrecision
+from gracekv.precision.uniform import UniformPrecision as UniformPrecision

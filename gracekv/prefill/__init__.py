@@ -1,18 +1,11 @@
 """One standard prefill and what compression reads from it."""
 
-from gracekv.prefill.base import Prefill
-from gracekv.prefill.needs import Needs, depth_layers
-from gracekv.prefill.observer import FinalObserver, LayerObserver, Observer, PassObserver
-from gracekv.prefill.prompt import PromptSpans, Region
-
-__all__ = [
-    "FinalObserver",
-    "LayerObserver",
-    "Needs",
-    "Observer",
-    "PassObserver",
-    "Prefill",
-    "PromptSpans",
-    "Region",
-    "depth_layers",
-]
+from gracekv.prefill.base import Prefill as Prefill
+from gracekv.prefill.needs import Needs as Needs
+from gracekv.prefill.needs import depth_layers as depth_layers
+from gracekv.prefill.observer import FinalObserver as FinalObserver
+from gracekv.prefill.observer import LayerObserver as LayerObserver
+from gracekv.prefill.observer import Observer as Observer
+from gracekv.prefill.observer import PassObserver as PassObserver
+from gracekv.prefill.prompt import PromptSpans as PromptSpans
+from gracekv.prefill.prompt import Region as Region

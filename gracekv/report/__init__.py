@@ -5,25 +5,16 @@ prompt; `token_statuses` tells which entry of each head stands for a token. Figu
 matplotlib, which is imported when one is drawn.
 """
 
-from gracekv.report.auction import AuctionCurve
-from gracekv.report.data import ReportColumn, ReportData
-from gracekv.report.entries import KeptEntries
-from gracekv.report.figures import plot_auction, plot_entries, plot_map, plot_resolution
-from gracekv.report.page import compare, write, write_all
-from gracekv.report.token_status import TokenStatuses, token_statuses
-
-__all__ = [
-    "AuctionCurve",
-    "KeptEntries",
-    "ReportColumn",
-    "ReportData",
-    "TokenStatuses",
-    "compare",
-    "plot_auction",
-    "plot_entries",
-    "plot_map",
-    "plot_resolution",
-    "token_statuses",
-    "write",
-    "write_all",
-]
+from gracekv.report.auction import AuctionCurve as AuctionCurve
+from gracekv.report.data import ReportColumn as ReportColumn
+from gracekv.report.data import ReportData as ReportData
+from gracekv.report.entries import KeptEntries as KeptEntries
+from gracekv.report.figures import plot_auction as plot_auction
+from gracekv.report.figures import plot_entries as plot_entries
+from gracekv.report.figures import plot_map as plot_map
+from gracekv.report.figures import plot_resolution as plot_resolution
+from gracekv.report.page import compare as compare
+from gracekv.report.page import write as write
+from gracekv.report.page import write_all as write_all
+from gracekv.report.token_status import TokenStatuses as TokenStatuses
+from gracekv.report.token_status import token_statuses as token_statuses

@@ -1,19 +1,10 @@
 """Stage 1: slots."""
 
-from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
-from gracekv.segment.curvature import Curvature
-from gracekv.segment.curvature_dp import CurvatureDP
-from gracekv.segment.fixed_chunks import FixedChunks
-from gracekv.segment.tokens import Tokens
-from gracekv.segment.uniform import Uniform
-
-__all__ = [
-    "SEGMENTERS",
-    "Curvature",
-    "CurvatureDP",
-    "FixedChunks",
-    "Partition",
-    "Segmenter",
-    "Tokens",
-    "Uniform",
-]
+from gracekv.segment.base import SEGMENTERS as SEGMENTERS
+from gracekv.segment.base import Partition as Partition
+from gracekv.segment.base import Segmenter as Segmenter
+from gracekv.segment.curvature import Curvature as Curvature
+from gracekv.segment.curvature_dp import CurvatureDP as CurvatureDP
+from gracekv.segment.fixed_chunks import FixedChunks as FixedChunks
+from gracekv.segment.tokens import Tokens as Tokens
+from gracekv.segment.uniform import Uniform as Uniform

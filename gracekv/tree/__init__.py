@@ -1,47 +1,27 @@
 """Stage 3: a tree of prototypes for every (layer, KV head, slot)."""
 
-from gracekv.tree.base import Forest
-from gracekv.tree.binary import Binary
-from gracekv.tree.binary_extract import BinaryExtract
-from gracekv.tree.build import build_forest
-from gracekv.tree.cost_table import CostTable
-from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
-from gracekv.tree.exhaustive import Exhaustive
-from gracekv.tree.extract import Extract
-from gracekv.tree.leaf_only import LeafOnly
-from gracekv.tree.merge import PrototypeRule, Prototypes, merge
-from gracekv.tree.midpoint import Midpoint
-from gracekv.tree.nodes import Children, IntervalCosts, Nodes
-from gracekv.tree.prototype import Prototype
-from gracekv.tree.refine import REFINERS, Refiner
-from gracekv.tree.tree_batch import TreeBatch, TreeContext
-from gracekv.tree.two_level import TwoLevel
-from gracekv.tree.unit import Unit
-
-__all__ = [
-    "DISTORTIONS",
-    "REFINERS",
-    "Binary",
-    "BinaryExtract",
-    "Children",
-    "CostTable",
-    "Distortion",
-    "DistortionEvaluator",
-    "Exhaustive",
-    "Extract",
-    "Forest",
-    "IntervalCosts",
-    "LeafOnly",
-    "Midpoint",
-    "Nodes",
-    "Prototype",
-    "PrototypeRule",
-    "Prototypes",
-    "Refiner",
-    "TreeBatch",
-    "TreeContext",
-    "TwoLevel",
-    "Unit",
-    "build_forest",
-    "merge",
-]
+from gracekv.tree.base import Forest as Forest
+from gracekv.tree.binary import Binary as Binary
+from gracekv.tree.binary_extract import BinaryExtract as BinaryExtract
+from gracekv.tree.build import build_forest as build_forest
+from gracekv.tree.cost_table import CostTable as CostTable
+from gracekv.tree.distortion import DISTORTIONS as DISTORTIONS
+from gracekv.tree.distortion import Distortion as Distortion
+from gracekv.tree.distortion import DistortionEvaluator as DistortionEvaluator
+from gracekv.tree.exhaustive import Exhaustive as Exhaustive
+from gracekv.tree.extract import Extract as Extract
+from gracekv.tree.leaf_only import LeafOnly as LeafOnly
+from gracekv.tree.merge import PrototypeRule as PrototypeRule
+from gracekv.tree.merge import Prototypes as Prototypes
+from gracekv.tree.merge import merge as merge
+from gracekv.tree.midpoint import Midpoint as Midpoint
+from gracekv.tree.nodes import Children as Children
+from gracekv.tree.nodes import IntervalCosts as IntervalCosts
+from gracekv.tree.nodes import Nodes as Nodes
+from gracekv.tree.prototype import Prototype as Prototype
+from gracekv.tree.refine import REFINERS as REFINERS
+from gracekv.tree.refine import Refiner as Refiner
+from gracekv.tree.tree_batch import TreeBatch as TreeBatch
+from gracekv.tree.tree_batch import TreeContext as TreeContext
+from gracekv.tree.two_level import TwoLevel as TwoLevel
+from gracekv.tree.unit import Unit as Unit

@@ -1,58 +1,31 @@
 """Stage 2: token scores and head sensitivity."""
 
-from gracekv.value.base import SCORERS, SENSITIVITIES, Relevance, Scorer, Sensitivity, TokenScores
-from gracekv.value.block_replay import BlockReplay
-from gracekv.value.chunk_order import ChunkOrder
-from gracekv.value.column_sums import ColumnSums
-from gracekv.value.compactor import Compactor
-from gracekv.value.critical import Critical
-from gracekv.value.draft_attention import DraftAttention
-from gracekv.value.expected_attention import ExpectedAttention
-from gracekv.value.key_difference import KeyDifference
-from gracekv.value.key_norm import KeyNorm
-from gracekv.value.kvzip_two_pass import KVzipTwoPass
-from gracekv.value.lag_relative import LagRelative
-from gracekv.value.last_query import LastQuery
-from gracekv.value.mean_attention import MeanAttention
-from gracekv.value.mixture import Mixture
-from gracekv.value.multi_hop import MultiHop
-from gracekv.value.none import NoSensitivity
-from gracekv.value.output_projection import OutputProjection
-from gracekv.value.read_ahead import ReadAhead
-from gracekv.value.recency import Recency
-from gracekv.value.replay import Replay
-from gracekv.value.scissorhands import Scissorhands
-from gracekv.value.value_norm import ValueNorm
-from gracekv.value.window_attention import WindowAttention
-
-__all__ = [
-    "SCORERS",
-    "SENSITIVITIES",
-    "BlockReplay",
-    "ChunkOrder",
-    "ColumnSums",
-    "Compactor",
-    "Critical",
-    "DraftAttention",
-    "ExpectedAttention",
-    "KVzipTwoPass",
-    "KeyDifference",
-    "KeyNorm",
-    "LagRelative",
-    "LastQuery",
-    "MeanAttention",
-    "Mixture",
-    "MultiHop",
-    "NoSensitivity",
-    "OutputProjection",
-    "ReadAhead",
-    "Recency",
-    "Relevance",
-    "Replay",
-    "Scissorhands",
-    "Scorer",
-    "Sensitivity",
-    "TokenScores",
-    "ValueNorm",
-    "WindowAttention",
-]
+from gracekv.value.base import SCORERS as SCORERS
+from gracekv.value.base import SENSITIVITIES as SENSITIVITIES
+from gracekv.value.base import Relevance as Relevance
+from gracekv.value.base import Scorer as Scorer
+from gracekv.value.base import Sensitivity as Sensitivity
+from gracekv.value.base import TokenScores as TokenScores
+from gracekv.value.block_replay import BlockReplay as BlockReplay
+from gracekv.value.chunk_order import ChunkOrder as ChunkOrder
+from gracekv.value.column_sums import ColumnSums as ColumnSums
+from gracekv.value.compactor import Compactor as Compactor
+from gracekv.value.critical import Critical as Critical
+from gracekv.value.draft_attention import DraftAttention as DraftAttention
+from gracekv.value.expected_attention import ExpectedAttention as ExpectedAttention
+from gracekv.value.key_difference import KeyDifference as KeyDifference
+from gracekv.value.key_norm import KeyNorm as KeyNorm
+from gracekv.value.kvzip_two_pass import KVzipTwoPass as KVzipTwoPass
+from gracekv.value.lag_relative import LagRelative as LagRelative
+from gracekv.value.last_query import LastQuery as LastQuery
+from gracekv.value.mean_attention import MeanAttention as MeanAttention
+from gracekv.value.mixture import Mixture as Mixture
+from gracekv.value.multi_hop import MultiHop as MultiHop
+from gracekv.value.none import NoSensitivity as NoSensitivity
+from gracekv.value.output_projection import OutputProjection as OutputProjection
+from gracekv.value.read_ahead import ReadAhead as ReadAhead
+from gracekv.value.recency import Recency as Recency
+from gracekv.value.replay import Replay as Replay
+from gracekv.value.scissorhands import Scissorhands as Scissorhands
+from gracekv.value.value_norm import ValueNorm as ValueNorm
+from gracekv.value.window_attention import WindowAttention as WindowAttention

@@ -175,11 +175,13 @@ def undocumented(classes, functions):
 
 
 def exported(path):
-    """The names in a module's `__all__`."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    """The names that a module exports: those of its `__all__`, else `name as name` of imports."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
-    return []
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return [x.name for node in imports for x in node.names if x.name == x.asname]
 
 
 def fields(classes):
