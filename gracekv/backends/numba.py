@@ -115,12 +115,12 @@ def _attend(step: AttentionStep, splits: SplitKV, layer: Layer) -> Tensor:
     mask, sinks = step.tail_bias(), step.sink_logits
     if mask is not None:
         mask = mask.expand(batch, 1, 1, length).contiguous()
-    tail_splits = -(-length // splits.longest)
+    args = AttentionArgs.from_buffer_copy(splits.args)
+    tail_splits = -(-length // args.longest)
     folded = query.float().contiguous()
     output = torch.empty_like(folded)
-    partial = torch.empty(splits.slots + batch * heads * tail_splits, dim + 2)
-    counters = (ctypes.c_int64 * (1 + len(splits.row_splits)))()
-    args = AttentionArgs.from_buffer_copy(splits.args)
+    partial = torch.empty(args.packed_slots + batch * heads * tail_splits, dim + 2)
+    counters = (ctypes.c_int64 * (1 + args.rows))()
     args.query, args.output = folded.data_ptr(), output.data_ptr()
     args.tail_keys, args.tail_values = keys.data_ptr(), values.data_ptr()
     args.mask = 0 if mask is None else mask.data_ptr()

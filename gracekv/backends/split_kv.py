@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -31,40 +31,18 @@ class SplitKV:
     """The splits of a layer for a batch of continuations.
 
     Attributes:
-        splits: int64 [P, 5]: row, first and last + 1 entry, first slot of its partial results,
-            part: 0 for entries as they are, else a coded part, counted from 1.
-        row_splits: int64 [Z + 1], the first split of each row.
-        sequence_start: int64 [S + 1], the first continuation of each sequence.
-        continuations: int64 [B], batch rows ordered by sequence.
-        sequence_of: int64 [B], the sequence of each continuation.
-        slots: partial results of all splits.
-        longest: the most entries of a split.
+        tables: by their names in `AttentionArgs`; of coded parts also those that `parts` points to.
         args: the fields of `AttentionArgs` that are the same at every step, as bytes.
-        held: further tables [any shape] that `args` points to.
     """
 
-    splits: Tensor
-    row_splits: Tensor
-    sequence_start: Tensor
-    continuations: Tensor
-    sequence_of: Tensor
-    slots: int
-    longest: int
+    tables: Mapping[str, Tensor]
     args: bytes
-    held: tuple[Tensor, ...] = ()
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all tables."""
-        tables = (
-            self.splits,
-            self.row_splits,
-            self.sequence_start,
-            self.continuations,
-            self.sequence_of,
-            *self.held,
-        )
-        return len(self.args) + sum(x.numel() * x.element_size() for x in tables)
+        sizes = (x.numel() * x.element_size() for x in self.tables.values())
+        return len(self.args) + sum(sizes)
 
 
 class Latest(Generic[K, V]):
@@ -144,47 +122,36 @@ def _split(layer: Layer, batch: int, group: int, rows: Tensor | None) -> SplitKV
     part = ragged.rows(torch.tensor([len(piece[0]) for piece in parts]))
     order = row.argsort(stable=True)
     row, slots = row[order], ragged.offsets(queries[row[order]])
-    splits = torch.stack([row, first[order], last[order], slots[:-1], part[order]], dim=1)
-    row_counts = torch.bincount(row, minlength=len(queries))
-    row_splits, sequence_start = ragged.offsets(row_counts), ragged.offsets(counts)
     continuations = of_row.argsort(stable=True)
-    sequence_of = of_row[continuations]
-
+    blocks = [entries.block_offsets for entries in coded]
+    described = [_described(*each) for each in zip(coded, blocks, strict=True)]
+    tables = {
+        "splits": torch.stack([row, first[order], last[order], slots[:-1], part[order]], dim=1),
+        "row_splits": ragged.offsets(torch.bincount(row, minlength=len(queries))),
+        "sequence_start": ragged.offsets(counts),
+        "continuations": continuations,
+        "sequence_of": of_row[continuations],
+        "parts": torch.tensor(list(b"".join(described)), dtype=torch.uint8),
+    }
     args = AttentionArgs(
+        **{name: table.data_ptr() for name, table in tables.items()},
         keys=exact.keys.data_ptr(),
         values=exact.values.data_ptr(),
         bias=exact.log_multiplicity.data_ptr(),
-        splits=splits.data_ptr(),
-        row_splits=row_splits.data_ptr(),
-        sequence_start=sequence_start.data_ptr(),
-        continuations=continuations.data_ptr(),
-        sequence_of=sequence_of.data_ptr(),
+        part_count=len(described),
         entries=exact.entries,
         dim=exact.dim,
         heads=layer.heads,
         group=group,
         rows=len(layer.lengths),
         batch=batch,
-        packed_splits=len(splits),
+        packed_splits=len(order),
         packed_slots=int(slots[-1]),
         longest=_ENTRIES,
         most_queries=most_queries,
     )
-    blocks = [entries.block_offsets for entries in coded]
-    described = [_described(*each) for each in zip(coded, blocks, strict=True)]
-    table = torch.tensor(list(b"".join(described)), dtype=torch.uint8)
-    args.parts, args.part_count = table.data_ptr(), len(described)
-    return SplitKV(
-        splits=splits,
-        row_splits=row_splits,
-        sequence_start=sequence_start,
-        continuations=continuations,
-        sequence_of=sequence_of,
-        slots=int(slots[-1]),
-        longest=_ENTRIES,
-        args=bytes(args),
-        held=(table, *blocks),
-    )
+    held = {f"blocks.{number}": table for number, table in enumerate(blocks)}
+    return SplitKV({**tables, **held}, bytes(args))
 
 
 def _part(offsets: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:

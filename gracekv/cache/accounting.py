@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,26 +112,21 @@ class Accounting:
         `recent` is the largest. The bound is the sum if every part has one. `backend_bytes` is
         that of all of them together.
         """
-        bounds = [part.bound for part in parts if part.bound is not None]
-        allowed = [part.budget_bytes for part in parts if part.budget_bytes is not None]
+        sums: dict[str, Any] = {}
+        for name in (
+            "budget", "spent", "floor_spent", "bytes", "metadata_bytes", "full_bytes", "utility",
+            "bound", "budget_bytes", "spent_bytes",
+        ):  # fmt: skip
+            each = [getattr(part, name) for part in parts]
+            sums[name] = None if None in each else sum(each)
         kinds = {kind: 0 for part in parts for kind in part.kept_bytes}
-        taken = [part.spent_bytes for part in parts if part.spent_bytes is not None]
         return cls(
-            budget=sum(part.budget for part in parts),
-            spent=sum(part.spent for part in parts),
-            floor_spent=sum(part.floor_spent for part in parts),
+            **sums,
             recent=max(part.recent for part in parts),
             entries=torch.cat([part.entries for part in parts]),
-            bytes=sum(part.bytes for part in parts),
-            metadata_bytes=sum(part.metadata_bytes for part in parts),
-            full_bytes=sum(part.full_bytes for part in parts),
-            utility=sum(part.utility for part in parts),
-            bound=sum(bounds) if len(bounds) == len(parts) else None,
             backend_bytes=backend_bytes,
             kept_bytes={k: sum(part.kept_bytes.get(k, 0) for part in parts) for k in kinds},
             widths=WidthShare.summed(share for part in parts for share in part.widths),
-            budget_bytes=sum(allowed) if len(allowed) == len(parts) else None,
-            spent_bytes=sum(taken) if len(taken) == len(parts) else None,
         )
 
     @property

@@ -66,44 +66,19 @@ class RaggedEntries(LayerEntries):
             )
 
     @property
-    def exact(self) -> RaggedEntries:
+    def exact(self) -> RaggedEntries:  # type: ignore[override]
         """The entries that are not quantised: all."""
         return self
 
     @property
-    def coded(self) -> tuple[CodedEntries, ...]:
+    def coded(self) -> tuple[CodedEntries, ...]:  # type: ignore[override]
         """Quantised parts: none."""
         return ()
-
-    @property
-    def heads(self) -> int:
-        """G."""
-        return (len(self.offsets) - 1) // self.sequences
 
     @property
     def entries(self) -> int:
         """E, physical entries of all heads and sequences."""
         return len(self.keys)
-
-    @property
-    def lengths(self) -> Tensor:
-        """int64 [S*G], entries per row."""
-        return self.offsets.diff()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's."""
-        return self.keys.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the entries lie."""
-        return self.keys.device
-
-    @property
-    def dim(self) -> int:
-        """d."""
-        return self.keys.shape[1]
 
     def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Views of head g: keys [E_g, d], values [E_g, d], positions [E_g], log m [E_g]."""
@@ -117,15 +92,14 @@ class RaggedEntries(LayerEntries):
 
     def sequence(self, s: int) -> RaggedEntries:
         """Views of sequence s alone."""
-        offsets = self.offsets[s * self.heads : (s + 1) * self.heads + 1]
+        return self.rows(s * self.heads, (s + 1) * self.heads)
+
+    def rows(self, begin: int, end: int) -> RaggedEntries:
+        """Views of rows [begin, end), as one sequence."""
+        offsets = self.offsets[begin : end + 1]
         at = slice(int(offsets[0]), int(offsets[-1]))
-        return RaggedEntries(
-            self.keys[at],
-            self.values[at],
-            self.positions[at],
-            self.log_multiplicity[at],
-            offsets - offsets[0],
-        )
+        parts = {name: getattr(self, name)[at] for name in PARTS[:-1]}
+        return RaggedEntries(**parts, offsets=offsets - offsets[0], sequences=1)
 
     @property
     def kv_bytes(self) -> int:
@@ -158,20 +132,15 @@ class RaggedEntries(LayerEntries):
 
         Raises `ShapeError` if they do not.
         """
-        kinds = {(x.heads, x.keys.shape[1], x.keys.dtype, x.keys.device) for x in layers}
+        kinds = {(x.heads, x.dim, x.dtype, x.device) for x in layers}
         if len(kinds) != 1:
             raise ShapeError(
                 f"Only layers of the same heads, dimension, dtype and device can be stacked; got "
                 f"{sorted(map(str, kinds)) or 'none'}. Compress all prompts with one model."
             )
-        return cls(
-            torch.cat([x.keys for x in layers]),
-            torch.cat([x.values for x in layers]),
-            torch.cat([x.positions for x in layers]),
-            torch.cat([x.log_multiplicity for x in layers]),
-            ragged.offsets(torch.cat([x.lengths for x in layers])),
-            sequences=sum(x.sequences for x in layers),
-        )
+        joined = {name: torch.cat([getattr(x, name) for x in layers]) for name in PARTS[:-1]}
+        offsets = ragged.offsets(torch.cat([x.lengths for x in layers]))
+        return cls(**joined, offsets=offsets, sequences=sum(x.sequences for x in layers))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,11 +167,8 @@ class RaggedCache(CompressedCache):
 
     def with_keys_of(self, other: RaggedCache) -> RaggedCache:
         """This cache with the keys of `other`, which holds the same entries."""
-        layers = tuple(
-            replace(own, keys=layer.keys)
-            for own, layer in zip(self.layers, other.layers, strict=True)
-        )
-        return replace(self, layers=layers)
+        pairs = zip(self.layers, other.layers, strict=True)
+        return replace(self, layers=tuple(replace(own, keys=x.keys) for own, x in pairs))
 
 
 class Packer(Strategy, abc.ABC):

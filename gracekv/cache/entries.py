@@ -6,14 +6,17 @@ import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
-from gracekv.cache.coded import Coding
+from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.errors import ShapeError
 from gracekv.prefill.kept import KeptLayer
+
+if TYPE_CHECKING:
+    from gracekv.cache.base import RaggedEntries
 
 
 class LayerEntries(abc.ABC):
@@ -24,41 +27,45 @@ class LayerEntries(abc.ABC):
 
     Attributes:
         sequences: S.
+        exact: the entries that are not quantised.
+        coded: the quantised parts, the widest first; () if there are none.
     """
 
     __slots__ = ()
 
     sequences: int
+    exact: RaggedEntries
+    coded: tuple[CodedEntries, ...]
 
     @property
-    @abc.abstractmethod
     def heads(self) -> int:
         """G."""
+        return (len(self.exact.offsets) - 1) // self.sequences
 
     @property
-    @abc.abstractmethod
     def lengths(self) -> Tensor:
         """int64 [S*G] on the CPU, entries per row."""
+        return sum((part.lengths for part in self.coded), start=self.exact.offsets.diff())
 
     @property
-    @abc.abstractmethod
     def dtype(self) -> torch.dtype:
         """Of the queries that attend to the entries: the model's."""
+        return self.exact.keys.dtype
 
     @property
-    @abc.abstractmethod
     def device(self) -> torch.device:
         """Where the entries lie."""
+        return self.exact.keys.device
 
     @property
-    @abc.abstractmethod
     def dim(self) -> int:
         """d."""
+        return self.exact.keys.shape[1]
 
     @property
     def codings(self) -> tuple[Coding, ...]:
-        """How quantised entries are to be read, a coding for each width; () if none are."""
-        return ()
+        """How quantised entries are to be read, a coding for each part; () if there are none."""
+        return tuple(part.coding for part in self.coded)
 
     @abc.abstractmethod
     def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:

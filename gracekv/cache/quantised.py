@@ -55,36 +55,6 @@ class QuantisedEntries(LayerEntries):
         """S."""
         return self.exact.sequences
 
-    @property
-    def heads(self) -> int:
-        """G."""
-        return self.exact.heads
-
-    @property
-    def lengths(self) -> Tensor:
-        """int64 [S*G], entries per row."""
-        return sum((part.lengths for part in self.coded), start=self.exact.lengths)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The model's."""
-        return self.exact.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where the entries lie."""
-        return self.exact.device
-
-    @property
-    def dim(self) -> int:
-        """d."""
-        return self.exact.dim
-
-    @property
-    def codings(self) -> tuple[Coding, ...]:
-        """How quantised entries are to be read, a coding for each part, the widest first."""
-        return tuple(part.coding for part in self.coded)
-
     def head(self, g: int, sequence: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keys and values float32 [E_g, d], positions [E_g] and log m [E_g], by position."""
         row = sequence * self.heads + g

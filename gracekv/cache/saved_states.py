@@ -1,4 +1,7 @@
-"""The states of layers that are not compressed, in a saved cache."""
+"""Layers in a saved cache: checks of their tensors, and the states of those that stay whole.
+
+Checks are of what the layers' own classes do not look at.
+"""
 
 from __future__ import annotations
 
@@ -52,3 +55,54 @@ def _check(state: KeptLayer, length: int, sequences: int) -> None:
                 f"{name} of layer {state.number} does not hold {sequences} sequences of a cache "
                 f"of {length} tokens; got {tensor.dtype} {list(tensor.shape)}"
             )
+
+
+def check_index(parts: Mapping[str, Tensor], length: int) -> None:
+    """Types, offsets that rise from 0, positions [E] that rise in each head and lie below `length`.
+
+    Raises `ShapeError` otherwise, or if a multiplicity is not finite.
+    """
+    positions, log_m, offsets = (parts[x] for x in ("positions", "log_multiplicity", "offsets"))
+    types = (positions.dtype, log_m.dtype, offsets.dtype)
+    if types != (torch.int32, torch.float32, torch.int64):
+        raise ShapeError(f"the tensors of a layer have the types {types}")
+    if offsets.ndim != 1 or len(offsets) < 2:
+        raise ShapeError(f"offsets have shape {list(offsets.shape)}")
+    if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
+        raise ShapeError("offsets do not rise from 0")
+    if len(positions) != int(offsets[-1]):
+        raise ShapeError(f"{len(positions)} positions for {int(offsets[-1])} entries")
+    first = torch.zeros(len(positions) + 1, dtype=torch.bool)
+    first[offsets] = True
+    if bool(((positions.diff() <= 0) & ~first[1:-1]).any()):
+        raise ShapeError("positions do not rise in each head")
+    if len(positions) and not (0 <= int(positions.min()) <= int(positions.max()) < length):
+        raise ShapeError(f"positions are not below the cache's length {length}")
+    _check_finite(parts, "log_multiplicity")
+
+
+def check_numbers(parts: Mapping[str, Tensor]) -> None:
+    """Keys and values [E, d] of one floating-point type, no NaN; else raises `ShapeError`."""
+    keys, values = parts["keys"], parts["values"]
+    if keys.dtype != values.dtype or not keys.is_floating_point():
+        raise ShapeError(f"keys are {keys.dtype}, values {values.dtype}")
+    _check_finite(parts, "keys", "values")
+
+
+def check_codes(parts: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Codes [E, bytes], finite scales and zero points of 16 bits; else raises `ShapeError`.
+
+    `dtype` is that of the entries that are not quantised.
+    """
+    kind = torch.float16 if dtype == torch.float32 else dtype
+    for name in ("keys", "values"):
+        types = [parts[f"{name}.{x}"].dtype for x in ("codes", "scale", "zero")]
+        if types != [torch.uint8, kind, kind] or parts[f"{name}.codes"].ndim != 2:
+            raise ShapeError(f"codes, scales and zero points of {name} have the types {types}")
+        _check_finite(parts, f"{name}.scale", f"{name}.zero")
+
+
+def _check_finite(parts: Mapping[str, Tensor], *names: str) -> None:
+    for name in names:
+        if not bool(parts[name].isfinite().all()):
+            raise ShapeError(f"{name} hold NaN or infinity")

@@ -21,9 +21,8 @@ from torch import Tensor
 from gracekv.cache.base import PARTS, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
-from gracekv.cache.layer_checks import check_codes, check_index, check_numbers
 from gracekv.cache.quantised import QuantisedEntries, coded_prefixes
-from gracekv.cache.saved_states import read_kept
+from gracekv.cache.saved_states import check_codes, check_index, check_numbers, read_kept
 from gracekv.cache.tensor_file import AGAIN, TensorFile, refusing
 from gracekv.errors import MissingDependencyError, SavedCacheError, ShapeError
 from gracekv.files import replacing

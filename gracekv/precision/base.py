@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Selection
 from gracekv.allocate.plan import EntryBytes
-from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.cache.base import PARTS, RaggedCache, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import QuantisedCache, QuantisedEntries
@@ -83,14 +83,8 @@ def _coded(part: RaggedEntries, coding: Coding) -> CodedEntries:
 def _subset(layer: RaggedEntries, mask: Tensor) -> RaggedEntries:
     """The entries of `layer` where `mask` (bool [E]) holds."""
     inside = ragged.offsets(mask.cpu().long())
-    return RaggedEntries(
-        layer.keys[mask],
-        layer.values[mask],
-        layer.positions[mask],
-        layer.log_multiplicity[mask],
-        inside[layer.offsets],
-        layer.sequences,
-    )
+    parts = {name: getattr(layer, name)[mask] for name in PARTS[:-1]}
+    return dataclasses.replace(layer, **parts, offsets=inside[layer.offsets])
 
 
 class Precision(Strategy, abc.ABC):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gracekv import recipes
-from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.cache.base import RaggedCache
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.distributed.sharding import check_whole
@@ -263,19 +264,11 @@ def moved(model: Any, cache: RaggedCache, position: int) -> RaggedCache:
     Source: Eq. (T1).
     """
     turns = _rotations(model, cache.length - position)
-    return RaggedCache(
-        tuple(
-            RaggedEntries(
-                _turned(layer.keys, turn),
-                layer.values,
-                layer.positions,
-                layer.log_multiplicity,
-                layer.offsets,
-            )
-            for layer, turn in zip(cache.layers, turns, strict=True)
-        ),
-        cache.length,
+    layers = (
+        replace(layer, keys=_turned(layer.keys, turn))
+        for layer, turn in zip(cache.layers, turns, strict=True)
     )
+    return RaggedCache(tuple(layers), cache.length)
 
 
 def _turned(keys: Tensor, turn: Rope) -> Tensor:

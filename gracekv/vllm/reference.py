@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from gracekv.backends.base import AttentionStep
+from gracekv.backends.reference import attention
 from gracekv.cache.base import RaggedEntries
 
 
@@ -20,21 +21,6 @@ def attend(
         values: [S, G, d].
         scale: factor of q . k.
     """
-    count, heads, dim = query.shape
-    group = heads // layer.heads
-    output = torch.empty(count, heads, dim, dtype=torch.float64)
-    for token in range(count):
-        seen = len(keys) - count + token + 1
-        for head in range(heads):
-            g = head // group
-            packed_keys, packed_values, _, log_m = layer.head(g)
-            q = query[token, head].double()
-            logits = torch.cat(
-                [
-                    scale * (packed_keys.double() @ q) + log_m.double(),
-                    scale * (keys[:seen, g].double() @ q),
-                ]
-            )
-            mixed = torch.cat([packed_values.double(), values[:seen, g].double()])
-            output[token, head] = logits.softmax(0) @ mixed
-    return output
+    asked, keys, values = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    output, _ = attention(AttentionStep(asked, layer, keys, values, scale))
+    return output[0].transpose(0, 1)

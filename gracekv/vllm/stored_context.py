@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -52,16 +52,10 @@ class StoredContext:
         """The context with its entries on `device`."""
         if device == self.layers[0].device:
             return self
-        layers = (
-            RaggedEntries(
-                layer.keys.to(device),
-                layer.values.to(device),
-                layer.positions.to(device),
-                layer.log_multiplicity.to(device),
-                layer.offsets,
-            )
-            for layer in self.layers
-        )
+        layers = []
+        for layer in self.layers:
+            moved = {name: part.to(device) for name, part in layer.tensors().items()}
+            layers.append(replace(layer, **{**moved, "offsets": layer.offsets}, sequences=1))
         return StoredContext(self.header, tuple(layers))
 
 
@@ -85,11 +79,5 @@ def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:
 
 def of_heads(layer: RaggedEntries, first: int, last: int) -> RaggedEntries:
     """The entries of heads [first, last), in memory of their own."""
-    at = slice(int(layer.offsets[first]), int(layer.offsets[last]))
-    return RaggedEntries(
-        layer.keys[at].clone(),
-        layer.values[at].clone(),
-        layer.positions[at].clone(),
-        layer.log_multiplicity[at].clone(),
-        layer.offsets[first : last + 1] - layer.offsets[first],
-    )
+    own = layer.rows(first, last)
+    return replace(own, **{k: x.clone() for k, x in own.tensors().items()}, sequences=1)

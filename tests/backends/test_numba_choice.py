@@ -97,13 +97,14 @@ def test_splits_serve_all_steps_of_a_batch_and_then_make_room():
 
     assert held.splits(2, 6, None) is first
     swapped = held.splits(2, 6, torch.tensor([1, 0]))
-    assert swapped.continuations.tolist() == [1, 0]
+    assert swapped.tables["continuations"].tolist() == [1, 0]
     assert held.splits(2, 6, torch.tensor([1, 0])) is swapped
     assert held.held_bytes == swapped.held_bytes
     # A sequence without continuations is not read.
     only = held.splits(1, 6, torch.tensor([1]))
-    assert int(only.splits[:, 0].min()) == 2
-    assert int((only.splits[:, 2] - only.splits[:, 1]).sum()) == 50
+    splits = only.tables["splits"]
+    assert int(splits[:, 0].min()) == 2
+    assert int((splits[:, 2] - splits[:, 1]).sum()) == 50
 
 
 def test_held_bytes_are_the_tables_of_splits():
@@ -114,10 +115,12 @@ def test_held_bytes_are_the_tables_of_splits():
     backend.warm_up(prepared, 4)
 
     made = prepared.splits(1, 4, None)
-    tables = (
-        made.splits, made.row_splits, made.sequence_start, made.continuations, made.sequence_of
-    )  # fmt: skip
-    assert backend.held_bytes(prepared) == 8 * sum(x.numel() for x in tables) + len(made.args)
+    tables = {name: table.numel() for name, table in made.tables.items()}
+    assert set(tables) == {
+        "splits", "row_splits", "sequence_start", "continuations", "sequence_of", "parts"
+    }  # fmt: skip
+    assert tables["parts"] == 0
+    assert backend.held_bytes(prepared) == 8 * sum(tables.values()) + len(made.args)
 
 
 def test_a_group_too_large_for_the_kernel_holds_nothing():

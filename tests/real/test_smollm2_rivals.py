@@ -7,7 +7,7 @@ import torch
 
 from gracekv import Budget, Pipeline, recipes
 from gracekv.prefill import Needs, Prefill
-from gracekv.testing.selections import check_best_tokens, check_selection
+from support.selections import check_best_tokens, check_selection
 
 pytestmark = [
     pytest.mark.model,

@@ -12,9 +12,9 @@ from gracekv.allocate import ALLOCATORS, FLOORS, QUOTAS
 from gracekv.cache import PACKERS
 from gracekv.segment import SEGMENTERS
 from gracekv.testing import synthetic_prefill
-from gracekv.testing.selections import check_best_tokens, check_selection, kept_positions
 from gracekv.tree import DISTORTIONS, REFINERS
 from gracekv.value import SCORERS, SENSITIVITIES
+from support.selections import check_best_tokens, check_selection, kept_positions
 
 STAGES = {
     "segment": SEGMENTERS,

@@ -13,7 +13,7 @@ from gracekv.prefill import Prefill
 from gracekv.segment.curvature import BlockInput
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
-from gracekv.testing.selections import check_best_tokens, check_selection, kept_positions
+from support.selections import check_best_tokens, check_selection, kept_positions
 
 # Quantised ones count bytes, and round: see tests/precision.
 RIVALS = [

@@ -34,11 +34,8 @@ def compiled(dim, width, arch, *, probes=64, half=None):
         "D": dim,
         "HALF": dim // 2 if half is None else half,
         "MULTIPLICITY": True,
-        "BLOCK_T": sizes.tokens,
-        "BLOCK_C": sizes.past,
-        "BLOCK_P": sizes.probes,
         "BLOCK_D": padded_size(dim),
-        "BLOCK_F": sizes.features,
+        **{name: size for name, size in sizes.items() if name.startswith("BLOCK_")},
     }
     signature, values, attributes = {}, {}, {}
     for index, name in enumerate(interval_costs.arg_names):

@@ -104,7 +104,7 @@ def test_more_probes_than_a_program_takes():
     distortion = Prototype(evidence_slots=2, evidence_per_slot=45)
     evaluator, _ = evaluator_of(context, "triton", distortion)
     probes = evaluator._constants["P"]
-    assert probes > block_sizes(60, probes).probes
+    assert probes > block_sizes(60, probes)["BLOCK_P"]
     check(context, [60, 9], distortion)
 
 

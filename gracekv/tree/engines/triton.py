@@ -43,7 +43,7 @@ class TritonEvaluator(DistortionEvaluator):
     def __call__(self, nodes: Nodes) -> IntervalCosts:
         count, width = len(nodes), int(nodes.length.max())
         sizes = block_sizes(width, self._constants["P"])
-        parts = -(-self._constants["P"] // sizes.probes)
+        parts = -(-self._constants["P"] // sizes["BLOCK_P"])
         values = self._tensors["values"]
         costs = values.new_empty(parts, 2, count, width)
         mass = values.new_empty(parts, count, width)
@@ -61,12 +61,7 @@ class TritonEvaluator(DistortionEvaluator):
                 width=width,
                 **self._numbers,
                 **self._constants,
-                BLOCK_T=sizes.tokens,
-                BLOCK_C=sizes.past,
-                BLOCK_P=sizes.probes,
-                BLOCK_F=sizes.features,
-                num_warps=sizes.warps,
-                num_stages=sizes.stages,
+                **sizes,
                 enable_fp_fusion=True,
             )
         if parts == 1:
