@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from torch import Tensor
 
 from gracekv.backends.base import (
@@ -95,7 +94,11 @@ class Triton(AttentionBackend):
         self.require(AttentionSpec(device))
         capability = gpu.capability(device)
         block = tiles(exact.dim, exact.keys.dtype, capability).keys
-        keys, values = (_rows_contiguous(x) for x in (exact.keys, exact.values))
+        keys, values = (
+            x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
+            for x in (exact.keys, exact.values)
+        )
+        processors = self.processors or gpu.processors(device)
         copied = sum(
             new.numel() * new.element_size()
             for new, old in ((keys, exact.keys), (values, exact.values))
@@ -113,11 +116,11 @@ class Triton(AttentionBackend):
                 block,
                 device,
                 coded=coded,
-                processors=self._processors(device),
+                processors=processors,
                 per_processor=self.splits_per_processor,
             ),
             capability=capability,
-            programs=self._programs(device),
+            programs=self.splits_per_processor * processors,
             coded=coded,
             copied=copied,
         )
@@ -172,18 +175,8 @@ class Triton(AttentionBackend):
         )[0]
         return output
 
-    def _processors(self, device: torch.device) -> int:
-        return self.processors or gpu.processors(device)
-
-    def _programs(self, device: torch.device) -> int:
-        return self.splits_per_processor * self._processors(device)
-
 
 _OTHERWISE = "backend 'sdpa'"
-
-
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.numel() == 0 else x.contiguous()
 
 
 def _check(step: AttentionStep) -> None:

@@ -7,6 +7,7 @@ node; a CUDA graph records two launches whose grids follow from shapes alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,6 +103,23 @@ def ragged_attention(
     if output.numel() == 0:
         return output.to(query.dtype).transpose(1, 2), lse
 
+    cap = 1.0 if softcap is None else softcap
+    constants: dict[str, Any] = {
+        "D": dim,
+        "BLOCK_D": block_d,
+        "HAS_ROWS": rows is not None,
+        "enable_fp_fusion": True,
+    }
+    attending: dict[str, Any] = {
+        **constants,
+        "BLOCK_M": tile.queries,
+        "BLOCK_N": tile.keys,
+        "CAPPED": softcap is not None,
+        "UPCAST": upcast,
+        "PRECISION": tile.precision,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
     with torch.cuda.device_of(query):
         if packed_splits + heads * splits:
             attend_splits[(readers, packed_splits + heads * splits)](
@@ -125,7 +143,7 @@ def ragged_attention(
                 part_output,
                 part_lse,
                 scale,
-                1.0 if softcap is None else softcap,
+                cap,
                 heads,
                 group,
                 tokens,
@@ -135,21 +153,11 @@ def ragged_attention(
                 slots,
                 packed_splits,
                 batch // sequences,
-                D=dim,
-                BLOCK_D=block_d,
-                BLOCK_M=tile.queries,
-                BLOCK_N=tile.keys,
+                **attending,
                 HAS_PACKED=packed_splits > 0,
-                HAS_ROWS=rows is not None,
                 HAS_TAIL=splits > 0,
                 HAS_LENGTH=tail_length is not None,
                 KIND=_kind(mask),
-                CAPPED=softcap is not None,
-                UPCAST=upcast,
-                PRECISION=tile.precision,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-                enable_fp_fusion=True,
             )
         for part, coding in _coded_parts(codes, codings):
             *stored, items, item_first = part
@@ -165,26 +173,16 @@ def ragged_attention(
                     part_output,
                     part_lse,
                     scale,
-                    1.0 if softcap is None else softcap,
+                    cap,
                     group,
                     tokens,
                     width,
                     batch // sequences,
-                    D=dim,
-                    BLOCK_D=block_d,
-                    BLOCK_M=tile.queries,
-                    BLOCK_N=tile.keys,
+                    **attending,
                     BITS=bits,
                     SIZE=size,
                     KEYS_BY_CHANNEL=keys_by_channel == 1,
                     VALUES_BY_CHANNEL=values_by_channel == 1,
-                    HAS_ROWS=rows is not None,
-                    CAPPED=softcap is not None,
-                    UPCAST=upcast,
-                    PRECISION=tile.precision,
-                    num_warps=tile.warps,
-                    num_stages=tile.stages,
-                    enable_fp_fusion=True,
                 )
         merge_splits[(count, heads, batch)](
             part_output,
@@ -200,13 +198,10 @@ def ragged_attention(
             splits,
             slots,
             batch // sequences,
-            D=dim,
-            BLOCK_D=block_d,
+            **constants,
             BLOCK_S=max(8, _MERGE_TILE // block_d),
             HAS_PACKED=slots > 0,
-            HAS_ROWS=rows is not None,
             HAS_SINKS=sink_logits is not None,
-            enable_fp_fusion=True,
         )
     return output.to(query.dtype).transpose(1, 2), lse
 

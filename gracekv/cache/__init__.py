@@ -4,6 +4,7 @@ from gracekv.cache.accounting import Accounting as Accounting
 from gracekv.cache.accounting import Timings as Timings
 from gracekv.cache.accounting import WidthShare as WidthShare
 from gracekv.cache.base import PACKERS as PACKERS
+from gracekv.cache.base import LayerToPack as LayerToPack
 from gracekv.cache.base import Packer as Packer
 from gracekv.cache.base import RaggedCache as RaggedCache
 from gracekv.cache.base import RaggedEntries as RaggedEntries

@@ -14,6 +14,7 @@ from torch import Tensor
 from gracekv.allocate.base import Selection
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import CompressedCache, LayerEntries
+from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
 from gracekv.prefill import Prefill
@@ -171,6 +172,28 @@ class RaggedCache(CompressedCache):
         return replace(self, layers=tuple(replace(own, keys=x.keys) for own, x in pairs))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerToPack:
+    """What a packer is given of one layer.
+
+    Attributes:
+        prefill: one sequence.
+        number: of the layer.
+        layout: the token interval of each entry that stays.
+        scores: R^tok [G, N], the weights of merged values.
+        rule: how the tokens of one node merge.
+        columns: [H, T] float32, the attention that each prompt position received, summed over
+            queries, per query head; None unless some stage uses it.
+    """
+
+    prefill: Prefill
+    number: int
+    layout: LayerLayout
+    scores: Tensor
+    rule: PrototypeRule
+    columns: Tensor | None = None
+
+
 class Packer(Strategy, abc.ABC):
     """Turn the chosen nodes into physical entries.
 
@@ -190,6 +213,9 @@ class Packer(Strategy, abc.ABC):
     represents: ClassVar[Literal["node", "token", "mixture"]] = "node"
 
     @abc.abstractmethod
+    def layer(self, given: LayerToPack) -> RaggedEntries:
+        """The entries [E, d] of one layer."""
+
     def __call__(
         self,
         prefill: Prefill,
@@ -198,7 +224,7 @@ class Packer(Strategy, abc.ABC):
         rule: PrototypeRule,
         columns: Tensor | None = None,
     ) -> RaggedCache:
-        """Pack `selection`.
+        """Pack `selection`, layer by layer.
 
         Args:
             prefill: one sequence.
@@ -208,6 +234,12 @@ class Packer(Strategy, abc.ABC):
             columns: [L, H, T] float32, the attention that each prompt position received, summed
                 over queries, per query head; None unless some stage uses it.
         """
+        layers = []
+        for number, layout in enumerate(layer_layouts(prefill, selection)):
+            own = None if columns is None else columns[number]
+            given = LayerToPack(prefill, number, layout, scores[number], rule, own)
+            layers.append(self.layer(given))
+        return RaggedCache(tuple(layers), length=prefill.spans.length - 1)
 
 
 PACKERS: Registry[Packer] = Registry("pack", "how a chosen node becomes an entry")

@@ -12,13 +12,10 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.allocate.base import Selection
-from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedEntries
-from gracekv.cache.evict import LayerLayout, best_tokens, gather_tokens, layer_layouts
+from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
+from gracekv.cache.evict import best_tokens
 from gracekv.errors import MissingCaptureError
-from gracekv.prefill import Prefill
 from gracekv.registry import bounded
-from gracekv.tree.merge import PrototypeRule
 
 Denominator = Literal["mean_next", "max_next", "max_with_sinks"]
 
@@ -69,32 +66,16 @@ class CamPacker(Packer):
     denominator: Denominator = "mean_next"
     seed: int = bounded(0, at_least=0)
 
-    def __call__(
-        self,
-        prefill: Prefill,
-        selection: Selection,
-        scores: Tensor,
-        rule: PrototypeRule,
-        columns: Tensor | None = None,
-    ) -> RaggedCache:
-        """Pack `selection`; `columns` is required. Raises `MissingCaptureError` without it."""
-        if columns is None:
+    def layer(self, given: LayerToPack) -> RaggedEntries:
+        """Its entries [E, d]; `columns` are required, else raises `MissingCaptureError`."""
+        if given.columns is None:
             raise MissingCaptureError(
                 "The packer 'cam' weighs tokens by the attention that they received; pass "
                 "columns=prefill.observe(ReceivedAttention()). A Pipeline does so."
             )
-        layers = tuple(
-            self._layer(prefill, layout, scores[layer], columns[layer], layer)
-            for layer, layout in enumerate(layer_layouts(prefill, selection))
-        )
-        return RaggedCache(layers, length=prefill.spans.length - 1)
-
-    def _layer(
-        self, prefill: Prefill, layout: LayerLayout, scores: Tensor, columns: Tensor, layer: int
-    ) -> RaggedEntries:
-        spans, device = prefill.spans, prefill.keys[layer].device
-        positions = best_tokens(layout, scores)
-        packed = gather_tokens(prefill, layer, layout, positions)
+        prefill, layout, layer = given.prefill, given.layout, given.number
+        packed = best_tokens(given)
+        spans, device, positions = prefill.spans, packed.device, packed.positions.long()
 
         inside = (positions >= spans.context_start) & (positions < spans.context_end)
         head, at = layout.head[inside], positions[inside] - spans.context_start
@@ -102,7 +83,7 @@ class CamPacker(Packer):
             prefill.kv_heads, spans.context_length, dtype=torch.bool, device=device
         )
         dropped[head, at] = False
-        received = reduce(columns.to(device), "(g n) t -> g t", "mean", g=prefill.kv_heads)
+        received = reduce(given.columns.to(device), "(g n) t -> g t", "mean", g=prefill.kv_heads)
         share = self.shares(
             received[:, spans.context_start : spans.context_end],
             received[:, :_SINKS].amax(dim=1),

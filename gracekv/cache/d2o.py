@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.allocate.base import Selection
-from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedEntries
-from gracekv.cache.evict import LayerLayout, best_tokens, gather_tokens, layer_layouts
-from gracekv.prefill import Prefill
-from gracekv.tree.merge import PrototypeRule
+from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
+from gracekv.cache.evict import best_tokens
 
 Merge = Literal["keys_and_values", "values", "none"]
 Weights = Literal["convex", "code"]
@@ -60,26 +57,9 @@ class D2OPacker(Packer):
     merge: Merge = "keys_and_values"
     weights: Weights = "convex"
 
-    def __call__(
-        self,
-        prefill: Prefill,
-        selection: Selection,
-        scores: Tensor,
-        rule: PrototypeRule,
-        columns: Tensor | None = None,
-    ) -> RaggedCache:
-        layers = tuple(
-            self._layer(prefill, layout, scores[layer], layer)
-            for layer, layout in enumerate(layer_layouts(prefill, selection))
-        )
-        return RaggedCache(layers, length=prefill.spans.length - 1)
-
-    def _layer(
-        self, prefill: Prefill, layout: LayerLayout, scores: Tensor, layer: int
-    ) -> RaggedEntries:
-        spans, heads = prefill.spans, prefill.kv_heads
-        positions = best_tokens(layout, scores)
-        packed = gather_tokens(prefill, layer, layout, positions)
+    def layer(self, given: LayerToPack) -> RaggedEntries:
+        prefill, layout, packed = given.prefill, given.layout, best_tokens(given)
+        spans, positions = prefill.spans, packed.positions.long()
         if self.merge == "none":
             return packed
 
@@ -87,10 +67,12 @@ class D2OPacker(Packer):
         entry = torch.nonzero(
             (positions >= spans.context_start) & (positions < spans.context_end)
         ).flatten()
-        kept = torch.zeros(heads, spans.context_length, dtype=torch.bool, device=entry.device)
+        kept = torch.zeros(
+            prefill.kv_heads, spans.context_length, dtype=torch.bool, device=entry.device
+        )
         kept[layout.head[entry], positions[entry] - spans.context_start] = True
         context = slice(spans.context_start, spans.context_end)
-        keys = prefill.keys[layer][:, context]
+        keys = prefill.keys[given.number][:, context]
         source, target, similarity = best_matches(keys, kept)
         accepted = similarity.double() >= similarity.double().mean()
         source, target, similarity = (x[accepted] for x in (source, target, similarity))
@@ -105,7 +87,7 @@ class D2OPacker(Packer):
             changed[entry[touched]] = result.to(changed.dtype)
             return changed
 
-        values = merged(packed.values, prefill.values[layer][:, context])
+        values = merged(packed.values, prefill.values[given.number][:, context])
         if self.merge == "values":
             return dataclasses.replace(packed, values=values)
         return dataclasses.replace(packed, keys=merged(packed.keys, keys), values=values)

@@ -6,14 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 
-from gracekv.allocate.base import Selection
-from gracekv.cache.base import PACKERS, Packer, RaggedCache, RaggedEntries
-from gracekv.cache.evict import LayerLayout, layer_layouts
+from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
 from gracekv.kernels import ragged
-from gracekv.prefill import Prefill
-from gracekv.tree.merge import PrototypeRule, merge
+from gracekv.tree.merge import merge
 
 
 @final
@@ -30,28 +26,8 @@ class PrototypePacker(Packer):
 
     works_sharded: ClassVar[bool] = True
 
-    def __call__(
-        self,
-        prefill: Prefill,
-        selection: Selection,
-        scores: Tensor,
-        rule: PrototypeRule,
-        columns: Tensor | None = None,
-    ) -> RaggedCache:
-        layers = tuple(
-            self._layer(prefill, layout, layer, scores, rule)
-            for layer, layout in enumerate(layer_layouts(prefill, selection))
-        )
-        return RaggedCache(layers, length=prefill.spans.length - 1)
-
-    def _layer(
-        self,
-        prefill: Prefill,
-        layout: LayerLayout,
-        layer: int,
-        scores: Tensor,
-        rule: PrototypeRule,
-    ) -> RaggedEntries:
+    def layer(self, given: LayerToPack) -> RaggedEntries:
+        prefill, layout, layer = given.prefill, given.layout, given.number
         length, dim = prefill.spans.length, prefill.head_dim
         keys = prefill.keys[layer].reshape(-1, dim)
         values = prefill.values[layer].reshape(-1, dim)
@@ -68,9 +44,10 @@ class PrototypePacker(Packer):
             node, step = ragged.rows_and_steps(count)
             position, head = start[node] + step, head[node]
             row = head * length + position
-            weights = scores[layer].to(keys.device)[head, position - layout.origin].float()
+            weights = given.scores.to(keys.device)[head, position - layout.origin].float()
             rope = prefill.rope_of(layer)
-            made = merge(keys[row].float(), values[row].float(), weights, start, end, rope, rule)
+            numbers = keys[row].float(), values[row].float()
+            made = merge(*numbers, weights, start, end, rope, given.rule)
             packed_keys[merged] = made.keys.to(keys.dtype)
             packed_values[merged] = made.values.to(keys.dtype)
             positions[merged] = made.positions.to(torch.int32)

@@ -24,7 +24,7 @@ from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.quantised import QuantisedEntries, coded_prefixes
 from gracekv.cache.saved_states import check_codes, check_index, check_numbers, read_kept
 from gracekv.cache.tensor_file import AGAIN, TensorFile, refusing
-from gracekv.errors import MissingDependencyError, SavedCacheError, ShapeError
+from gracekv.errors import SavedCacheError, ShapeError, required
 from gracekv.files import replacing
 from gracekv.registry import check_values
 
@@ -47,7 +47,7 @@ def write_cache(
     Raises `MissingDependencyError` without the safetensors package, and `OutputError` as
     `gracekv.files.replacing` does.
     """
-    safetensors = _safetensors()
+    safetensors, writer = required("safetensors", "hf"), required("safetensors.torch", "hf")
     everything = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     for number, layer in enumerate(cache.layers):
         for part, tensor in layer.tensors().items():
@@ -75,7 +75,7 @@ def write_cache(
     }
     with replacing(path) as scratch:
         try:
-            safetensors.torch.save_file(everything, scratch, metadata=metadata)
+            writer.save_file(everything, scratch, metadata=metadata)
         except safetensors.SafetensorError as error:
             # Of its errors only those of writing can arise here.
             raise OSError(f"{error}") from error
@@ -275,14 +275,3 @@ def _digest(tensor: Tensor) -> str:
     if tensor.numel():
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Saving caches needs the package 'safetensors'. Install it with: "
-            "pip install 'gracekv[hf]'"
-        ) from error
-    return safetensors

@@ -6,7 +6,7 @@ the model known to a Python program. Nothing here imports lm-eval before it is u
 
 from __future__ import annotations
 
-from gracekv.errors import MissingDependencyError
+from gracekv.errors import required
 
 NAME = "gracekv"
 
@@ -17,17 +17,11 @@ def register() -> None:
     lm-eval finds models by its registry alone and looks for none in installed packages. Raises
     `MissingDependencyError` if lm-eval is not installed.
     """
-    try:
-        # Its own models first: it adds none to a registry that holds one already.
-        import lm_eval.models  # noqa: F401
-        from lm_eval.api.registry import model_registry
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"The evaluation harness lm-eval, 0.4.13 or later, is not installed ({error}). Install "
-            f"it: pip install 'gracekv[lm-eval]'"
-        ) from error
-    if NAME not in model_registry:
-        model_registry.register(NAME, target="gracekv.lm_eval.model:GraceLM")
+    # Its own models first: it adds none to a registry that holds one already.
+    required("lm_eval.models", "lm-eval", "lm-eval")
+    registry = required("lm_eval.api.registry", "lm-eval", "lm-eval").model_registry
+    if NAME not in registry:
+        registry.register(NAME, target="gracekv.lm_eval.model:GraceLM")
 
 
 __all__ = ["register"]

@@ -18,7 +18,7 @@ from gracekv.allocate import (
 )
 from gracekv.allocate.plan import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains, token_gains, top_tokens
-from gracekv.cache.evict import layer_layouts
+from gracekv.cache.layout import layer_layouts
 from gracekv.distributed import HeadShard
 from gracekv.precision import Precision
 from gracekv.precision.base import EXACT

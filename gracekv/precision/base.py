@@ -25,40 +25,6 @@ EXACT = 16
 """The width of entries that stay as they are, in the model's dtype, whatever that is."""
 
 
-def quantised(
-    cache: RaggedCache, widths: Sequence[Tensor], codings: Sequence[Coding]
-) -> QuantisedCache:
-    """Every entry at its width (uint8 [E] a layer), which is `EXACT` or that of a coding.
-
-    Raises `NonFiniteError` if numbers cannot be quantised.
-    """
-    layers = tuple(_layer(*pair, codings) for pair in zip(cache.layers, widths, strict=True))
-    return QuantisedCache(layers, cache.length, cache.padding)
-
-
-def keys_as_read(
-    cache: RaggedCache,
-    widths: Sequence[Tensor],
-    codings: Sequence[Coding],
-    dim: int | None = None,
-) -> RaggedCache:
-    """`cache` with the keys, float32 [E, d], that `quantised` would store.
-
-    Coordinates from `dim` on stay as they are.
-
-    Raises `NonFiniteError` if keys cannot be quantised.
-    """
-    layers = []
-    for layer, own in zip(cache.layers, widths, strict=True):
-        keys = layer.keys.to(torch.float32, copy=True)
-        for coding in codings:
-            mask = own == coding.bits
-            part = _subset(layer, mask)
-            keys[mask, :dim] = as_read(part.keys[:, :dim], part.lengths, coding, coding.keys)
-        layers.append(dataclasses.replace(layer, keys=keys))
-    return dataclasses.replace(cache, layers=tuple(layers))
-
-
 def _layer(layer: RaggedEntries, widths: Tensor, codings: Sequence[Coding]) -> QuantisedEntries:
     coded = tuple(_coded(_subset(layer, widths == coding.bits), coding) for coding in codings)
     return QuantisedEntries(_subset(layer, widths == EXACT), coded)
@@ -69,15 +35,8 @@ def _coded(part: RaggedEntries, coding: Coding) -> CodedEntries:
         quantise(numbers, part.lengths, coding, by)
         for numbers, by in ((part.keys, coding.keys), (part.values, coding.values))
     )
-    return CodedEntries(
-        keys,
-        values,
-        part.positions,
-        part.log_multiplicity,
-        part.offsets,
-        coding,
-        part.sequences,
-    )
+    index = (part.positions, part.log_multiplicity, part.offsets)
+    return CodedEntries(keys, values, *index, coding, part.sequences)
 
 
 def _subset(layer: RaggedEntries, mask: Tensor) -> RaggedEntries:
@@ -163,7 +122,17 @@ class Precision(Strategy, abc.ABC):
 
         Raises `NonFiniteError` if keys cannot be quantised.
         """
-        return keys_as_read(cache, widths, self.codings, dim) if self.codings else cache
+        if not self.codings:
+            return cache
+        layers = []
+        for layer, own in zip(cache.layers, widths, strict=True):
+            keys = layer.keys.to(torch.float32, copy=True)
+            for coding in self.codings:
+                mask = own == coding.bits
+                part = _subset(layer, mask)
+                keys[mask, :dim] = as_read(part.keys[:, :dim], part.lengths, coding, coding.keys)
+            layers.append(dataclasses.replace(layer, keys=keys))
+        return dataclasses.replace(cache, layers=tuple(layers))
 
     def __call__(self, cache: RaggedCache, widths: Sequence[Tensor]) -> CompressedCache:
         """Store every entry at its width.
@@ -174,7 +143,11 @@ class Precision(Strategy, abc.ABC):
 
         Raises `NonFiniteError` if numbers cannot be quantised.
         """
-        return quantised(cache, widths, self.codings) if self.codings else cache
+        if not self.codings:
+            return cache
+        pairs = zip(cache.layers, widths, strict=True)
+        layers = tuple(_layer(*pair, self.codings) for pair in pairs)
+        return QuantisedCache(layers, cache.length, cache.padding)
 
 
 PRECISIONS: Registry[Precision] = Registry(

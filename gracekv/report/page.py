@@ -9,22 +9,16 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 from gracekv import recipes
 from gracekv.errors import ReportError
 from gracekv.files import VERSION, write_atomically
 from gracekv.report.data import ReportData, Result
 from gracekv.report.encoding import encode
-
-if TYPE_CHECKING:
-    from gracekv.cache import Accounting
-    from gracekv.pipeline import Pipeline
-    from gracekv.pipeline.run import Run
-    from gracekv.prefill.prompt import Prompt
 
 # In order of dependence; they share one scope.
 _SCRIPTS = ("codec.js", "view.js", "charts.js", "text.js", "inspector.js", "main.js")
@@ -72,47 +66,13 @@ def compare(
     write_atomically(Path(path), render(ReportData.of(labelled(results), answers)).encode())
 
 
-class Batch(Protocol):
-    """What a report reads of a `gracekv.BatchResult`."""
-
-    @property
-    def model(self) -> Any:
-        """The model of the cache."""
-
-    @property
-    def prompts(self) -> tuple[Prompt, ...]:
-        """The prompt of each row."""
-
-    @property
-    def _runs(self) -> tuple[Run, ...]:
-        """What each stage computed, of each row."""
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The stages' strategies."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Row:
-    """One prompt of a batch, as a `Result`."""
-
-    model: Any
-    prompt: Prompt
-    _run: Run
-    pipeline: Pipeline
-
-    @property
-    def accounting(self) -> Accounting:
-        return self._run.accounting
-
-
 def write_all(
-    path: str | os.PathLike[str], batch: Batch, *, answers: Sequence[str] | None = None
+    path: str | os.PathLike[str], batch: Any, *, answers: Sequence[str] | None = None
 ) -> tuple[Path, ...]:
     """Write a page for each prompt of a batch: page-1.html, page-2.html for the path page.html.
 
-    `answers` are the model's, one a prompt. Returns the pages' paths. Raises `ReportError`
-    if there are more or fewer answers, or as `write` does.
+    `batch` is a `gracekv.BatchResult`; `answers` are the model's, one a prompt. Returns the pages'
+    paths. Raises `ReportError` if there are more or fewer answers, or as `write` does.
     """
     if answers is not None and len(answers) != len(batch.prompts):
         raise ReportError(
@@ -121,7 +81,10 @@ def write_all(
     path, written = Path(path), []
     for number, (prompt, run) in enumerate(zip(batch.prompts, batch._runs, strict=True)):
         page = path.with_name(f"{path.stem}-{number + 1}{path.suffix}")
-        row = _Row(batch.model, prompt, run, batch.pipeline)
+        row: Any = SimpleNamespace(
+            model=batch.model, prompt=prompt, _run=run, pipeline=batch.pipeline,
+            accounting=run.accounting,
+        )  # fmt: skip
         write(page, row, answer=None if answers is None else answers[number])
         written.append(page)
     return tuple(written)

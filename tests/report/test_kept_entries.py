@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv import Pipeline, recipes
-from gracekv.cache.evict import layer_layouts
+from gracekv.cache.layout import layer_layouts
 from gracekv.errors import ReportError
 from gracekv.fit.values_and_mass import LEAST, MOST
 from gracekv.report.entries import kept_entries
