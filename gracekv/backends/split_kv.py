@@ -31,7 +31,8 @@ class SplitKV:
     """The splits of a layer for a batch of continuations.
 
     Attributes:
-        tables: by their names in `AttentionArgs`; of coded parts also those that `parts` points to.
+        tables: by their names in `AttentionArgs`, where their shapes are, such as `splits` [P, 5];
+            of coded parts also those that `parts` points to.
         args: the fields of `AttentionArgs` that are the same at every step, as bytes.
     """
 

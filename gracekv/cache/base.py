@@ -67,7 +67,7 @@ class RaggedEntries(LayerEntries):
             )
 
     @property
-    def exact(self) -> RaggedEntries:  # type: ignore[override]
+    def exact(self) -> RaggedEntries:
         """The entries that are not quantised: all."""
         return self
 

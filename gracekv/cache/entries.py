@@ -6,7 +6,7 @@ import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from torch import Tensor
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.errors import ShapeError
 from gracekv.prefill.kept import KeptLayer
-
-if TYPE_CHECKING:
-    from gracekv.cache.base import RaggedEntries
 
 
 class LayerEntries(abc.ABC):
@@ -27,40 +24,46 @@ class LayerEntries(abc.ABC):
 
     Attributes:
         sequences: S.
-        exact: the entries that are not quantised.
+        exact: the entries that are not quantised, a `RaggedEntries`.
         coded: the quantised parts, the widest first; () if there are none.
     """
 
     __slots__ = ()
 
     sequences: int
-    exact: RaggedEntries
+    exact: Any
     coded: tuple[CodedEntries, ...]
 
     @property
     def heads(self) -> int:
         """G."""
-        return (len(self.exact.offsets) - 1) // self.sequences
+        return len(self.lengths) // self.sequences
 
     @property
     def lengths(self) -> Tensor:
         """int64 [S*G] on the CPU, entries per row."""
-        return sum((part.lengths for part in self.coded), start=self.exact.offsets.diff())
+        exact: Tensor = self.exact.offsets.diff()
+        return sum((part.lengths for part in self.coded), start=exact)
+
+    @property
+    def _keys(self) -> Tensor:
+        keys: Tensor = self.exact.keys
+        return keys
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the queries that attend to the entries: the model's."""
-        return self.exact.keys.dtype
+        return self._keys.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the entries lie."""
-        return self.exact.keys.device
+        return self._keys.device
 
     @property
     def dim(self) -> int:
         """d."""
-        return self.exact.keys.shape[1]
+        return self._keys.shape[1]
 
     @property
     def codings(self) -> tuple[Coding, ...]:
