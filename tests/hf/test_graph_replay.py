@@ -169,7 +169,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(replay, model, monkeypatch
 def test_what_is_replayed(model):
     layer = SimpleNamespace(
         packed=SimpleNamespace(
-            ragged=SimpleNamespace(device=torch.device("cuda")),
+            entries=SimpleNamespace(device=torch.device("cuda")),
             backend=SimpleNamespace(name="triton"),
         )
     )

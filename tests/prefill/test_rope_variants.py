@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from gracekv.errors import LengthWarning
 from gracekv.hf.capture import capture
+from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.testing.models import tiny_model
 
@@ -51,7 +52,8 @@ def captured(model, prompt):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", LengthWarning)
-            return capture(model, prompt), before, own
+            options = CaptureOptions(beyond_positions=True)
+            return capture(model, prompt, options=options), before, own
     finally:
         module.apply_rotary_pos_emb = own
 

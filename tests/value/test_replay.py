@@ -92,7 +92,9 @@ def test_a_query_finds_what_came_after_it():
 
 
 def test_needs_every_query_of_the_context(without_context_queries):
-    assert Replay().needs() == Needs(later_queries=True, context_samples=frozenset({512}))
+    samples = frozenset({512})
+    needed = Needs(last_queries=16, later_queries=True, context_samples=samples)
+    assert Replay().needs() == needed
     with pytest.raises(MissingCaptureError, match="not captured"):
         Replay()(without_context_queries(small(context=60)), Region(2, 40))
 
