@@ -2,7 +2,9 @@
 
 Rows are dequantised into a scratch array that stays in the processor's cache, as rows in half
 precision are: from memory only codes, scales and zero points are read. Heads and groups of whole
-vectors (`code_vectors`) are dequantised by vector instructions, others one number at a time.
+vectors are dequantised by vector operations, which every processor has in some width: loops over
+the channels of one head are too short for a compiler's own. Others are dequantised one number at a
+time.
 """
 
 from __future__ import annotations
@@ -10,18 +12,83 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit  # type: ignore[import-untyped,unused-ignore]
+from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
+from numba import carray, njit, types  # type: ignore[import-untyped,unused-ignore]
+from numba.core import cgutils  # type: ignore[import-untyped,unused-ignore]
+from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels.code_vectors import (
-    high_by_channel,
-    high_by_token,
-    low_by_channel,
-    low_by_token,
-    whole_by_channel,
-    whole_by_token,
-)
 from gracekv.kernels.intrinsics import as_float32, pointer
-from gracekv.kernels.row_vectors import WIDTH
+from gracekv.kernels.row_vectors import FLOATS, WIDTH, broadcast, multiply_add, vector_at
+
+_INTS = ir.VectorType(ir.IntType(32), WIDTH)
+
+
+def _all(number: int) -> Any:
+    return ir.Constant(_INTS, [number] * WIDTH)
+
+
+def _decoder(half: str, *, by_channel: bool) -> Any:
+    def decode(
+        context: Any,
+        codes: Any,
+        at: Any,
+        step: Any,
+        scale: Any,
+        zero: Any,
+        place: Any,
+        stride: Any,
+        out: Any,
+        to: Any,
+        width: Any,
+        rows: Any,
+    ) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            kinds = signature.args
+            codes, at, step, scale, zero, place, stride, out, to, width, rows = arguments
+            pair = ((kinds[3], scale), (kinds[4], zero))
+
+            def read(row: Any) -> list[Any]:
+                index = builder.add(place, builder.mul(row, stride))
+                if by_channel:
+                    places = [vector_at(context, builder, k, x, index) for k, x in pair]
+                    return [builder.load(found, align=4) for found in places]
+                data = [context.make_array(k)(context, builder, x).data for k, x in pair]
+                return [broadcast(builder, builder.load(builder.gep(x, [index]))) for x in data]
+
+            shared = read(ir.Constant(ir.IntType(64), 0))
+            with cgutils.for_range(builder, rows) as loop:
+                s, z = shared if by_channel else read(loop.index)
+                index = builder.add(at, builder.mul(loop.index, step))
+                kind = ir.VectorType(ir.IntType(8), WIDTH)
+                found = vector_at(context, builder, kinds[0], codes, index, kind)
+                code = builder.zext(builder.load(found, align=1), _INTS)
+                if half == "low":
+                    code = builder.and_(code, _all(15))
+                elif half == "high":
+                    code = builder.lshr(code, _all(4))
+                numbers = multiply_add(builder, builder.sitofp(code, FLOATS), s, z)
+                index = builder.add(to, builder.mul(loop.index, width))
+                place_out = vector_at(context, builder, kinds[7], out, index)
+                builder.store(numbers, place_out, align=4)
+            return context.get_dummy_value()
+
+        number = types.int64
+        given = (codes, number, number, scale, zero, number, number, out, number, number, number)
+        return types.void(*given), generate
+
+    return intrinsic(decode)
+
+
+# out[to + r width + i] = zero + scale * code for i = 0, ..., 15 and r below `rows`, the codes from
+# the 16 bytes from `at` + r `step` on: whole bytes, their low halves or their high halves. Scale
+# and zero point are 16 numbers from `place` on, the same for all rows ("channel"), or one number,
+# at `place` + r `stride` ("token").
+whole_by_channel = _decoder("whole", by_channel=True)
+low_by_channel = _decoder("low", by_channel=True)
+high_by_channel = _decoder("high", by_channel=True)
+whole_by_token = _decoder("whole", by_channel=False)
+low_by_token = _decoder("low", by_channel=False)
+high_by_token = _decoder("high", by_channel=False)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -53,9 +120,18 @@ def coded_rows(
     """
     p, dim = parts[part - 1], wide.shape[1]
     codes = codes_of(parts, part, of_keys, dim)
-    scales, zeros = scales_of(half, parts, part, of_keys, dim)
-    if p.keys_by_channel if of_keys else p.values_by_channel:
-        inside, block = place_of(parts, part, row, first)
+    if of_keys:
+        scale, zero, by_channel = p.key_scale, p.key_zero, p.keys_by_channel
+    else:
+        scale, zero, by_channel = p.value_scale, p.value_zero, p.values_by_channel
+    shape = (p.block_count, dim) if by_channel else (p.entries, p.columns)
+    scales, zeros = (
+        carray(pointer(scale), shape, half.dtype),
+        carray(pointer(zero), shape, half.dtype),
+    )
+    if by_channel:
+        inside = first - carray(pointer(p.offsets), row + 1, np.int64)[row]
+        block = carray(pointer(p.blocks), row + 1, np.int64)[row]
         _by_channel(
             codes, scales, zeros, p.bits, p.group_size, inside, block, first, count, wide, s, z
         )
@@ -69,29 +145,6 @@ def codes_of(parts: Any, part: int, of_keys: bool, dim: int) -> Any:
     p = parts[part - 1]
     address = p.key_codes if of_keys else p.value_codes
     return carray(pointer(address), (p.entries, dim * p.bits // 8), np.uint8)
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def scales_of(half: Any, parts: Any, part: int, of_keys: bool, dim: int) -> Any:
-    """Scales and zero points of the coded part `part`, [N, d] by channel, else [E, C]."""
-    p = parts[part - 1]
-    if of_keys:
-        scale, zero, by_channel = p.key_scale, p.key_zero, p.keys_by_channel
-    else:
-        scale, zero, by_channel = p.value_scale, p.value_zero, p.values_by_channel
-    shape = (p.block_count, dim) if by_channel else (p.entries, p.columns)
-    return (
-        carray(pointer(scale), shape, half.dtype),
-        carray(pointer(zero), shape, half.dtype),
-    )
-
-
-@njit(nogil=True)  # type: ignore[untyped-decorator]
-def place_of(parts: Any, part: int, row: int, first: int) -> Any:
-    """The place of entry `first` in its head, row `row` of the part, and the head's first block."""
-    p = parts[part - 1]
-    begin = carray(pointer(p.offsets), row + 1, np.int64)[row]
-    return first - begin, carray(pointer(p.blocks), row + 1, np.int64)[row]
 
 
 @njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
@@ -128,8 +181,8 @@ def _by_channel(
         elif bits == 4 and half % WIDTH == 0:
             for c in range(0, half, WIDTH):
                 low_by_channel(codes, at + c, step, s, z, c, 0, wide, to + c, dim, rows)
-            for c in range(half, dim, WIDTH):
-                high_by_channel(codes, at + c - half, step, s, z, c, 0, wide, to + c, dim, rows)
+                h = half + c
+                high_by_channel(codes, at + c, step, s, z, h, 0, wide, to + h, dim, rows)
         else:
             for e in range(done, stop):
                 for c in range(dim):
@@ -161,11 +214,9 @@ def _by_token(
             whole_by_token(codes, at + c, step, s, z, g, groups, wide, c, dim, count)
     elif width % WIDTH == 0 and half % WIDTH == 0:
         for c in range(0, half, WIDTH):
-            g = c // width
+            g, h = c // width, half + c
             low_by_token(codes, at + c, step, s, z, g, groups, wide, c, dim, count)
-        for c in range(half, dim, WIDTH):
-            g = c // width
-            high_by_token(codes, at + c - half, step, s, z, g, groups, wide, c, dim, count)
+            high_by_token(codes, at + c, step, s, z, h // width, groups, wide, h, dim, count)
     else:
         for e in range(count):
             for c in range(dim):

@@ -24,7 +24,6 @@ from gracekv.backends import attention_args, numba_codes
 from gracekv.backends.attention_args import AttentionArgs, CodedArgs
 from gracekv.backends.numba_codes import coded_rows, codes_of
 from gracekv.kernels import (
-    code_vectors,
     intrinsics,
     numba_products,
     numba_softmax,
@@ -186,7 +185,6 @@ def _run_splits(
 # Modules beside this one that its compiled functions come from.
 _SOURCES = (
     attention_args,
-    code_vectors,
     intrinsics,
     numba_codes,
     numba_products,

@@ -8,7 +8,7 @@ from its length, and long splits start first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -93,13 +93,12 @@ class SplitTable:
 
     def to(self, device: torch.device) -> SplitTable:
         """The same table on `device`."""
-        return SplitTable(
-            self.items.to(device),
-            self.item_first.to(device),
-            self.row_first.to(device),
-            self.slots,
-            self.most,
-            tuple(part.to(device) for part in self.coded),
+        return replace(
+            self,
+            items=self.items.to(device),
+            item_first=self.item_first.to(device),
+            row_first=self.row_first.to(device),
+            coded=tuple(part.to(device) for part in self.coded),
         )
 
 
@@ -229,7 +228,8 @@ def split_table(
 def _even_sizes(lengths: Tensor, size: int, block: int) -> Tensor:
     """int64 [Z], entries of each row's splits."""
     count = _ceil(lengths, lengths.new_tensor(size))
-    return _round_up(_ceil(lengths, count.clamp(min=1)), block).clamp(min=block)
+    blocks = _ceil(_ceil(lengths, count.clamp(min=1)), lengths.new_tensor(block))
+    return (blocks * block).clamp(min=block)
 
 
 def tail_splits(size: int, readers: int, programs: int, block: int) -> tuple[int, int]:
@@ -251,7 +251,3 @@ def tail_splits(size: int, readers: int, programs: int, block: int) -> tuple[int
 
 def _ceil(numbers: Tensor, by: Tensor) -> Tensor:
     return (numbers + by - 1) // by
-
-
-def _round_up(numbers: Tensor, block: int) -> Tensor:
-    return (numbers + block - 1) // block * block

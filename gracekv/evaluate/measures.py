@@ -51,10 +51,6 @@ def _number(*path: str, scale: float = 1.0) -> Callable[[Row], float | None]:
     return read
 
 
-def _percent(*path: str) -> Callable[[Row], float | None]:
-    return _number(*path, scale=100.0)
-
-
 def _share(part: str, of: str, whole: str) -> Callable[[Row], float | None]:
     def read(row: Row) -> float | None:
         value, full = _number(part, of)(row), _number(part, whole)(row)
@@ -75,18 +71,18 @@ def _log_kl(row: Row) -> float | None:
 MEASURES = {
     measure.name: measure
     for measure in (
-        Measure("score", "score x 100", _percent("score"), True, 1),
+        Measure("score", "score x 100", _number("score", scale=100), True, 1),
         Measure(
             "rouge_l_longbench",
             "LongBench's Rouge-L x 100",
-            _percent("scores", "rouge_l_longbench"),
+            _number("scores", "rouge_l_longbench", scale=100),
             True,
             1,
         ),
         Measure(
             "strict_recall",
             "strict recall x 100",
-            _percent("scores", "strict_recall"),
+            _number("scores", "strict_recall", scale=100),
             True,
             1,
         ),
@@ -96,11 +92,13 @@ MEASURES = {
         Measure(
             "top1",
             "top-1 agreement with FullKV, %",
-            _percent("fidelity", "top1"),
+            _number("fidelity", "top1", scale=100),
             True,
             1,
         ),
-        Measure("aoe", "attention output error, %", _percent("fidelity", "aoe"), False, 1),
+        Measure(
+            "aoe", "attention output error, %", _number("fidelity", "aoe", scale=100), False, 1
+        ),
         Measure(
             "kv_share", "K and V bytes, % of FullKV", _share("bytes", "kv", "full_kv"), False, 1
         ),

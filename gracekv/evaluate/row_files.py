@@ -52,7 +52,10 @@ class RowFile(AbstractContextManager["RowFile"]):
             ) from error
         try:
             self._lock()
-            self._cut_torn_line()
+            data = self.path.read_bytes()
+            # A line that was torn off by a crash goes.
+            if (end := data.rfind(b"\n") + 1) < len(data):
+                os.ftruncate(self._file, end)
         except BaseException:
             os.close(self._file)
             raise
@@ -90,12 +93,6 @@ class RowFile(AbstractContextManager["RowFile"]):
                 f"Another process is writing {self.path}. Wait for it, give each process its own "
                 f"--shard, or use another folder."
             ) from error
-
-    def _cut_torn_line(self) -> None:
-        data = self.path.read_bytes()
-        end = data.rfind(b"\n") + 1
-        if end < len(data):
-            os.ftruncate(self._file, end)
 
 
 def read_rows(folder: Path) -> list[Row]:

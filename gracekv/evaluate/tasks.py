@@ -30,12 +30,8 @@ SUITES: dict[str, tuple[str, ...]] = {
     "summarization": ("longbench:gov_report", "longbench:qmsum", "longbench:multi_news"),
     "few_shot": ("longbench:samsum",),
     "aggregation": ("ruler:cwe", "ruler:fwe"),
-    "retrieval": (
-        "ruler:niah_multikey_1",
-        "ruler:niah_multikey_2",
-        "ruler:niah_multikey_3",
-        "ruler:niah_multivalue",
-        "ruler:niah_multiquery",
+    "retrieval": tuple(
+        f"ruler:niah_multi{what}" for what in ("key_1", "key_2", "key_3", "value", "query")
     ),
     "ruler": tuple(f"ruler:{name}" for name in ruler.TASKS),
     "longbench": tuple(
@@ -139,9 +135,7 @@ class Task:
     def fitting(
         self, samples: int, sources: Sources, tokenizer: Any, limit: int, first: int = 0
     ) -> Iterator[int]:
-        """`samples` numbers from `first` on whose whole prompts have at most `limit` tokens."""
-        if self.length is not None:
-            return iter(self.available(samples, sources, first))
+        """`samples` numbers of given texts from `first` on, of at most `limit` prompt tokens."""
         every = range(first, len(sources.longbench(self.name.partition(":")[2])))
 
         def fits(index: int) -> bool:

@@ -5,7 +5,7 @@ import pytest
 
 numba = pytest.importorskip("numba")
 
-from gracekv.kernels import code_vectors as vectors  # noqa: E402
+from gracekv.backends import numba_codes as vectors  # noqa: E402
 
 
 @numba.njit
