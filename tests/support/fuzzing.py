@@ -60,9 +60,11 @@ class Tally:
 
 def write_line(tally, page=PAGE):
     """Put the test's line on the page, in the place of its earlier one."""
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    commit = done.stdout.strip()
+    # The page itself, which grows line by line, is no change of what was tested.
+    names, others = ["git", "rev-parse", "--short", "HEAD"], [".", ":!benchmarks/results"]
+    done = subprocess.run(names, capture_output=True, text=True, check=False, cwd=ROOT)
+    same = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *others], check=False, cwd=ROOT)
+    commit = done.stdout.strip() + ("-dirty" if same.returncode else "")
     new = tally.line(commit)
     old = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
     # Six columns; what earlier pages held had other ones.
