@@ -43,7 +43,8 @@ MUTATIONS = [
              "value/test_window_attention.py"),
     Mutation("value", "0.5 * prefill.scale**2", "prefill.scale**2",
              "value/test_expected_attention.py"),
-    Mutation("prefill", "torch.arange(first + 1, end + 1)", "torch.arange(first, end)",
+    Mutation("value", "torch.arange(run.start + 1, run.end + 1)",
+             "torch.arange(run.start, run.end)",
              "value/test_column_sums.py"),
     # Trees: a probe's own token; operations that look dearer than they are.
     Mutation("tree", "[:, None] > probes[:masked]", "[:, None] >= probes[:masked]",
