@@ -46,7 +46,8 @@ def compiled(dim, width, arch, *, probes=64, half=None):
         else:
             signature[name] = "*i64" if name in INDICES else "*fp32"
             attributes[(index,)] = [["tt.divisibility", 16]]
-    options = {"num_warps": sizes.warps, "num_stages": sizes.stages, "enable_fp_fusion": True}
+    options = {name: sizes[name] for name in ("num_warps", "num_stages")}
+    options["enable_fp_fusion"] = True
     source = ASTSource(interval_costs, signature, values, attributes)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
