@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.allocate import BudgetPlan, PerHead
@@ -12,6 +12,8 @@ from gracekv.allocate.plan import equal_shares, largest_remainder
 from gracekv.errors import BudgetError
 
 
+# Few examples miss a share that is rounded the other way.
+@settings(max_examples=200)
 @given(
     weights=st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any),
     total=st.integers(0, 300),
