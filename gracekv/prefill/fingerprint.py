@@ -27,8 +27,8 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
     """What identifies a model and its tokenizer.
 
     Class, name, dtype, active adapters, a hash of the config, and one of a sample of the weights
-    (see `weights_digest`); of a tokenizer `tokenizer_marks`. All processes of
-    a sharded model call this together.
+    (see `weights_digest`); of a tokenizer `tokenizer_marks`. All processes of a sharded model call
+    this together.
     """
     config = {k: v for k, v in model.config.to_dict().items() if not k.startswith("_")}
     # What saving a model adds to its config says nothing of what it computes.
