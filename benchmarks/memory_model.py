@@ -8,7 +8,8 @@ from typing import Any
 
 import machine
 
-from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
+from gracekv.prefill.capture_memory import CaptureSizes, held_positions
+from gracekv.prefill.needs import Needs
 from gracekv.prefill.partial_attention import chunk_length
 from gracekv.prefill.prompt import PromptSpans
 from gracekv.segment.curvature import BlockInput

@@ -15,6 +15,13 @@ from gracekv.distributed.sharding import head_shard
 from gracekv.errors import CaptureMemoryError, PromptError
 from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
 from gracekv.prefill.base import Prefill
+from gracekv.prefill.capture_memory import (
+    CaptureSizes,
+    free_bytes,
+    held_positions,
+    is_out_of_memory,
+    out_of_memory_message,
+)
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.model_layers import (
     StockLayers,
@@ -27,14 +34,7 @@ from gracekv.prefill.model_layers import (
     rotation_kind,
     text_config,
 )
-from gracekv.prefill.needs import (
-    CaptureSizes,
-    Needs,
-    free_bytes,
-    held_positions,
-    is_out_of_memory,
-    out_of_memory_message,
-)
+from gracekv.prefill.needs import Needs
 from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import FinalRun, Observer
 from gracekv.prefill.options import DEFAULTS, CaptureOptions

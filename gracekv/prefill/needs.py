@@ -1,4 +1,4 @@
-"""`Needs`: what strategies read of a prefill beyond keys and values, and what a capture holds."""
+"""`Needs`: what the strategies of a pipeline read from a prefill beyond keys and values."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gracekv.prefill.model_layers import compressed_layers, head_sizes, kept_layers
 from gracekv.prefill.observer import Observer
 from gracekv.prefill.prompt import PromptSpans, Region
 
@@ -116,116 +114,3 @@ def region_samples(region: Region, count: int) -> Tensor:
     count = min(count, region.length)
     spaced = torch.linspace(0, max(0, region.length - 1), count).round().long()
     return spaced + region.start
-
-
-QUERY_BYTES = 256 * 2**20
-"""Bytes of queries that a capture may always hold; a quarter of keys and values, if that is more.
-Source: ours."""
-
-# What running out of memory suggests.
-_LEAST_CHUNK = 128
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureSizes:
-    """Bytes of one token in all layers, from a model's config.
-
-    Attributes:
-        kv: keys and values.
-        queries: queries.
-        again: whether queries can be computed again later.
-    """
-
-    kv: int
-    queries: int
-    again: bool = True
-
-    @classmethod
-    def of(cls, model: Any) -> CaptureSizes:
-        """Sizes for `model`, in its dtype."""
-        heads, groups, dim = head_sizes(model)
-        unit = len(compressed_layers(model)) * dim * model.dtype.itemsize
-        # Layers that are not compressed would need their states of all tokens for it.
-        again = not kept_layers(model)
-        return cls(kv=2 * groups * unit, queries=heads * unit, again=again)
-
-
-def held_positions(
-    needs: Needs, spans: PromptSpans, sizes: CaptureSizes, memory_limit: int | None
-) -> Tensor:
-    """Positions whose queries the capture holds: int64 [n] ascending.
-
-    All positions if some are known only later, else those known before the pass, if their queries
-    take at most `memory_limit` bytes; failing both, direct probes and observation windows. What is
-    missing then is computed again when it is asked for. Where that cannot be, all that is needed.
-    """
-    if not sizes.again:
-        return (
-            torch.arange(spans.past, spans.length)
-            if needs.later_queries
-            else (needs.known_positions(spans))
-        )
-    limit = max(QUERY_BYTES, spans.length * sizes.kv // 4) if memory_limit is None else memory_limit
-    if needs.later_queries and (spans.length - spans.past) * sizes.queries <= limit:
-        return torch.arange(spans.past, spans.length)
-    known = needs.known_positions(spans)
-    return known if len(known) * sizes.queries <= limit else needs.window_positions(spans)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whatever device."""
-    text = str(error)
-    return (
-        isinstance(error, MemoryError | torch.OutOfMemoryError)
-        or "not enough memory" in text
-        or "can't allocate memory" in text
-    )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on `device`; None where that cannot be known."""
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + reserved
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            sizes = dict(line.split(":", 1) for line in lines)
-        return int(sizes["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
-def out_of_memory_message(
-    length: int, chunk: int, held: int, sizes: CaptureSizes, free: int | None
-) -> str:
-    """What did not fit, and what would.
-
-    Args:
-        length: T, tokens.
-        chunk: tokens of one pass.
-        held: positions whose queries were held.
-        sizes: of a token.
-        free: bytes before the capture, or None if unknown.
-    """
-    mib = 2**20
-    text = (
-        f"Capturing {length} tokens ran out of memory: keys and values take "
-        f"{length * sizes.kv / mib:,.0f} MiB, held queries {held * sizes.queries / mib:,.0f} MiB, "
-        f"and {chunk} tokens ran at once. The model is as it was before."
-    )
-    options = []
-    if chunk > _LEAST_CHUNK:
-        options.append(f"chunk={_LEAST_CHUNK}")
-    if held:
-        options.append("memory_limit=0")
-    if options:
-        text += f" Try {' and '.join(options)}."
-    if free is not None:
-        # A fifth is left to what is not counted here: one chunk's activations, and the allocator.
-        fits = int(0.8 * free / sizes.kv)
-        text += (
-            f" {free / mib:,.0f} MiB were free, enough for a prompt of about {fits:,} tokens so."
-            if fits < length
-            else f" {free / mib:,.0f} MiB were free, enough for this prompt so."
-        )
-    return text
