@@ -15,10 +15,10 @@ from gracekv.errors import MissingCaptureError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.kept import KeptLayer
 from gracekv.prefill.needs import Needs
-from gracekv.prefill.observations import check_tensors
 from gracekv.prefill.observer import LayerObserver, Observer, TokenRun
 from gracekv.prefill.past import ADDED
 from gracekv.prefill.prompt import PromptSpans, Region
+from gracekv.prefill.tensor_checks import check_tensors
 
 _PART = 1024  # Positions whose queries are computed again at once.
 

@@ -1,16 +1,15 @@
-"""The observers of one prefill, as its driver feeds them, and whether what was captured fits."""
+"""The observers of one prefill, as its driver feeds them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gracekv.errors import NonFiniteError, ObserverError, ShapeError
+from gracekv.errors import ObserverError
 from gracekv.kernels.linalg import full_float32
 from gracekv.prefill.observer import (
     Accumulator,
@@ -153,69 +152,3 @@ def _words(readings: Sequence[str]) -> str:
         "passes": "further passes over the captured keys and values",
     }
     return ", ".join(names[x] for x in readings)
-
-
-# Tokens that are summed at once.
-_TOKENS = 1024
-
-
-def check_tensors(prefill: Any) -> None:
-    """Raise `ShapeError` if they do not, and `NonFiniteError` if one holds NaN or infinity."""
-    if not len(prefill.keys) == len(prefill.values) == len(prefill.queries) > 0:
-        raise ShapeError(
-            f"Prefill takes keys, values and queries of the same L > 0 layers; got "
-            f"{len(prefill.keys)}, {len(prefill.values)} and {len(prefill.queries)}."
-        )
-    heads, dim = prefill.keys[0].shape[0], prefill.keys[0].shape[-1]
-    kv_shape = (heads, prefill.spans.length, dim)
-    for layer, (k, v, q) in enumerate(
-        zip(prefill.keys, prefill.values, prefill.queries, strict=True)
-    ):
-        if tuple(k.shape) != kv_shape or tuple(v.shape) != kv_shape:
-            raise ShapeError(
-                f"Keys and values of every layer must be [G, T, d] = {list(kv_shape)} for one "
-                f"sequence; layer {layer} has {list(k.shape)} and {list(v.shape)}. Compress "
-                f"the sequences of a batch one by one, without padding."
-            )
-        asked = (len(prefill.query_positions), dim)
-        if q.ndim != 3 or q.shape[0] % heads or tuple(q.shape[1:]) != asked:
-            raise ShapeError(
-                f"Queries must be [H, {len(prefill.query_positions)}, {dim}] with H a multiple of "
-                f"G = {heads}; layer {layer} has {list(q.shape)}."
-            )
-        for name, tensor in (("keys", k), ("values", v), ("queries", q)):
-            if not is_finite(tensor):
-                raise NonFiniteError(
-                    f"The {name} of layer {layer} hold NaN or infinity. Check the model's "
-                    f"weights and dtype (float16 overflows in some models: try bfloat16)."
-                )
-    if prefill.rope.cos.shape[0] < prefill.spans.length:
-        raise ShapeError(
-            f"The RoPE table covers {prefill.rope.cos.shape[0]} positions, the prompt has "
-            f"{prefill.spans.length}."
-        )
-    for observer, tensor in prefill.observed.items():
-        _check_observation(prefill, observer, tensor)
-
-
-def _check_observation(prefill: Any, observer: Observer, tensor: Tensor) -> None:
-    wanted, got = observer.shape(prefill), list(tensor.shape)
-    if len(wanted) != len(got) or any(
-        size not in (None, other) for size, other in zip(wanted, got, strict=True)
-    ):
-        shown = ", ".join("*" if size is None else str(size) for size in wanted)
-        raise ShapeError(f"{observer!r} must observe a tensor [{shown}] here; it gave {got}.")
-    if not is_finite(tensor):
-        raise NonFiniteError(
-            f"What {observer!r} observed holds NaN or infinity. Check the model's weights and "
-            f"dtype, or the observer."
-        )
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all of `tensor` [...] is finite, without a copy of its size."""
-    # A NaN or an infinity survives a sum; float64, since long float16 sums overflow. In parts,
-    # since torch copies what it sums in another dtype.
-    axis = max(range(tensor.ndim), key=lambda i: tensor.shape[i])
-    sums = [part.sum(dtype=torch.float64) for part in tensor.split(_TOKENS, dim=axis)]
-    return not sums or bool(torch.isfinite(torch.stack(sums)).all())
