@@ -2,10 +2,9 @@
 
     python benchmarks/numba_kernels.py
 
-Each row compiles the kernels of the trees' distortion and of the log-sum-exp with one part
-replaced: the product by loops that the compiler vectorises or by BLAS (scipy's sgemm, called from
-compiled code), the exponential by libm's. Prints a table and writes
-`benchmarks/results/numba_kernels.md`.
+Each row compiles the kernel of the trees' distortion with one part replaced: the product by loops
+that the compiler vectorises or by BLAS (scipy's sgemm, called from compiled code), the exponential
+by libm's. Prints a table and writes `benchmarks/results/numba_kernels.md`.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ from numba import carray, njit
 from numba.extending import get_cython_function_address
 
 from gracekv import Pipeline
-from gracekv.kernels import logsumexp_numba
 from gracekv.kernels.intrinsics import pointer
-from gracekv.kernels.logsumexp import logsumexp
 from gracekv.tree import TreeContext, build_forest
 from gracekv.tree.engines import numba_interval_costs
 
@@ -103,13 +100,13 @@ def cpu_time(call: Callable[[], object], repeats: int) -> float:
 
 
 def measure(variant: str, repeats: int) -> list[float]:
-    """Trees of 1,024 and 4,096 tokens, and log-sum-exp of 512 rows of 49,152, in ms."""
+    """Trees of 1,024 and 4,096 tokens, in ms."""
     if variant == "product: loops":
         numba_interval_costs.multiply = loops
     if variant == "product: BLAS":
         numba_interval_costs.multiply = blas()
     if variant == "exponential: libm":
-        numba_interval_costs.exponentiate = logsumexp_numba.exponentiate = libm
+        numba_interval_costs.exponentiate = libm
     times = []
     for length in (1024, 4096):
         prefill = synthetic(GEOMETRIES["smollm2"], length, "cpu", torch.float32)
@@ -129,10 +126,7 @@ def measure(variant: str, repeats: int) -> list[float]:
         budget = prefill.layers * prefill.kv_heads * length // 8
         call = partial(build_forest, context, pipeline.distortion, pipeline.refine, budget)
         times.append(cpu_time(call, repeats))
-    logits = torch.randn(512, 49152, generator=torch.Generator().manual_seed(0))
-
-    copy = cpu_time(logits.clone, repeats)
-    return [*times, cpu_time(lambda: logsumexp([logits.clone()]), repeats) - copy]
+    return times
 
 
 def main() -> None:
@@ -144,8 +138,8 @@ def main() -> None:
     if args.variant:
         print(json.dumps(measure(args.variant, args.repeats)))
         return
-    columns = ("kernels", "trees, 1,024 tokens", "trees, 4,096 tokens", "log-sum-exp, 512 x 49,152")
-    lines = [f"| {' | '.join(columns)} |", "|---|--:|--:|--:|"]
+    columns = ("kernels", "trees, 1,024 tokens", "trees, 4,096 tokens")
+    lines = [f"| {' | '.join(columns)} |", "|---|--:|--:|"]
     for variant in VARIANTS:
         # numba's disk cache does not see that a part was replaced.
         with tempfile.TemporaryDirectory() as cache:

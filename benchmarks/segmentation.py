@@ -16,7 +16,7 @@ import torch
 
 from gracekv.segment import CurvatureDP
 from gracekv.segment.curvature_dp import dispersion_table
-from gracekv.segment.partition_dp import best_partition, torch_best_partition
+from gracekv.segment.partition_dp import best_partition
 
 
 def best_of(call: Callable[[], object], device: str, repeats: int) -> str:
@@ -40,8 +40,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     segmenter = CurvatureDP()
-    print("| tokens | curvature ms | dispersion ms | dynamic program ms | in torch ms |")
-    print("|--:|--:|--:|--:|--:|")
+    print("| tokens | curvature ms | dispersion ms | dynamic program ms |")
+    print("|--:|--:|--:|--:|")
     for length in args.lengths:
         rng = torch.Generator(args.device).manual_seed(0)
         states = [
@@ -53,7 +53,6 @@ def main() -> None:
             lambda states=states: segmenter.curvature.of_states(states),
             lambda states=states: dispersion_table(states, segmenter.max_length, 1e-6),
             lambda profit=profit: best_partition(profit, segmenter.min_length),
-            lambda profit=profit: torch_best_partition(profit, segmenter.min_length),
         )
         times = [best_of(call, args.device, args.repeats) for call in calls]
         print(f"| {length:,} | {' | '.join(times)} |", flush=True)

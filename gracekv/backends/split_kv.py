@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ _ENTRIES = 256
 # Queries of a KV head, over all its continuations, up to which one pass over the entries is faster
 # than matrix products; measured with d = 64 and 128 on two x86 cores.
 _MOST_QUERIES = 96
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,47 +42,20 @@ class SplitKV:
         return len(self.args) + sum(sizes)
 
 
-class Latest(Generic[K, V]):
-    """Keeps one value: that of the key asked for last.
-
-    Safe for threads: a value is built completely under a lock and then published by one
-    assignment, so that readers see the old value or the new one, never a part of it.
-    """
-
-    __slots__ = ("_entry", "_lock")
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entry: tuple[K, V] | None = None
-
-    def get(self, key: K, build: Callable[[], V]) -> V:
-        """The value of `key`; made by `build` unless `key` is the latest."""
-        entry = self._entry
-        if entry is None or entry[0] != key:
-            with self._lock:
-                entry = self._entry
-                if entry is None or entry[0] != key:
-                    entry = self._entry = (key, build())
-        return entry[1]
-
-    @property
-    def value(self) -> V | None:
-        """The latest value, None before there is one."""
-        return None if self._entry is None else self._entry[1]
-
-
 class SplitEntries:
-    """A layer and its splits for the latest batch.
+    """A layer and its splits for the latest batch; safe to use from several threads.
 
     Attributes:
         layer: the packed entries.
         views: of its heads, for steps that the kernel does not take.
+        held_bytes: bytes of the latest splits.
     """
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self.views = Sdpa().prepare(layer)
-        self._latest: Latest[tuple[int, int, tuple[int, ...] | None], SplitKV | None] = Latest()
+        self.held_bytes = 0
+        self._split = lru_cache(maxsize=1)(partial(_split, layer))
 
     def splits(self, batch: int, heads: int, rows: Tensor | None) -> SplitKV | None:
         """The splits for one token of `batch` rows, `rows` [B], and `heads` query heads.
@@ -94,23 +63,17 @@ class SplitEntries:
         Built once while these stay the same. None if there are so many queries that matrix
         products are faster, or the entries are not contiguous.
         """
-        key = (batch, heads, None if rows is None else tuple(rows.tolist()))
-
-        def build() -> SplitKV | None:
-            with torch.inference_mode(False), torch.no_grad():
-                return _split(self.layer, batch, heads // self.layer.heads, rows)
-
-        return self._latest.get(key, build)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the latest splits."""
-        splits = self._latest.value
-        return 0 if splits is None else splits.held_bytes
+        of_row = None if rows is None else tuple(rows.tolist())
+        splits = self._split(batch, heads // self.layer.heads, of_row)
+        self.held_bytes = 0 if splits is None else splits.held_bytes
+        return splits
 
 
-def _split(layer: Layer, batch: int, group: int, rows: Tensor | None) -> SplitKV | None:
-    of_row = sequence_of_row(rows, batch, layer.sequences, torch.device("cpu")).cpu()
+@torch.inference_mode(False)
+@torch.no_grad()
+def _split(layer: Layer, batch: int, group: int, rows: tuple[int, ...] | None) -> SplitKV | None:
+    given = None if rows is None else torch.tensor(rows)
+    of_row = sequence_of_row(given, batch, layer.sequences, torch.device("cpu"))
     counts = torch.bincount(of_row, minlength=layer.sequences)
     most_queries = int(counts.max()) * group
     if most_queries > _MOST_QUERIES or not all(x.is_contiguous() for x in layer.tensors().values()):

@@ -1,7 +1,7 @@
 """Exponentials, capped logits and softmax in numba, in loops that become vector instructions.
 
-With the mathematical library's exponential instead, trees take 9 to 16 % more CPU time, and the
-log-sum-exp 4 times as much (`benchmarks/results/numba_kernels.md`).
+With the mathematical library's exponential instead, trees take 9 to 16 % more CPU time
+(`benchmarks/results/numba_kernels.md`).
 """
 
 from __future__ import annotations

@@ -68,23 +68,13 @@ class Bounds:
         return " and ".join(parts) or "finite"
 
 
-def bounded(
-    default: Any = dataclasses.MISSING,
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    odd: bool = False,
-    distinct: bool = False,
-    hint: str = "",
-) -> Any:
+def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
     """A dataclass field with `Bounds`; for a tuple they hold for each item, of which one must be.
 
-    A default outside the bounds is an error when the class is built the first time.
+    `bounds` are the fields of `Bounds`. A default outside the bounds is an error when the class is
+    built the first time.
     """
-    bounds = Bounds(at_least, at_most, above, below, odd, distinct, hint)
-    return dataclasses.field(default=default, metadata={_KEY: bounds})
+    return dataclasses.field(default=default, metadata={_KEY: Bounds(**bounds)})
 
 
 def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:

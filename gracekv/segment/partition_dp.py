@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,8 +10,7 @@ from torch.nn import functional
 def best_partition(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]:
     """Cut [0, N) into slots of greatest total profit.
 
-    On a CPU in one compiled pass, if numba is installed; elsewhere in torch, with one
-    synchronisation at the end.
+    Waits for the device once, at the end.
 
     Args:
         profit: [N, n_max] float64; entry (a, n-1) is the profit of the slot of n tokens from a on.
@@ -27,19 +24,14 @@ def best_partition(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]:
 
     Source: Eq. (S12).
     """
-    if profit.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-        from gracekv.segment.partition_dp_numba import best_partition as compiled
-
-        best, previous = map(torch.from_numpy, compiled(profit.contiguous().numpy(), min_length))
-    else:
-        best, previous = torch_best_partition(profit, min_length)
+    best, previous = _best_predecessors(profit, min_length)
     bounds, predecessors = [len(profit)], previous.tolist()
     while bounds[-1] > 0:
         bounds.append(predecessors[bounds[-1]])
     return best, torch.tensor(bounds[::-1])
 
 
-def torch_best_partition(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]:
+def _best_predecessors(profit: Tensor, min_length: int) -> tuple[Tensor, Tensor]:
     """F [N+1] and the best predecessor, int64 [N+1], of each endpoint; nothing is synchronised."""
     length, max_length = profit.shape
     device, choices = profit.device, max_length - min_length + 1

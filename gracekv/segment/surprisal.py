@@ -10,15 +10,14 @@ from torch import Tensor
 
 from gracekv.kernels.linalg import linear
 from gracekv.kernels.logits import capped
-from gracekv.kernels.logsumexp import logsumexp
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.observer import FinalAccumulator, FinalObserver, FinalRun, Part, Sizes
 from gracekv.prefill.past import reflected
 from gracekv.prefill.projection import plain_weight
 
-# Logits (positions x vocabulary entries) held at once, in float32: 4 MiB, which stays in a CPU's
+# Logits (positions x vocabulary entries) held at once, in float32: 2 MiB, which stays in a CPU's
 # cache between the product that makes them and the sums that read them.
-_BLOCK = 1 << 20
+_BLOCK = 1 << 19
 _ROWS = 512
 # On a GPU large products are faster: 256 MiB.
 _GPU_BLOCK = 1 << 26
@@ -75,7 +74,7 @@ def _is_plain(head: Any) -> bool:
 
 
 def _by_blocks(run: FinalRun) -> Tensor:
-    """Running log-sum-exp over blocks of the vocabulary."""
+    """Log-sum-exp over blocks of the vocabulary."""
     weight = run.head.weight[: run.vocabulary]
     device = weight.device
     states, following = run.states.to(device), run.following.to(device)
@@ -83,7 +82,8 @@ def _by_blocks(run: FinalRun) -> Tensor:
     parts = []
     for rows, targets in zip(states.split(_ROWS), following.split(_ROWS), strict=True):
         columns = weight.split(max(1, block // len(rows)))
-        sums = logsumexp(capped(linear(rows, some).float(), run.softcap) for some in columns)
+        logits = (capped(linear(rows, some).float(), run.softcap) for some in columns)
+        sums = torch.stack([some.logsumexp(dim=-1) for some in logits]).logsumexp(dim=0)
         chosen = (rows.float() * weight[targets].float()).sum(dim=-1)
         parts.append(sums.sub_(capped(chosen, run.softcap)))
     return torch.cat(parts)
@@ -92,7 +92,7 @@ def _by_blocks(run: FinalRun) -> Tensor:
 def _by_rows(run: FinalRun) -> Tensor:
     """Whole rows of logits, for heads that are not one plain product (quantised, offloaded ...)."""
     parts = []
-    size = max(1, 8 * _BLOCK // run.vocabulary)
+    size = max(1, 16 * _BLOCK // run.vocabulary)
     for rows, targets in zip(run.states.split(size), run.following.split(size), strict=True):
         logits = capped(run.head(rows).float(), run.softcap)
         chosen = logits.gather(-1, targets.to(logits.device)[:, None])[:, 0]

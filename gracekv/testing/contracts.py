@@ -33,6 +33,7 @@ from gracekv.testing.attention import attention_problem, check_attention
 from gracekv.testing.forests import check_forest, check_frontier, random_forest
 from gracekv.testing.observers import with_observed
 from gracekv.testing.prefills import synthetic_prefill
+from gracekv.testing.promises import hold
 from gracekv.testing.selections import check_partition, check_run
 from gracekv.value import Scorer, Sensitivity
 
@@ -74,14 +75,14 @@ def check_value(strategy: Strategy) -> None:
     Raises `AssertionError` otherwise.
     """
     cls: Any = type(strategy)
-    _hold(REGISTRIES.get(cls.registry.stage) is cls.registry, f"{cls.__name__} has no stage")
+    hold(REGISTRIES.get(cls.registry.stage) is cls.registry, f"{cls.__name__} has no stage")
     frozen = getattr(getattr(cls, "__dataclass_params__", None), "frozen", False)
-    _hold(frozen, f"{cls.__name__} is no frozen dataclass")
+    hold(frozen, f"{cls.__name__} is no frozen dataclass")
     data = strategy.to_dict()
-    _hold(cls.registry.parse(data) == strategy, f"{data} does not give {strategy} back")
-    _hold(hash(cls.registry.parse(data)) == hash(strategy), "equal strategies differ in their hash")
+    hold(cls.registry.parse(data) == strategy, f"{data} does not give {strategy} back")
+    hold(hash(cls.registry.parse(data)) == hash(strategy), "equal strategies differ in their hash")
     line = cls.summary()
-    _hold(
+    hold(
         line.endswith(".") and not line.startswith(f"{cls.__name__}("),
         f"the docstring of {cls.__name__} begins with no sentence",
     )
@@ -126,7 +127,7 @@ def check_segmenter(segmenter: Segmenter, prefill: Prefill, region: Region) -> N
     """
     first, second = segmenter(prefill, region), segmenter(prefill, region)
     check_partition(first, region, prefill.spans.length)
-    _hold(torch.equal(first.bounds, second.bounds), "the slots differ between two calls")
+    hold(torch.equal(first.bounds, second.bounds), "the slots differ between two calls")
     try:
         segmenter(prefill, Region(region.start, region.start))
     except ShapeError:
@@ -141,26 +142,24 @@ def check_scorer(scorer: Scorer, prefill: Prefill, region: Region) -> None:
     """
     first, second = scorer(prefill, region), scorer(prefill, region)
     shape = (prefill.layers, prefill.kv_heads, region.length)
-    _hold(first.scores.shape == shape, f"scores must be {shape}; got {tuple(first.scores.shape)}")
+    hold(first.scores.shape == shape, f"scores must be {shape}; got {tuple(first.scores.shape)}")
     for name in ("scores", "seed_scores"):
         tensor: Tensor = getattr(first, name)
-        _hold(tensor.dtype == torch.float32, f"{name} must be float32; got {tensor.dtype}")
-        _hold(
-            bool((tensor >= 0).all()) and bool(tensor.isfinite().all()), f"{name} hold < 0 or NaN"
-        )
-        _hold(torch.equal(tensor, getattr(second, name)), f"{name} differ between two calls")
+        hold(tensor.dtype == torch.float32, f"{name} must be float32; got {tensor.dtype}")
+        hold(bool((tensor >= 0).all()) and bool(tensor.isfinite().all()), f"{name} hold < 0 or NaN")
+        hold(torch.equal(tensor, getattr(second, name)), f"{name} differ between two calls")
     total = float(first.seed_scores.sum())
-    _hold(abs(total - 1) < 1e-4, f"seed_scores must add up to 1; got {total}")
+    hold(abs(total - 1) < 1e-4, f"seed_scores must add up to 1; got {total}")
 
 
 def check_sensitivity(sensitivity: Sensitivity, prefill: Prefill) -> None:
     """Positive float32 weights [L, G] of mean 1, the same each time; else `AssertionError`."""
     omega = sensitivity(prefill)
     shape = (prefill.layers, prefill.kv_heads)
-    _hold(omega.shape == shape and omega.dtype == torch.float32, f"omega must be float32 {shape}")
-    _hold(bool((omega > 0).all()), "omega must be positive")
-    _hold(abs(float(omega.mean()) - 1) < 1e-4, f"omega must have mean 1; got {omega.mean()}")
-    _hold(torch.equal(omega, sensitivity(prefill)), "omega differs between two calls")
+    hold(omega.shape == shape and omega.dtype == torch.float32, f"omega must be float32 {shape}")
+    hold(bool((omega > 0).all()), "omega must be positive")
+    hold(abs(float(omega.mean()) - 1) < 1e-4, f"omega must have mean 1; got {omega.mean()}")
+    hold(torch.equal(omega, sensitivity(prefill)), "omega differs between two calls")
 
 
 def check_quota(quota: Quota, prefill: Prefill) -> None:
@@ -174,11 +173,11 @@ def check_quota(quota: Quota, prefill: Prefill) -> None:
     )
     caps, again = quota(tokens, plan, columns), quota(tokens, plan, columns)
     if caps is None or again is None:
-        _hold(caps is again, "caps are there in one call and not in the other")
+        hold(caps is again, "caps are there in one call and not in the other")
         return
-    _hold(caps.shape == (layers, heads), f"caps must be [L, G]; got {list(caps.shape)}")
-    _hold(not caps.is_floating_point() and bool((caps >= 0).all()), "caps must be whole and >= 0")
-    _hold(torch.equal(caps, again), "caps differ between two calls")
+    hold(caps.shape == (layers, heads), f"caps must be [L, G]; got {list(caps.shape)}")
+    hold(not caps.is_floating_point() and bool((caps >= 0).all()), "caps must be whole and >= 0")
+    hold(torch.equal(caps, again), "caps differ between two calls")
 
 
 def check_floor(floor: Floor, forest: Any, plan: BudgetPlan, tokens: Tensor) -> Frontier:
@@ -192,12 +191,12 @@ def check_floor(floor: Floor, forest: Any, plan: BudgetPlan, tokens: Tensor) -> 
     """
     candidates = floor.candidates(tokens, plan)
     if candidates is not None:
-        _hold(candidates.shape == tokens.shape, f"candidates must be {list(tokens.shape)}")
-        _hold(not bool(candidates.isnan().any()), "candidates hold NaN")
+        hold(candidates.shape == tokens.shape, f"candidates must be {list(tokens.shape)}")
+        hold(not bool(candidates.isnan().any()), "candidates hold NaN")
     frontier = floor.realize(forest, candidates, plan, None)
     check_frontier(frontier)
-    _hold(frontier.budget == plan.base, "the floor's frontier has another budget than B_base")
-    _hold(frontier.floor_spent == frontier.spent, "floor_spent is not what the floor spent")
+    hold(frontier.budget == plan.base, "the floor's frontier has another budget than B_base")
+    hold(frontier.floor_spent == frontier.spent, "floor_spent is not what the floor spent")
     return frontier
 
 
@@ -210,9 +209,9 @@ def check_allocator(allocator: Allocator, start: Frontier, quota: Tensor | None)
     check_frontier(result, quota)
     for name in ("added", "split"):
         before, after = getattr(start, name), getattr(result, name)
-        _hold(not bool((before & ~after).any()), f"{name}: what the floor bought is gone")
-        _hold(torch.equal(after, getattr(again, name)), f"{name} differs between two calls")
-    _hold(
+        hold(not bool((before & ~after).any()), f"{name}: what the floor bought is gone")
+        hold(torch.equal(after, getattr(again, name)), f"{name} differs between two calls")
+    hold(
         (result.budget, result.floor_spent) == (start.budget, start.floor_spent),
         "budget or floor_spent were changed",
     )
@@ -247,7 +246,7 @@ def check_in_pipeline(strategy: Strategy, prefill: Prefill) -> None:
     """
     fields: dict[str, Any] = {strategy.registry.stage: strategy, "prune": False}
     pipeline = dataclasses.replace(Pipeline.named("gracekv"), **fields)
-    _hold(Pipeline.from_dict(pipeline.to_dict()) == pipeline, "the pipeline is no plain data")
+    hold(Pipeline.from_dict(pipeline.to_dict()) == pipeline, "the pipeline is no plain data")
     budget = Budget.ratio(2)
     run, again = pipeline.run(prefill, budget), pipeline.run(prefill, budget)
     check_run(run, prefill)
@@ -256,7 +255,7 @@ def check_in_pipeline(strategy: Strategy, prefill: Prefill) -> None:
         check_frontier(run.frontier)
     for one, two in zip(run.cache.layers, again.cache.layers, strict=True):
         for name, tensor in one.tensors().items():
-            _hold(torch.equal(tensor, two.tensors()[name]), f"{name} differ between runs")
+            hold(torch.equal(tensor, two.tensors()[name]), f"{name} differ between runs")
 
 
 def _check_auctions(strategy: Strategy, seed: int) -> None:
@@ -281,10 +280,5 @@ def _unchanged(prefill: Prefill) -> Iterator[None]:
     tensors = [*prefill.keys, *prefill.values, *prefill.queries]
     before, state = [tensor._version for tensor in tensors], torch.get_rng_state()
     yield
-    _hold([x._version for x in tensors] == before, "the prefill's tensors were written to")
-    _hold(torch.equal(torch.get_rng_state(), state), "torch's own random numbers were drawn")
-
-
-def _hold(promise: bool, broken: str) -> None:
-    if not promise:
-        raise AssertionError(broken)
+    hold([x._version for x in tensors] == before, "the prefill's tensors were written to")
+    hold(torch.equal(torch.get_rng_state(), state), "torch's own random numbers were drawn")

@@ -10,6 +10,7 @@ from numpy.random import Generator
 from torch import Tensor
 
 from gracekv.allocate.base import Frontier
+from gracekv.testing.promises import hold
 from gracekv.tree.base import Forest
 
 Gains = Literal["normal", "heavy", "ties", "zeros"]
@@ -146,28 +147,31 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
     kept intervals.
     """
     forest, added, split, kept = frontier.forest, frontier.added, frontier.split, frontier.kept
-    if added.shape != (forest.trees,) or added.dtype != torch.bool:
-        raise AssertionError(f"added must be bool [{forest.trees}]; got {added.shape}")
-    if split.shape != (forest.nodes,) or split.dtype != torch.bool:
-        raise AssertionError(f"split must be bool [{forest.nodes}]; got {split.shape}")
-    if bool((split & forest.is_leaf).any()):
-        raise AssertionError("a leaf is split")
-    if bool((split[: forest.trees] & ~added).any()):
-        raise AssertionError("a root is split that was never added")
+    hold(
+        added.shape == (forest.trees,) and added.dtype == torch.bool,
+        f"added must be bool [{forest.trees}]; got {added.shape}",
+    )
+    hold(
+        split.shape == (forest.nodes,) and split.dtype == torch.bool,
+        f"split must be bool [{forest.nodes}]; got {split.shape}",
+    )
+    hold(not bool((split & forest.is_leaf).any()), "a leaf is split")
+    unreached = split[: forest.trees] & ~added
+    hold(not bool(unreached.any()), "a root is split that was never added")
     above = forest.parent[forest.trees :]
-    if bool((split[forest.trees :] & ~split[above]).any()):
-        raise AssertionError("a node is split although its parent is not")
+    unreached = split[forest.trees :] & ~split[above]
+    hold(not bool(unreached.any()), "a node is split although its parent is not")
     spent = frontier.spent
-    if spent > frontier.budget:
-        raise AssertionError(f"{spent} entries spent of a budget of {frontier.budget}")
-    if not 0 <= frontier.floor_spent <= spent:
-        raise AssertionError(f"floor_spent {frontier.floor_spent} is not within spent {spent}")
-    if quota is not None and bool((frontier.entries_per_head() > quota.to(kept.device)).any()):
-        raise AssertionError(
-            f"heads hold {frontier.entries_per_head().tolist()} of quotas {quota.tolist()}"
-        )
-    if frontier.bound is not None and frontier.utility > frontier.bound * (1 + 1e-9):
-        raise AssertionError(f"utility {frontier.utility} exceeds its bound {frontier.bound}")
+    hold(spent <= frontier.budget, f"{spent} entries spent of a budget of {frontier.budget}")
+    floor_spent = frontier.floor_spent
+    hold(0 <= floor_spent <= spent, f"floor_spent {floor_spent} is not within spent {spent}")
+    if quota is not None:
+        held = frontier.entries_per_head()
+        within = bool((held <= quota.to(kept.device)).all())
+        hold(within, f"heads hold {held.tolist()} of quotas {quota.tolist()}")
+    if frontier.bound is not None:
+        within = frontier.utility <= frontier.bound * (1 + 1e-9)
+        hold(within, f"utility {frontier.utility} exceeds its bound {frontier.bound}")
     first = int(forest.start.min())
     tokens = int(forest.end.max()) - first
     covered = torch.zeros(forest.layers * forest.heads * (tokens + 1), dtype=torch.int64)
@@ -175,8 +179,8 @@ def check_frontier(frontier: Frontier, quota: Tensor | None = None) -> None:
     ones = torch.ones_like(row)
     covered.index_add_(0, row + forest.start[kept].cpu(), ones)
     covered.index_add_(0, row + forest.end[kept].cpu(), -ones)
-    if bool((covered.view(-1, tokens + 1).cumsum(1) > 1).any()):
-        raise AssertionError("a token lies in two kept intervals of its head")
+    once = bool((covered.view(-1, tokens + 1).cumsum(1) <= 1).all())
+    hold(once, "a token lies in two kept intervals of its head")
 
 
 def check_forest(forest: Forest) -> None:
@@ -189,18 +193,15 @@ def check_forest(forest: Forest) -> None:
     first, count = forest.first_child.cpu()[inner], forest.child_count.cpu()[inner]
     start, end, parent = forest.start.cpu(), forest.end.cpu(), forest.parent.cpu()
     last = first + count - 1
-    if bool((start[first] != start[inner]).any()) or bool((end[last] != end[inner]).any()):
-        raise AssertionError("children do not begin and end where their node does")
+    covers = torch.equal(start[first], start[inner]) and torch.equal(end[last], end[inner])
+    hold(covers, "children do not begin and end where their node does")
     below = (parent >= 0).nonzero().flatten()
     sibling = below[1:][parent[below][1:] == parent[below][:-1]]
-    if bool((start[sibling] != end[sibling - 1]).any()):
-        raise AssertionError("children do not follow one another")
-    if bool((count < 2).any()) or bool((forest.length <= 0).any()):
-        raise AssertionError("a node has one child, or is empty")
-    if bool(((forest.entries != 1) & (forest.entries != forest.length)).any()):
-        raise AssertionError("a node's entries are neither 1 nor its tokens")
+    hold(torch.equal(start[sibling], end[sibling - 1]), "children do not follow one another")
+    filled = bool((count >= 2).all()) and bool((forest.length > 0).all())
+    hold(filled, "a node has one child, or is empty")
+    known = (forest.entries == 1) | (forest.entries == forest.length)
+    hold(bool(known.all()), "a node's entries are neither 1 nor its tokens")
     for name in ("relevance", "distortion", "drop", "add_gain", "split_gain"):
-        if not bool(getattr(forest, name).isfinite().all()):
-            raise AssertionError(f"{name} holds NaN or infinity")
-    if bool((forest.distortion < 0).any()):
-        raise AssertionError("a distortion is below 0")
+        hold(bool(getattr(forest, name).isfinite().all()), f"{name} holds NaN or infinity")
+    hold(bool((forest.distortion >= 0).all()), "a distortion is below 0")

@@ -7,6 +7,7 @@ import torch
 from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill, Region
 from gracekv.segment.base import Partition
+from gracekv.testing.promises import hold
 
 
 def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
@@ -18,8 +19,8 @@ def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
     """
     spans, accounting = prefill.spans, run.accounting
     recent = accounting.recent if recent is None else recent
-    if accounting.spent > accounting.budget:
-        raise AssertionError(f"{accounting.spent} entries of a budget of {accounting.budget}")
+    spent, budget = accounting.spent, accounting.budget
+    hold(spent <= budget, f"{spent} entries of a budget of {budget}")
     covered = spans.length - 1
     fixed = [*range(spans.context_start), *range(spans.context_end, covered)]
     # Without a suffix the last context token is the one that decoding feeds again.
@@ -29,12 +30,10 @@ def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
         for head in range(packed.heads):
             where = f"layer {layer}, head {head}"
             keys, values, positions, log_m = packed.head(head)
-            if bool((positions.diff() <= 0).any()):
-                raise AssertionError(f"{where}: positions do not strictly rise")
+            hold(bool((positions.diff() > 0).all()), f"{where}: positions do not strictly rise")
             place = {int(position): i for i, position in enumerate(positions)}
             missing = [t for t in (*fixed, *window) if t not in place]
-            if missing:
-                raise AssertionError(f"{where}: positions {missing} are gone")
+            hold(not missing, f"{where}: positions {missing} are gone")
             rows = torch.tensor([place[t] for t in fixed], dtype=torch.int64)
             # Of a quantised layer they come in float32.
             same = all(
@@ -44,14 +43,10 @@ def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
                     (values, prefill.values[layer][head, fixed]),
                 )
             )
-            if not same or bool(log_m[rows].any()):
-                raise AssertionError(f"{where}: prefix or suffix was changed")
-            held = len(positions) - len(fixed) + fed_again
-            if held != int(accounting.entries[layer, head]):
-                raise AssertionError(
-                    f"{where}: {held} context entries packed, {accounting.entries[layer, head]} "
-                    f"accounted for"
-                )
+            same = same and not bool(log_m[rows].any())
+            hold(same, f"{where}: prefix or suffix was changed")
+            held, told = len(positions) - len(fixed) + fed_again, int(accounting.entries[layer, head])
+            hold(held == told, f"{where}: {held} context entries packed, {told} accounted for")
 
 
 def check_partition(partition: Partition, region: Region, length: int) -> None:
@@ -62,20 +57,21 @@ def check_partition(partition: Partition, region: Region, length: int) -> None:
     to its end, and a curvature that is None or one finite float per token of the sequence.
     """
     bounds, kappa = partition.bounds, partition.curvature
-    if bounds.dtype != torch.int64 or bounds.device.type != "cpu" or bounds.ndim != 1:
-        raise AssertionError(
-            f"bounds must be one-dimensional int64 on the CPU; got {bounds.ndim} dimensions of "
-            f"{bounds.dtype} on {bounds.device}."
+    hold(
+        bounds.dtype == torch.int64 and bounds.device.type == "cpu" and bounds.ndim == 1,
+        f"bounds must be one-dimensional int64 on the CPU; got {bounds.ndim} dimensions of "
+        f"{bounds.dtype} on {bounds.device}.",
+    )
+    ends = (int(bounds[0]), int(bounds[-1]))
+    hold(
+        ends == (region.start, region.end),
+        f"bounds must run from end to end of {region}; got {bounds.tolist()}.",
+    )
+    rises = bool((partition.lengths > 0).all())
+    hold(rises, f"bounds must strictly increase; got {bounds.tolist()}.")
+    if kappa is not None:
+        hold(
+            kappa.shape == (length,) and kappa.is_floating_point(),
+            f"curvature must be float [{length}]; got {kappa.dtype} {list(kappa.shape)}.",
         )
-    if (int(bounds[0]), int(bounds[-1])) != (region.start, region.end):
-        raise AssertionError(f"bounds must run from end to end of {region}; got {bounds.tolist()}.")
-    if bool((partition.lengths <= 0).any()):
-        raise AssertionError(f"bounds must strictly increase; got {bounds.tolist()}.")
-    if kappa is None:
-        return
-    if kappa.shape != (length,) or not kappa.is_floating_point():
-        raise AssertionError(
-            f"curvature must be float [{length}]; got {kappa.dtype} {list(kappa.shape)}."
-        )
-    if not bool(kappa.isfinite().all()):
-        raise AssertionError("curvature must be finite.")
+        hold(bool(kappa.isfinite().all()), "curvature must be finite.")

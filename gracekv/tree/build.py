@@ -63,9 +63,9 @@ def _grow_all(
     drop = torch.zeros(trees, dtype=torch.float64, device=device)
     for layers in context.layer_groups(_GROUP_BYTES or scratch_bytes(device)):
         own = prefill.keys[layers[0]].device
-        batch = TreeBatch.of(context, layers, refiner.extracts_candidates)
+        batch = TreeBatch.of(context, layers)
         workspace = workspaces.setdefault(own, Workspace(own))
-        evaluator = distortion.evaluator(context, layers, batch, workspace)
+        evaluator = distortion.evaluator(batch, workspace)
         with pruner.group(len(layers) / prefill.layers):
             group_levels, group_drop = grow(batch, evaluator, refiner, pruner)
         # The next group is gathered into the same memory.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,18 +40,10 @@ class Distortion(Strategy, abc.ABC):
     """
 
     @abc.abstractmethod
-    def evaluator(
-        self,
-        context: TreeContext,
-        layers: Sequence[int],
-        batch: TreeBatch,
-        workspace: Workspace,
-    ) -> DistortionEvaluator:
-        """Return the evaluator for the trees of these layers, which are on one device.
+    def evaluator(self, batch: TreeBatch, workspace: Workspace) -> DistortionEvaluator:
+        """Return the evaluator for the trees of some layers, which are on one device.
 
         Args:
-            context: the inputs of the forest.
-            layers: whose trees.
             batch: these trees.
             workspace: scratch memory for one call of the evaluator at a time, and memory for what
                 the evaluator keeps: the next evaluator with that workspace overwrites it.

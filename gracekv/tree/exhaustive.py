@@ -33,10 +33,6 @@ class Exhaustive(Refiner):
     reward: float = bounded(0.05, at_least=0, hint="0 ignores curvature.")
 
     @property
-    def extracts_candidates(self) -> bool:
-        return True
-
-    @property
     def uses_curvature(self) -> bool:
         return self.reward > 0
 

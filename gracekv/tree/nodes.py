@@ -70,8 +70,7 @@ class IntervalCosts:
     """D of the prefixes and suffixes of V nodes of up to w tokens.
 
     Refiners need no other intervals: the parts of a cut and of an extraction begin or end where
-    their node does. Columns beyond a node's length are undefined. So are all columns but the two
-    sides of the extracted token, where a node must extract one (`TreeBatch.forced_token`).
+    their node does. Columns beyond a node's length are undefined.
 
     Attributes:
         costs: float32 [2, V, w]: D of the node's tokens up to and including k, and D of its tokens

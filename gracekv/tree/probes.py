@@ -6,7 +6,6 @@ evidence slots' representatives are chosen: departures 4 (ours).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from gracekv.kernels.linalg import linear
 from gracekv.kernels.logits import capped
 from gracekv.prefill import Prefill, Region
 from gracekv.segment.base import Partition
-from gracekv.tree.tree_batch import TreeContext
+from gracekv.tree.tree_batch import TreeBatch
 from gracekv.tree.workspace import Workspace
 
 
@@ -101,15 +100,13 @@ class ProbeAttention:
     first_probe: Tensor
 
     @classmethod
-    def of(
-        cls, context: TreeContext, layers: Sequence[int], probes: Tensor, workspace: Workspace
-    ) -> ProbeAttention:
+    def of(cls, batch: TreeBatch, probes: Tensor, workspace: Workspace) -> ProbeAttention:
         """Gather some layers; `probes` int64 [n] that see no token of the region are dropped.
 
         The large tensors lie in `workspace.persistent`: the next call with it overwrites them.
         """
-        prefill, region = context.prefill, context.partition.region
-        device = prefill.keys[layers[0]].device
+        layers, prefill = batch.layers, batch.context.prefill
+        region, device = batch.context.partition.region, prefill.keys[layers[0]].device
         # Query heads take turns over all probes, so probes are dropped afterwards.
         queries = torch.cat([probe_queries(prefill, layer, probes) for layer in layers])
         queries = queries[:, probes >= region.start] * prefill.scale
@@ -149,7 +146,7 @@ class ProbeAttention:
             unrotated_keys=unrotated.flatten(0, 1),
             key_norms=unrotated.norm(dim=-1).flatten(),
             values=values.flatten(0, 1),
-            scores=context.scores[list(layers)].to(device).float().flatten(),
+            scores=batch.scores.float().flatten(),
             visible_probes=(len(probes) - first_probe[:-1]).float(),
             first_probe=first_probe,
         )

@@ -13,7 +13,6 @@ Source: Eqs. (T5) to (T7); all prefixes and suffixes of a node at once: departur
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -91,20 +90,15 @@ class Prototype(Distortion):
             per_slot=self.evidence_per_slot,
         )
 
-    def evaluator(
-        self,
-        context: TreeContext,
-        layers: Sequence[int],
-        batch: TreeBatch,
-        workspace: Workspace,
-    ) -> DistortionEvaluator:
+    def evaluator(self, batch: TreeBatch, workspace: Workspace) -> DistortionEvaluator:
+        context, prefill = batch.context, batch.context.prefill
         inputs = EngineInputs(
             weights=DistortionWeights(self.lambda_z, self.lambda_m, self.epsilon),
-            attention=ProbeAttention.of(context, layers, self.probes(context), workspace),
+            attention=ProbeAttention.of(batch, self.probes(context), workspace),
             batch=batch,
-            rope=context.prefill.rope_of(layers[0]).in_halves(context.prefill.head_dim)[0],
+            rope=prefill.rope_of(batch.layers[0]).in_halves(prefill.head_dim)[0],
             rule=context.rule,
-            softcap=context.prefill.softcap,
+            softcap=prefill.softcap,
         )
         engine = select_engine(self.engine, inputs.attention.values, inputs.softcap)
         if engine == "torch":

@@ -27,11 +27,6 @@ class Refiner(Strategy, abc.ABC):
     max_cost: ClassVar[float] = 2
 
     @property
-    def extracts_candidates(self) -> bool:
-        """Whether a node with a floor candidate is split by extracting the best one."""
-        return False
-
-    @property
     def uses_curvature(self) -> bool:
         """Whether nodes are cut where curvature peaks, so that `table` must hold kappa."""
         return False
@@ -50,10 +45,6 @@ class Refiner(Strategy, abc.ABC):
 
 class RuleRefiner(Refiner):
     """A refiner that is a `SplitRule`."""
-
-    @property
-    def extracts_candidates(self) -> bool:
-        return self.rule().extracts
 
     @property
     def uses_curvature(self) -> bool:

@@ -73,6 +73,8 @@ class TreeBatch:
     layer.
 
     Attributes:
+        context: the inputs of the forest.
+        layers: whose trees.
         tree_id: int64 [B], index of each tree in the forest.
         slot_start: int64 [B], absolute first position of each tree's slot.
         length: int64 [B], tokens of each slot.
@@ -82,9 +84,10 @@ class TreeBatch:
         sensitivity: omega [U] float64.
         region_start: absolute position of the first compressible token.
         candidate_count: int64 [U, N+1], floor candidates before each token, or None.
-        extracts_candidates: whether a node with a floor candidate must extract it.
     """
 
+    context: TreeContext
+    layers: tuple[int, ...]
     tree_id: Tensor
     slot_start: Tensor
     length: Tensor
@@ -94,12 +97,9 @@ class TreeBatch:
     sensitivity: Tensor
     region_start: int
     candidate_count: Tensor | None
-    extracts_candidates: bool = False
 
     @classmethod
-    def of(
-        cls, context: TreeContext, layers: Sequence[int], extracts_candidates: bool = False
-    ) -> TreeBatch:
+    def of(cls, context: TreeContext, layers: Sequence[int]) -> TreeBatch:
         """All trees of `layers`, on the layers' device."""
         device = context.prefill.keys[layers[0]].device
         partition, chosen = context.partition, list(layers)
@@ -113,6 +113,8 @@ class TreeBatch:
         per_layer = context.prefill.kv_heads * partition.slots
         first = torch.tensor(chosen, device=device)[:, None] * per_layer
         return cls(
+            context=context,
+            layers=tuple(chosen),
             tree_id=(first + torch.arange(per_layer, device=device)).flatten(),
             slot_start=partition.starts.to(device).repeat(heads),
             length=partition.lengths.to(device).repeat(heads),
@@ -122,7 +124,6 @@ class TreeBatch:
             sensitivity=context.sensitivity[chosen].flatten().to(device).double(),
             region_start=partition.region.start,
             candidate_count=candidate_count,
-            extracts_candidates=extracts_candidates,
         )
 
     def roots(self) -> Nodes:
@@ -169,27 +170,6 @@ class TreeBatch:
         head, offset = self.head(nodes.tree), self.offset(nodes)
         count = self.candidate_count
         return count[head, offset + nodes.length] > count[head, offset]
-
-    def forced_token(self, nodes: Nodes) -> Tensor | None:
-        """int64 [V]: the token that a node must extract, counted from its start; -1: none.
-
-        Only the distortion of the two sides of such a token is computed. Roots get -1, because
-        their own distortion is needed too. None if all nodes get -1.
-        """
-        if not self.extracts_candidates or self.candidate_count is None:
-            return None
-        inner = (nodes.start > 0) | (nodes.end < self.length[nodes.tree])
-        rows = torch.nonzero(self.holds_candidate(nodes) & inner).flatten()
-        if not len(rows):
-            return None
-        some = nodes[rows]
-        width = int(some.length.max())
-        scores = self.floor_scores(some, width)
-        assert scores is not None  # there are candidates
-        padding = torch.arange(width, device=rows.device) >= some.length[:, None]
-        token = torch.full_like(nodes.end, -1)
-        token[rows] = scores.masked_fill(padding, -torch.inf).argmax(dim=1)
-        return token
 
     def relevance(self, nodes: Nodes) -> Tensor:
         """R of the nodes, float64 [V]: the sum of their tokens' scores, in order.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -10,7 +9,7 @@ import torch
 
 from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
 from gracekv.tree.nodes import IntervalCosts, Nodes
-from gracekv.tree.tree_batch import TreeBatch, TreeContext
+from gracekv.tree.tree_batch import TreeBatch
 from gracekv.tree.workspace import Workspace
 
 
@@ -46,11 +45,5 @@ class Unit(Distortion):
 
     works_sharded: ClassVar[bool] = True
 
-    def evaluator(
-        self,
-        context: TreeContext,
-        layers: Sequence[int],
-        batch: TreeBatch,
-        workspace: Workspace,
-    ) -> UnitEvaluator:
+    def evaluator(self, batch: TreeBatch, workspace: Workspace) -> UnitEvaluator:
         return UnitEvaluator(batch)

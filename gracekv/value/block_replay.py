@@ -25,7 +25,6 @@ from torch import Tensor
 
 from gracekv.kernels.linalg import batched_linear
 from gracekv.kernels.logits import capped
-from gracekv.kernels.logsumexp import logsumexp
 from gracekv.kernels.rope import Rope
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
@@ -222,5 +221,5 @@ def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None 
         logits = capped(batched_linear(some.flatten(1, 2), wide[:, start:end]), softcap)
         hidden = (seen > asked) | (seen <= asked - near)
         logits.unflatten(1, some.shape[1:3]).masked_fill_(hidden, -torch.inf)
-        total[:, :, first:end] = logsumexp([logits.flatten(0, 1)]).view(some.shape[:3])
+        total[:, :, first:end] = logits.logsumexp(dim=-1).view(some.shape[:3])
     return total.flatten(0, 1)

@@ -11,7 +11,6 @@ pytest.importorskip("numba")
 import torch
 
 from gracekv.backends import numba_kernel as attention_kernel
-from gracekv.kernels import logsumexp_numba
 from gracekv.kernels.intrinsics import digest
 from gracekv.tree.engines import numba_kernel
 from gracekv.vllm import numba_kernel as paged_kernel
@@ -19,7 +18,6 @@ from gracekv.vllm import numba_kernel as paged_kernel
 KERNELS = {
     attention_kernel: lambda: attention_kernel.attend(torch.float32),
     numba_kernel: numba_kernel.distortion_kernel,
-    logsumexp_numba: logsumexp_numba.accumulate,
     paged_kernel: lambda: paged_kernel.work_kernel(torch.float32),
 }
 

@@ -5,8 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.kernels import logsumexp as logsumexp_module
-from gracekv.kernels.logsumexp import logsumexp
 from gracekv.prefill.observer import FinalRun
 from gracekv.segment.surprisal import unlikelihood
 
@@ -62,49 +60,3 @@ def test_a_head_that_does_more_than_multiply_is_called():
 def test_never_negative_in_half_precision():
     final, head, ids = case(1, 200, 64, 3, torch.bfloat16)
     assert bool((surprisal(final, head, ids, 3) >= 0).all())
-
-
-def both_kinds(parts):
-    """By torch and by numba."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda name: None)
-        by_torch = logsumexp(part.clone() for part in parts)
-    return by_torch, logsumexp(part.clone() for part in parts)
-
-
-@given(
-    seed=st.integers(0, 2**31),
-    rows=st.integers(1, 20),
-    blocks=st.lists(st.integers(1, 2300), min_size=1, max_size=4),
-    scale=st.sampled_from([0.0, 1.0, 30.0]),
-)
-def test_one_reading_sums_what_sweeps_sum(seed, rows, blocks, scale):
-    pytest.importorskip("numba")
-    generator = torch.Generator().manual_seed(seed)
-    parts = [scale * torch.randn(rows, size, generator=generator) for size in blocks]
-    # Rows that begin, or end, far below the others.
-    parts[seed % len(parts)][0] -= 200.0
-    want = torch.cat(parts, dim=1).double().logsumexp(dim=1)
-    for found in both_kinds(parts):
-        torch.testing.assert_close(found.double(), want, rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
-def test_what_is_not_finite_is_not_hidden(bad):
-    pytest.importorskip("numba")
-    block = torch.randn(3, 3000, generator=torch.Generator().manual_seed(0))
-    block[1, 2500] = bad
-    found = both_kinds([block[:, :1000], block[:, 1000:], block[:, :10]])
-    assert found[0].isnan().tolist() == found[1].isnan().tolist() == [False, True, False]
-
-
-def test_without_numba_torch_sums(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(logsumexp_module, "_add_compiled", None)
-    final, head, ids = case(2, 30, 16, 50)
-    torch.testing.assert_close(
-        surprisal(final, head, ids, 50)[1:].double(),
-        expected(final, head, ids),
-        rtol=1e-5,
-        atol=1e-4,
-    )

@@ -64,7 +64,7 @@ def test_distortion_within_1e_4_of_float64(prefill: Prefill) -> None:
     for layer in (0, prefill.layers // 2, prefill.layers - 1):
         batch = TreeBatch.of(context, [layer])
         workspace = Workspace(torch.device("cpu"))
-        evaluator = Prototype().evaluator(context, [layer], batch, workspace)
+        evaluator = Prototype().evaluator(batch, workspace)
         for head in range(prefill.kv_heads):
             want = ReferenceDistortion(context, layer, head, Prototype())
             for _ in range(12):

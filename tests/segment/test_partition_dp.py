@@ -12,18 +12,6 @@ from gracekv.segment import partition_dp, reference
 seeds = st.integers(0, 2**32 - 1)
 
 
-@pytest.fixture(params=["numba", "torch"], autouse=True, scope="module")
-def implementation(request):
-    """Each test runs on the compiled pass and on torch."""
-    if request.param == "numba":
-        pytest.importorskip("numba")
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition_dp.importlib.util, "find_spec", lambda name: None)
-        yield
-
-
 def best_partition(profit, min_length):
     found = partition_dp.best_partition(torch.from_numpy(profit), min_length)
     return tuple(x.numpy() for x in found)

@@ -25,14 +25,13 @@ def evaluator_of(
     engine: Engine,
     distortion: Prototype | None = None,
     layers: Sequence[int] | None = None,
-    extracts_candidates: bool = False,
 ) -> tuple[DistortionEvaluator, TreeBatch]:
     """The evaluator for some layers of `context` (None: all), and their trees."""
     layers = list(range(context.prefill.layers)) if layers is None else layers
-    batch = TreeBatch.of(context, layers, extracts_candidates)
+    batch = TreeBatch.of(context, layers)
     chosen = dataclasses.replace(distortion or Prototype(), engine=engine)
     workspace = Workspace(context.prefill.keys[0].device)
-    return chosen.evaluator(context, layers, batch, workspace), batch
+    return chosen.evaluator(batch, workspace), batch
 
 
 def some_nodes(batch: TreeBatch, seed: int, lengths: Sequence[int]) -> Nodes:

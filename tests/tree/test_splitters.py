@@ -67,9 +67,7 @@ def problem(seed: int, slots: int, floor: bool, tied: bool) -> TreeContext:
 )
 def test_numba_splits_are_those_of_the_table(refiner, seed, slots, floor, tied):
     context = problem(seed, slots, floor, tied)
-    evaluator, batch = evaluator_of(
-        context, "numba", extracts_candidates=refiner.extracts_candidates
-    )
+    evaluator, batch = evaluator_of(context, "numba")
     splitter, table = evaluator.splitter(refiner), TableSplitter(batch, evaluator, refiner)
     assert isinstance(splitter, NumbaSplitter)
     roots = batch.roots()

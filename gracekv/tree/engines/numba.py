@@ -54,13 +54,10 @@ class NumbaEvaluator(DistortionEvaluator):
         from gracekv.tree.engines.numba_kernel import EVALUATE
 
         count, width = len(nodes), int(nodes.length.max())
-        forced_token = self._batch.forced_token(nodes)
-        if forced_token is None:
-            forced_token = torch.full_like(nodes.tree, -1)
         costs, mass = torch.zeros(2, count, width), torch.zeros(count, width)
         drop = torch.empty(count)
         outputs = {"prefix": costs[0], "suffix": costs[1], "mass": mass, "drop": drop}
-        self.run(nodes, EVALUATE, {"forced_token": forced_token.contiguous()} | outputs, {})
+        self.run(nodes, EVALUATE, outputs, {})
         return IntervalCosts(costs, mass, drop)
 
     def splitter(self, refiner: Refiner) -> Splitter | None:

@@ -48,7 +48,6 @@ class DistortionArgs(ctypes.Structure):
         max_length: tokens of the longest node.
         mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS`.
     `EVALUATE` also reads and writes:
-        forced_token: int64 [V]: if not -1, only D of the two sides of this token is computed.
         prefix, suffix, mass: float32 [V, max_length], and drop [V], as in `IntervalCosts`.
     `SPLIT` and `SPLIT_ROOTS` also read and write:
         node_cost: float64 [V], D of each node. `SPLIT_ROOTS` fills it, and drop float32 [V].
@@ -62,9 +61,9 @@ class DistortionArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in (
             "exponentials", "probe_mass", "unrotated_keys", "key_norms", "values", "scores",
             "queries", "max_logit", "inverse_sum", "visible_probes", "first_probe", "cos", "sin",
-            "kappa", "forced", "head", "first", "length", "counter", "forced_token", "prefix",
-            "suffix", "mass", "drop", "node_cost", "low", "high", "part_costs", "heads", "tokens",
-            "probes", "padded_probes", "dim", "positions", "rotary_dim", "region_start",
+            "kappa", "forced", "head", "first", "length", "counter", "prefix", "suffix", "mass",
+            "drop", "node_cost", "low", "high", "part_costs", "heads", "tokens", "probes",
+            "padded_probes", "dim", "positions", "rotary_dim", "region_start",
             "multiplicity", "nodes", "max_length", "mode", "cuts", "extracts",
         )),
         *((name, ctypes.c_double) for name in (
@@ -110,21 +109,15 @@ def _heads(args: Any) -> Any:
 def _evaluate(
     args: Any, v: int, node: Any, heads: Any, scratch: Any, wanted: Any, costs: Any
 ) -> None:
-    """D of all prefixes and suffixes of a node, or of the two sides of its forced token."""
+    """D of all prefixes and suffixes of a node."""
     n, width = node.length, args.max_length
-    forced_token = carray(pointer(args.forced_token), (args.nodes,), np.int64)[v]
     prefix = carray(pointer(args.prefix), (args.nodes, width), np.float32)
     suffix = carray(pointer(args.suffix), (args.nodes, width), np.float32)
     mass = carray(pointer(args.mass), (args.nodes, width), np.float32)
     drop = carray(pointer(args.drop), (args.nodes,), np.float32)
-    drop[v] = token_masses(node, heads, mass[v]) if forced_token < 0 else np.float32(0)
-    wanted[:n] = forced_token < 0
-    if forced_token > 0:
-        wanted[forced_token - 1] = True
+    drop[v] = token_masses(node, heads, mass[v])
+    wanted[:n] = True
     pending = add_intervals(node, heads, scratch, False, wanted, costs, 0)
-    wanted[:n] = forced_token < 0
-    if 0 <= forced_token < n - 1:
-        wanted[forced_token + 1] = True
     pending = add_intervals(node, heads, scratch, True, wanted, costs, pending)
     flush(node, heads, scratch, costs, pending)
     costs[0, 0] = costs[1, n - 1] = np.float32(0)
