@@ -172,7 +172,7 @@ class Triton(AttentionBackend):
             codings,
             step.softcap,
             step.sink_logits,
-        )[0]
+        )
         return output
 
 

@@ -45,7 +45,7 @@ def ragged_attention(
     codings: list[int],
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Attention to a packed layer and a dense tail; `AttentionStep` taken apart, for tracing.
 
     Args:
@@ -73,8 +73,7 @@ def ragged_attention(
         sink_logits: [H], or None.
 
     Returns:
-        Output [B, H, Tq, d], laid out as [B, Tq, H, d], and log-sum-exp float32 [B, H, Tq], sink
-        logits included.
+        Output [B, H, Tq, d], laid out as [B, Tq, H, d].
     """
     batch, query_heads, tokens, dim = query.shape
     sequences, heads = row_first.shape[0], row_first.shape[1] - 1
@@ -99,9 +98,8 @@ def ragged_attention(
     output = query.new_empty(
         (batch, tokens, query_heads, dim), dtype=torch.float32 if upcast else query.dtype
     )
-    lse = query.new_empty((batch, query_heads, tokens), dtype=torch.float32)
     if output.numel() == 0:
-        return output.to(query.dtype).transpose(1, 2), lse
+        return output.to(query.dtype).transpose(1, 2)
 
     cap = 1.0 if softcap is None else softcap
     constants: dict[str, Any] = {
@@ -191,7 +189,6 @@ def ragged_attention(
             rows,
             None if sink_logits is None else sink_logits.float().contiguous(),
             output,
-            lse,
             heads,
             group,
             tokens,
@@ -203,14 +200,13 @@ def ragged_attention(
             HAS_PACKED=slots > 0,
             HAS_SINKS=sink_logits is not None,
         )
-    return output.to(query.dtype).transpose(1, 2), lse
+    return output.to(query.dtype).transpose(1, 2)
 
 
 @ragged_attention.register_fake
-def _(query: Tensor, *args: object) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, *args: object) -> Tensor:
     batch, heads, tokens, dim = query.shape
-    output = query.new_empty((batch, tokens, heads, dim))
-    return output.transpose(1, 2), query.new_empty((batch, heads, tokens), dtype=torch.float32)
+    return query.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
 
 
 def _coded_parts(

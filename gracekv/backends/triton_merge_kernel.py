@@ -92,7 +92,6 @@ def merge_splits(
     rows,
     sink_logits,  # [H] float32, or unused
     output,  # [B, Tq, H, D], contiguous
-    output_lse,  # [B, H, Tq]
     heads,
     group,
     tokens,
@@ -118,10 +117,9 @@ def merge_splits(
     lses = part_lse + first_part
     query_head = head * group + m // tokens
     # Arrays of one element: plain numbers cannot be carried through the loop.
-    one = tl.arange(0, 1)
     if HAS_SINKS:
         # A part without a value, whose sum of exponentials is 1 relative to its own logit.
-        top = tl.load(sink_logits + query_head + one)
+        top = tl.load(sink_logits + query_head + tl.arange(0, 1))
         total = tl.full([1], 1.0, tl.float32)
     else:
         top = tl.full([1], float("-inf"), tl.float32)
@@ -144,9 +142,7 @@ def merge_splits(
         top, total, acc, parts, lses, first, last, count, D, BLOCK_D, BLOCK_S
     )
     safe = tl.where(total > 0, total, 1.0)
-    lse = tl.where(total > 0, top + tl.log(safe), float("-inf"))
     token = m % tokens
     all_heads = heads * group
     at = output + ((batch * tokens + token) * all_heads + query_head) * D + dim
     tl.store(at, (acc / safe).to(output.dtype.element_ty), mask=dim < D)
-    tl.store(output_lse + (batch * all_heads + query_head) * tokens + token + one, lse)

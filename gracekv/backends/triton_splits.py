@@ -8,7 +8,7 @@ from its length, and long splits start first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -39,10 +39,6 @@ class CodedSplits:
     items: Tensor
     item_first: Tensor
     most: int
-
-    def to(self, device: torch.device) -> CodedSplits:
-        """The same splits on `device`."""
-        return CodedSplits(self.items.to(device), self.item_first.to(device), self.most)
 
     def arguments(self, entries: CodedEntries) -> tuple[list[Tensor], list[int]]:
         """`codes` and `codings` of `ragged_attention` for the part: nine tensors, five numbers.
@@ -91,16 +87,6 @@ class SplitTable:
         tables += [x for part in self.coded for x in (part.items, part.item_first)]
         return sum(table.numel() * table.element_size() for table in tables)
 
-    def to(self, device: torch.device) -> SplitTable:
-        """The same table on `device`."""
-        return replace(
-            self,
-            items=self.items.to(device),
-            item_first=self.item_first.to(device),
-            row_first=self.row_first.to(device),
-            coded=tuple(part.to(device) for part in self.coded),
-        )
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitTables:
@@ -147,10 +133,9 @@ def split_tables(
     """
     total = int(offsets[-1]) + sum(part.entries for part in coded)
     sizes = [split_size(total * least, block, processors, per_processor) for least in _READERS]
-    tables = [
-        split_table(offsets, sequences, size, block, coded) for size in [*sizes, max(total, 1)]
-    ]
-    return SplitTables(tuple(table.to(device) for table in tables))
+    sizes.append(max(total, 1))
+    tables = (split_table(offsets, sequences, size, block, coded, device) for size in sizes)
+    return SplitTables(tuple(tables))
 
 
 def split_size(entries: int, block: int, processors: int, per_processor: int) -> int:
@@ -173,6 +158,7 @@ def split_table(
     size: int,
     block: int,
     coded: Sequence[CodedEntries] = (),
+    device: torch.device | None = None,
 ) -> SplitTable:
     """Each row in equal splits of at most about `size` entries, whole blocks each.
 
@@ -182,6 +168,7 @@ def split_table(
         size: entries of a split.
         block: entries of a kernel step.
         coded: the coded parts.
+        device: where the table is to lie; None: on the CPU.
     """
     stored = [offsets, *(part.offsets for part in coded)]
     sizes = [_even_sizes(part.diff(), size, block) for part in stored]
@@ -209,7 +196,8 @@ def split_table(
         order = order[torch.argsort(sequence[order], stable=True)]
         first = ragged.offsets(torch.bincount(sequence, minlength=sequences))
         items = torch.stack(columns, dim=1)[order]
-        made.append(CodedSplits(items, first, int(first.diff().max())))
+        most = int(first.diff().max())
+        made.append(CodedSplits(items.to(device), first.to(device), most))
     inside = [
         slots[s * heads * parts : (s + 1) * heads * parts + 1 : parts] - starts[s]
         for s in range(sequences)
@@ -218,7 +206,7 @@ def split_table(
     return SplitTable(
         items=exact.items,
         item_first=exact.item_first,
-        row_first=torch.stack(inside),
+        row_first=torch.stack(inside).to(device),
         slots=int(starts.diff().max()),
         most=exact.most,
         coded=tuple(others),

@@ -14,9 +14,6 @@ from torch.nn import functional
 from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
 from gracekv.cache.evict import best_tokens
 
-Merge = Literal["keys_and_values", "values", "none"]
-Weights = Literal["convex", "code"]
-
 # Bytes of cosines that `best_matches` holds at once.
 _BLOCK = 64 * 2**20
 
@@ -31,8 +28,7 @@ class D2OPacker(Packer):
     a kept context token, c(i) that token (ties: the earlier), and tau the mean of all u_i of the
     layer. Tokens with u_i >= tau merge, the others are dropped. With E_c the tokens merged into c,
 
-        x_c <- (e x_c + sum_{i in E_c} exp(u_i) x_i) / (e + sum_{i in E_c} exp(u_i))     ("convex")
-        x_c <- (x_c + sum_{i in E_c} u_i x_i) / (1 + |E_c|)                              ("code")
+        x_c <- (e x_c + sum_{i in E_c} exp(u_i) x_i) / (e + sum_{i in E_c} exp(u_i))
 
     for keys and values alike; e = exp(1) is the weight of c's similarity to itself. Recent tokens
     may be targets; prefix and suffix never are. Kept tokens that are no target are unchanged to the
@@ -40,29 +36,18 @@ class D2OPacker(Packer):
     score stays, as with `evict`.
 
     Source: Wan et al. (2024), D2O, arXiv:2406.13035, Eqs. 9-12. Ours: one event after prefill, so
-    the threshold's moving average never starts; each head accepts by its own u_i (the code mixes
-    heads by rank).
+    the threshold's moving average never starts; each head accepts by its own u_i (the released code
+    mixes heads by rank, and shrinks norms).
 
     Cost: cosines of all dropped with all kept keys, in blocks: O(N E d) for the E kept tokens of a
     head.
-
-    Attributes:
-        merge: "keys_and_values" (D2O), "values" alone, or "none" (plain eviction); the last two
-            are for diagnosis.
-        weights: "convex" (the paper) or "code" (the released code, which shrinks norms).
     """
 
     represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
 
-    merge: Merge = "keys_and_values"
-    weights: Weights = "convex"
-
     def layer(self, given: LayerToPack) -> RaggedEntries:
         prefill, layout, packed = given.prefill, given.layout, best_tokens(given)
         spans, positions = prefill.spans, packed.positions.long()
-        if self.merge == "none":
-            return packed
-
         # Entries of the context, in order of (head, position): the targets.
         entry = torch.nonzero(
             (positions >= spans.context_start) & (positions < spans.context_end)
@@ -81,38 +66,35 @@ class D2OPacker(Packer):
 
         def merged(packed_rows: Tensor, rows: Tensor) -> Tensor:
             changed = packed_rows.clone()
-            result, touched = self._merged(
-                packed_rows[entry], rows.flatten(0, 1)[source], target, similarity
-            )
+            sources = rows.flatten(0, 1)[source]
+            result, touched = _merged(packed_rows[entry], sources, target, similarity)
             changed[entry[touched]] = result.to(changed.dtype)
             return changed
 
         values = merged(packed.values, prefill.values[given.number][:, context])
-        if self.merge == "values":
-            return dataclasses.replace(packed, values=values)
         return dataclasses.replace(packed, keys=merged(packed.keys, keys), values=values)
 
-    def _merged(
-        self, targets: Tensor, sources: Tensor, target: Tensor, similarity: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """New rows [C, d] float32 of the targets that tokens merge into, and their numbers.
 
-        Args:
-            targets: [K, d] kept rows.
-            sources: [M, d] accepted rows.
-            target: int64 [M] into `targets`.
-            similarity: u float32 [M].
-        """
-        weight = similarity.exp() if self.weights == "convex" else similarity
-        counted = weight if self.weights == "convex" else torch.ones_like(weight)
-        own = math.e if self.weights == "convex" else 1.0
-        # Segments of sorted targets: the same sums in the same order on every run and device.
-        order = target.sort(stable=True).indices
-        touched, count = torch.unique_consecutive(target[order], return_counts=True)
-        rows = weight[order, None] * sources[order].float()
-        total = torch.segment_reduce(rows, "sum", lengths=count, axis=0, unsafe=True)
-        size = torch.segment_reduce(counted[order], "sum", lengths=count, axis=0, unsafe=True)
-        return (own * targets[touched].float() + total) / (own + size)[:, None], touched
+def _merged(
+    targets: Tensor, sources: Tensor, target: Tensor, similarity: Tensor
+) -> tuple[Tensor, Tensor]:
+    """New rows [C, d] float32 of the targets that tokens merge into, and their numbers.
+
+    Args:
+        targets: [K, d] kept rows.
+        sources: [M, d] accepted rows.
+        target: int64 [M] into `targets`.
+        similarity: u float32 [M].
+    """
+    weight = similarity.exp()
+    # Segments of sorted targets: the same sums in the same order on every run and device.
+    order = target.sort(stable=True).indices
+    touched, count = torch.unique_consecutive(target[order], return_counts=True)
+    rows = weight[order, None] * sources[order].float()
+    total = torch.segment_reduce(rows, "sum", lengths=count, axis=0, unsafe=True)
+    size = torch.segment_reduce(weight[order], "sum", lengths=count, axis=0, unsafe=True)
+    merged = (math.e * targets[touched].float() + total) / (math.e + size)[:, None]
+    return merged, touched
 
 
 def best_matches(

@@ -58,14 +58,10 @@ def d2o_threshold(matches: Sequence[dict[int, tuple[float, int]]]) -> float:
     return sum(similarities) / len(similarities) if similarities else math.inf
 
 
-def d2o_merge(
-    rows: Tensor, target: int, accepted: Sequence[tuple[int, float]], weights: str
-) -> Tensor:
+def d2o_merge(rows: Tensor, target: int, accepted: Sequence[tuple[int, float]]) -> Tensor:
     """The merged row of `target` among `rows` [N, d], float64; `accepted` holds (token, u)."""
-    own = math.e if weights == "convex" else 1.0
-    total, size = own * rows[target].double(), own
+    total, size = math.e * rows[target].double(), math.e
     for token, u in accepted:
-        weight = math.exp(u) if weights == "convex" else u
-        total = total + weight * rows[token].double()
-        size += weight if weights == "convex" else 1.0
+        total = total + math.exp(u) * rows[token].double()
+        size += math.exp(u)
     return total / size

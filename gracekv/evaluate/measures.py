@@ -37,8 +37,8 @@ class Measure:
     digits: int
 
 
-def _number(*path: str, scale: float = 1.0) -> Callable[[Row], float | None]:
-    """Reads the number at `path` of a row, times `scale`; None if there is none."""
+def _number(*path: str) -> Callable[[Row], float | None]:
+    """Reads the number at `path` of a row; None if there is none."""
 
     def read(row: Row) -> float | None:
         value: Any = row
@@ -46,7 +46,17 @@ def _number(*path: str, scale: float = 1.0) -> Callable[[Row], float | None]:
             value = value.get(name) if isinstance(value, Mapping) else None
         # Rows spell NaN and infinity as text: an average must not swallow them.
         known = isinstance(value, int | float) and not isinstance(value, bool)
-        return scale * float(value) if known and abs(value) <= _LARGEST else None
+        return float(value) if known and abs(value) <= _LARGEST else None
+
+    return read
+
+
+def _percent(*path: str) -> Callable[[Row], float | None]:
+    """A hundred times the number at `path` of a row."""
+
+    def read(row: Row) -> float | None:
+        value = _number(*path)(row)
+        return None if value is None else 100.0 * value
 
     return read
 
@@ -68,47 +78,23 @@ def _log_kl(row: Row) -> float | None:
     return sum(math.log(max(kl, _LEAST_KL)) for kl in known) / len(known)
 
 
-MEASURES = {
-    measure.name: measure
-    for measure in (
-        Measure("score", "score x 100", _number("score", scale=100), True, 1),
-        Measure(
-            "rouge_l_longbench",
-            "LongBench's Rouge-L x 100",
-            _number("scores", "rouge_l_longbench", scale=100),
-            True,
-            1,
-        ),
-        Measure(
-            "strict_recall",
-            "strict recall x 100",
-            _number("scores", "strict_recall", scale=100),
-            True,
-            1,
-        ),
-        Measure("kl", "KL to FullKV, nats", _number("fidelity", "kl"), False, 3),
-        Measure("log_kl", "log KL to FullKV", _log_kl, False, 2),
-        Measure("dnll", "NLL minus FullKV's, nats", _number("fidelity", "dnll"), False, 3),
-        Measure(
-            "top1",
-            "top-1 agreement with FullKV, %",
-            _number("fidelity", "top1", scale=100),
-            True,
-            1,
-        ),
-        Measure(
-            "aoe", "attention output error, %", _number("fidelity", "aoe", scale=100), False, 1
-        ),
-        Measure(
-            "kv_share", "K and V bytes, % of FullKV", _share("bytes", "kv", "full_kv"), False, 1
-        ),
-        Measure(
-            "entry_share", "context entries kept, %", _share("entries", "spent", "full"), False, 1
-        ),
-        Measure("construction", "construction, s", _number("construction_seconds"), False, 2),
-        Measure("ms_per_token", "ms per token", _number("ms_per_token"), False, 1),
-    )
-}
+_KEPT, _BYTES = _share("entries", "spent", "full"), _share("bytes", "kv", "full_kv")
+_ROUGE, _STRICT = _percent("scores", "rouge_l_longbench"), _percent("scores", "strict_recall")
+_ALL = (
+    Measure("score", "score x 100", _percent("score"), True, 1),
+    Measure("rouge_l_longbench", "LongBench's Rouge-L x 100", _ROUGE, True, 1),
+    Measure("strict_recall", "strict recall x 100", _STRICT, True, 1),
+    Measure("kl", "KL to FullKV, nats", _number("fidelity", "kl"), False, 3),
+    Measure("log_kl", "log KL to FullKV", _log_kl, False, 2),
+    Measure("dnll", "NLL minus FullKV's, nats", _number("fidelity", "dnll"), False, 3),
+    Measure("top1", "top-1 agreement with FullKV, %", _percent("fidelity", "top1"), True, 1),
+    Measure("aoe", "attention output error, %", _percent("fidelity", "aoe"), False, 1),
+    Measure("kv_share", "K and V bytes, % of FullKV", _BYTES, False, 1),
+    Measure("entry_share", "context entries kept, %", _KEPT, False, 1),
+    Measure("construction", "construction, s", _number("construction_seconds"), False, 2),
+    Measure("ms_per_token", "ms per token", _number("ms_per_token"), False, 1),
+)
+MEASURES = {measure.name: measure for measure in _ALL}
 
 
 def measure(name: str) -> Measure:

@@ -28,7 +28,6 @@ _ROWS = 4
 _WIDE = "+avx512f" in get_host_cpu_features()
 # Numbers of a vector, and vectors of a row: the tile's sums take at most half of the registers.
 _LANES, _VECTORS = (16, 4) if _WIDE else (8, 2)
-_WIDEST = _LANES * _VECTORS
 
 
 def _tile(vectors: int) -> Callable[..., Any]:

@@ -148,6 +148,7 @@ class ReportData:
                         f"and {label!r} have different {what} ({read(main)!r:.60}, "
                         f"{read(other)!r:.60}). Compress the same Prompt with both pipelines."
                     )
+        prompts = [result.prompt for result in results.values()]
         config = getattr(main.model, "config", None)
         # Of a local folder only its name: pages are shared, paths are private.
         name = str(getattr(config, "name_or_path", "")).rstrip("/\\")
@@ -156,7 +157,8 @@ class ReportData:
         return cls(
             model=name or type(main.model).__name__,
             spans=main.prompt.spans,
-            tokens=tuple(token_texts(_readable([r.prompt for r in results.values()]))),
+            # A loaded prompt may have no tokenizer.
+            tokens=tuple(token_texts(max(prompts, key=lambda p: p.tokenizer is not None))),
             columns=tuple(
                 report_column(label, r._run, r.prompt.spans, r.pipeline, answers.get(label))
                 for label, r in results.items()
@@ -196,52 +198,16 @@ def _check(label: str, result: object) -> None:
         )
 
 
-def _readable(prompts: list[Prompt]) -> Prompt:
-    """The prompt with most of its text: a loaded one may have no tokenizer."""
-    return max(prompts, key=lambda p: (p.tokenizer is not None, p.parts is not None))
-
-
 def token_texts(prompt: Prompt) -> list[str]:
-    """T texts, which add up to the prompt's.
+    """T texts, which add up to the prompt's; without a tokenizer the ids as numbers.
 
-    Of a character that several tokens share, one token has all and the others have "". Where the
-    prompt's text is known and the tokenizer gives offsets, the texts are cut from it; otherwise the
-    ids are decoded one after the other. Without a tokenizer the ids are shown as numbers.
+    Each is a token's text after the one before it, so that leading blanks are not lost. Of a
+    character that several tokens share, one token has all and the others have "".
     """
-    tokenizer = prompt.tokenizer
+    tokenizer, ids = prompt.tokenizer, prompt.ids
     if tokenizer is None:
-        return [f"⟨{number}⟩ " for number in prompt.ids.tolist()]
-    if prompt.parts is not None and getattr(tokenizer, "is_fast", False):
-        found = _by_offsets(tokenizer, "".join(prompt.parts), prompt.ids.tolist())
-        if found is not None:
-            return found
-    return _decoded(tokenizer, prompt)
-
-
-def _by_offsets(tokenizer: Any, text: str, ids: list[int]) -> list[str] | None:
-    """Slices of `text`; None if tokenising it again does not give `ids`."""
-    for special in (False, True):
-        encoded = tokenizer(
-            text, add_special_tokens=special, return_offsets_mapping=True, truncation=False
-        )
-        # An end-of-sequence token that the tokenizer adds by itself is not in the prompt.
-        if list(encoded["input_ids"])[: len(ids)] == ids:
-            break
-    else:
-        return None
-    added = set(getattr(tokenizer, "all_special_ids", ()))
-    texts, done = [], 0
-    for number, (_, end) in zip(ids, encoded["offset_mapping"], strict=False):
-        texts.append(text[done:end])
-        if end == 0 and number in added:
-            texts[-1] = str(tokenizer.convert_ids_to_tokens(number))
-        done = max(done, end)
-    return texts
-
-
-def _decoded(tokenizer: Any, prompt: Prompt) -> list[str]:
-    """Each token's text after the one before it, so that leading blanks are not lost."""
-    ids, texts = prompt.ids, []
+        return [f"⟨{number}⟩ " for number in ids.tolist()]
+    texts: list[str] = []
     first = read = 0
     for at in range(len(ids)):
         before = tokenizer.decode(ids[first:read], skip_special_tokens=False) if read else ""

@@ -11,7 +11,6 @@ as variable-length integers (7 bits a byte, the lowest first, the top bit says t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,41 +37,14 @@ _ACCOUNTING = (
 _CURVE = ("entries", "utility", "floor_entries", "bound_entries", "bound")
 
 
-@dataclass(slots=True)
-class Block:
-    """Bytes under construction, and where each part lies.
-
-    Attributes:
-        parts: padded, in order.
-        table: {name: [offset, bytes]}, without padding.
-        size: bytes so far.
-    """
-
-    parts: list[bytes] = field(default_factory=list)
-    table: dict[str, list[int]] = field(default_factory=dict)
-    size: int = 0
-
-    def add(self, name: str, data: bytes) -> None:
-        """Append a part; every part begins at a multiple of 4, as typed arrays want."""
-        self.table[name] = [self.size, len(data)]
-        padded = data + b"\0" * (-len(data) % 4)
-        self.parts.append(padded)
-        self.size += len(padded)
-
-    def bytes(self) -> bytes:
-        """All parts."""
-        return b"".join(self.parts)
-
-
 def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
     """A header of plain data, and the block of bytes."""
-    block = Block()
-    block.add("text", "".join(data.tokens).encode("utf-8", "replace"))
+    parts = {"text": "".join(data.tokens).encode("utf-8", "replace")}
     # Scripts count text in units of UTF-16.
     units = [len(text.encode("utf-16-le", "replace")) // 2 for text in data.tokens]
-    block.add("lengths", varints(np.array(units, dtype=np.int64)))
+    parts["lengths"] = varints(np.array(units, dtype=np.int64))
     entries, spans = data.columns[0].entries, data.spans
-    columns = [_column(block, number, data) for number in range(len(data.columns))]
+    columns = [_column(parts, number, data) for number in range(len(data.columns))]
     header = {
         "model": data.model,
         "spans": [spans.context_start, spans.context_end, spans.question_end, spans.length],
@@ -80,34 +52,38 @@ def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
         "heads": entries.heads,
         "region": list(entries.region),
         "columns": columns,
-        "parts": block.table,
     }
-    return header, block.bytes()
+    table, block = {}, bytearray()
+    for name, part in parts.items():
+        table[name] = [len(block), len(part)]
+        # Every part begins at a multiple of 4, as typed arrays want.
+        block += part + b"\0" * (-len(part) % 4)
+    return {**header, "parts": table}, bytes(block)
 
 
-def _column(block: Block, number: int, data: ReportData) -> dict[str, Any]:
+def _column(parts: dict[str, bytes], number: int, data: ReportData) -> dict[str, Any]:
     column = data.columns[number]
     entries, curve = column.entries, column.curve
     stream, starts = run_lengths(entries)
     merged = entries.length > 1
-    block.add(f"runs.{number}", stream)
-    block.add(f"runStarts.{number}", _u32(starts))
-    block.add(f"entryStarts.{number}", _u32(entries.offsets))
+    parts[f"runs.{number}"] = stream
+    parts[f"runStarts.{number}"] = _u32(starts)
+    parts[f"entryStarts.{number}"] = _u32(entries.offsets)
     before = offsets(merged.long())
-    block.add(f"mergedStarts.{number}", _u32(before[entries.offsets]))
+    parts[f"mergedStarts.{number}"] = _u32(before[entries.offsets])
     share = entries.multiplicity[merged] / entries.length[merged]
-    block.add(f"weights.{number}", _u8((share * 255).round().clamp(0, 255)))
+    parts[f"weights.{number}"] = _u8((share * 255).round().clamp(0, 255))
     if entries.depth is not None:
         depth = torch.where(entries.depth < 0, 127, entries.depth.clamp(max=126))
         floor = 0 if entries.floor is None else entries.floor * 128
-        block.add(f"origins.{number}", _u8(depth + floor))
+        parts[f"origins.{number}"] = _u8(depth + floor)
     if entries.value_change is not None:
-        block.add(f"changes.{number}", _u8((entries.value_change * 100).round()))
+        parts[f"changes.{number}"] = _u8((entries.value_change * 100).round())
         # An octave of multiplicities is 16 steps.
         steps = (16 * entries.multiplicity.clamp_min(1e-6).log2()).round() + 128
-        block.add(f"masses.{number}", _u8(steps.clamp(0, 255)))
+        parts[f"masses.{number}"] = _u8(steps.clamp(0, 255))
     if column.slots is not None:
-        block.add(f"slots.{number}", _u32(column.slots))
+        parts[f"slots.{number}"] = _u32(column.slots)
     return {
         "label": column.label,
         "answer": column.answer,
@@ -116,7 +92,7 @@ def _column(block: Block, number: int, data: ReportData) -> dict[str, Any]:
         "accounting": _plain(column.accounting, *_ACCOUNTING),
         "timings": dict(column.timings.as_dict()),
         "hasFloor": entries.floor is not None,
-        "relevance": _relevance(block, number, data.columns),
+        "relevance": _relevance(parts, number, data.columns),
         "curve": None if curve is None else _plain(curve, *_CURVE),
     }
 
@@ -183,7 +159,9 @@ def _varint_sizes(numbers: np.ndarray) -> np.ndarray:
     return sizes
 
 
-def _relevance(block: Block, number: int, columns: Sequence[ReportColumn]) -> dict[str, Any] | None:
+def _relevance(
+    parts: dict[str, bytes], number: int, columns: Sequence[ReportColumn]
+) -> dict[str, Any] | None:
     coded = columns[number].relevance
     if coded is None:
         return None
@@ -193,7 +171,7 @@ def _relevance(block: Block, number: int, columns: Sequence[ReportColumn]) -> di
         layers = torch.stack([layer.mean(0, keepdim=True) for layer in coded.decoded()])
         whole = everything // heads > _RELEVANCE_BYTES
         coded = CodedRelevance.of(layers.mean(0, keepdim=True) if whole else layers)
-    block.add(f"relevance.{number}", coded.codes.numpy().tobytes())
+    parts[f"relevance.{number}"] = coded.codes.numpy().tobytes()
     shape = dict(zip(("layers", "heads", "length"), coded.codes.shape, strict=True))
     return {**shape, "low": coded.low, "high": coded.high}
 

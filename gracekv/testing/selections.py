@@ -45,7 +45,10 @@ def check_run(run: Run, prefill: Prefill, recent: int | None = None) -> None:
             )
             same = same and not bool(log_m[rows].any())
             hold(same, f"{where}: prefix or suffix was changed")
-            held, told = len(positions) - len(fixed) + fed_again, int(accounting.entries[layer, head])
+            held, told = (
+                len(positions) - len(fixed) + fed_again,
+                int(accounting.entries[layer, head]),
+            )
             hold(held == told, f"{where}: {held} context entries packed, {told} accounted for")
 
 

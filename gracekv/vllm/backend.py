@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from gracekv.errors import BackendUnavailableError
 from gracekv.vllm import attention
 from gracekv.vllm.attention import ContextBatch, PageLayout, find_layout, plan_batch
-from gracekv.vllm.context_attention import ContextAttention, Step
+from gracekv.vllm.context_attention import ContextAttention, LayerCall, Step
 
 
 class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -30,25 +30,12 @@ class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type:
             self.num_heads // self.num_kv_heads,
         )
 
-    def attend(
-        self,
-        batch: ContextBatch,
-        layer: Any,
-        query: Tensor,
-        kv_cache: Tensor,
-        metadata: Any,
-        output: Tensor,
-    ) -> None:
+    def attend(self, batch: ContextBatch, call: LayerCall) -> None:
         if self._layout is None:
-            self._layout = self._find_layout(layer, kv_cache)
-        output[batch.tokens] = attention.attend(
-            batch,
-            extract_layer_index(layer.layer_name),
-            query,
-            kv_cache,
-            metadata.block_table,
-            self._layout,
-            self.scale,
+            self._layout = self._find_layout(call.layer, call.kv_cache)
+        number, blocks = extract_layer_index(call.layer.layer_name), call.metadata.block_table
+        call.output[batch.tokens] = attention.attend(
+            batch, number, call.query, call.kv_cache, blocks, self._layout, self.scale
         )
 
     @classmethod

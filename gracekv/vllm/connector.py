@@ -17,7 +17,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 from gracekv.vllm.context_attention import Asking, begin_step, end_step
-from gracekv.vllm.equal_shares import check_prompt, layers_by_number, write_entries
+from gracekv.vllm.equal_shares import check_prompt, write_entries
 from gracekv.vllm.header import PARAMETER, ContextHeader
 from gracekv.vllm.serving import (
     LOG,
@@ -195,13 +195,14 @@ class GraceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         loads = self._get_connector_metadata().loads
         if not loads:
             return
-        layers = layers_by_number(forward_context.no_compile_layers, extract_layer_index)
+        layers = attention_layers(self._vllm_config)
+        by_number = {extract_layer_index(layer.layer_name): layer for layer in layers}
         digests = {load.digest for load in loads}
         for load in loads:
             blocks = load.blocks[load.first // self._page :]
             context = self._load(load.name, load.digest, digests, blocks)
             if context is not None:
-                write_entries(context, load.first, load.blocks, self._page, layers)
+                write_entries(context, load.first, load.blocks, self._page, by_number)
 
     def _load(
         self, name: str, digest: str, keep: set[str], blocks: list[int]

@@ -24,6 +24,24 @@ class Asking(NamedTuple):
     tokens: int
 
 
+class LayerCall(NamedTuple):
+    """What vLLM asks of one layer in a step.
+
+    Attributes:
+        layer: vLLM's.
+        query: [tokens of the step, H, d].
+        kv_cache: [blocks, G, block, 2d].
+        metadata: vLLM's, of the step's attention.
+        output: [tokens, H, d], whose rows are written in place.
+    """
+
+    layer: Any
+    query: Tensor
+    kv_cache: Tensor
+    metadata: Any
+    output: Tensor
+
+
 class Step:
     """The contexts of one step, and the work that they are.
 
@@ -121,9 +139,8 @@ class ContextAttention(abc.ABC):
             )  # fmt: skip
         if batch is not None:
             heads = (-1, self.num_heads, self.head_size)
-            self.attend(
-                batch, layer, query.view(heads), kv_cache, attn_metadata, output.view(heads)
-            )
+            asked = (query.view(heads), kv_cache, attn_metadata, output.view(heads))
+            self.attend(batch, LayerCall(layer, *asked))
         return output
 
     @abc.abstractmethod
@@ -137,25 +154,8 @@ class ContextAttention(abc.ABC):
         """
 
     @abc.abstractmethod
-    def attend(
-        self,
-        batch: Any,
-        layer: Any,
-        query: Tensor,
-        kv_cache: Tensor,
-        metadata: Any,
-        output: Tensor,
-    ) -> None:
-        """Write the rows of tokens that have a context.
-
-        Args:
-            batch: from `plan`.
-            layer: vLLM's.
-            query: [tokens of the step, H, d].
-            kv_cache: [blocks, G, block, 2d].
-            metadata: vLLM's.
-            output: [tokens, H, d].
-        """
+    def attend(self, batch: Any, call: LayerCall) -> None:
+        """Write the rows of `call.output` of tokens that have a context; `batch` is from `plan`."""
 
     @classmethod
     @abc.abstractmethod

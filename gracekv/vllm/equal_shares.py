@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,13 +75,3 @@ def write_entries(
 def _by_token(packed: Tensor, heads: int, first: int) -> Tensor:
     """[n, G, d] contiguous, of [G * share, d] in which each head's entries lie together."""
     return packed.view(heads, -1, packed.shape[-1])[:, first:].transpose(0, 1).contiguous()
-
-
-def layers_by_number(layers: Mapping[str, Any], index: Callable[[str], int]) -> dict[int, Any]:
-    """vLLM's layers that have pages, by the model's layer.
-
-    Args:
-        layers: all that vLLM knows by name.
-        index: vLLM's `extract_layer_index`.
-    """
-    return {index(name): layer for name, layer in layers.items() if hasattr(layer, "kv_cache")}

@@ -15,7 +15,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
-from gracekv.vllm.context_attention import ContextAttention, Step
+from gracekv.vllm.context_attention import ContextAttention, LayerCall, Step
 from gracekv.vllm.device_batch import DeviceBatch, plan_device_batch
 from gracekv.vllm.serving import has_store
 
@@ -36,19 +36,11 @@ class GPUContextAttention(ContextAttention):
         group = self.num_heads // self.num_kv_heads
         return plan_device_batch(running.asking, metadata, group, kv_cache)
 
-    def attend(
-        self,
-        batch: DeviceBatch,
-        layer: Any,
-        query: Tensor,
-        kv_cache: Tensor,
-        metadata: Any,
-        output: Tensor,
-    ) -> None:
+    def attend(self, batch: DeviceBatch, call: LayerCall) -> None:
         from gracekv.vllm.triton_attention import attend
 
-        number = extract_layer_index(layer.layer_name)
-        attend(batch, number, query, kv_cache, metadata.block_table, output, self.scale)
+        number, blocks = extract_layer_index(call.layer.layer_name), call.metadata.block_table
+        attend(batch, number, call.query, call.kv_cache, blocks, call.output, self.scale)
 
     @classmethod
     def warm_up(cls, kv_cache: Tensor, group: int) -> None:

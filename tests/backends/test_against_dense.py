@@ -78,7 +78,7 @@ def test_packed_and_tail_together_equal_dense_attention(
     assert output.dtype == dtype
     assert output.shape == query.shape
     # Three roundings to the dtype: each part's output and their mixture.
-    assert relative_error(output, want) <= 2 * bound.output
+    assert relative_error(output, want) <= 2 * bound
     assert bool((output[(lse == -math.inf).all(0)] == 0).all())
 
 
@@ -133,7 +133,7 @@ def test_long_uneven_heads_and_a_padded_start(backend):
     output = backend(AttentionStep(query, backend.prepare(layer), keys, values, 0.125, mask))
 
     want, _ = attention(AttentionStep(query, layer, keys, values, 0.125, mask))
-    assert relative_error(output, want) <= TOLERANCES[torch.float32].output
+    assert relative_error(output, want) <= TOLERANCES[torch.float32]
 
 
 def test_the_fused_kernel_is_refused_off_the_cpu():

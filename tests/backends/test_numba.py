@@ -72,7 +72,7 @@ def test_equals_attention_in_float64(
     assert output.dtype == dtype
     assert output.shape == query.shape
     want = attention(AttentionStep(query, layer, *asked, **options))[0]
-    assert relative_error(output, want) <= TOLERANCES[dtype].output
+    assert relative_error(output, want) <= TOLERANCES[dtype]
     assert bool((output[want == 0] == 0).all())
 
 
@@ -86,7 +86,7 @@ def test_long_uneven_heads(monkeypatch, most):
     output = Numba()(AttentionStep(query, Numba().prepare(layer), keys, values, 0.125))
 
     want = attention(AttentionStep(query, layer, keys, values, 0.125))[0]
-    assert relative_error(output, want) <= TOLERANCES[torch.float32].output
+    assert relative_error(output, want) <= TOLERANCES[torch.float32]
 
 
 def test_logits_that_are_far_apart():
@@ -98,7 +98,7 @@ def test_logits_that_are_far_apart():
     output = Numba()(AttentionStep(query * 1000, Numba().prepare(layer), keys, values, 1.0))
 
     want = attention(AttentionStep(query * 1000, layer, keys, values, 1.0))[0]
-    assert relative_error(output, want) <= TOLERANCES[torch.float32].output
+    assert relative_error(output, want) <= TOLERANCES[torch.float32]
 
 
 def test_what_is_hidden_weighs_nothing():
@@ -203,7 +203,7 @@ def test_tails_that_lie_otherwise(change):
     output = Numba()(AttentionStep(query, Numba().prepare(layer), keys, values, 0.125))
 
     want = attention(AttentionStep(query, layer, keys, values, 0.125))[0]
-    assert relative_error(output, want) <= TOLERANCES[torch.float32].output
+    assert relative_error(output, want) <= TOLERANCES[torch.float32]
 
 
 def test_queries_that_do_not_lie_one_after_the_other():

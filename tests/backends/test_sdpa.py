@@ -49,7 +49,7 @@ def test_windows_give_attention_in_float64(
         tail=before + tokens, mask=mask, dtype=dtype, sequences=sequences, shuffled=shuffled,
     )  # fmt: skip
     # Three roundings to the dtype: each part's output and their mixture.
-    check_attention(backend, problem, bound=2 * TOLERANCES[dtype].output)
+    check_attention(backend, problem, bound=2 * TOLERANCES[dtype])
 
 
 @pytest.mark.usefixtures("threads")
@@ -59,7 +59,7 @@ def test_unbalanced_and_even_heads(lengths, group):
     problem = attention_problem(1, lengths, group=group, tail=5)
     output = Sdpa()(prepared(problem))
     want = Eager()(problem)
-    assert relative_error(output, want) <= TOLERANCES[torch.float32].output
+    assert relative_error(output, want) <= TOLERANCES[torch.float32]
 
 
 def test_each_thread_reads_a_window_and_every_entry_is_in_one(monkeypatch):

@@ -155,7 +155,7 @@ def test_two_decoding_programs_share_a_processor(arch):
 
 @pytest.mark.parametrize(("dim", "arch"), [(64, 80), (128, 90), (256, 120)])
 def test_merge_fits(tmp_path, dim, arch):
-    pointers = dict.fromkeys(("part_output", "part_lse", "output_lse", "sink_logits"), "*fp32")
+    pointers = dict.fromkeys(("part_output", "part_lse", "sink_logits"), "*fp32")
     pointers |= {"output": "*bf16", "row_first": "*i64", "rows": "*i64"}
     constants = {
         "D": dim,

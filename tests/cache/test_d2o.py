@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv import Budget
-from gracekv.cache import PACKERS, D2OPacker
 from gracekv.cache.d2o import best_matches
 from gracekv.cache.reference import d2o_matches, d2o_merge, d2o_threshold
-from gracekv.errors import ConfigError
 from gracekv.testing import synthetic_prefill
 from support.token_pipelines import pipeline
 
@@ -25,14 +23,11 @@ WINDOW = {"size": 4, "minimum": 1}
     length=st.integers(4, 60),
     prefix=st.integers(0, 4),
     quota=st.sampled_from(["per_head", "global", "density"]),
-    merge=st.sampled_from(["keys_and_values", "values"]),
-    weights=st.sampled_from(["convex", "code"]),
     ratio=st.floats(1.1, 4.0),
 )
-def test_equals_the_plain_loop(seed, length, prefix, quota, merge, weights, ratio):
+def test_equals_the_plain_loop(seed, length, prefix, quota, ratio):
     prefill = synthetic_prefill(dim=8, context=length, prefix=prefix, seed=seed)
-    pack = {"name": "d2o", "merge": merge, "weights": weights}
-    run = pipeline(pack, quota=quota, window={"size": 1, "minimum": 1}).run(
+    run = pipeline("d2o", quota=quota, window={"size": 1, "minimum": 1}).run(
         prefill, Budget.ratio(ratio)
     )
     start, end = prefill.spans.context_start, prefill.spans.context_end
@@ -51,9 +46,8 @@ def test_equals_the_plain_loop(seed, length, prefix, quota, merge, weights, rati
                 accepted = [
                     (i, u) for i, (u, to) in matches[g].items() if to == c and u >= tau - 1e-7
                 ]
-                if merge == "keys_and_values":
-                    want_keys[start + c] = d2o_merge(keys[g], c, accepted, weights)
-                want_values[start + c] = d2o_merge(values[g], c, accepted, weights)
+                want_keys[start + c] = d2o_merge(keys[g], c, accepted)
+                want_values[start + c] = d2o_merge(values[g], c, accepted)
             at = positions.long()
             torch.testing.assert_close(got_keys.double(), want_keys[at], rtol=2e-5, atol=2e-6)
             torch.testing.assert_close(got_values.double(), want_values[at], rtol=2e-5, atol=2e-6)
@@ -116,21 +110,14 @@ def test_merged_entries_lie_between_what_was_merged(seed, dtype):
 @pytest.mark.parametrize("quota", ["per_head", "density"])
 def test_it_keeps_what_the_base_keeps(quota):
     prefill = synthetic_prefill(context=150, layers=3, seed=3, dtype=torch.bfloat16)
-    base, none, values, both = (
+    base, merged = (
         pipeline(pack, quota=quota, window=WINDOW).run(prefill, Budget.ratio(4)).cache.layers
-        for pack in (
-            "evict",
-            {"name": "d2o", "merge": "none"},
-            {"name": "d2o", "merge": "values"},
-            "d2o",
-        )
+        for pack in ("evict", "d2o")
     )
     changed = 0
-    for a, b, c, d in zip(base, none, values, both, strict=True):
-        for other, names in ((b, ("keys", "values")), (c, ("keys",)), (d, ())):
-            for name in (*names, "positions", "log_multiplicity", "offsets"):
-                assert torch.equal(getattr(a, name), getattr(other, name))
-        assert torch.equal(c.values, d.values)
+    for a, d in zip(base, merged, strict=True):
+        for name in ("positions", "log_multiplicity", "offsets"):
+            assert torch.equal(getattr(a, name), getattr(d, name))
         outside = (a.positions < 4) | (a.positions >= 154)
         assert torch.equal(a.values[outside], d.values[outside])
         assert torch.equal(a.keys[outside], d.keys[outside])
@@ -164,18 +151,7 @@ def test_ties_go_to_the_earlier_token_and_empty_heads_match_nothing():
 
 def test_weights_by_hand():
     rows = torch.tensor([[4.0], [10.0], [1.0]])
-    got = float(d2o_merge(rows, 0, [(1, 0.5), (2, 1.0)], "convex"))
+    got = float(d2o_merge(rows, 0, [(1, 0.5), (2, 1.0)]))
     want = (4 * math.e + 10 * math.e**0.5 + math.e) / (2 * math.e + math.e**0.5)
     assert got == pytest.approx(want)
-    assert float(d2o_merge(rows, 0, [(1, 0.5), (2, 1.0)], "code")) == pytest.approx(10 / 3)
-    assert all(float(d2o_merge(rows, 2, [], name)) == 1.0 for name in ("convex", "code"))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"merge": "keys"}, "'keys_and_values', 'values', 'none'"), ({"weights": "e"}, "'code'")],
-)
-def test_bad_fields(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        PACKERS.build("d2o", **fields)
-    assert D2OPacker().merge == "keys_and_values"
+    assert float(d2o_merge(rows, 2, [])) == 1.0

@@ -82,7 +82,7 @@ def test_equal_attention_in_float64(
             output = backend(AttentionStep(query, prepared, *asked, **options))
             assert output.dtype == dtype
             # Three roundings to the dtype: each part's output and their mixture.
-            assert relative_error(output, want) <= 2 * bound.output, backend
+            assert relative_error(output, want) <= 2 * bound, backend
             assert bool((output[(lse == -math.inf).all(0)] == 0).all())
 
 

@@ -161,7 +161,7 @@ def check_step(step: PagedStep, bound: float | None = None) -> None:
         bound: of the relative error; None: that of the dtype in `TOLERANCES`.
     """
     output = step_attention(step)()
-    bound = TOLERANCES[output.dtype].output if bound is None else bound
+    bound = TOLERANCES[output.dtype] if bound is None else bound
     starts = step.metadata.query_start_loc.tolist()
     scale = step.query.shape[-1] ** -0.5
     assert bool((output[starts[-1] :] == 7).all())

@@ -35,7 +35,7 @@ def check(layer, query, keys, values, mask, rows, options):
     bound, moved = TOLERANCES[query.dtype], rounding(layer, query, 0.2)
     output = BACKEND(AttentionStep(query, prepared, *asked, **options))
     assert output.dtype == query.dtype
-    assert relative_error(output, want) <= bound.output + 2 * moved
+    assert relative_error(output, want) <= bound + 2 * moved
     assert bool((output[(lse == -math.inf).all(0)] == 0).all())
 
 

@@ -7,7 +7,7 @@ import torch
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.errors import StoreError
-from gracekv.vllm.equal_shares import check_prompt, layers_by_number, write_entries
+from gracekv.vllm.equal_shares import check_prompt, write_entries
 
 SHARE, HEADS, DIM, SIZE = 11, 2, 3, 4
 
@@ -38,8 +38,7 @@ def context():
 
 @pytest.mark.parametrize("first", [0, 4, 10])
 def test_entries_go_to_the_slots_of_their_tokens(first):
-    names = {"model.layers.1.attn": Pages(), "model.layers.0.attn": Pages(), "mlp.0": object()}
-    layers = layers_by_number(names, lambda name: int(name.split(".")[2]))
+    layers = {0: Pages(), 1: Pages()}
     blocks = [7, 0, 5]
     write_entries(context(), first, blocks, SIZE, layers)
     for number in (0, 1):
