@@ -17,6 +17,5 @@ from gracekv.cache.entries import CompressedCache as CompressedCache
 from gracekv.cache.entries import LayerEntries as LayerEntries
 from gracekv.cache.evict import EvictPacker as EvictPacker
 from gracekv.cache.prototype import PrototypePacker as PrototypePacker
-from gracekv.cache.quantised import QuantisedCache as QuantisedCache
 from gracekv.cache.quantised import QuantisedEntries as QuantisedEntries
 from gracekv.cache.quantised import dequantised as dequantised

@@ -1,4 +1,4 @@
-"""`QuantisedCache`: a cache most of whose entries are quantised and some are not."""
+"""`QuantisedEntries`: a layer most of whose entries are quantised and some are not."""
 
 from __future__ import annotations
 
@@ -137,21 +137,6 @@ def coded_prefixes(codings: Sequence[Coding]) -> list[str]:
     if len(set(names)) < len(names):
         names = list(range(len(codings)))
     return [f"coded.{name}." for name in names]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class QuantisedCache(CompressedCache):
-    """A cache of quantised layers.
-
-    Attributes:
-        layers: L layers.
-        length: logical tokens covered.
-        padding: S numbers.
-
-    See `CompressedCache`.
-    """
-
-    layers: tuple[QuantisedEntries, ...]
 
 
 def dequantised(cache: CompressedCache) -> RaggedCache:

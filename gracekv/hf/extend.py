@@ -13,7 +13,7 @@ from gracekv.allocate import Budget, BudgetPlan
 from gracekv.cache import Accounting, CompressedCache, LayerEntries, Timings
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import CodedEntries
-from gracekv.cache.quantised import QuantisedCache, QuantisedEntries
+from gracekv.cache.quantised import QuantisedEntries
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.errors import CacheError
@@ -162,7 +162,7 @@ def _joined_cache(
         )
         for one, other in coded
     )
-    return QuantisedCache(tuple(layers), length, kept=kept)
+    return CompressedCache(tuple(layers), length, kept=kept)
 
 
 def _joined_layer(old: RaggedEntries, new: RaggedEntries, places: int, shift: int) -> RaggedEntries:

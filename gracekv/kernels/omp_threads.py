@@ -49,9 +49,7 @@ def run(function: Any, argument: int) -> None:
     threads = torch.get_num_threads()
     if threads == 1:
         function.ctypes(argument)
-        return
-    parallel = _parallel()
-    if parallel is not None:
+    elif (parallel := _parallel()) is not None:
         parallel(function.address, argument, threads, 0)
     else:
         # ctypes releases Python's lock during the call.

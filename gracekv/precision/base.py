@@ -15,7 +15,7 @@ from gracekv.allocate.plan import EntryBytes
 from gracekv.cache.base import PARTS, RaggedCache, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache
-from gracekv.cache.quantised import QuantisedCache, QuantisedEntries
+from gracekv.cache.quantised import QuantisedEntries
 from gracekv.kernels import ragged
 from gracekv.precision.quantise import as_read, quantise
 from gracekv.prefill import Prefill, PromptSpans, Region
@@ -147,7 +147,7 @@ class Precision(Strategy, abc.ABC):
             return cache
         pairs = zip(cache.layers, widths, strict=True)
         layers = tuple(_layer(*pair, self.codings) for pair in pairs)
-        return QuantisedCache(layers, cache.length, cache.padding)
+        return CompressedCache(layers, cache.length, cache.padding)
 
 
 PRECISIONS: Registry[Precision] = Registry(

@@ -43,13 +43,13 @@ def names() -> list[str]:
 
 def find(name: str) -> Recipe:
     """The recipe of that name; `UnknownStrategyError` with the nearest name if there is none."""
-    known = names()
-    if name not in known:
-        raise UnknownStrategyError(
-            f"Unknown recipe {name!r}.{suggestion(str(name), known)} Recipes: {', '.join(known)}. "
-            f"For one of your own use Pipeline.from_dict or recipes.register. {missing_hint()}"
-        )
-    return RECIPES[name]
+    load_plugins()
+    if name in RECIPES:
+        return RECIPES[name]
+    raise UnknownStrategyError(
+        f"Unknown recipe {name!r}.{suggestion(str(name), names())} Recipes: {', '.join(names())}. "
+        f"For one of your own use Pipeline.from_dict or recipes.register. {missing_hint()}"
+    )
 
 
 def register(name: str, recipe: Recipe) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gracekv.distributed.head_shard import HeadShard
-from gracekv.errors import ShapeError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,9 +39,6 @@ class Forest:
         add_gain: float64 [R], Delta_add, Eq. (A5) (not clipped).
         split_gain: float64 [V], Delta_split (not clipped); 0 for leaves.
         shard: which of all processes' KV heads these are, which G counts; None: all.
-
-    Raises:
-        ShapeError: an array has another length than its nodes or trees.
     """
 
     layers: int
@@ -62,20 +58,6 @@ class Forest:
     add_gain: Tensor
     split_gain: Tensor
     shard: HeadShard | None = None
-
-    def __post_init__(self) -> None:
-        nodes, trees = len(self.start), self.layers * self.heads * self.slots
-        per_node = (
-            "end", "parent", "first_child", "child_count", "tree", "level", "relevance",
-            "distortion", "entries", "split_gain",
-        )  # fmt: skip
-        for names, size in ((per_node, nodes), (("drop", "add_gain"), trees)):
-            for name in names:
-                if getattr(self, name).shape != (size,):
-                    raise ShapeError(
-                        f"Forest.{name} must have shape [{size}]; got "
-                        f"{list(getattr(self, name).shape)}."
-                    )
 
     @property
     def nodes(self) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
 from gracekv.cache import WidthShare
-from gracekv.cache.quantised import QuantisedCache
+from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import BudgetError
 from gracekv.pipeline import Pipeline
 from gracekv.precision import PRECISIONS, AllocatedPrecision, UniformPrecision
@@ -112,7 +112,7 @@ def test_what_fits_as_it_is_stays_and_what_fits_quantised_is_not_dropped(ratio, 
     prefill = synthetic_prefill(context=100, dim=32, dtype=torch.bfloat16)
     pipeline = Pipeline.from_dict({"precision": "uniform"}, base="gracekv-plus")
     run = pipeline.run(prefill, Budget.ratio(ratio))
-    assert isinstance(run.cache, QuantisedCache)
+    assert all(isinstance(layer, QuantisedEntries) for layer in run.cache.layers)
     assert run.accounting.spent == 400
     assert min(share.bits for share in run.accounting.widths) == bits
 

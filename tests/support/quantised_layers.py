@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
-from gracekv.cache.quantised import QuantisedCache, QuantisedEntries, dequantised
+from gracekv.cache.entries import CompressedCache
+from gracekv.cache.quantised import QuantisedEntries, dequantised
 from gracekv.kernels.ragged import offsets
 from gracekv.precision import AllocatedPrecision, UniformPrecision
 from gracekv.prefill import Region
@@ -47,7 +48,7 @@ def of_mixed_widths(
     """What `layer` says, each entry at 4, 8 or 16 bits by chance."""
     choice = torch.randint(0, 3, (int(layer.lengths.sum()),), generator=rng)
     widths = torch.tensor([4, 8, 16], dtype=torch.uint8)[choice].to(layer.device)
-    plain = dequantised(QuantisedCache((layer,), 1000, (0,) * layer.sequences))
+    plain = dequantised(CompressedCache((layer,), 1000, (0,) * layer.sequences))
     found = AllocatedPrecision(**fields)(plain, [widths]).layers[0]
     assert isinstance(found, QuantisedEntries)
     return found

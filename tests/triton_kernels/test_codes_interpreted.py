@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from gracekv.backends import AttentionStep, Eager, Triton
 from gracekv.backends.reference import attention
-from gracekv.cache.quantised import QuantisedCache, dequantised
+from gracekv.cache.entries import CompressedCache
+from gracekv.cache.quantised import dequantised
 from gracekv.testing.attention import TOLERANCES, relative_error
 from support.decode_steps import packed_alone
 from support.quantised_layers import of_mixed_widths, of_two_passages, quantised
@@ -21,7 +22,7 @@ def rounding(layer, query, scale):
     """What a logit moves by at most, where the kernel rounds what it reads to a half dtype."""
     if query.dtype == torch.float32:
         return 0.0
-    keys = dequantised(QuantisedCache((layer,), 1000, (0,) * layer.sequences)).layers[0].keys
+    keys = dequantised(CompressedCache((layer,), 1000, (0,) * layer.sequences)).layers[0].keys
     if not len(keys):
         return 0.0
     largest = [float(x.double().norm(dim=-1).max()) for x in (query, keys)]
