@@ -9,7 +9,7 @@ Source: ours.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,26 @@ Engine = Literal["auto", "torch", "numba", "triton"]
 # Bytes of logits that torch holds at once: about a CPU's cache; on a GPU, enough work for each
 # launch. Very long prompts exceed them, because a product needs a minimum of rows to be fast.
 _CPU_BLOCK, _GPU_BLOCK, _LEAST_ROWS = 4 * 2**20, 256 * 2**20, 16
+
+
+class Columns(NamedTuple):
+    """What is asked of each implementation, as `softmax_columns` describes it.
+
+    Attributes:
+        queries: float32 [H, Q, d].
+        keys: [G, T, d].
+        seen: int64 [Q].
+        weights: float32 [Q].
+        power: of the probabilities.
+        maximum: whether the maximum is asked for.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    seen: Tensor
+    weights: Tensor
+    power: float
+    maximum: bool
 
 
 def softmax_columns(
@@ -69,8 +89,9 @@ def softmax_columns(
         sinks = each.to(keys.device, torch.float32).expand(len(queries), len(seen))
     if engine == "auto":
         engine = _fastest(queries, keys) if softcap is None else "torch"
+    asked = Columns(queries, keys, seen, weights, power, maximum)
     if engine == "torch":
-        return _torch_columns(queries, keys, seen, weights, power, maximum, softcap, sinks)
+        return _torch_columns(asked, softcap, sinks)
     if softcap is not None:
         raise BackendUnavailableError(
             f"Engine {engine!r} does not know capped logits. Use engine 'torch'."
@@ -82,7 +103,7 @@ def softmax_columns(
         from gracekv.kernels.softmax_sums_numba import softmax_columns as compute
     else:
         from gracekv.kernels.softmax_sums_triton import softmax_columns as compute
-    columns: Tensor = compute(queries, keys, seen, weights, sinks, power, maximum)
+    columns: Tensor = compute(asked, sinks)
     return columns
 
 
@@ -101,17 +122,9 @@ def _fastest(queries: Tensor, keys: Tensor) -> Engine:
     return "torch"
 
 
-def _torch_columns(
-    queries: Tensor,
-    keys: Tensor,
-    seen: Tensor,
-    weights: Tensor,
-    power: float,
-    maximum: bool,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _torch_columns(asked: Columns, softcap: float | None, sinks: Tensor | None) -> Tensor:
     """In blocks of queries: a block reads the keys up to the last that one of its queries sees."""
+    queries, keys, seen, weights, power, maximum = asked
     heads, count, dim = queries.shape
     groups, length, _ = keys.shape
     shared, wide = queries.view(groups, heads // groups, count, dim), keys.float()

@@ -32,6 +32,7 @@ from gracekv.kernels import (
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, pointer
 from gracekv.kernels.matmul import multiply
 from gracekv.kernels.numba_softmax import exponentials, largest
+from gracekv.kernels.softmax_sums import Columns
 
 # Keys of a panel: a transposed panel of float32 keys of dimension 64 takes 16 KiB.
 _PANEL = 64
@@ -204,16 +205,9 @@ def takes(queries: Tensor, keys: Tensor) -> bool:
     return plain and keys.device.type == "cpu" and keys.dtype in NUMBERS
 
 
-def softmax_columns(
-    queries: Tensor,
-    keys: Tensor,
-    seen: Tensor,
-    weights: Tensor,
-    sinks: Tensor,
-    power: float,
-    maximum: bool,
-) -> Tensor:
-    """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on the CPU, with sinks [H, Q]."""
+def softmax_columns(asked: Columns, sinks: Tensor) -> Tensor:
+    """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on the CPU, with `sinks` [H, Q]."""
+    queries, keys, seen, weights, power, maximum = asked
     heads, count, dim = queries.shape
     kv_heads, length, _ = keys.shape
     items = -(-count // _QUERIES)

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gracekv.kernels.device import interpreted
+from gracekv.kernels.softmax_sums import Columns
 
 LARGEST_DIM = 256
 # Queries of one program of the second kernel.
@@ -47,16 +48,9 @@ def split(queries: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([high, (queries - high.float()).to(dtype)])
 
 
-def softmax_columns(
-    queries: Tensor,
-    keys: Tensor,
-    seen: Tensor,
-    weights: Tensor,
-    sinks: Tensor,
-    power: float,
-    maximum: bool,
-) -> Tensor:
-    """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on a GPU, with sinks [H, Q]."""
+def softmax_columns(asked: Columns, sinks: Tensor) -> Tensor:
+    """float32 [H, T]; as in `gracekv.kernels.softmax_sums`, on a GPU, with `sinks` [H, Q]."""
+    queries, keys, seen, weights, power, maximum = asked
     heads, count, dim = queries.shape
     groups, length, _ = keys.shape
     parts = split(queries * _LOG2_E, keys.dtype).contiguous()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gracekv.errors import ShapeError
 from gracekv.kernels import omp_threads
-from gracekv.vllm.context_attention import pieces
+from gracekv.vllm.context_attention import LayerCall, pieces
 from gracekv.vllm.stored_context import StoredContext
 
 # Queries of a KV head that go over entries together. Source: ours.
@@ -183,22 +183,14 @@ def warm_up(dtype: torch.dtype) -> None:
 
 
 def attend(
-    batch: ContextBatch,
-    layer: int,
-    query: Tensor,
-    pages: Tensor,
-    blocks: Tensor,
-    layout: PageLayout,
-    scale: float,
-) -> Tensor:
-    """[n, H, d] in the query's dtype: each token over its context and its own pages up to itself.
+    batch: ContextBatch, layer: int, call: LayerCall, layout: PageLayout, scale: float
+) -> None:
+    """Write each token's row of `call.output`: it over its context and its pages up to itself.
 
     Args:
         batch: n tokens and their contexts.
         layer: index of the model's layer.
-        query: [all tokens of the step, H, d].
-        pages: [blocks, G, block, 2d] as vLLM holds them; heads and their parts contiguous.
-        blocks: int32 [R, most blocks of a row], the block table.
+        call: of that layer; its pages have heads, and their parts, contiguous.
         layout: where keys and values lie in a block.
         scale: factor of q . k.
 
@@ -206,9 +198,10 @@ def attend(
     """
     from gracekv.vllm.numba_kernel import PagedArgs, merge_kernel, work_kernel
 
+    pages, blocks = call.kv_cache, call.metadata.block_table
     count, (heads, block) = len(batch.tokens), pages.shape[1:3]
-    query_heads, dim = query.shape[1:]
-    chosen = query[batch.tokens].float().contiguous()
+    query_heads, dim = call.query.shape[1:]
+    chosen = call.query[batch.tokens].float().contiguous()
     output = torch.empty_like(chosen)
     slots = int(batch.first_slot[-1])
     partial = torch.empty(slots * query_heads, dim + 2)
@@ -245,4 +238,4 @@ def attend(
     )
     omp_threads.run(work_kernel(pages.dtype), ctypes.addressof(args))
     omp_threads.run(merge_kernel(), ctypes.addressof(args))
-    return output.to(query.dtype)
+    call.output[batch.tokens] = output.to(call.output.dtype)

@@ -33,10 +33,8 @@ class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type:
     def attend(self, batch: ContextBatch, call: LayerCall) -> None:
         if self._layout is None:
             self._layout = self._find_layout(call.layer, call.kv_cache)
-        number, blocks = extract_layer_index(call.layer.layer_name), call.metadata.block_table
-        call.output[batch.tokens] = attention.attend(
-            batch, number, call.query, call.kv_cache, blocks, self._layout, self.scale
-        )
+        number = extract_layer_index(call.layer.layer_name)
+        attention.attend(batch, number, call, self._layout, self.scale)
 
     @classmethod
     def warm_up(cls, kv_cache: Tensor, group: int) -> None:

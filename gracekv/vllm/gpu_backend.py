@@ -39,8 +39,7 @@ class GPUContextAttention(ContextAttention):
     def attend(self, batch: DeviceBatch, call: LayerCall) -> None:
         from gracekv.vllm.triton_attention import attend
 
-        number, blocks = extract_layer_index(call.layer.layer_name), call.metadata.block_table
-        attend(batch, number, call.query, call.kv_cache, blocks, call.output, self.scale)
+        attend(batch, extract_layer_index(call.layer.layer_name), call, self.scale)
 
     @classmethod
     def warm_up(cls, kv_cache: Tensor, group: int) -> None:

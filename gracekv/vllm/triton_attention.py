@@ -14,7 +14,7 @@ from torch import Tensor
 from gracekv.backends.triton_tiles import padded_dim
 from gracekv.cache.base import RaggedEntries
 from gracekv.kernels.device import interpreted
-from gracekv.vllm.context_attention import Asking
+from gracekv.vllm.context_attention import Asking, LayerCall
 from gracekv.vllm.device_batch import DeviceBatch, plan_device_batch
 from gracekv.vllm.stored_context import StoredContext
 from gracekv.vllm.triton_kernel import attend_units, merge_units
@@ -48,31 +48,23 @@ def warm_up(pages: Tensor, group: int) -> None:
         )
         batch = plan_device_batch({0: Asking(context, tokens)}, metadata, group, pages)
         query = pages.new_zeros(tokens, heads * group, dim)
-        attend(batch, 0, query, pages, metadata.block_table, torch.empty_like(query), 1.0)
+        call = LayerCall(None, query, pages, metadata, torch.empty_like(query))
+        attend(batch, 0, call, 1.0)
 
 
-def attend(
-    batch: DeviceBatch,
-    layer: int,
-    query: Tensor,
-    pages: Tensor,
-    blocks: Tensor,
-    output: Tensor,
-    scale: float,
-) -> None:
-    """Each token of the batch over its context and its own pages up to itself.
+def attend(batch: DeviceBatch, layer: int, call: LayerCall, scale: float) -> None:
+    """Write each token's row of `call.output`: it over its context and its pages up to itself.
 
     Args:
         batch: the tokens and their contexts.
         layer: index of the model's layer.
-        query: [all tokens of the step, H, d].
-        pages: [blocks, G, block, 2d], keys before values, with any strides but the last.
-        blocks: int32 [R, most blocks of a row], the block table.
-        output: [all tokens of the step, H, d]; the batch's rows are written.
+        call: of that layer; its pages hold keys before values, with any strides but the last.
         scale: factor of q . k.
 
     Log multiplicities are added to the logits; sums are in float32.
     """
+    query, pages, output = call.query, call.kv_cache, call.output
+    blocks = call.metadata.block_table
     query_heads, dim = query.shape[1:]
     heads, block = pages.shape[1:3]
     tile, block_d = batch.tile, padded_dim(dim)

@@ -139,6 +139,7 @@ def _storage(
 
 def step_attention(step: PagedStep) -> Callable[[], Tensor]:
     """What one layer of the step runs: it returns [all tokens, H, d], with 7 in other rows."""
+    from gracekv.vllm.context_attention import LayerCall
     from gracekv.vllm.device_batch import plan_device_batch
     from gracekv.vllm.triton_attention import attend
 
@@ -147,7 +148,7 @@ def step_attention(step: PagedStep) -> Callable[[], Tensor]:
     scale = step.query.shape[-1] ** -0.5
 
     def run() -> Tensor:
-        attend(batch, 1, step.query, step.pages, step.metadata.block_table, output, scale)
+        attend(batch, 1, LayerCall(None, step.query, step.pages, step.metadata, output), scale)
         return output
 
     return run

@@ -7,7 +7,7 @@ probes on one roomy and one small architecture.
 import pytest
 
 from gracekv.kernels.device import interpreted
-from gracekv.tree.engines.triton_blocks import block_sizes, padded_size
+from gracekv.tree.engines.triton import block_sizes, padded_size
 
 triton = pytest.importorskip("triton")
 if interpreted():

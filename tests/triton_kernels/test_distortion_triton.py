@@ -12,7 +12,7 @@ from gracekv.kernels.rope import Rope
 from gracekv.segment import Partition
 from gracekv.tree import BinaryExtract, IntervalCosts, Nodes, Prototype, PrototypeRule, build_forest
 from gracekv.tree.engines.reference import ReferenceDistortion
-from gracekv.tree.engines.triton_blocks import block_sizes
+from gracekv.tree.engines.triton import block_sizes
 from support.interval_costs import assert_same_costs, evaluator_of, some_nodes
 from support.trees import tree_context
 

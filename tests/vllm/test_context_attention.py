@@ -1,5 +1,7 @@
 """The compiled kernel over contexts and pages equals the loops in float64, token by token."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm import reference
 from gracekv.vllm.attention import PageLayout, attend, find_layout, plan_batch
+from gracekv.vllm.context_attention import LayerCall
 from gracekv.vllm.stored_context import StoredContext
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 16, 32
@@ -76,7 +79,9 @@ def test_equals_the_reference(dtype):
     assert not batch.covers_all
     layout = find_layout(engine.write, torch.zeros(1, HEADS, BLOCK, 2 * DIM, dtype=dtype))
     scale = DIM**-0.5
-    got = attend(batch, 1, query, engine.pages, engine.blocks, layout, scale)
+    output, metadata = torch.full_like(query, 7), SimpleNamespace(block_table=engine.blocks)
+    attend(batch, 1, LayerCall(None, query, engine.pages, metadata, output), layout, scale)
+    got = output[batch.tokens]
     seen = set()
     for row, (name, _, _) in enumerate(ROWS):
         if name is None:

@@ -12,12 +12,14 @@ from torch import Tensor
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.device import obstacle
 from gracekv.kernels.rope import Rope
-from gracekv.tree.engines.triton_blocks import LARGEST_DIM
 from gracekv.tree.merge import PrototypeRule
 from gracekv.tree.probes import ProbeAttention
 from gracekv.tree.tree_batch import TreeBatch
 
 Engine = Literal["auto", "numba", "torch", "triton"]
+
+LARGEST_DIM = 256
+"""Largest head dimension that the engine `triton` takes."""
 
 MAX_EXPONENT = 20.0
 """Largest log of Z~. A merged key can score higher than each of its tokens. Beyond e^20 times the

@@ -1,4 +1,9 @@
-"""The engine `triton`: one kernel for NVIDIA GPUs."""
+"""The engine `triton`: one kernel for NVIDIA GPUs.
+
+Its block sizes are a static table, by node length and probes: nothing is tuned at run time, so the
+same trees grow on every machine of a kind. A test compiles every entry for its GPUs; importing this
+module does not import triton.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,12 @@ import torch
 
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs
-from gracekv.tree.engines.triton_blocks import block_sizes, padded_size
 from gracekv.tree.nodes import IntervalCosts, Nodes
+
+# Matrix products take 16 rows or more, and powers of two.
+_MIN_BLOCK = 16
+# Probes of a program; more are divided among several programs.
+_MAX_PROBES = 64
 
 
 class TritonEvaluator(DistortionEvaluator):
@@ -68,3 +77,26 @@ class TritonEvaluator(DistortionEvaluator):
             return IntervalCosts(costs[0], mass[0], drop[0])
         # Each part has the sums over its own probes.
         return IntervalCosts(costs.sum(0), mass.sum(0), drop.sum(0))
+
+
+def padded_size(size: int) -> int:
+    """The power of two that `size` is padded to."""
+    return max(_MIN_BLOCK, 1 << (size - 1).bit_length())
+
+
+def block_sizes(width: int, probes: int) -> dict[str, int]:
+    """The configuration for nodes of up to `width` tokens.
+
+    BLOCK_T tokens are read at a time and combined with BLOCK_C earlier ones, for BLOCK_P probes of
+    a program; a product has BLOCK_F features of keys or values.
+
+    Args:
+        width: tokens of the longest node.
+        probes: P.
+    """
+    # Chosen by the registers that compiled code uses (ours): a product's operands fill them, so its
+    # inner dimension is the smallest, nothing is loaded ahead, and 32 tokens take eight warps.
+    tokens, warps = (16, 4) if width <= 16 else (32, 8)
+    sizes = {"BLOCK_T": tokens, "BLOCK_C": _MIN_BLOCK, "BLOCK_F": _MIN_BLOCK}
+    sizes["BLOCK_P"] = min(padded_size(probes), _MAX_PROBES)
+    return {**sizes, "num_warps": warps, "num_stages": 1}
