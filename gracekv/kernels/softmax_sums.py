@@ -34,7 +34,7 @@ class Columns(NamedTuple):
         keys: [G, T, d].
         seen: int64 [Q].
         weights: float32 [Q].
-        power: of the probabilities.
+        power: exponent of the probabilities, at least 1.
         maximum: whether the maximum is asked for.
     """
 
