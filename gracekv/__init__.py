@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gracekv import recipes as recipes
     from gracekv import report as report
     from gracekv.allocate import Budget
+    from gracekv.decode import Limit
     from gracekv.hf.attention import attached
     from gracekv.hf.capture import capture
     from gracekv.hf.compress import compress
@@ -30,6 +31,7 @@ _HOMES = {
     "Budget": "gracekv.allocate",
     "CaptureOptions": "gracekv.prefill.options",
     "CompressionResult": "gracekv.hf.result",
+    "Limit": "gracekv.decode",
     "Pipeline": "gracekv.pipeline",
     "Prefill": "gracekv.prefill",
     "Prompt": "gracekv.prefill.prompt",
@@ -47,6 +49,7 @@ __all__ = [
     "Budget",
     "CaptureOptions",
     "CompressionResult",
+    "Limit",
     "Pipeline",
     "Prefill",
     "Prompt",

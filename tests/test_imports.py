@@ -24,6 +24,7 @@ KNOWS = {
     "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"}
     | {"gracekv.distributed", "gracekv.files"},
     "fit": {"gracekv.cache.base", "gracekv.prefill", "gracekv.value"},
+    "decode": {"gracekv.allocate", "gracekv.cache.base", "gracekv.fit"},
     "precision": {
         "gracekv.allocate",
         "gracekv.cache.base",

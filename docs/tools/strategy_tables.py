@@ -34,6 +34,7 @@ PAGES = {
     "pack": "stages/cache.md",
     "fit": "stages/fit.md",
     "precision": "stages/precision.md",
+    "decode": "stages/decode.md",
     "backend": "stages/backends.md",
 }
 _MARKER = re.compile(r"^<!-- (strategies|stages|recipes)(?:: ([\w-]+))? -->$", re.MULTILINE)

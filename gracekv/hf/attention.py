@@ -148,6 +148,7 @@ def attention(
         softcap=kwargs.get("softcap"),
         sink_logits=kwargs.get("s_aux"),
     )
+    layer.record(step)
     mixed = packed.backend(step)
     return mixed.transpose(1, 2).contiguous(), None
 

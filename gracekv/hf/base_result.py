@@ -12,20 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 
 from gracekv import recipes
 from gracekv.cache import Accounting, CompressedCache, Timings
+from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache, held_memory
 from gracekv.hf.generation import continue_ids, padded_inputs
+from gracekv.hf.limited import LimitedCache
 from gracekv.hf.saving import SavedPrompt, save_result
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 from gracekv.registry.plugins import foreign_modules
+from gracekv.report.recording import entry_scores
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -87,12 +91,24 @@ class BaseResult(ABC):
             runs = [dataclasses.replace(runs[0], accounting=kept)]
         return cls(model, tuple(prompts), pipeline, keep_run, tuple(runs), cache)
 
-    def new_cache(self) -> GraceCache:
+    def new_cache(self, limit: Limit | None = None) -> GraceCache:
         """A new cache with an empty tail, over the one packed part that all of them share.
 
         Every call makes another one: keep it in a variable to continue a conversation on it.
+
+        With `limit` it is a `LimitedCache`, which is cut while it grows. Raises `BudgetError` if
+        the limit is below what must stay, `CacheError` if entries are quantised or heads are spread
+        over processes.
         """
-        return self._cache.with_empty_tail()
+        if limit is None:
+            return self._cache.with_empty_tail()
+        scores = [entry_scores(run) for run in self._runs]
+        known = [x for x in scores if x is not None]
+        joined = map(torch.cat, zip(*known, strict=True)) if len(known) == len(scores) else None
+        strategy = limit.decoder(self.pipeline.decode)
+        return LimitedCache(
+            self._cache, self.model, limit, strategy, None if joined is None else tuple(joined)
+        )
 
     @property
     def packed(self) -> CompressedCache:
@@ -166,17 +182,18 @@ class BaseResult(ABC):
                 is_batch=self.is_batch,
             )
 
-    def generate_ids(self, max_new_tokens: int = 64, **kwargs: Any) -> Tensor:
+    def generate_ids(
+        self, max_new_tokens: int = 64, *, limit: Limit | None = None, **kwargs: Any
+    ) -> Tensor:
         """int64 [rows, new tokens]: ids after the prompts, as `model.generate` returns them.
 
         A row per prompt unless `num_return_sequences` asks for more; rows that end early are
         filled with the padding id. Greedy unless `kwargs`, which go to `model.generate`, say
-        otherwise. Raises `CacheError` if so many tokens would outgrow what the model's RoPE or
-        sliding window lets a cache cover.
+        otherwise. With `limit` the cache stays within it: see `new_cache`. Raises `CacheError` if
+        so many tokens would outgrow what the model's RoPE or sliding window lets a cache cover.
         """
-        return continue_ids(
-            self.model, self._rows, self.new_cache(), self.tokenizer, max_new_tokens, kwargs
-        )
+        cache = self.new_cache(limit)
+        return continue_ids(self.model, self._rows, cache, self.tokenizer, max_new_tokens, kwargs)
 
     def __repr__(self) -> str:
         kept = self.accounting

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from gracekv.backends import Auto, Backend
 from gracekv.cache import CompressedCache
+from gracekv.decode import Limit
 from gracekv.distributed import head_shard
 from gracekv.errors import CacheError
 from gracekv.hf.kept_layer import KeptStates, is_kept, kept_layer
@@ -46,6 +47,8 @@ class GraceCache(Cache):  # type: ignore[misc]
     layers: list[Any]
     # Whether `ReplayedForward` makes the model's inputs, which then need no check.
     is_replayed = False
+    # What the cache may hold while it grows.
+    limit: Limit | None = None
 
     def __init__(self, packed: CompressedCache, backend: Backend | None = None) -> None:
         backend = backend or Auto()
@@ -122,8 +125,12 @@ class GraceCache(Cache):  # type: ignore[misc]
     @property
     def packed(self) -> CompressedCache:
         """The compressed entries of all layers."""
-        layers = tuple(layer.packed.entries for layer in self.grace_layers)
-        return CompressedCache(layers, self.packed_length, self.padding, self._kept)
+        layers, least = tuple(x.packed.entries for x in self.grace_layers), min(self.padding)
+        padding = tuple(x - least for x in self.padding)
+        return CompressedCache(layers, self.packed_length - least, padding, self._kept)
+
+    def make_room(self, new: int, mask: Any) -> None:
+        """Called before a step of `new` tokens; a cache with a limit is cut here."""
 
     def fit_rows(self, rows: int) -> None:
         """Repeat states for `rows` rows; the other layers see rows as they come.

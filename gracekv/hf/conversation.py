@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetOptions
+from gracekv.decode import Limit
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import continue_ids, decode_rows, stream_text
@@ -29,18 +30,19 @@ class Conversation:
             print(chat.ask("And whose cat is she?"))
 
     The packed context is shared with all other conversations and never changed; what this one adds
-    stays uncompressed until `compress` is called. A turn that fails, or whose stream is closed
-    early, is undone. For one thread at a time.
+    stays uncompressed until `compress` is called, or the limit is reached. A turn that fails, or
+    whose stream is closed early, is undone. For one thread at a time.
 
     Attributes:
         messages: the turns so far, as chat templates take them: {"role": "user" or "assistant",
             "content": text}.
     """
 
-    def __init__(self, result: BaseResult) -> None:
-        """Begin after the context of `result`.
+    def __init__(self, result: BaseResult, limit: Limit | None = None) -> None:
+        """Begin after the context of `result`, and stay within `limit`.
 
-        Raises `PromptError` as `result.ask` does, and `CacheError` if the model is not what it was.
+        Raises `PromptError` as `result.ask` does, `CacheError` if the model is not what it was, and
+        what `result.new_cache(limit)` does.
         """
         check_context(result.prompts[0])
         check_same_model(
@@ -50,13 +52,13 @@ class Conversation:
             "Put the weights or adapters back, or compress it with this model.",
         )
         self.messages: list[dict[str, str]] = []
-        self._closed = False
+        self._closed, self._limit = False, limit
         self._lock = threading.Lock()
         self._begin_after(result)
 
     def _begin_after(self, result: Any) -> None:
         self._result, self._model, self._prompt = result, result.model, result.prompts[0]
-        self._cache = result.new_cache()
+        self._cache = result.new_cache(self._limit)
         self._ids = self._prompt.ids[: self._prompt.spans.context_end]
 
     @overload

@@ -91,7 +91,10 @@ def continue_ids(
     # A recorded step reads neither a mask of its own nor more rows than the cache has.
     new_tokens = inputs["attention_mask"][:, cache.packed_length :]
     even = len(rows) == len(cache.padding) and bool(new_tokens.all())
-    replays = even and not keep_cache and shard is None
+    limit, ahead = cache.limit, inputs["input_ids"].shape[1] - int(cache.get_seq_length())
+    replays = even and not keep_cache and shard is None and limit is None
+    if limit is not None and ahead > limit.every:
+        options = {"prefill_chunk_size": limit.every} | options
     with ExitStack() as stack:
         if replays and graph_replay.suits(model, cache, max_new_tokens, options):
             cache = stack.enter_context(graph_replay.replaying(model, cache, max_new_tokens))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from gracekv.backends.base import sequence_of_row
+from gracekv.backends.base import AttentionStep, sequence_of_row
 from gracekv.errors import CacheError
 from gracekv.hf.packed_layer import PackedLayer, repeats
 
@@ -121,6 +121,9 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
         self._used = end
         states = PackedStates(self, new_keys, new_values)
         return states, states
+
+    def record(self, step: AttentionStep) -> None:
+        """Called with each step; a layer of a cache with a limit remembers the queries."""
 
     def _tail(self, length: int) -> tuple[Tensor, Tensor]:
         """Views [B, G, length, d] of the tail's storage."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.allocate import Budget, BudgetOptions
+from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ConfigError, PromptError
@@ -74,15 +75,18 @@ class CompressionResult(BaseResult):
         check_whole(self.model, "report")
         write(path, self, label=label, answer=answer)
 
-    def generate(self, max_new_tokens: int = 64, **kwargs: Any) -> str:
+    def generate(
+        self, max_new_tokens: int = 64, *, limit: Limit | None = None, **kwargs: Any
+    ) -> str:
         """The model's answer as text, greedy unless `kwargs` say otherwise.
 
-        `kwargs` go to `model.generate`. Every call starts from the compressed prompt, so calls
-        can be repeated. Raises `PromptError` if the prompt has no tokenizer, `ConfigError` if more
-        than one sequence comes back.
+        `kwargs` go to `model.generate`, `limit` to `new_cache`. Every call starts from the
+        compressed prompt, so calls can be repeated. Raises `PromptError` if the prompt has no
+        tokenizer, `ConfigError` if more than one sequence comes back.
         """
         _check_one_answer(kwargs)
-        return decode_rows(self.tokenizer, self.generate_ids(max_new_tokens, **kwargs))[0]
+        ids = self.generate_ids(max_new_tokens, limit=limit, **kwargs)
+        return decode_rows(self.tokenizer, ids)[0]
 
     @overload
     def ask(
@@ -112,6 +116,7 @@ class CompressionResult(BaseResult):
         max_new_tokens: int = 64,
         *,
         stream: bool = False,
+        limit: Limit | None = None,
         **kwargs: Any,
     ) -> str | list[str] | Iterator[str]:
         """Answer questions about a context that was compressed without one.
@@ -128,6 +133,7 @@ class CompressionResult(BaseResult):
                 the one packed part.
             max_new_tokens: most tokens of each answer.
             stream: return an iterator over the answer's text instead, for one question.
+            limit: what each answer's cache may hold; see `new_cache`.
             kwargs: go to `model.generate`; greedy unless they say otherwise.
 
         Returns:
@@ -141,12 +147,12 @@ class CompressionResult(BaseResult):
         _check_one_answer(kwargs)
         questions = [question] if isinstance(question, str) else question
         if not stream:
-            rows = ask_ids(self, questions, max_new_tokens, kwargs)
+            rows = ask_ids(self, questions, max_new_tokens, kwargs, limit)
             answers = decode_rows(self.tokenizer, rows)
             return answers[0] if isinstance(question, str) else answers
         if not isinstance(question, str):
             raise ConfigError("stream=True takes one question, a text. Ask one after the other.")
-        return self.chat().ask(question, max_new_tokens, stream=True, **kwargs)
+        return self.chat(limit).ask(question, max_new_tokens, stream=True, **kwargs)
 
     def extend(
         self,
@@ -196,12 +202,13 @@ class CompressionResult(BaseResult):
             trim_memory()
         return result
 
-    def chat(self) -> Conversation:
+    def chat(self, limit: Limit | None = None) -> Conversation:
         """A conversation about a context that was compressed without a question.
 
-        Raises `PromptError` if the prompt has a question already, or no tokenizer.
+        With `limit` its cache stays within it, however long the conversation gets. Raises
+        `PromptError` if the prompt has a question already, or no tokenizer; what `new_cache` does.
         """
-        return Conversation(self)
+        return Conversation(self, limit)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -235,13 +242,17 @@ class BatchResult(BaseResult):
         check_whole(self.model, "report")
         return write_all(path, self, answers=answers)
 
-    def generate(self, max_new_tokens: int = 64, **kwargs: Any) -> list[str]:
+    def generate(
+        self, max_new_tokens: int = 64, *, limit: Limit | None = None, **kwargs: Any
+    ) -> list[str]:
         """The model's answer to each prompt as text, greedy unless `kwargs` say otherwise.
 
-        `kwargs` go to `model.generate`; with num_return_sequences=n there are n answers to the
-        first prompt, then n to the second. Raises `PromptError` if a prompt has no tokenizer.
+        `kwargs` go to `model.generate`, `limit` to `new_cache`; with num_return_sequences=n there
+        are n answers to the first prompt, then n to the second. Raises `PromptError` if a prompt
+        has no tokenizer.
         """
-        return decode_rows(self.tokenizer, self.generate_ids(max_new_tokens, **kwargs))
+        ids = self.generate_ids(max_new_tokens, limit=limit, **kwargs)
+        return decode_rows(self.tokenizer, ids)
 
 
 def _check_one_answer(options: dict[str, Any]) -> None:
@@ -257,6 +268,7 @@ def ask_ids(
     questions: Sequence[str],
     max_new_tokens: int,
     options: dict[str, Any],
+    limit: Limit | None = None,
 ) -> Tensor:
     """int64 [rows, new tokens]: the answers to `questions`, all over the one packed part.
 
@@ -281,7 +293,12 @@ def ask_ids(
         asked = [[row] for row in rows]
     answers = [
         continue_ids(
-            result.model, some, result.new_cache(), prompt.tokenizer, max_new_tokens, dict(options)
+            result.model,
+            some,
+            result.new_cache(limit),
+            prompt.tokenizer,
+            max_new_tokens,
+            dict(options),
         )
         for some in asked
     ]

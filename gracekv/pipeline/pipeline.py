@@ -16,6 +16,7 @@ from gracekv import recipes
 from gracekv.allocate import Allocator, Budget, BudgetPlan, Floor, NoFloor, Quota, RecentWindow
 from gracekv.backends import Auto, Backend
 from gracekv.cache import Packer, Timings
+from gracekv.decode import Decoder, NoCut
 from gracekv.distributed.head_shard import all_heads
 from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import ConfigError, ShapeError
@@ -58,6 +59,8 @@ class Pipeline(Configurable):
         pack: how a chosen node becomes an entry.
         fit: how kept entries make up for dropped ones (ours; the paper's is `none`).
         precision: how many bits their numbers take (ours; the paper's is `full`).
+        decode: what stays while generating under a `gracekv.Limit` that names no strategy (ours;
+            the paper's is `none`).
         window: the recent window.
         backend: the attention implementation that decoding reads the cache with.
         keep_all: ignore the budget and keep everything (FullKV).
@@ -80,6 +83,7 @@ class Pipeline(Configurable):
     window: RecentWindow
     fit: Fitter = field(default_factory=NoFit)
     precision: Precision = field(default_factory=FullPrecision)
+    decode: Decoder = field(default_factory=NoCut)
     backend: Backend = field(default_factory=Auto)
     keep_all: bool = False
     certify: bool = False

@@ -7,6 +7,7 @@ from typing import Any
 from gracekv.allocate import ALLOCATORS, FLOORS, QUOTAS
 from gracekv.backends import BACKENDS
 from gracekv.cache import PACKERS
+from gracekv.decode import DECODERS
 from gracekv.fit import FITTERS
 from gracekv.precision import PRECISIONS
 from gracekv.registry import Registry
@@ -26,6 +27,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "pack": PACKERS,
     "fit": FITTERS,
     "precision": PRECISIONS,
+    "decode": DECODERS,
     "backend": BACKENDS,
 }
 

@@ -192,6 +192,19 @@ def rotary_positions(model: Any, places: Tensor) -> Tensor:
     return places.expand(3, 1, -1) if "mrope_section" in rope_parameters(model) else places
 
 
+def rotations_up_to(model: Any, last: int) -> list[Rope]:
+    """The rotations of positions 0..last, of each compressed layer."""
+    layers, device = compressed_layers(model), model.get_input_embeddings().weight.device
+    if not has_rope(model):
+        return [Rope.none(last + 1, device) for _ in layers]
+    places = rotary_positions(model, torch.arange(last + 1, device=device)[None])
+    made = model.get_decoder().rotary_emb(
+        torch.zeros((), device=device), places, *rotation_kind(model)
+    )
+    cos, sin = (x[0].float() for x in made)
+    return [rope_of_table(cos, sin, layer.rotation) for layer in layers]
+
+
 def remember_rotations(model: Any, rotations: Mapping[int, Rotation]) -> None:
     """Use these rotations, by layer, for `model` from now on."""
     _found[model] = dict(rotations)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from gracekv.allocate import Selection
 from gracekv.cache import CompressedCache
@@ -45,6 +46,25 @@ def released(run: Run) -> Run:
         value_change=None,
         record=record_of(run),
     )
+
+
+def entry_scores(run: Run) -> tuple[Tensor, ...] | None:
+    """L tensors float32 [E]: the relevance of the token of each packed entry, as a record has it.
+
+    inf for entries outside what was compressed; None if there is no record.
+    """
+    record = record_of(run)
+    if record is None:
+        return None
+    first, last = record.region
+    scores = record.relevance.decoded() * record.relevance.mean[..., None]
+    found = []
+    for own, layer in zip(scores, run.cache.layers, strict=True):
+        row, position, _ = layer.index()
+        inside = (position >= first) & (position < last)
+        found.append(torch.full(row.shape, torch.inf))
+        found[-1][inside] = own[row[inside], position[inside] - first]
+    return tuple(found)
 
 
 def _lists(cache: CompressedCache, selection: Selection) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gracekv.allocate import Allocator, Budget, BudgetPlan, Floor, Frontier, Quota
 from gracekv.backends import AttentionSpec, Backend
+from gracekv.decode import Decoder, HeldLayer
 from gracekv.errors import ShapeError
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.stages import REGISTRIES
@@ -115,6 +116,8 @@ def check_stage(strategy: Strategy, seed: int) -> None:
             return
         elif stage == "quota":
             check_quota(cast(Quota, strategy), prefill)
+        elif stage == "decode":
+            check_decoder(cast(Decoder, strategy), prefill)
         elif stage in ("floor", "allocate"):
             _check_auctions(strategy, seed)
         check_in_pipeline(strategy, prefill)
@@ -215,6 +218,21 @@ def check_allocator(allocator: Allocator, start: Frontier, quota: Tensor | None)
         (result.budget, result.floor_spent) == (start.budget, start.floor_spent),
         "budget or floor_spent were changed",
     )
+
+
+def check_decoder(decoder: Decoder, prefill: Prefill) -> None:
+    """Finite scores [G, N] of every entry of a layer, the same each time; else `AssertionError`."""
+    keys, queries = prefill.keys[0], prefill.queries[0].float()
+    places = torch.arange(keys.shape[1]).expand(keys.shape[:2])
+    asked = queries.unflatten(0, (len(keys), -1)) * prefill.scale
+    none = torch.zeros(places.shape)
+    held = HeldLayer(
+        0, keys, prefill.values[0], none, places, asked, asked, none, 3, len(places[0])
+    )
+    first, second = decoder.scores(held), decoder.scores(held)
+    hold(first.shape == places.shape, f"scores must be {list(places.shape)}")
+    hold(bool(first.isfinite().all()), "scores hold infinity or NaN")
+    hold(torch.equal(first, second), "scores differ between two calls")
 
 
 def check_backend(backend: Backend, seed: int) -> None:

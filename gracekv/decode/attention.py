@@ -1,0 +1,34 @@
+"""`attention`: what the last interval's queries looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from gracekv.decode.base import DECODERS, Decoder, HeldLayer
+from gracekv.registry import bounded
+
+
+@final
+@DECODERS.register("attention")
+@dataclass(frozen=True)
+class Attention(Decoder):
+    """What the queries of the last interval looked at, on average.
+
+    Source: the score of SnapKV, arXiv:2404.14469, with a decoder's own queries. Ours: queries are
+    turned to the present position, and one auction goes over all layers and heads.
+
+    Cost: attention of the recorded queries over all entries, at each cut.
+
+    Attributes:
+        queries: how many of the last queries are asked.
+        keep_prompt: whether the prompt's entries stay.
+    """
+
+    queries: int = bounded(64, at_least=1)
+    keep_prompt: bool = False
+
+    def scores(self, held: HeldLayer) -> Tensor:
+        return held.attention().mean(dim=1)

@@ -1,0 +1,76 @@
+"""A cut: one auction over all layers and heads of one sequence, and what stays, packed.
+
+Who calls whom: `gracekv.hf.limited` sees before a step that the cache is full, shows this module
+one layer after the other as `HeldLayer`, and places what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from gracekv.allocate.plan import BudgetPlan, equal_shares
+from gracekv.allocate.top_tokens import top_tokens
+from gracekv.cache.base import RaggedEntries
+from gracekv.decode.base import Decoder, HeldLayer
+from gracekv.kernels import ragged
+
+
+def kept_entries(
+    layers: int, held: Callable[[int], HeldLayer], strategy: Decoder, budget: int, window: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Which entries stay, bool [G, N] by layer, and their scores [G, N]; N differs by layer.
+
+    Before the first query was asked, strategies that read queries leave it to what is carried. The
+    last `window` positions and what the strategy guards stay in any case. Ties go to the
+    earlier layer, head and entry.
+
+    Args:
+        layers: L.
+        held: makes what a layer holds; each is asked for once, in order.
+        strategy: scores.
+        budget: most entries in all layers and heads.
+        window: last tokens that stay.
+    """
+    scores, gains, widths = list[Tensor](), list[Tensor](), list[int]()
+    heads = 1
+    for number in range(layers):
+        layer = held(number)
+        heads = len(layer.keys)
+        blind = strategy.queries and not layer.moved.shape[2]
+        own = layer.carried if blind else strategy.scores(layer)
+        recent = layer.positions >= layer.now - window
+        stays = strategy.guarded(layer, budget // layers) | recent
+        scores.append(own)
+        gain = torch.where(layer.used, own.double(), torch.nan)
+        gains.append(torch.where(stays & layer.used, torch.inf, gain))
+        widths.append(own.shape[1])
+    every = torch.stack(
+        [functional.pad(x, (0, max(widths) - x.shape[1]), value=torch.nan) for x in gains]
+    )
+    finite = every[every.isfinite()]
+    low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
+    # From 1 to 2 by score, 3 for what stays in any case; 0 is out.
+    scaled = 1 + (every - low) / max(float(high - low), 1e-300)
+    scaled = scaled.clamp(max=3.0).nan_to_num_(nan=0.0)
+    quota = None
+    if strategy.per_head:
+        quota = equal_shares(BudgetPlan(layers, heads, max(widths), budget, 0))
+    ones = torch.ones(layers, heads)
+    kept = top_tokens(scaled, ones, budget, quota, elastic=True)
+    return [own[:, :width] for own, width in zip(kept, widths, strict=True)], scores
+
+
+def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEntries:
+    """The entries `kept` bool [G, N] of one layer, fitted by `strategy`."""
+    entries = RaggedEntries(
+        held.keys[kept],
+        held.values[kept],
+        held.positions[kept].int(),
+        held.log_multiplicity[kept],
+        ragged.offsets(kept.sum(dim=1).cpu()),
+    )
+    return strategy.fit(held, kept, entries)

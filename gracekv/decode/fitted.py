@@ -1,0 +1,59 @@
+"""`fitted`: one auction over all heads, then values and masses fitted to the interval's queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.base import RaggedEntries
+from gracekv.decode.base import DECODERS, Decoder, HeldLayer
+from gracekv.decode.refit import refitted
+from gracekv.registry import bounded
+
+
+@final
+@DECODERS.register("fitted")
+@dataclass(frozen=True)
+class Fitted(Decoder):
+    """What the last queries read, and before them; values and masses then make up for the rest.
+
+    An entry's score is the attention that it got, times the norm of its value, or what it was at an
+    earlier cut times `memory`, whichever is more. Values and multiplicities of what stays are then
+    fitted as `gracekv.fit` does, with the recorded queries as reference: what they got from all
+    entries they get from those that stay.
+
+    Source: ours.
+
+    Cost: attention of the recorded queries over all entries twice, and a system of as many
+    unknowns as there are queries for each head, at each cut.
+
+    Attributes:
+        queries: how many of the last queries are asked, and fitted to.
+        memory: what an older score counts, a cut later.
+        norm: power of the value's norm in the score.
+        trust: prior of values, as in `gracekv.fit.Values`.
+        mass_trust: prior of multiplicities.
+        trust_read: prior of both for being read.
+        keep_prompt: whether the prompt's entries stay.
+    """
+
+    queries: int = bounded(64, at_least=1)
+    memory: float = bounded(0.9, at_least=0, at_most=1)
+    norm: float = bounded(1.0, at_least=0)
+    trust: float = bounded(0.1, above=0)
+    mass_trust: float = bounded(0.1, above=0)
+    trust_read: float = bounded(0.3, at_least=0)
+    keep_prompt: bool = True
+
+    def scores(self, held: HeldLayer) -> Tensor:
+        read = held.attention().mean(dim=1) * held.values.float().norm(dim=-1) ** self.norm
+        # Older scores count at the level that their entries have now.
+        before = held.carried * (held.carried > 0)
+        level = (read * (before > 0)).sum(1) / before.sum(1).clamp_min(1e-30)
+        return torch.maximum(read, self.memory * level[:, None] * before)
+
+    def fit(self, held: HeldLayer, kept: Tensor, packed: RaggedEntries) -> RaggedEntries:
+        return refitted(held, kept, packed, self.trust, self.mass_trust, self.trust_read)

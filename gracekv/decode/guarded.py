@@ -1,0 +1,51 @@
+"""`guarded`: values of huge norm stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.base import RaggedEntries
+from gracekv.decode.attention import Attention
+from gracekv.decode.base import DECODERS, Decoder, HeldLayer
+from gracekv.registry import bounded
+
+
+@final
+@DECODERS.register("guarded")
+@dataclass(frozen=True)
+class Guarded(Decoder):
+    """Another strategy whose cuts never drop the values of largest norm.
+
+    Source: the guard of VaSE, arXiv:2606.03928; what it guards is chosen here.
+
+    Cost: that of the strategy.
+
+    Attributes:
+        strategy: what scores and fits.
+        share: of what a layer may keep, for the values of largest norm in each head.
+    """
+
+    strategy: Decoder = field(default_factory=Attention)
+    share: float = bounded(0.05, above=0, at_most=0.5)
+
+    @property
+    def queries(self) -> int:  # type: ignore[override]
+        """Those of the strategy."""
+        return self.strategy.queries
+
+    def scores(self, held: HeldLayer) -> Tensor:
+        return self.strategy.scores(held)
+
+    def guarded(self, held: HeldLayer, most: int) -> Tensor:
+        norms = held.values.float().norm(dim=-1).masked_fill_(~held.used, -1.0)
+        count = min(int(self.share * most) // len(norms), norms.shape[1])
+        largest = torch.zeros_like(held.used)
+        largest.scatter_(1, norms.topk(count, dim=1).indices, value=True)
+        return self.strategy.guarded(held, most) | (largest & held.used)
+
+    def fit(self, held: HeldLayer, kept: Tensor, packed: RaggedEntries) -> RaggedEntries:
+        return self.strategy.fit(held, kept, packed)

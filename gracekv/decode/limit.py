@@ -1,0 +1,90 @@
+"""`Limit`: how much a cache may hold while generating, and `Occupancy`: what it held."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gracekv.allocate import Budget
+from gracekv.allocate.budget import Number
+from gracekv.decode.base import DECODERS, Decoder
+from gracekv.registry import Configurable, bounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit(Configurable):
+    """How much of the cache stays while generating: exactly one of the three sizes is given.
+
+        result.generate(max_new_tokens=4096, limit=gracekv.Limit(entries_per_head=512))
+
+    Each row of a batch has the limit for itself.
+
+    Attributes:
+        entries_per_head: entries per KV head and layer, on average, that a cut leaves; up to
+            `every` more come before the next one.
+        ratio: how many times fewer entries a cut leaves than tokens were read and written.
+        kv_bytes: bytes of keys and values that are never exceeded, the interval included; a number
+            or text such as "64MiB".
+        every: tokens between two cuts.
+        window: last tokens that every head keeps.
+        strategy: what stays, a strategy of the stage `decode` or its name; None: the pipeline's, or
+            "fitted" where that is "none".
+    """
+
+    entries_per_head: int | None = None
+    ratio: Number | None = None
+    kv_bytes: int | str | None = None
+    every: int = bounded(256, at_least=1, hint="Cuts of 64 to 512 tokens are usual.")
+    window: int = bounded(32, at_least=1)
+    strategy: Decoder | str | None = None
+
+    def check(self) -> None:
+        _ = self.budget
+        if self.strategy is not None:
+            DECODERS.parse(self.strategy)
+
+    @property
+    def budget(self) -> Budget:
+        """The size; raises `BudgetError` unless exactly one is given."""
+        names = ("entries_per_head", "ratio", "kv_bytes")
+        return Budget.of({name: getattr(self, name) for name in names})
+
+    def decoder(self, default: Decoder) -> Decoder:
+        """The strategy, where `default` is the pipeline's."""
+        chosen = default if self.strategy is None else DECODERS.parse(self.strategy)
+        named = self.strategy is not None or chosen.name != "none"
+        return chosen if named else DECODERS.build("fitted")
+
+    def target(self, length: int, units: int, entry_bytes: int) -> int:
+        """Entries in all heads that a cut leaves after `length` tokens.
+
+        Args:
+            length: tokens read and written.
+            units: L G.
+            entry_bytes: bytes of one K/V pair.
+        """
+        budget = self.budget
+        if budget.kind == "kv_bytes":
+            return math.floor(budget.amount / entry_bytes) - units * self.every
+        if budget.kind == "ratio":
+            return units * math.floor(length / budget.amount)
+        return units * int(budget.amount)
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Entries and bytes of a cache with a limit, in all layers, heads and rows.
+
+    Attributes:
+        entries: now.
+        bytes: of their keys and values.
+        most_entries: at the most so far.
+        most_bytes: of their keys and values.
+        cuts: how many there were.
+    """
+
+    entries: int
+    bytes: int
+    most_entries: int
+    most_bytes: int
+    cuts: int

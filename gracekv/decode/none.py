@@ -1,0 +1,25 @@
+"""`none`: nothing is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from gracekv.decode.base import DECODERS, Decoder, HeldLayer
+
+
+@final
+@DECODERS.register("none")
+@dataclass(frozen=True)
+class NoCut(Decoder):
+    """Nothing is cut: the cache grows by every token.
+
+    Source: the paper.
+
+    Cost: none.
+    """
+
+    def scores(self, held: HeldLayer) -> Tensor:
+        return held.positions.float()

@@ -1,0 +1,30 @@
+"""`recent`: the prompt, then a window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from gracekv.decode.base import DECODERS, Decoder, HeldLayer
+
+
+@final
+@DECODERS.register("recent")
+@dataclass(frozen=True)
+class Recent(Decoder):
+    """The prompt's entries and the last tokens.
+
+    Source: StreamingLLM, arXiv:2309.17453. Ours: all of the prompt stays, not four tokens.
+
+    Cost: none.
+
+    Attributes:
+        keep_prompt: whether the prompt's entries stay.
+    """
+
+    keep_prompt: bool = True
+
+    def scores(self, held: HeldLayer) -> Tensor:
+        return held.positions.float()

@@ -1,0 +1,257 @@
+"""`LimitedCache`: a cache that never outgrows its limit while generating."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.backends.base import sequence_of_row
+from gracekv.cache.base import RaggedEntries
+from gracekv.decode import Decoder, HeldLayer, Limit, Occupancy
+from gracekv.decode.cut import kept_entries, packed_entries
+from gracekv.distributed import head_shard
+from gracekv.errors import BudgetError, CacheError
+from gracekv.hf.cache import GraceCache
+from gracekv.hf.limited_layer import LimitedLayer
+from gracekv.hf.packed_layer import PackedLayer
+from gracekv.kernels.linalg import full_float32
+from gracekv.kernels.rope import Rope
+from gracekv.prefill.model_layers import rotations_up_to
+
+
+class LimitedCache(GraceCache):
+    """A `GraceCache` that is cut before a step that would pass its limit.
+
+    What is packed is shared until a cut, which copies what stays: each row then has entries of its
+    own. Positions go on: they count what was read, not what is kept.
+
+    Args:
+        source: a cache with an empty tail.
+        model: the model that it is of.
+        limit: what it may hold.
+        strategy: what stays.
+        scores: L tensors float32 [E] of the packed entries; inf for entries outside what was
+            compressed, which stay in a cut before the first query. None: not known.
+
+    Attributes:
+        cuts: how many there were.
+
+    Raises:
+        BudgetError: the limit is below what must stay.
+        CacheError: the entries are quantised, or the model's heads are spread over processes.
+    """
+
+    limit: Limit
+    grace_layers: tuple[LimitedLayer, ...]
+
+    def __init__(
+        self,
+        source: GraceCache,
+        model: Any,
+        limit: Limit,
+        strategy: Decoder,
+        scores: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.__dict__.update(source.__dict__)
+        self.limit, self._strategy, self._start, self._scores = limit, strategy, source, scores
+
+        # A copy of the cache shares a function, and so the model.
+        def rotations(now: int) -> list[Rope]:
+            return rotations_up_to(model, now)
+
+        self._rotations = rotations
+        if head_shard(model) is not None:
+            raise CacheError(
+                "The model's heads are spread over processes, and a cut compares all of them. "
+                "Generate without a limit, or load the model without tp_plan."
+            )
+        if not all(isinstance(x.packed.entries, RaggedEntries) for x in source.grace_layers):
+            raise CacheError(
+                "A limit needs entries as they are; some of this result are quantised. Compress "
+                "with precision='full', or generate without a limit."
+            )
+        packed: Any = source.grace_layers[0].packed.entries
+        self._units: int = len(source.grace_layers) * packed.heads
+        self._entry_bytes: int = 2 * packed.dim * packed.dtype.itemsize
+        self.reset()
+        self._check_size()
+
+    def reset(self) -> None:
+        """Forget everything after the packed prompts."""
+        start, queries = self._start, self._strategy.queries
+        self.padding, self._carried = start.padding, self._scores
+        self._seen: Tensor | None = None
+        self.cuts = self._most = 0
+        layers = [LimitedLayer(layer.packed, queries) for layer in start.grace_layers]
+        self._place(layers, start.packed_length)
+        self._count()
+
+    def with_empty_tail(self) -> LimitedCache:
+        twin = copy.copy(self)
+        twin.reset()
+        return twin
+
+    def with_static_tail(self, capacity: int, *, rows: int | None = None) -> GraceCache:
+        """Raises `CacheError`: compiled steps cannot be cut."""
+        raise CacheError(
+            "A cache with a limit is cut while it grows, and a static tail has one size. Use "
+            "result.new_cache() without a limit for compiled steps and CUDA graphs."
+        )
+
+    def activate_past_recording(self) -> None:
+        """Raises `CacheError`: assisted decoding goes back behind cuts."""
+        raise CacheError(
+            "Assisted decoding and prompt lookup take tokens back, and a cache with a limit cannot "
+            "go back behind a cut. Generate without an assistant, or without a limit."
+        )
+
+    def mark(self) -> Callable[[], None]:
+        """As `GraceCache.mark`; after a cut, what is returned goes back to the packed prompts."""
+        cuts, back = self.cuts, super().mark()
+        return lambda: back() if self.cuts == cuts else self.reset()
+
+    def packed_mask(self, rows: int, device: torch.device) -> Tensor:
+        if self._seen is None:
+            return super().packed_mask(rows, device)
+        own = self.grace_layers[0].rows_of(rows)
+        return self._seen[sequence_of_row(own, rows, len(self._seen), device)].to(device)
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """Entries and bytes, now and at most."""
+        entries = self._entries(0)
+        most = max(entries, self._most)
+        return Occupancy(
+            entries, entries * self._entry_bytes, most, most * self._entry_bytes, self.cuts
+        )
+
+    def _entries(self, new: int) -> int:
+        """Entries of all rows with `new` tokens more."""
+        first = self.grace_layers[0]
+        return self._packed_entries + self._units * first.batch * (int(first.tail_length) + new)
+
+    def _count(self) -> None:
+        """Packed entries in all layers and heads, and those of the largest sequence."""
+        counts = torch.stack([x.packed.entries.lengths for x in self.grace_layers])
+        each = counts.view(len(counts), len(self.padding), -1).sum((0, 2))
+        self._packed_entries, self._largest = int(each.sum()), int(each.max())
+
+    def _target(self, length: int) -> int:
+        return self.limit.target(length, self._units, self._entry_bytes)
+
+    def _check_size(self) -> None:
+        """Raise `BudgetError` unless what must stay fits."""
+        units, target = self._units, self._target(self.packed_length + 1)
+        stays, why = self._largest, "the strategy keeps the prompt"
+        if self._scores is None and not self._strategy.keep_prompt:
+            why = "what is packed has no scores by which it could be cut"
+        elif not self._strategy.keep_prompt:
+            stays = sum(int(own.isinf().sum()) for own in self._scores or ())
+            why = "what was not compressed of the prompt stays"
+        each = -(-stays // units) + self.limit.window
+        if self._strategy.name != "none" and target < units * each:
+            ratio, every = (self.packed_length + 1) / each, self.limit.every
+            raise BudgetError(
+                f"The limit leaves {target // units} entries per head, but {each} must stay: {why},"
+                f" and so do the last {self.limit.window} tokens. Use entries_per_head of at least "
+                f"{each}, ratio of at most {ratio:.2f}, or kv_bytes of at least "
+                f"{units * (each + every) * self._entry_bytes}; or compress the prompt more, by a "
+                f"recipe that scores its tokens."
+            )
+
+    def make_room(self, new: int, mask: Any) -> None:
+        """Cut if `new` tokens more would pass the limit.
+
+        Args:
+            new: tokens of the coming step.
+            mask: as it was given to the model: [B, length], or None.
+
+        Raises `CacheError` for more tokens than an interval, and for a mask of another form.
+        """
+        used = self.grace_layers[0].tail_length
+        room = self._room(used + new)
+        if used + new > room and (used or self._carried is not None):
+            self._cut(mask)
+            used, room = 0, self._room(new)
+        if used + new > room:
+            raise CacheError(
+                f"A step of {new} tokens passes the limit, which has room for {room} after a cut. "
+                f"Feed at most {self.limit.every} tokens a step: model.generate(..., "
+                f"prefill_chunk_size={self.limit.every})."
+            )
+        for layer in self.grace_layers:
+            layer.places = room
+        self._most = max(self._most, self._entries(new))
+
+    def _room(self, tail: int) -> int:
+        """Tokens that the tail may hold, where `tail` are in it."""
+        if self._strategy.name == "none":
+            return tail
+        most = self._target(self.packed_length + tail) + self._units * self.limit.every
+        return (most - self._largest) // self._units
+
+    @torch.no_grad()
+    def _cut(self, mask: Any) -> None:
+        """Every row by itself; then each has a packed part of its own."""
+        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+            raise CacheError(
+                "A cut has to know which tokens are padding. Pass a 2D attention_mask [B, length], "
+                "or none."
+            )
+        first, strategy = self.grace_layers[0], self._strategy
+        rows, packed = first.batch, self.packed_length
+        length, device = packed + first.tail_length, first.packed.entries.device
+        seen = torch.ones(rows, length, dtype=torch.bool, device=device)
+        seen[:, :packed] = self.packed_mask(rows, device)
+        if mask is not None:
+            seen[:, packed:] = mask[:, packed:length].bool()
+        entries: list[list[RaggedEntries]] = [[] for _ in self.grace_layers]
+        carried: list[list[Tensor]] = [[] for _ in self.grace_layers]
+        with full_float32():
+            for row in range(rows):
+                held = partial(self._held, row, seen[row], self._rotations(int(seen[row].sum())))
+                kept, scores = kept_entries(
+                    len(entries), held, strategy, self._target(length), self.limit.window
+                )
+                for number, (own, score) in enumerate(zip(kept, scores, strict=True)):
+                    entries[number].append(packed_entries(held(number), own, strategy))
+                    carried[number].append(score[own].float())
+        self.padding = tuple((~seen).sum(dim=1).tolist())
+        self._seen = seen if any(self.padding) else None
+        self._carried = [torch.cat(parts) for parts in carried]
+        for layer, parts in zip(self.grace_layers, entries, strict=True):
+            backend, joined = layer.packed.backend, RaggedEntries.stack(parts)
+            layer.place(PackedLayer(joined, backend.prepare(joined), backend, length))
+        self.cuts += 1
+        self._count()
+
+    def _held(self, row: int, seen: Tensor, ropes: Sequence[Rope], number: int) -> HeldLayer:
+        """Layer `number` of one row, whose tokens are `seen` bool [length] unless they are padding.
+
+        The tail's positions are those of the tokens that are seen.
+        """
+        layer, packed, now = self.grace_layers[number], self.packed_length, int(seen.sum())
+        keys, values, positions, mass, columns = layer.held(row)
+        place = seen.cumsum(0) - 1
+        new = slice(columns.shape[1], None)
+        positions[:, new] = place[packed:]
+        mass[:, new].masked_fill_(~seen[packed:], -torch.inf)
+        asked, at = layer.asked(row)
+        shown, (scale, softcap, sinks) = seen[packed + at], layer.how
+        asked = (asked[:, shown].float() * scale).unflatten(0, (len(keys), -1))
+        turned = ropes[number].moved(place[packed + at[shown]], now)
+        moved = turned.rotate(asked, torch.arange(asked.shape[2]))
+        carried = torch.zeros_like(mass)
+        if self._carried is not None:
+            known = self._carried[number].to(mass)[columns]
+            # What had no score stays only while nothing else is known, either.
+            carried[:, : columns.shape[1]] = known.nan_to_num(posinf=0.0) if len(at) else known
+        return HeldLayer(
+            number, keys, values, mass, positions, asked, moved, carried,
+            self._start.packed_length, now, softcap, sinks,
+        )  # fmt: skip

@@ -1,0 +1,99 @@
+"""`LimitedLayer`: a cache layer that remembers the last queries, for the next cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.backends import AttentionStep
+from gracekv.hf.layer import GraceLayer
+from gracekv.hf.packed_layer import PackedLayer, repeats
+
+
+class LimitedLayer(GraceLayer):
+    """A `GraceLayer` whose tail has room for what fits its cache's limit, and is then cut.
+
+    Args:
+        packed: the compressed part.
+        queries: Q, how many of the last queries it remembers.
+
+    Attributes:
+        places: most tokens of the tail.
+        how: scale, softcap and sink logits of the last step, as in `AttentionStep`.
+    """
+
+    def __init__(self, packed: PackedLayer, queries: int) -> None:
+        super().__init__(packed)
+        self.places = self._last = 0
+        self.how: tuple[Any, ...] = (1.0, None, None)
+        self._queries, self._asked = queries, torch.zeros(1, 0, 0, 0)
+
+    def _grow(self, batch: int, capacity: int) -> None:
+        super()._grow(batch, min(capacity, max(self.places, self._used)))
+
+    def record(self, step: AttentionStep) -> None:
+        query, old = step.query, self._asked
+        self.how = step.scale, step.softcap, step.sink_logits
+        if len(old) != len(query) or old.shape[1] != query.shape[1]:
+            shape = (len(query), query.shape[1], self._queries, query.shape[3])
+            self._asked = query.new_zeros(shape)
+            if old.numel():
+                self._asked += old.repeat_interleave(repeats(len(old), len(query)), dim=0)
+        take = min(query.shape[2], self._queries)
+        if take:
+            places = torch.arange(self._used - take, self._used, device=query.device)
+            self._asked[:, :, places % self._queries] = query[:, :, -take:].detach()
+        self._last = max(self._last, self._used)
+
+    def asked(self, row: int) -> tuple[Tensor, Tensor]:
+        """The queries [H, Q, d] that are remembered of a row, and their places in the tail [Q]."""
+        entries: Any = self.packed.entries
+        keys = entries.keys
+        places = torch.arange(max(0, self._last - self._queries), self._used, device=keys.device)
+        if not self._asked.numel():
+            return keys.new_zeros(entries.heads, 0, keys.shape[1]), places[:0]
+        return self._asked[row][:, places % self._queries], places
+
+    def held(self, row: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Keys, values [G, N, d], positions, log m [G, N] of a row's entries; and their columns.
+
+        First those of the packed part, padded by entries of log m = -inf, then the tail's, whose
+        positions and log m are 0. Columns int64 [G, W] are the rows of the packed part's tensors.
+        """
+        packed: Any = self.packed.entries
+        heads, device = packed.heads, packed.device
+        of_row = self.rows_of(self.batch)
+        each = self.batch // packed.sequences
+        at = heads * (row // each if of_row is None else int(of_row[row]))
+        counts = packed.lengths[at : at + heads].to(device)
+        step = torch.arange(int(counts.max()), device=device)
+        columns = packed.offsets[at : at + heads].to(device)[:, None] + step
+        columns.clamp_(max=max(0, packed.entries - 1))
+        mass = packed.log_multiplicity[columns].masked_fill(step >= counts[:, None], -torch.inf)
+        tail = [packed.keys.new_zeros(heads, 0, packed.dim)] * 2
+        if self._used:
+            tail = [own[row] for own in self._tail(self._used)]
+        new = mass.new_zeros(heads, self._used)
+        return (
+            torch.cat([packed.keys[columns], tail[0]], dim=1),
+            torch.cat([packed.values[columns], tail[1]], dim=1),
+            torch.cat([packed.positions[columns].long(), new.long()], dim=1),
+            torch.cat([mass, new], dim=1),
+            columns,
+        )
+
+    def place(self, packed: PackedLayer) -> None:
+        """Begin again after a cut, with an empty tail."""
+        self.packed = packed
+        self.reset()
+
+    def reset(self) -> None:
+        super().reset()
+        self._asked, self._last = self._asked[:, :0, :0], 0
+
+    def _select(self, index: Tensor) -> None:
+        super()._select(index)
+        if self._asked.numel():
+            self._asked = self._asked[index.to(self._asked.device)]

@@ -1,0 +1,118 @@
+"""A cut against the plain one, and what stays in any case."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.decode import DECODERS, Attention, Fitted, Guarded, Random, reference
+from gracekv.decode.cut import kept_entries, packed_entries
+from support.held_layers import held_layer
+
+EVERY = [name for name in DECODERS if name != "none"]
+
+
+def layers_of(seed, **options):
+    return [held_layer(seed + 7 * n, number=n, **options) for n in range(3)]
+
+
+@given(seed=st.integers(0, 2**20), capped=st.booleans(), sinks=st.booleans())
+def test_attention_is_that_of_the_reference(seed, capped, sinks):
+    held = held_layer(seed, softcap=2.0 if capped else None, sinks=sinks)
+    own = held.attention().mean(dim=1)
+    torch.testing.assert_close(own.double(), reference.attention(held), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@given(seed=st.integers(0, 2**20), budget=st.integers(18, 60))
+def test_the_auction_is_a_sorted_list(name, seed, budget):
+    strategy, layers = DECODERS.build(name), layers_of(seed)
+    kept, scores = kept_entries(3, layers.__getitem__, strategy, budget, window=2)
+    stays = [
+        x.used & ((x.positions >= x.now - 2) | strategy.guarded(x, budget // 3)) for x in layers
+    ]
+    want = reference.kept(
+        scores, stays, [x.used for x in layers], budget, per_head=strategy.per_head
+    )
+    for own, plain, score in zip(kept, want, scores, strict=True):
+        # Scores are equal only where both choices are right.
+        assert torch.equal(own, plain) or len(score.unique()) < score.numel()
+    total = sum(int(own.sum()) for own in kept)
+    assert total <= budget
+    room = sum(int(x.used.sum()) for x in layers)
+    assert strategy.per_head or total == min(budget, room)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_no_padding_stays_and_entries_are_copied(name):
+    layers = layers_of(3)
+    strategy = DECODERS.build(name)
+    kept, _ = kept_entries(3, layers.__getitem__, strategy, 40, window=2)
+    for held, own in zip(layers, kept, strict=True):
+        assert not (own & ~held.used).any()
+        packed = packed_entries(held, own, strategy)
+        assert torch.equal(packed.keys, held.keys[own])
+        assert torch.equal(packed.positions.long(), held.positions[own])
+        assert packed.lengths.tolist() == own.sum(dim=1).tolist()
+        assert packed.values.isfinite().all()
+        if name != "fitted":
+            assert torch.equal(packed.values, held.values[own])
+
+
+def test_the_prompt_stays_if_it_is_kept():
+    layers = layers_of(5)
+    kept, _ = kept_entries(3, layers.__getitem__, Random(), 45, window=2)
+    for held, own in zip(layers, kept, strict=True):
+        assert own[held.used & (held.positions < held.prompt)].all()
+
+
+def test_draws_depend_on_the_seed_alone():
+    layers = layers_of(5)
+    torch.manual_seed(0)
+    first = Random(seed=4).scores(layers[0])
+    torch.manual_seed(1)
+    assert torch.equal(first, Random(seed=4).scores(layers[0]))
+    assert not torch.equal(first, Random(seed=5).scores(layers[0]))
+    assert not torch.equal(first, Random(seed=4).scores(layers[1]))
+
+
+def test_values_of_huge_norm_stay_if_they_are_guarded():
+    layers = layers_of(6)
+    for held in layers:
+        held.values[0, 2] *= 100
+        held.keys[0, 2] = -10 * held.moved[0, 0].mean(dim=0)
+    plain, _ = kept_entries(3, layers.__getitem__, Attention(), 20, window=1)
+    kept, _ = kept_entries(3, layers.__getitem__, Guarded(share=0.5), 20, window=1)
+    assert all(own[0, 2] for own in kept)
+    assert not all(own[0, 2] for own in plain)
+
+
+def test_fitted_entries_give_the_queries_what_they_had():
+    held = held_layer(8, queries=12, packed=(30, 30), tail=10)
+    kept, _ = kept_entries(1, lambda _: held, Attention(), 30, window=2)
+
+    def answer(values, mass, used):
+        logits = (held.moved[0].flatten(0, 1) @ held.keys[0].T + mass).masked_fill(
+            ~used, -torch.inf
+        )
+        return logits.softmax(-1) @ values
+
+    want = answer(held.values[0], held.log_multiplicity[0], held.used[0])
+
+    def error(strategy):
+        packed = packed_entries(held, kept[0], strategy)
+        values, mass = held.values[0].clone(), held.log_multiplicity[0].clone()
+        own = slice(0, int(packed.offsets[1]))
+        values[kept[0][0]], mass[kept[0][0]] = packed.values[own], packed.log_multiplicity[own]
+        return float((answer(values, mass, kept[0][0]) - want).square().mean())
+
+    assert error(Fitted()) < 0.5 * error(Attention())
+
+
+def test_before_the_first_query_what_is_carried_decides():
+    held = held_layer(9, queries=0)
+    held.carried.copy_(torch.arange(held.carried.numel()).view_as(held.carried))
+    kept, _ = kept_entries(1, lambda _: held, Attention(), 6, window=1)
+    rest = held.carried[held.used & ~kept[0]]
+    recent = held.positions >= held.now - 1
+    assert held.carried[kept[0] & ~recent].min() > rest.max()

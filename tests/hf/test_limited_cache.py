@@ -1,0 +1,333 @@
+"""A cache with a limit: its bound, positions, modes of generation, and what is refused."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import gracekv  # noqa: E402
+from gracekv import Limit  # noqa: E402
+from gracekv.decode import DECODERS, Fitted  # noqa: E402
+from gracekv.errors import BudgetError, CacheError, ConfigError  # noqa: E402
+from gracekv.testing.models import tiny_model, tiny_tokenizer  # noqa: E402
+from support.families import FAMILIES  # noqa: E402
+from support.margins import assert_same_tokens  # noqa: E402
+
+IDS = torch.arange(60) * 13 % 97
+PROMPT = gracekv.Prompt.from_ids(IDS, (4, 50))
+EVERY = [name for name in DECODERS if name != "none"]
+SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(positions=16384)
+
+
+@pytest.fixture(scope="module")
+def result(model):
+    return gracekv.compress(model, PROMPT, ratio=2)
+
+
+def held_bytes(cache):
+    """Bytes of all tensors that the cache's layers reach, the packed part once."""
+    seen = {}
+    for layer in cache.grace_layers:
+        entries = layer.packed.entries
+        for tensor in (entries.keys, entries.values, layer._keys, layer._values):
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+    return sum(seen.values())
+
+
+def live_bytes():
+    """Bytes of all tensors of the tiny model's head dimension that are alive."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape[-1:] == (16,)]
+    return sum(
+        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values()
+    )
+
+
+def test_the_bound_holds_over_4000_tokens(model, result):
+    limit = Limit(entries_per_head=100, every=64, window=16, strategy="recent")
+    cache = result.new_cache(limit)
+    most = 4 * (100 + 64)
+    entry = 2 * 16 * 4
+    ids = IDS[cache.packed_length :][None]
+    live = []
+    for count in range(4000):
+        with torch.no_grad():
+            logits = model(input_ids=ids, past_key_values=cache).logits
+        ids = logits[:, -1:].argmax(-1) if count % 3 else torch.tensor([[count % 97]])
+        now = cache.occupancy
+        assert now.entries <= most
+        assert held_bytes(cache) <= most * entry
+        if count % 1000 == 500:
+            live.append(live_bytes())
+    # Nothing else keeps what was cut, either.
+    assert max(live) <= min(live) + most * entry
+    assert cache.occupancy.cuts >= 4000 // 64 - 3
+    assert cache.occupancy.most_entries <= most
+    assert cache.get_seq_length() == cache.packed_length + cache.grace_layers[0].tail_length == 4059
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_strategy_generates_within_bytes(model, result, name):
+    limit = Limit(kv_bytes="48kB", every=16, window=8, strategy=name)
+    cache = result.new_cache(limit)
+    model.generate(**result.inputs, past_key_values=cache, max_new_tokens=120, do_sample=False)
+    now = cache.occupancy
+    assert now.cuts > 2
+    assert now.bytes <= now.most_bytes <= 48_000
+    assert held_bytes(cache) <= 48_000
+
+
+def test_none_cuts_nothing(result):
+    want = result.generate_ids(60)
+    assert torch.equal(result.generate_ids(60, limit=Limit(**SMALL, strategy="none")), want)
+
+
+def masked_logits(model, ids, dropped, steps):
+    """Logits of the last `steps` tokens over a full cache with `dropped` tokens masked."""
+    cache = transformers.DynamicCache()
+    first = len(ids) - steps
+    with torch.no_grad():
+        model(input_ids=ids[None, :first], past_key_values=cache)
+        mask = torch.ones(1, len(ids), dtype=torch.long)
+        mask[0, list(dropped)] = 0
+        return model(
+            input_ids=ids[None, first:],
+            past_key_values=cache,
+            attention_mask=mask,
+            position_ids=torch.arange(first, len(ids))[None],
+        ).logits[0]
+
+
+@pytest.mark.parametrize("rope", ["default", "yarn", "dynamic"])
+def test_after_a_cut_the_model_sees_what_a_mask_leaves(rope):
+    model = tiny_model(rope=rope, positions=256, original=256)
+    result = gracekv.compress(model, PROMPT, ratio=1)
+    cache = result.new_cache(Limit(entries_per_head=70, every=12, window=4, strategy="recent"))
+    ids = torch.cat([IDS, torch.arange(34) * 7 % 97])
+    with torch.no_grad():
+        for token in ids[59:]:
+            logits = model(input_ids=token[None, None], past_key_values=cache).logits[0]
+    kept = {int(x) for layer in cache.packed.layers for x in layer.positions}
+    tail = cache.grace_layers[0].tail_length
+    dropped = set(range(len(ids) - tail)) - kept
+    assert cache.cuts == 1
+    assert dropped
+    # Only tokens after the cut see the same in every layer if they are fed at once.
+    want = masked_logits(model, ids, dropped, tail)
+    torch.testing.assert_close(logits[-1], want[-1], rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def logits_under(result, limit, tokens):
+    """The next token's logits [V] after new tokens, fed one by one under a limit."""
+    cache = result.new_cache(limit)
+    for token in torch.cat([result.prompt.ids[-1:], tokens]):
+        logits = result.model(input_ids=token[None, None], past_key_values=cache).logits
+    return logits[0, -1]
+
+
+def test_batches_cut_each_row_by_itself(model):
+    prompts = [gracekv.Prompt.from_ids(ids, (4, 50)) for ids in (IDS, IDS.flip(0))]
+    limit = Limit(entries_per_head=60, every=16, window=8)
+    together = gracekv.compress(model, prompts, ratio=2).generate_ids(80, limit=limit)
+    for number, prompt in enumerate(prompts):
+        alone = gracekv.compress(model, prompt, ratio=2)
+        assert_same_tokens(
+            together[number : number + 1],
+            alone.generate_ids(80, limit=limit),
+            lambda tokens, own=alone: logits_under(own, limit, tokens),
+        )
+
+
+def test_batches_of_several_lengths_hide_their_padding_after_cuts(model):
+    prompts = [gracekv.Prompt.from_ids(ids, (4, len(ids) - 10)) for ids in (IDS, IDS[:45])]
+    batch = gracekv.compress(model, prompts, ratio=2)
+    cache = batch.new_cache(Limit(entries_per_head=60, every=16, window=8))
+    model.generate(**batch.inputs, past_key_values=cache, max_new_tokens=80, do_sample=False)
+    assert cache.cuts > 2
+    assert cache.padding == (0, 15)
+    for layer in cache.packed.layers:
+        first, second = (layer.sequence(s).positions.max() for s in (0, 1))
+        assert first - second == 15
+
+
+@pytest.mark.parametrize("options", [
+    {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2},
+    {"do_sample": True, "num_return_sequences": 3},
+])  # fmt: skip
+def test_beams_and_samples_stay_within_the_limit(model, result, options):
+    torch.manual_seed(0)
+    cache = result.new_cache(Limit(**SMALL))
+    ids = model.generate(**result.inputs, past_key_values=cache, max_new_tokens=100, **options)
+    rows = cache.grace_layers[0].batch
+    assert len(ids) == options.get("num_return_sequences", 1)
+    assert cache.cuts > 2
+    assert cache.occupancy.entries <= rows * 4 * (80 + 16)
+    # What all continuations share was not changed.
+    assert torch.equal(result.packed.layers[0].keys, result.new_cache().packed.layers[0].keys)
+
+
+def test_beams_that_never_reach_the_limit_are_those_without(result):
+    wide = Limit(entries_per_head=500, every=16)
+    got = result.generate_ids(40, num_beams=3, limit=wide)
+    assert torch.equal(got, result.generate_ids(40, num_beams=3))
+
+
+def test_a_copy_goes_on_as_the_cache_does(model, result):
+    cache = result.new_cache(Limit(**SMALL))
+    model.generate(**result.inputs, past_key_values=cache, max_new_tokens=90, do_sample=False)
+    twin = copy.deepcopy(cache)
+    with torch.no_grad():
+        for token in torch.arange(40) % 97:
+            one = model(input_ids=token[None, None], past_key_values=cache).logits
+            two = model(input_ids=token[None, None], past_key_values=twin).logits
+            assert torch.equal(one, two)
+    assert cache.cuts == twin.cuts > 0
+    assert twin._rotations is cache._rotations
+    assert cache.with_empty_tail().get_seq_length() == result.packed.length
+
+
+def test_saved_results_are_continued(model, result, tmp_path):
+    result.save(tmp_path / "book.safetensors")
+    loaded = gracekv.load(tmp_path / "book.safetensors", model)
+    limit = Limit(**SMALL, strategy="rkv")
+    assert torch.equal(loaded.generate_ids(100, limit=limit), result.generate_ids(100, limit=limit))
+
+
+def test_a_packed_prompt_above_the_limit_is_cut_by_its_own_scores(model):
+    result = gracekv.compress(model, PROMPT, ratio=1.25)
+    cache = result.new_cache(
+        Limit(entries_per_head=36, every=16, window=2, strategy=Fitted(keep_prompt=False))
+    )
+    assert cache.occupancy.entries > 4 * (36 + 16) - 40
+    model.generate(**result.inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert cache.cuts == 1
+    assert cache.occupancy.most_entries <= 4 * (36 + 16)
+
+
+REFUSED = [
+    ({"entries_per_head": 20}, BudgetError, "entries_per_head of at least"),
+    ({"ratio": 3}, BudgetError, "ratio of at most"),
+    ({"kv_bytes": 4000}, BudgetError, "kv_bytes of at least"),
+    ({"entries_per_head": 50, "strategy": "random"}, BudgetError, "keeps the prompt"),
+    ({"entries_per_head": 50}, BudgetError, "keeps the prompt"),
+    ({"entries_per_head": 50, "strategy": "attention"}, BudgetError, "has no scores"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "error", "said"), REFUSED)
+def test_a_limit_below_what_must_stay_names_the_least(model, sizes, error, said):
+    whole = gracekv.compress(model, PROMPT, ratio=1)
+    with pytest.raises(error, match=said):
+        whole.new_cache(Limit(**sizes))
+
+
+def test_the_least_that_is_named_works(model):
+    whole = gracekv.compress(model, PROMPT, ratio=1)
+    for sizes in ({"entries_per_head": 20}, {"kv_bytes": 4000}):
+        with pytest.raises(BudgetError) as failure:
+            whole.new_cache(Limit(**sizes, every=16, window=8))
+        name = next(iter(sizes))
+        least = int(str(failure.value).split(f"{name} of at least ")[1].split()[0].strip(",;."))
+        whole.new_cache(Limit(**{name: least}, every=16, window=8))
+        with pytest.raises(BudgetError):
+            whole.new_cache(Limit(**{name: least - 1}, every=16, window=8))
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    ({"entries_per_head": 90, "every": 0}, "every takes a whole number >= 1"),
+    ({"entries_per_head": 90, "window": 0}, "window takes a whole number >= 1"),
+    ({"entries_per_head": 90, "strategy": "rnd"}, "Unknown decode strategy"),
+    ({}, "exactly one budget"),
+    ({"entries_per_head": 90, "ratio": 2}, "exactly one budget"),
+])  # fmt: skip
+def test_bad_limits_are_refused(fields, said):
+    with pytest.raises((ConfigError, BudgetError), match=said):
+        Limit(**fields)
+
+
+def test_modes_that_go_back_or_are_static_are_refused_before_the_first_token(model, result):
+    calls = []
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    limit = Limit(**SMALL)
+    try:
+        with pytest.raises(CacheError, match="Assisted decoding and prompt lookup"):
+            result.generate_ids(40, limit=limit, assistant_model=tiny_model(positions=16384))
+        with pytest.raises(CacheError, match="Assisted decoding and prompt lookup"):
+            result.generate_ids(40, limit=limit, prompt_lookup_num_tokens=3)
+        with pytest.raises(CacheError, match="static tail"):
+            result.new_cache(limit).with_static_tail(64)
+    finally:
+        handle.remove()
+    assert not calls
+
+
+def test_a_step_longer_than_an_interval_names_the_chunk_size(model, result):
+    cache = result.new_cache(Limit(**SMALL))
+    with torch.no_grad(), pytest.raises(CacheError, match="prefill_chunk_size=16"):
+        model(input_ids=torch.zeros(1, 300, dtype=torch.long), past_key_values=cache)
+
+
+TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
+
+
+def test_a_chat_stays_within_its_bytes_however_long_it_gets():
+    tokenizer = tiny_tokenizer([TEXT])
+    model = tiny_model(vocabulary=len(tokenizer), positions=8192)
+    book = gracekv.compress(
+        model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=1, pipeline="fullkv"
+    )
+    size = book.packed.kv_bytes * 2
+    chat = book.chat(Limit(kv_bytes=size, every=16, window=8))
+    for turn in range(12):
+        chat.ask(f"word{turn} {TEXT[: 40 * turn + 5]}", max_new_tokens=20)
+        assert chat._cache.occupancy.most_bytes <= size
+    assert chat._cache.cuts > 5
+    before, ids = chat._cache.get_seq_length(), chat._ids.clone()
+    with pytest.raises(RuntimeError, match="stop"):
+        chat.ask(TEXT, max_new_tokens=20, stopping_criteria=[_stops])
+    assert torch.equal(chat._ids, ids)
+    # The turn was cut, so the conversation is read again.
+    assert chat._cache.get_seq_length() <= before
+    assert isinstance(chat.ask("word3", max_new_tokens=8), str)
+    assert chat._cache.occupancy.most_bytes <= size
+
+
+def _stops(ids, scores, **_):
+    raise RuntimeError("stop")
+
+
+def test_several_questions_are_answered_within_the_limit():
+    tokenizer = tiny_tokenizer([TEXT])
+    model = tiny_model(vocabulary=len(tokenizer), positions=8192)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=2)
+    limit = Limit(entries_per_head=book.packed.length + 10, every=16, window=8)
+    questions = ["word1", "word2 and3 word4 and5 word7"]
+    together = book.ask(questions, max_new_tokens=60, limit=limit)
+    assert together == [book.ask(x, max_new_tokens=60, limit=limit) for x in questions]
+
+
+def test_quantised_entries_are_refused(model):
+    coded = gracekv.compress(model, PROMPT, ratio=1, pipeline=gracekv.Pipeline.named("fullkv-8bit"))
+    with pytest.raises(CacheError, match="precision='full'"):
+        coded.new_cache(Limit(entries_per_head=100))
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "gemma3_text", "lfm2", "glm4", "smollm3"])
+def test_other_families_generate_within_the_limit(family):
+    model = FAMILIES[family].model(vocabulary=97)
+    result = gracekv.compress(model, PROMPT, ratio=2)
+    cache = result.new_cache(Limit(entries_per_head=50, every=16, window=8))
+    model.generate(**result.inputs, past_key_values=cache, max_new_tokens=60, do_sample=False)
+    assert cache.cuts > 1
+    assert cache.get_seq_length() == 60 + 60 - 1

@@ -1,0 +1,29 @@
+"""Layers as they are at a cut, drawn at random."""
+
+import torch
+
+from gracekv.decode import HeldLayer
+
+
+def held_layer(
+    seed, *, heads=2, group=2, queries=5, packed=(9, 4), tail=6, dim=8, number=0, softcap=None,
+    sinks=False, prompt=5,
+):  # fmt: skip
+    """A `HeldLayer` whose heads hold `packed` entries and `tail` tokens; the last one is hidden."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=rng)
+
+    most = max(packed)
+    mass = 0.3 * draw(heads, most + tail).abs()
+    positions = torch.arange(most + tail).repeat(heads, 1)
+    for g, count in enumerate(packed):
+        mass[g, count:most] = -torch.inf
+    mass[:, -1] = -torch.inf
+    return HeldLayer(
+        number, draw(heads, most + tail, dim), draw(heads, most + tail, dim), mass, positions,
+        draw(heads, group, queries, dim), draw(heads, group, queries, dim),
+        torch.zeros(heads, most + tail), prompt, most + tail - 1, softcap,
+        draw(heads * group) if sinks else None,
+    )  # fmt: skip
