@@ -78,10 +78,9 @@ class Rows:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(row, flush=True)
-        if not self.broken:
+        if self._device == "cuda" and not self.broken:
             gc.collect()
-            if self._device == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         return row
 
     def measure_all(self, part: str, work: Callable[[], None]) -> None:
