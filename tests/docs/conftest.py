@@ -1,22 +1,15 @@
 """What stands in for models, texts and long runs while the pages' code is executed."""
 
 import dataclasses
-import importlib
 import shutil
 from importlib.resources import files
 
 import pytest
 import torch
+from docs_tools import tool
 from page_blocks import ROOT
 
 VOCABULARY = 2000
-
-
-def tool(name):
-    """A module of `docs/tools`, which mkdocs loads and nobody installs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "docs" / "tools")
-        return importlib.import_module(name)
 
 
 @pytest.fixture(scope="session")

@@ -1,19 +1,21 @@
 """The built site: no warning, no broken link, nothing from the network, and it fits a phone."""
 
 import importlib
+import json
 import logging
 import re
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from built_page import BuiltPage
+from docs_tools import tool
 from page_blocks import ROOT, pages
 from public_names import PACKAGE, exported
 
-from conftest import tool
 from gracekv.pipeline.stages import REGISTRIES
 
 # Sites that pages may link to; nobody follows the links here.
@@ -33,6 +35,7 @@ WITHOUT_A_PLACE = {
     "gracekv.registry.suggestion",
 }
 WIDTHS = {"desktop": 1280, "phone": 390}
+SCHEMES = {"light": "default", "dark": "slate"}
 
 
 @pytest.fixture(scope="session")
@@ -166,26 +169,30 @@ LOOK = """() => {
 }"""
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_pages_in_a_browser(browser, server, built, width):
+def test_pages_in_a_browser(browser, server, site, built):
     address, refused = server
-    faults, name = [], ""
-    context = browser.new_context(viewport={"width": WIDTHS[width], "height": 900})
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    faults, place = [], ""
+    context = browser.new_context()
     tab = context.new_page()
     tab.set_default_timeout(120_000)
-    tab.on("console", lambda m: m.type in ("error", "warning") and faults.append((name, m.text)))
-    tab.on("pageerror", lambda error: faults.append((name, str(error))))
-    tab.on("request", lambda r: r.url.startswith(address) or faults.append((name, r.url)))
+    tab.on("console", lambda m: m.type in ("error", "warning") and faults.append((place, m.text)))
+    tab.on("pageerror", lambda error: faults.append((place, str(error))))
+    tab.on("request", lambda r: r.url.startswith(address) or faults.append((place, r.url)))
+    # Every page would index a megabyte for its search, which the next test uses.
+    tab.route("**/search_index.json", lambda route: route.fulfill(json=index | {"docs": []}))
     for name in built:
         if name == "404.html":
             continue
         tab.goto(f"{address}/{name}")
-        for scheme, shown in (("light", "default"), ("dark", "slate")):
+        for (width, pixels), (scheme, shown) in product(WIDTHS.items(), SCHEMES.items()):
+            place = f"{name}, {width}, {scheme}"
+            tab.set_viewport_size({"width": pixels, "height": 900})
             tab.emulate_media(color_scheme=scheme)
             tab.wait_for_function(f"document.body.dataset.mdColorScheme === '{shown}'")
             seen = tab.evaluate(LOOK)
             if seen["wide"] > 0 or seen["flat"] or seen["broken"]:
-                faults.append((name, scheme, seen))
+                faults.append((place, seen))
     context.close()
     assert not faults
     assert not refused

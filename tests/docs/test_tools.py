@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 import pytest
+from docs_tools import tool
 
-from conftest import tool
 from gracekv.pipeline.stages import REGISTRIES
 from gracekv.recipes import RECIPES
 from gracekv.registry import Strategy

@@ -1,0 +1,13 @@
+"""The modules of `docs/tools`, which mkdocs loads and nobody installs."""
+
+import importlib
+
+import pytest
+from page_blocks import ROOT
+
+
+def tool(name):
+    """One of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "docs" / "tools")
+        return importlib.import_module(name)
