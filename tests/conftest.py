@@ -1,5 +1,6 @@
 """Settings that hold for every test, the browser, and the other library that some compare with."""
 
+import gc
 import importlib
 import importlib.util
 import shutil
@@ -23,6 +24,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("gracekv")
+
+
+def pytest_collection_finish():
+    """What imports made stays: a search of it for garbage takes half a second, again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
