@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedCache
-from gracekv.prefill import Needs, Prefill, Region
-from gracekv.registry import Registry, Strategy
+from gracekv.prefill import Prefill, PrefillReader, Region
+from gracekv.registry import Registry
 
 
-class Fitter(Strategy, abc.ABC):
+class Fitter(PrefillReader, abc.ABC):
     """Fit the kept entries so that attention over them gives what attention over all gave.
 
     Keys, positions and the number of entries stay. Entries outside the compressible region (prefix,
@@ -23,10 +23,6 @@ class Fitter(Strategy, abc.ABC):
     @abc.abstractmethod
     def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> RaggedCache:
         """Fit the entries of `region` in the packed cache of one sequence."""
-
-    def needs(self) -> Needs:
-        """What the prefill must have captured."""
-        return Needs()
 
 
 FITTERS: Registry[Fitter] = Registry("fit", "how kept entries make up for dropped ones")

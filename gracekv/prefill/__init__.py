@@ -2,6 +2,7 @@
 
 from gracekv.prefill.base import Prefill as Prefill
 from gracekv.prefill.needs import Needs as Needs
+from gracekv.prefill.needs import PrefillReader as PrefillReader
 from gracekv.prefill.needs import depth_layers as depth_layers
 from gracekv.prefill.observer import FinalObserver as FinalObserver
 from gracekv.prefill.observer import LayerObserver as LayerObserver

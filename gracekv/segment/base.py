@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gracekv.errors import ShapeError
-from gracekv.prefill import Needs, Prefill, Region
-from gracekv.registry import Registry, Strategy
+from gracekv.prefill import Prefill, PrefillReader, Region
+from gracekv.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class Partition:
         return Region(int(self.bounds[0]), int(self.bounds[-1]))
 
 
-class Segmenter(Strategy, abc.ABC):
+class Segmenter(PrefillReader, abc.ABC):
     """Cut the compressible region into slots.
 
     Pure and deterministic. The slots cover `region` exactly, in order.
@@ -70,10 +70,6 @@ class Segmenter(Strategy, abc.ABC):
     @abc.abstractmethod
     def __call__(self, prefill: Prefill, region: Region) -> Partition:
         """The slots of `region`, bounds int64 [J+1]."""
-
-    def needs(self) -> Needs:
-        """What the prefill must have captured."""
-        return Needs()
 
 
 SEGMENTERS: Registry[Segmenter] = Registry("segment", "where the context is cut into slots")

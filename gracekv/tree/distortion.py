@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gracekv.kernels.ragged import rows
-from gracekv.prefill import Needs
-from gracekv.registry import Registry, Strategy
+from gracekv.prefill import PrefillReader
+from gracekv.registry import Registry
 from gracekv.tree.cost_table import CostTable
 from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter
 from gracekv.tree.refine import Refiner
@@ -33,7 +33,7 @@ class DistortionEvaluator(abc.ABC):
         return None
 
 
-class Distortion(Strategy, abc.ABC):
+class Distortion(PrefillReader, abc.ABC):
     """How much is lost when an interval is stored as one entry, or not at all.
 
     Deterministic, float32 or better. D of a single token is exactly 0.
@@ -52,10 +52,6 @@ class Distortion(Strategy, abc.ABC):
     def probes(self, context: TreeContext) -> Tensor | None:
         """Positions whose queries the evaluators read, int64 [P] ascending; None: none."""
         return None
-
-    def needs(self) -> Needs:
-        """What the prefill must have captured."""
-        return Needs()
 
 
 DISTORTIONS: Registry[Distortion] = Registry("distortion", "what merging or dropping tokens costs")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import NonFiniteError, ShapeError
-from gracekv.prefill import Needs, Prefill, Region
-from gracekv.registry import Registry, Strategy
+from gracekv.prefill import Prefill, PrefillReader, Region
+from gracekv.registry import Registry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +100,7 @@ class Relevance:
     sensitivity: Tensor
 
 
-class Scorer(Strategy, abc.ABC):
+class Scorer(PrefillReader, abc.ABC):
     """Score every compressible token of every (layer, KV head).
 
     Deterministic, without side effects; float32 or better whatever the model's dtype; scores are
@@ -111,21 +111,13 @@ class Scorer(Strategy, abc.ABC):
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Scores [L, G, N] of the tokens of `region`."""
 
-    def needs(self) -> Needs:
-        """What the prefill must have captured beyond the direct probes' queries."""
-        return Needs()
 
-
-class Sensitivity(Strategy, abc.ABC):
+class Sensitivity(PrefillReader, abc.ABC):
     """How much each (layer, KV head) matters for the output: [L, G] float32 of mean 1."""
 
     @abc.abstractmethod
     def __call__(self, prefill: Prefill) -> Tensor:
         """omega [L, G] float32, positive, of mean 1."""
-
-    def needs(self) -> Needs:
-        """What the prefill must have captured."""
-        return Needs()
 
 
 SCORERS: Registry[Scorer] = Registry("value", "how much each token matters to the question")
