@@ -9,10 +9,10 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedCache
 from gracekv.prefill import Prefill, PrefillReader, Region
-from gracekv.registry import Registry
+from gracekv.registry import Registry, Strategy
 
 
-class Fitter(PrefillReader, abc.ABC):
+class Fitter(PrefillReader, Strategy, abc.ABC):
     """Fit the kept entries so that attention over them gives what attention over all gave.
 
     Keys, positions and the number of entries stay. Entries outside the compressible region (prefix,

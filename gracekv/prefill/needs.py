@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gracekv.prefill.observer import Observer
 from gracekv.prefill.prompt import PromptSpans, Region
-from gracekv.registry import Strategy
 
 # Queries that every capture keeps of the ends of prompt and context: observation windows.
 _WINDOW = 32
@@ -86,8 +85,8 @@ class Needs:
         return known[known >= spans.past]
 
 
-class PrefillReader(Strategy):
-    """A strategy that reads a prefill, and says what the capture must keep for it."""
+class PrefillReader:
+    """A strategy that reads a prefill: it says what the capture must keep for it."""
 
     def needs(self) -> Needs:
         """What it reads beyond keys, values and the direct probes' queries: nothing by default."""

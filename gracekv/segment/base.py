@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gracekv.errors import ShapeError
 from gracekv.prefill import Prefill, PrefillReader, Region
-from gracekv.registry import Registry
+from gracekv.registry import Registry, Strategy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class Partition:
         return Region(int(self.bounds[0]), int(self.bounds[-1]))
 
 
-class Segmenter(PrefillReader, abc.ABC):
+class Segmenter(PrefillReader, Strategy, abc.ABC):
     """Cut the compressible region into slots.
 
     Pure and deterministic. The slots cover `region` exactly, in order.

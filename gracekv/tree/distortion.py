@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gracekv.kernels.ragged import rows
 from gracekv.prefill import PrefillReader
-from gracekv.registry import Registry
+from gracekv.registry import Registry, Strategy
 from gracekv.tree.cost_table import CostTable
 from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter
 from gracekv.tree.refine import Refiner
@@ -33,7 +33,7 @@ class DistortionEvaluator(abc.ABC):
         return None
 
 
-class Distortion(PrefillReader, abc.ABC):
+class Distortion(PrefillReader, Strategy, abc.ABC):
     """How much is lost when an interval is stored as one entry, or not at all.
 
     Deterministic, float32 or better. D of a single token is exactly 0.

@@ -12,7 +12,7 @@ from torch import Tensor
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import NonFiniteError, ShapeError
 from gracekv.prefill import Prefill, PrefillReader, Region
-from gracekv.registry import Registry
+from gracekv.registry import Registry, Strategy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +100,7 @@ class Relevance:
     sensitivity: Tensor
 
 
-class Scorer(PrefillReader, abc.ABC):
+class Scorer(PrefillReader, Strategy, abc.ABC):
     """Score every compressible token of every (layer, KV head).
 
     Deterministic, without side effects; float32 or better whatever the model's dtype; scores are
@@ -112,7 +112,7 @@ class Scorer(PrefillReader, abc.ABC):
         """Scores [L, G, N] of the tokens of `region`."""
 
 
-class Sensitivity(PrefillReader, abc.ABC):
+class Sensitivity(PrefillReader, Strategy, abc.ABC):
     """How much each (layer, KV head) matters for the output: [L, G] float32 of mean 1."""
 
     @abc.abstractmethod
