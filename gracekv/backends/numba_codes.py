@@ -91,7 +91,7 @@ low_by_token = _decoder("low", by_channel=False)
 high_by_token = _decoder("high", by_channel=False)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
 def coded_rows(
     half: Any,
     parts: Any,
@@ -104,7 +104,7 @@ def coded_rows(
     s: Any,
     z: Any,
 ) -> None:
-    """wide[:count] <- `count` quantised rows of one head.
+    """wide[:count] <- zero + scale * code of `count` quantised rows of one head.
 
     Args:
         half: an array of the numbers that scales and zero points are.
@@ -124,19 +124,50 @@ def coded_rows(
         scale, zero, by_channel = p.key_scale, p.key_zero, p.keys_by_channel
     else:
         scale, zero, by_channel = p.value_scale, p.value_zero, p.values_by_channel
-    shape = (p.block_count, dim) if by_channel else (p.entries, p.columns)
-    scales, zeros = (
-        carray(pointer(scale), shape, half.dtype),
-        carray(pointer(zero), shape, half.dtype),
-    )
-    if by_channel:
-        inside = first - carray(pointer(p.offsets), row + 1, np.int64)[row]
-        block = carray(pointer(p.blocks), row + 1, np.int64)[row]
-        _by_channel(
-            codes, scales, zeros, p.bits, p.group_size, inside, block, first, count, wide, s, z
-        )
-    else:
-        _by_token(codes, scales, zeros, p.bits, first, count, wide, s, z)
+    # Scales that a row has, and those of all rows.
+    groups = dim if by_channel else p.columns
+    numbers = groups * (p.block_count if by_channel else p.entries)
+    scales = carray(pointer(scale), (numbers,), half.dtype)
+    zeros = carray(pointer(zero), (numbers,), half.dtype)
+    # The place of the first row in its head, and the head's first block.
+    inside = first - carray(pointer(p.offsets), row + 1, np.int64)[row]
+    block = carray(pointer(p.blocks), row + 1, np.int64)[row]
+    step, width, middle = codes.shape[1], dim // groups, dim // 2
+    in_vectors = step % WIDTH == 0 and (by_channel or width % WIDTH == 0)
+    done = 0
+    while done < count:
+        # Rows of one block share their scales; rows with scales of their own come all at once.
+        own = (inside + done) // p.group_size
+        stop = min(count, (own + 1) * p.group_size - inside) if by_channel else count
+        rows, begin = stop - done, groups * (block + own if by_channel else first)
+        _widened(scales, begin, groups if by_channel else groups * rows, s)
+        _widened(zeros, begin, groups if by_channel else groups * rows, z)
+        at, to = (first + done) * step, done * dim
+        if not in_vectors:
+            for e in range(rows):
+                for c in range(dim):
+                    g = c if by_channel else e * groups + c // width
+                    code = _code(codes, first + done + e, c, p.bits, middle)
+                    wide[done + e, c] = z[0, g] + s[0, g] * code
+        elif by_channel:
+            for c in range(0, step, WIDTH):
+                if p.bits == 8:
+                    whole_by_channel(codes, at + c, step, s, z, c, 0, wide, to + c, dim, rows)
+                else:
+                    h = middle + c
+                    low_by_channel(codes, at + c, step, s, z, c, 0, wide, to + c, dim, rows)
+                    high_by_channel(codes, at + c, step, s, z, h, 0, wide, to + h, dim, rows)
+        else:
+            for c in range(0, step, WIDTH):
+                g = c // width
+                if p.bits == 8:
+                    whole_by_token(codes, at + c, step, s, z, g, groups, wide, c, dim, rows)
+                else:
+                    h = middle + c
+                    low_by_token(codes, at + c, step, s, z, g, groups, wide, c, dim, rows)
+                    g = h // width
+                    high_by_token(codes, at + c, step, s, z, g, groups, wide, h, dim, rows)
+        done = stop
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
@@ -145,83 +176,6 @@ def codes_of(parts: Any, part: int, of_keys: bool, dim: int) -> Any:
     p = parts[part - 1]
     address = p.key_codes if of_keys else p.value_codes
     return carray(pointer(address), (p.entries, dim * p.bits // 8), np.uint8)
-
-
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
-def _by_channel(
-    codes: Any,
-    scale: Any,
-    zero: Any,
-    bits: int,
-    size: int,
-    inside: int,
-    block: int,
-    first: int,
-    count: int,
-    wide: Any,
-    s: Any,
-    z: Any,
-) -> None:
-    """wide[e] <- zero + scale * code for rows in blocks of `size`.
-
-    `inside` is the place of the first row in its head, `block` the head's first block.
-    """
-    dim = wide.shape[1]
-    half, step = dim // 2, codes.shape[1]
-    done = 0
-    while done < count:
-        own = (inside + done) // size
-        _widened(scale, (block + own) * dim, dim, s)
-        _widened(zero, (block + own) * dim, dim, z)
-        stop = min(count, (own + 1) * size - inside)
-        at, to, rows = (first + done) * step, done * dim, stop - done
-        if bits == 8 and dim % WIDTH == 0:
-            for c in range(0, dim, WIDTH):
-                whole_by_channel(codes, at + c, step, s, z, c, 0, wide, to + c, dim, rows)
-        elif bits == 4 and half % WIDTH == 0:
-            for c in range(0, half, WIDTH):
-                low_by_channel(codes, at + c, step, s, z, c, 0, wide, to + c, dim, rows)
-                h = half + c
-                high_by_channel(codes, at + c, step, s, z, h, 0, wide, to + h, dim, rows)
-        else:
-            for e in range(done, stop):
-                for c in range(dim):
-                    wide[e, c] = z[0, c] + s[0, c] * _code(codes, first + e, c, bits, half)
-        done = stop
-
-
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
-def _by_token(
-    codes: Any,
-    scale: Any,
-    zero: Any,
-    bits: int,
-    first: int,
-    count: int,
-    wide: Any,
-    s: Any,
-    z: Any,
-) -> None:
-    """wide[e] <- zero + scale * code for rows with scales of their own."""
-    dim, groups = wide.shape[1], scale.shape[1]
-    half, width, step = dim // 2, dim // groups, codes.shape[1]
-    _widened(scale, first * groups, count * groups, s)
-    _widened(zero, first * groups, count * groups, z)
-    at = first * step
-    if width % WIDTH == 0 and bits == 8:
-        for c in range(0, dim, WIDTH):
-            g = c // width
-            whole_by_token(codes, at + c, step, s, z, g, groups, wide, c, dim, count)
-    elif width % WIDTH == 0 and half % WIDTH == 0:
-        for c in range(0, half, WIDTH):
-            g, h = c // width, half + c
-            low_by_token(codes, at + c, step, s, z, g, groups, wide, c, dim, count)
-            high_by_token(codes, at + c, step, s, z, h // width, groups, wide, h, dim, count)
-    else:
-        for e in range(count):
-            for c in range(dim):
-                g = e * groups + c // width
-                wide[e, c] = z[0, g] + s[0, g] * _code(codes, first + e, c, bits, half)
 
 
 @njit(nogil=True)  # type: ignore[untyped-decorator]
