@@ -28,9 +28,9 @@ demo: $(STAMP)
 	$(BIN)/gracekv demo
 
 # What two processes of tests cannot share goes first, side by side. The site is built by its tests.
-test: browser
+test: lint browser
 	$(MAKE) --no-print-directory -j 3 $(if $(filter output-sync,$(.FEATURES)),-O) \
-		lint types interpreted kernels
+		types interpreted kernels
 	$(MAKE) --no-print-directory suite
 
 lint: $(STAMP)
