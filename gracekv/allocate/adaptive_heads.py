@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -37,18 +37,19 @@ class AdaptiveHeads(Quota):
             window included; the layer's best tokens get the rest.
     """
 
+    by_layer: ClassVar[bool] = True
+
     floor: float = bounded(0.2, at_least=0, at_most=1, hint="0 is all adaptive, 1 all equal.")
     rule: Literal["mix", "safeguard"] = "mix"
 
     def __call__(
         self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
     ) -> Tensor | None:
-        pools = equal_shares(plan).sum(dim=1).tolist()
-        layers = zip(scores, pools, strict=True)
-        return torch.stack([self._layer(own, pool, plan) for own, pool in layers])
+        return torch.stack([self.layer(own, x, plan) for x, own in enumerate(scores)])
 
-    def _layer(self, scores: Tensor, pool: int, plan: BudgetPlan) -> Tensor:
-        """int64 [G]: shares of one layer's `pool` entries from its scores [G, N]."""
+    def layer(self, scores: Tensor, layer: int, plan: BudgetPlan) -> Tensor:
+        """int64 [G]: shares of one layer's entries from its scores [G, N]."""
+        pool = int(equal_shares(plan)[layer].sum())
         if self.rule == "safeguard":
             return winners(self._guarded(scores, pool, plan), pool)
         share = Fraction(str(self.floor))

@@ -221,9 +221,13 @@ class Quota(Strategy, abc.ABC):
 
     Attributes:
         uses_column_sums: it reads `columns`, which the pipeline then provides.
+        by_layer: a layer's caps follow from the plan and its own scores, as `layer` gives them.
+        monotone: no cap falls as the budget grows.
     """
 
     uses_column_sums: ClassVar[bool] = False
+    by_layer: ClassVar[bool] = False
+    monotone: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(
@@ -237,6 +241,11 @@ class Quota(Strategy, abc.ABC):
             columns: [L, H, T] float32 attention that each prompt position received in all, per
                 query head; None unless some stage uses it.
         """
+
+    def layer(self, scores: Tensor, layer: int, plan: BudgetPlan) -> Tensor | None:
+        """int64 [G]: the caps of one layer from its scores [G, N]; None: no cap but the budget."""
+        caps = self(scores.expand(plan.layers, -1, -1), plan)
+        return None if caps is None else caps[layer]
 
 
 class Allocator(Strategy, abc.ABC):

@@ -23,6 +23,8 @@ class Global(Quota):
     """
 
     works_sharded: ClassVar[bool] = True
+    by_layer: ClassVar[bool] = True
+    monotone: ClassVar[bool] = True
 
     def __call__(
         self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None

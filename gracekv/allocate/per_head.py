@@ -28,6 +28,8 @@ class PerHead(Quota):
     """
 
     works_sharded: ClassVar[bool] = True
+    by_layer: ClassVar[bool] = True
+    monotone: ClassVar[bool] = True
 
     remainder: bool = False
 

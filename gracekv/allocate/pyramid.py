@@ -35,6 +35,7 @@ class Pyramid(Quota):
     """
 
     works_sharded: ClassVar[bool] = True
+    by_layer: ClassVar[bool] = True
 
     beta: float = bounded(20.0, at_least=1, hint="1 gives equal shares; PyramidKV's is 20.")
 

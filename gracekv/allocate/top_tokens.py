@@ -48,18 +48,12 @@ def top_tokens(
     layers, heads, tokens = scores.shape
     omega = sensitivity.to(scores.device).double()
     quota = check_quota(quota, layers, heads)
-    caps = None if quota is None else quota.clamp(max=tokens).tolist()
-    kept = torch.ones_like(scores, dtype=torch.bool)
+    kept = torch.empty_like(scores, dtype=torch.bool)
     # Rounding to float32 keeps the order; ties that it makes are resolved in float64 below.
     rough = torch.empty_like(scores, dtype=torch.float32)
     for layer in range(layers):
-        gain = _gains(scores[layer], omega[layer, :, None])
-        rough[layer] = gain
-        if caps is not None:
-            pairs = zip(gain, caps[layer], strict=True)
-            kept[layer] = torch.stack([largest(own, cap) for own, cap in pairs])
-        if elastic:
-            kept[layer] &= gain > 0
+        caps = None if quota is None else quota[layer]
+        rough[layer], kept[layer] = candidates(scores[layer], omega[layer], caps, elastic)
     wanted = int(torch.count_nonzero(kept))
     if (wanted if shard is None else shard.total(wanted)) <= budget:
         return kept
@@ -78,6 +72,25 @@ def top_tokens(
         tied = tied[exact.sort(descending=True, stable=True).indices[:left]]
     kept[tied] = True
     return kept.view_as(scores)
+
+
+def candidates(
+    scores: Tensor, sensitivity: Tensor, caps: Tensor | None, elastic: bool
+) -> tuple[Tensor, Tensor]:
+    """The gains float64 [G, N] of one layer's tokens, and which of them may be kept, bool [G, N].
+
+    Args:
+        scores: R^tok [G, N].
+        sensitivity: omega [G].
+        caps: int64 [G] most entries of each head, or None.
+        elastic: leave out tokens of gain <= 0.
+    """
+    gain, tokens = _gains(scores, sensitivity.to(scores.device).double()[:, None]), scores.shape[1]
+    kept = torch.ones_like(gain, dtype=torch.bool)
+    if caps is not None:
+        pairs = zip(gain, caps.clamp(max=tokens).tolist(), strict=True)
+        kept = torch.stack([largest(own, cap) for own, cap in pairs])
+    return gain, kept & (gain > 0) if elastic else kept
 
 
 def _cut_over_processes(

@@ -102,6 +102,12 @@ class RaggedEntries(LayerEntries):
         parts = {name: getattr(self, name)[at] for name in PARTS[:-1]}
         return RaggedEntries(**parts, offsets=offsets - offsets[0], sequences=1)
 
+    def where(self, mask: Tensor) -> RaggedEntries:
+        """The entries where `mask` (bool [E]) holds."""
+        inside = ragged.offsets(mask.cpu().long())
+        parts = {name: getattr(self, name)[mask] for name in PARTS[:-1]}
+        return replace(self, **parts, offsets=inside[self.offsets])
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values."""
@@ -207,9 +213,11 @@ class Packer(Strategy, abc.ABC):
         represents: what an entry of the region stands for: "node", all tokens of its node; "token",
             one of them, the others are dropped; "mixture", one token and parts of dropped tokens,
             from anywhere.
+        by_entry: an entry is made of its own interval alone, so that others can be dropped later.
     """
 
     uses_column_sums: ClassVar[bool] = False
+    by_entry: ClassVar[bool] = False
     represents: ClassVar[Literal["node", "token", "mixture"]] = "node"
 
     @abc.abstractmethod

@@ -27,6 +27,7 @@ class EvictPacker(Packer):
     """
 
     works_sharded: ClassVar[bool] = True
+    by_entry: ClassVar[bool] = True
     represents: ClassVar[Literal["node", "token", "mixture"]] = "token"
 
     def layer(self, given: LayerToPack) -> RaggedEntries:

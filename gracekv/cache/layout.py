@@ -44,13 +44,14 @@ class LayerLayout:
 def layer_layouts(prefill: Prefill, selection: Selection) -> Iterator[LayerLayout]:
     """Layouts of all layers. The last prompt token is left out: decoding feeds it again."""
     for layer in range(prefill.layers):
-        yield _layout(prefill, selection, layer)
+        yield layer_layout(prefill, layer, selection, layer)
 
 
-def _layout(prefill: Prefill, selection: Selection, layer: int) -> LayerLayout:
+def layer_layout(prefill: Prefill, layer: int, selection: Selection, row: int) -> LayerLayout:
+    """The layout of a layer whose entries are those of layer `row` of `selection`."""
     spans, heads = prefill.spans, prefill.kv_heads
     device = prefill.keys[layer].device
-    bounds = selection.offsets[layer * heads : (layer + 1) * heads + 1]
+    bounds = selection.offsets[row * heads : (row + 1) * heads + 1]
     own = slice(int(bounds[0]), int(bounds[-1]))
     head = ragged.rows(bounds.diff()).to(device)
     first = selection.start[own].to(device).long()

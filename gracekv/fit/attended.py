@@ -1,8 +1,13 @@
-"""Attention of the reference queries over all tokens of a layer, and over its kept entries."""
+"""What reference queries get from all tokens of a layer, and from the entries that were kept.
+
+The first is noted while the layer is whole, a few numbers a query; the second needs no dropped
+token.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -20,24 +25,96 @@ _COLUMNS = 128
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerAttention:
-    """One layer: G KV heads, M = n*Q rows (query heads of a KV head times reference queries).
+class Reference:
+    """One layer's reference queries, and what they get from all tokens that they see.
 
-    The columns of a head are its packed entries and the last prompt token, which decoding feeds
-    again; heads with fewer are padded to W columns.
+    G KV heads, M = n*Q rows (query heads of a KV head times reference queries).
+
+    Attributes:
+        asked: float32 [G, M, d], the queries at the positions they are asked from, times the
+            attention scale.
+        sees: int64 [M], the last position that each row sees.
+        top: float32 [G, M], the largest logit, the sink's included.
+        total: float32 [G, M], the sum of exp(logit - top) over all visible tokens, and the sink.
+        sink: float32 [G, M], exp(sink logit - top); 0 where the model has none.
+        output: float32 [G, M, d], attention output.
+        weights: float32 [M] of the rows, of sum 1.
+        last: float32 [2, G, d], key and value of the last prompt token, which decoding feeds again.
+        length: T, prompt tokens.
+        softcap: of the logits; None: none.
+    """
+
+    asked: Tensor
+    sees: Tensor
+    top: Tensor
+    total: Tensor
+    sink: Tensor
+    output: Tensor
+    weights: Tensor
+    last: Tensor
+    length: int
+    softcap: float | None
+
+    @classmethod
+    def of(cls, prefill: Prefill, layer: int, queries: QuerySet) -> Self:
+        """Meet the queries with all keys of `layer`.
+
+        Raises `MissingCaptureError` if a query was not captured.
+        """
+        keys, values = prefill.keys[layer].float(), prefill.values[layer].float()
+        device, heads, length = keys.device, prefill.kv_heads, prefill.spans.length
+        asked = queries.rotated(prefill, layer)
+        sees = queries.asked_at.to(device).repeat(prefill.group)
+        rows = asked.shape[1]
+        top, total = (torch.empty(heads, rows, device=device) for _ in range(2))
+        output = torch.empty(heads, rows, prefill.head_dim, device=device)
+        sink, sinks = torch.zeros_like(total), None
+        if prefill.sink_logits:
+            # One of each query head, and rows are those of a KV head's query heads in turn.
+            own_sinks = prefill.sink_logits[layer].to(device).view(heads, -1)
+            sinks = own_sinks.repeat_interleave(rows // prefill.group, dim=1)
+        limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
+        block = max(1, limit // (4 * heads * length))
+        place = torch.arange(length, device=device)
+        across = values.mT.contiguous()
+        for first in range(0, rows, block):
+            part = slice(first, first + block)
+            # Only rows that are asked before the end have keys that they do not see.
+            early = (sees[part] < length - 1).nonzero()[:, 0]
+            logits = capped(batched_linear(asked[:, part], keys), prefill.softcap)
+            hidden = place > sees[part][early, None]
+            logits[:, early] = logits[:, early].masked_fill_(hidden, -torch.inf)
+            top[:, part] = logits.amax(dim=-1)
+            if sinks is not None:
+                top[:, part] = torch.maximum(top[:, part], sinks[:, part])
+                sink[:, part] = (sinks[:, part] - top[:, part]).exp()
+            chance = logits.sub_(top[:, part, None]).exp_()
+            total[:, part] = chance.sum(dim=-1) + sink[:, part]
+            output[:, part] = batched_linear(chance, across) / total[:, part, None]
+        weights = queries.weights.to(device).repeat(prefill.group) / prefill.group
+        last = torch.stack([keys[:, -1], values[:, -1]])
+        sizes = (length, prefill.softcap)
+        return cls(asked, sees, top, total, sink, output, weights, last, *sizes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerAttention:
+    """Attention of reference queries over the kept entries of one layer.
+
+    The columns of a head are its packed entries and the last prompt token; heads with fewer are
+    padded to W columns.
 
     Attributes:
         columns: int64 [G, W] rows of the layer's packed tensors; of the last token and of padding
             any row.
         free: bool [G, W], entries of the compressible region, which may be changed.
-        mass: float32 [G, M, W], exp(logit - the row's largest); multiplicities included, 0 in
-            padded columns and where the query does not see the entry.
-        total: float32 [G, M], the sum of exp(logit - the row's largest) over all visible tokens,
-            and the sink.
-        sink: float32 [G, M], exp(sink logit - the row's largest); 0 where the model has none.
+        mass: float32 [G, M, W], exp(logit - top); multiplicities included, 0 in padded columns and
+            where the query does not see the entry.
+        total: float32 [G, M], as in `Reference`.
+        sink: float32 [G, M], as there.
         values: float32 [G, W, d] of the entries and the last token.
-        output: float32 [G, M, d], attention output over all visible tokens.
-        weights: float32 [M] of the rows, of sum 1.
+        output: float32 [G, M, d], as in `Reference`.
+        weights: float32 [M], as there.
     """
 
     columns: Tensor
@@ -55,78 +132,27 @@ class LayerAttention:
         return mass.div_((mass.sum(dim=-1, keepdim=True) + self.sink[..., None]).clamp_min(1e-30))
 
 
-def attended(
-    prefill: Prefill, layer: int, packed: RaggedEntries, region: Region, queries: QuerySet
-) -> LayerAttention:
-    """Meet the reference queries with all keys of `layer` and with its kept entries.
-
-    Raises `MissingCaptureError` if a query was not captured.
-    """
-    keys, values = prefill.keys[layer].float(), prefill.values[layer].float()
-    device, heads, length = keys.device, prefill.kv_heads, prefill.spans.length
-    columns, positions, used = _columns(packed, length, device)
-    last = torch.arange(heads, device=device), used.sum(1) - 1
+def attended(reference: Reference, packed: RaggedEntries, region: Region) -> LayerAttention:
+    """Meet the reference queries with the kept entries of their layer."""
+    device = reference.asked.device
+    columns, positions, used = _columns(packed, reference.length, device)
+    last = torch.arange(len(columns), device=device), used.sum(1) - 1
+    keys, values = packed.keys.float()[columns], packed.values.float()[columns]
+    keys[last], values[last] = reference.last
     entry_mass = packed.log_multiplicity[columns].exp().masked_fill_(~used, 0.0)
     # The last token is no packed entry, and counts once.
     entry_mass[last] = 1.0
-    packed_keys = _with_last(packed.keys, columns, last, keys)
-    own = _with_last(packed.values, columns, last, values)
-    exact = packed_keys[used].equal(_rows_of(keys, positions)[used])
-    asked = queries.rotated(prefill, layer)
-    sees = queries.asked_at.to(device).repeat(prefill.group)
-    rows = asked.shape[1]
-    mass = torch.empty(heads, rows, columns.shape[1], device=device)
-    total = torch.empty(heads, rows, device=device)
-    output = torch.empty(heads, rows, prefill.head_dim, device=device)
-    sink, sinks = torch.zeros_like(total), None
-    if prefill.sink_logits:
-        # One of each query head, and rows are those of a KV head's query heads, head after head.
-        own_sinks = prefill.sink_logits[layer].to(device).view(heads, -1)
-        sinks = own_sinks.repeat_interleave(rows // prefill.group, dim=1)
-    limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
-    block = max(1, limit // (4 * heads * length))
-    place = torch.arange(length, device=device)
-    across = values.mT.contiguous()
-    for first in range(0, rows, block):
-        part = slice(first, first + block)
-        # Only rows that are asked before the end have keys that they do not see.
-        early = (sees[part] < length - 1).nonzero()[:, 0]
-        seen = sees[part][early, None]
-        logits = capped(batched_linear(asked[:, part], keys), prefill.softcap)
-        logits[:, early] = logits[:, early].masked_fill_(place > seen, -torch.inf)
-        top = logits.amax(dim=-1, keepdim=True)
-        if sinks is not None:
-            top = torch.maximum(top, sinks[:, part, None])
-            sink[:, part] = (sinks[:, part] - top[..., 0]).exp()
-        chance = logits.sub_(top).exp_()
-        total[:, part] = chance.sum(dim=-1) + sink[:, part]
-        output[:, part] = batched_linear(chance, across) / total[:, part, None]
-        if exact:
-            kept = chance.gather(2, positions[:, None].expand(-1, chance.shape[1], -1))
-        else:
-            kept = capped(batched_linear(asked[:, part], packed_keys), prefill.softcap).sub_(top)
-            kept[:, early] = kept[:, early].masked_fill_(positions[:, None] > seen, -torch.inf)
-            # A merged key can exceed every token's logit; beyond e^20 its mass says nothing more.
-            kept.clamp_(max=20.0).exp_()
-        mass[:, part] = kept.mul_(entry_mass[:, None])
+    mass = capped(batched_linear(reference.asked, keys), reference.softcap)
+    mass.sub_(reference.top[..., None])
+    early = (reference.sees < reference.length - 1).nonzero()[:, 0]
+    unseen = positions[:, None] > reference.sees[early, None]
+    mass[:, early] = mass[:, early].masked_fill_(unseen, -torch.inf)
+    # A merged key can exceed every token's logit; beyond e^20 its mass says nothing more.
+    mass.clamp_(max=20.0).exp_().mul_(entry_mass[:, None])
     free = used & (positions >= region.start) & (positions < region.end)
     free[last] = False
-    weights = queries.weights.to(device).repeat(prefill.group) / prefill.group
-    return LayerAttention(columns, free, mass, total, sink, own, output, weights)
-
-
-def _rows_of(tokens: Tensor, positions: Tensor) -> Tensor:
-    """[G, W, d] of `tokens` [G, T, d] at `positions` [G, W]."""
-    return tokens.gather(1, positions[..., None].expand(-1, -1, tokens.shape[2]))
-
-
-def _with_last(
-    packed: Tensor, columns: Tensor, last: tuple[Tensor, Tensor], tokens: Tensor
-) -> Tensor:
-    """float32 [G, W, d]: `packed` [E, d] by columns, and the last token of `tokens` [G, T, d]."""
-    wide = packed.float()[columns]
-    wide[last] = tokens[:, -1]
-    return wide
+    given = (reference.output, reference.weights)
+    return LayerAttention(columns, free, mass, reference.total, reference.sink, values, *given)
 
 
 def _columns(

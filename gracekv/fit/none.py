@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from gracekv.cache.base import RaggedCache
+from gracekv.cache.base import RaggedEntries
 from gracekv.fit.base import FITTERS, Fitter
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import Region
 
 
 @final
@@ -23,5 +23,5 @@ class NoFit(Fitter):
 
     works_sharded: ClassVar[bool] = True
 
-    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> RaggedCache:
-        return cache
+    def layer(self, packed: RaggedEntries, reference: None, region: Region) -> RaggedEntries:
+        return packed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import Configurable, bounded
-from gracekv.value import Replay
+from gracekv.value import Memory, Replay
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,10 +58,15 @@ class ReferenceQueries(Configurable):
         """The queries of the context and of the tail."""
         return self.replay.needs() | Needs(last_queries=self.tail)
 
-    def __call__(self, prefill: Prefill, region: Region) -> QuerySet:
-        """The queries for one prompt."""
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """int64 [P]: positions of the queries of all layers."""
+        tail = torch.tensor(prefill.spans.last(self.tail), dtype=torch.int64)
+        return torch.cat([self.replay.asks(prefill, region, memory), tail])
+
+    def __call__(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> QuerySet:
+        """The queries of one layer."""
         length = prefill.spans.length
-        replayed, weights = self.replay.select_queries(prefill, region)
+        replayed, weights = self.replay.select_queries(prefill, layer, region, memory)
         tail = torch.arange(prefill.spans.last(self.tail).start, length)
         share = self.tail_share if len(tail) else 0.0
         return QuerySet(

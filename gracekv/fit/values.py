@@ -9,19 +9,51 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from gracekv.cache.base import RaggedCache, RaggedEntries
-from gracekv.fit.attended import LayerAttention, attended, scattered
+from gracekv.cache.base import RaggedEntries
+from gracekv.fit.attended import LayerAttention, Reference, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.kernels.linalg import batched_linear
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
+from gracekv.value import Memory
+
+
+@dataclass(frozen=True)
+class QueryFitter(Fitter):
+    """Fits to what reference queries get from all tokens of a layer.
+
+    Attributes:
+        queries: reference queries and their weights.
+        trust: prior of the values of all entries alike: larger values stay nearer to the originals.
+        trust_read: prior of an entry for being read by the reference queries.
+    """
+
+    works_sharded: ClassVar[bool] = True
+
+    queries: ReferenceQueries = field(default_factory=ReferenceQueries)
+    trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
+    trust_read: float = bounded(0.3, at_least=0)
+
+    @property
+    def by_layer(self) -> bool:
+        return self.queries.replay.by_layer
+
+    def needs(self) -> Needs:
+        """What the reference queries need."""
+        return self.queries.needs()
+
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        return self.queries.asks(prefill, region, memory)
+
+    def reference(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Reference:
+        return Reference.of(prefill, layer, self.queries(prefill, layer, region, memory))
 
 
 @final
 @FITTERS.register("values")
 @dataclass(frozen=True)
-class Values(Fitter):
+class Values(QueryFitter):
     r"""Values near the original ones that give the full attention's output for foreseen queries.
 
     With p the attention of a reference query over the kept entries and o its output over all
@@ -36,31 +68,12 @@ class Values(Fitter):
     Cost: attention of the reference queries over all keys, O(L H Q T d), and for each head a
     system of as many unknowns as it has entries or rows of queries, whichever are fewer.
 
-    Attributes:
-        queries: reference queries and their weights.
-        trust: prior of all entries alike: larger values stay nearer to the originals.
-        trust_read: prior of an entry for being read by the reference queries.
+    Attributes: see `QueryFitter`.
     """
 
-    works_sharded: ClassVar[bool] = True
-
-    queries: ReferenceQueries = field(default_factory=ReferenceQueries)
-    trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
-    trust_read: float = bounded(0.3, at_least=0)
-
-    def needs(self) -> Needs:
-        """What the reference queries need."""
-        return self.queries.needs()
-
-    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> RaggedCache:
-        chosen = self.queries(prefill, region)
-        prefill = prefill.with_queries(chosen.positions)
-        layers = []
-        for number, packed in enumerate(cache.layers):
-            attention = attended(prefill, number, packed, region, chosen)
-            shares = attention.shares()
-            layers.append(with_values(packed, attention, shares, self.trust, self.trust_read))
-        return dataclasses.replace(cache, layers=tuple(layers))
+    def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
+        attention = attended(reference, packed, region)
+        return with_values(packed, attention, attention.shares(), self.trust, self.trust_read)
 
 
 def with_values(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
-from typing import ClassVar, final
+from dataclasses import dataclass
+from typing import final
 
 from torch import Tensor
 
-from gracekv.cache.base import RaggedCache
-from gracekv.fit.attended import LayerAttention, attended, scattered
-from gracekv.fit.base import FITTERS, Fitter
-from gracekv.fit.queries import ReferenceQueries
-from gracekv.fit.values import inverse_penalty, ridge, with_values
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.cache.base import RaggedEntries
+from gracekv.fit.attended import LayerAttention, Reference, attended, scattered
+from gracekv.fit.base import FITTERS
+from gracekv.fit.values import QueryFitter, inverse_penalty, ridge, with_values
+from gracekv.prefill import Region
 from gracekv.registry import bounded
 
 # Bounds of a fitted multiplicity, relative to the packed one (ours).
@@ -23,7 +22,7 @@ LEAST, MOST = 0.25, 50.0
 @final
 @FITTERS.register("values_and_mass")
 @dataclass(frozen=True)
-class ValuesAndMass(Fitter):
+class ValuesAndMass(QueryFitter):
     r"""Multiplicities that restore the attention mass of what was dropped, then fitted values.
 
     With e_t the unnormalised attention of a reference query to kept entry t and Z its sum over all
@@ -36,39 +35,20 @@ class ValuesAndMass(Fitter):
     Cost: that of `values`, and one more system per head. Decoding reads multiplicities anyway.
 
     Attributes:
-        queries: reference queries and their weights.
-        trust: prior of the values of all entries alike.
-        mass_trust: prior of the multiplicities of all entries alike, a factor like `trust`.
-        trust_read: prior of an entry for being read by the reference queries, in both.
+        mass_trust: prior of the multiplicities of all entries alike, a factor like `trust`. The
+            others: see `QueryFitter`; `trust_read` counts in both problems.
     """
 
-    works_sharded: ClassVar[bool] = True
-
-    queries: ReferenceQueries = field(default_factory=ReferenceQueries)
-    trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
     mass_trust: float = bounded(0.1, above=0)
-    trust_read: float = bounded(0.3, at_least=0)
 
-    def needs(self) -> Needs:
-        """What the reference queries need."""
-        return self.queries.needs()
-
-    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> RaggedCache:
-        chosen = self.queries(prefill, region)
-        prefill = prefill.with_queries(chosen.positions)
-        layers = []
-        for number, packed in enumerate(cache.layers):
-            attention = attended(prefill, number, packed, region, chosen)
-            factor = multiplicities(attention, self.mass_trust, self.trust_read)
-            shares = attention.shares(factor)
-            layer = with_values(packed, attention, shares, self.trust, self.trust_read)
-            weight = scattered(
-                packed.log_multiplicity,
-                attention,
-                packed.log_multiplicity[attention.columns] + factor.log(),
-            )
-            layers.append(dataclasses.replace(layer, log_multiplicity=weight))
-        return dataclasses.replace(cache, layers=tuple(layers))
+    def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
+        attention = attended(reference, packed, region)
+        factor = multiplicities(attention, self.mass_trust, self.trust_read)
+        shares = attention.shares(factor)
+        fitted = with_values(packed, attention, shares, self.trust, self.trust_read)
+        old = packed.log_multiplicity
+        new = scattered(old, attention, old[attention.columns] + factor.log())
+        return dataclasses.replace(fitted, log_multiplicity=new)
 
 
 def multiplicities(attention: LayerAttention, trust: float, trust_read: float) -> Tensor:

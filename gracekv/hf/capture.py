@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +10,8 @@ from torch import Tensor
 
 from gracekv.distributed.sharding import head_shard
 from gracekv.errors import CaptureMemoryError, PromptError
-from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
+from gracekv.hf.reading import Reading
+from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.capture_memory import (
     CaptureSizes,
@@ -23,27 +21,14 @@ from gracekv.prefill.capture_memory import (
     out_of_memory_message,
 )
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.model_layers import (
-    StockLayers,
-    compressed_layers,
-    final_logits,
-    has_rope,
-    model_layers,
-    rotary_positions,
-    rotating,
-    rotation_kind,
-    text_config,
-)
+from gracekv.prefill.model_layers import has_rope, model_layers, rotating
 from gracekv.prefill.needs import Needs
-from gracekv.prefill.observations import Observations
-from gracekv.prefill.observer import FinalRun, Observer
+from gracekv.prefill.observer import Observer
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
-from gracekv.prefill.partial_attention import PartialAttention, rotations
 from gracekv.prefill.passes import ModelPasses
 from gracekv.prefill.past import Past
-from gracekv.prefill.prompt import Prompt, Region
+from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.query_pass import QueryPass
-from gracekv.prefill.recorder import Recorder, no_rotation
 from gracekv.prefill.supported import check_model, check_needs, check_prompt_length
 from gracekv.segment.curvature import Curvature
 from gracekv.segment.surprisal import Surprisal
@@ -61,7 +46,6 @@ model again (`Reconstruction`, `Draft`), or multiplies all values (`WrittenNorms
 when asked for."""
 
 
-@torch.no_grad()
 def capture(
     model: Any,
     prompt: Prompt,
@@ -106,52 +90,36 @@ def capture(
             f"capture takes one Prompt; got {type(prompt).__name__}. Build it with "
             f"Prompt.from_chat or Prompt.from_ids."
         )
-    prompt = prompt.without_tail()
-    check_prompt_length(model, prompt.spans.length, beyond_positions=options.beyond_positions)
-    needs = EVERYTHING if needs is None else needs
-    check_needs(model, needs)
-    return run_capture(model, prompt, None, needs, options)
+    return run_capture(model, prompt, None, EVERYTHING if needs is None else needs, options)
 
 
 @torch.no_grad()
-def capture_passage(
-    model: Any,
-    prompt: Prompt,
-    past: Past,
-    needs: Needs,
-    options: CaptureOptions = DEFAULTS,
-) -> Prefill:
-    """As `capture`, of a passage that follows what was compressed before.
-
-    The passage is read once, over the entries that are there, at its true positions. In the
-    prefill, positions count places: first those of `past`, then the passage's tokens. Its `rope`
-    has their rotations, its keys and queries the coordinates of `Past`.
-
-    Args:
-        model: as for `capture`; not in use by another thread.
-        prompt: `past.places` ids that are not read, then the passage's.
-        past: what it follows.
-        needs: what to keep.
-        options: as for `capture`; `progress` counts the places of `past` as done.
-
-    Raises what `capture` raises, and `ObserverError` for needs that run the model a second time.
-    """
-    check_needs(model, needs, passage=True)
-    return run_capture(model, prompt, past, needs, options)
-
-
 def run_capture(
     model: Any,
     prompt: Prompt,
     past: Past | None,
     needs: Needs,
     options: CaptureOptions,
+    each: Callable[[Prefill, int], None] | None = None,
 ) -> Prefill:
-    """What `capture` returns, or with `past` `capture_passage`, whose arguments these are.
+    """As `capture`, or with `past` of a passage that follows what was compressed before.
 
-    Raises `PromptError` for ids outside the vocabulary, `CaptureMemoryError` if memory ran out, and
-    what else `capture` raises.
+    A passage is read once, over the entries that are there, at its true positions: `prompt` has
+    `past.places` ids that are not read, then the passage's. In the prefill, positions count places:
+    first those of `past`, then the passage's tokens. Its `rope` has their rotations, its keys and
+    queries the coordinates of `Past`.
+
+    With `each`, layer by layer: it is called with a prefill that holds the tokens of one layer
+    alone, and its number, and what is returned holds no tokens of any. What observers saw of the
+    layer stands for all L. Queries cannot be computed again, so all that `needs` names are held.
+
+    Raises what `capture` raises; of a passage `ObserverError` for needs that run the model again.
     """
+    if past is None:
+        prompt = prompt.without_tail()
+        beyond = options.beyond_positions
+        check_prompt_length(model, prompt.spans.length, beyond_positions=beyond)
+    check_needs(model, needs, passage=past is not None)
     embeddings = model.get_input_embeddings()
     if int(prompt.ids.max()) >= embeddings.num_embeddings:
         raise PromptError(
@@ -159,13 +127,13 @@ def run_capture(
             f"{embeddings.num_embeddings}. Use the tokenizer that belongs to the model."
         )
     length = prompt.spans.length
-    runs_in_parts = has_rope(model) or rotating(model_layers(model)) == "none"
-    size = options.chunk_of(length, splits=runs_in_parts)
-    sizes = CaptureSizes.of(model)
+    size = options.chunk_of(length, splits=runs_in_parts(model))
+    sizes = CaptureSizes.of(model, again=each is None)
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
     free = free_bytes(input_device(model))
     try:
-        return _captured(model, prompt, past, needs, held, size, options.progress)
+        reading = Reading(model, prompt, past, needs, held, size, options.progress)
+        return _whole(reading, held) if each is None else _by_layers(reading, held, each)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -173,106 +141,84 @@ def run_capture(
     raise CaptureMemoryError(out_of_memory_message(length, size, len(held), sizes, free))
 
 
-def _captured(
-    model: Any,
-    prompt: Prompt,
-    past: Past | None,
-    needs: Needs,
-    held: Tensor,
-    size: int,
-    progress: Callable[[int, int], None] | None,
-) -> Prefill:
-    chosen, device = compressed_layers(model), input_device(model)
-    observations = Observations(needs.observers, len(chosen), prompt.spans)
-    record = Recorder(prompt.spans, observations, held, chosen)
-    before = () if past is None else past.kept
-    others = StockLayers(model, before, 0 if past is None else past.length)
-    taken, last = _run(model, prompt, past, observations, record, others, size, progress)
-    keys, values = (tuple(x[i] for i in range(len(chosen))) for x in (record.keys, record.values))
+def runs_in_parts(model: Any) -> bool:
+    """Whether a prompt can be read in chunks."""
+    return has_rope(model) or rotating(model_layers(model)) == "none"
+
+
+def _whole(reading: Reading, held: Tensor) -> Prefill:
+    """All layers, chunk by chunk."""
+    last, record = reading.by_chunks(), reading.record
+    keys, values, queries = (
+        tuple(x[i] for i in range(len(reading.layers)))
+        for x in (record.keys, record.values, record.queries)
+    )
     passes = None
-    if observations.reads("passes"):
-        passes = ModelPasses(model, prompt, keys, values, record.rope_of, last)
-    observed = observations.results(device, passes)
+    if reading.observations.reads("passes"):
+        passes = ModelPasses(reading.model, reading.prompt, keys, values, record.rope_of, last)
+    observed = reading.observations.results(reading.device, passes)
     return Prefill(
-        spans=prompt.spans,
+        **_facts(reading, held),
         keys=keys,
         values=values,
-        queries=tuple(record.queries[layer] for layer in range(len(chosen))),
-        query_positions=held,
-        rope=record.rope(),
-        scale=record.scale,
-        unrotated=record.unrotated(),
-        softcap=record.softcap,
-        sink_logits=tuple(record.sinks[layer] for layer in sorted(record.sinks)),
-        kept=others.states,
+        queries=queries,
+        kept=reading.others.states,
         observed=observed,
-        query_source=None if others.states else QueryPass(model),
+        query_source=None if reading.others.states else QueryPass(reading.model),
         logits=last,
-        token_ids=prompt.ids,
-        fingerprint=fingerprint(model, prompt.tokenizer),
-        shard=head_shard(model),
-        seconds={"prefill": taken, **dict[str | Observer, float](observations.seconds.items())},
+        seconds=_seconds(reading),
     )
 
 
-def _run(
-    model: Any,
-    prompt: Prompt,
-    past: Past | None,
-    observations: Observations,
-    record: Recorder,
-    others: StockLayers,
-    size: int,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[float, Tensor]:
-    """Fill `record`, chunk by chunk; seconds without the observers', and the last logits [V]."""
-    length, start, device = prompt.spans.length, prompt.spans.past, input_device(model)
-    head, vocabulary = model.get_output_embeddings(), text_config(model).vocab_size
-    factor, cap = final_logits(model)
-    ids, seconds = prompt.ids[None].to(device), 0.0
-    places = whole = torch.arange(length, device=device)[None]
-    if past is not None:
-        whole = torch.where(places < start, places, places - start + past.length)
-    edges = others.edges(start, length, size)
-    in_parts = len(edges) > 2 or past is not None
-    output: Any = None
-    with ExitStack() as undo:
-        base = base_attention(model)
-        undo.enter_context(patched_attention(model, record.wrap))
-        undo.enter_context(record.hooks(model))
-        if in_parts and has_rope(model):
-            every = rotary_positions(model, whole)
-            undo.enter_context(rotations(model.get_decoder(), lambda own, x: own(x, every)))
-        if past is not None:
-            record.follow(past, _rotation(model, past, places[:, :start]))
-        for first, stop in itertools.pairwise(edges):
-            options = others.options()
-            partial = None
-            if in_parts:
-                partial = PartialAttention(base, torch.arange(first, stop))
-                options["position_ids"] = places[:, first:stop]
-            record.begin(Region(first, stop), partial)
-            started = time.perf_counter()
-            output = model(input_ids=ids[:, first:stop], logits_to_keep=1, **options)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds += time.perf_counter() - started
-            others.read(length - stop)
-            following = prompt.ids[first + 1 : stop + 1]
-            if observations.reads("final") and len(following):
-                rows = record.final[: len(following)] * factor
-                record.final = None
-                observations.add_final(FinalRun(first, rows, following, head, vocabulary, cap))
-            if progress is not None:
-                progress(stop, length)
-    return seconds - observations.running_seconds, output.logits[0, -1]
+def _by_layers(reading: Reading, held: Tensor, each: Callable[[Prefill, int], None]) -> Prefill:
+    """One layer after the other."""
+    record, count = reading.record, len(reading.layers)
+    identity = fingerprint(reading.model, reading.prompt.tokenizer)
+    shells: list[tuple[Tensor, ...]] = []
 
+    def show(layer: int) -> None:
+        own = (record.keys[layer], record.values[layer], record.queries[layer])
+        shells.append(tuple(x[:, :0].clone() for x in own))
+        parts = [shells[min(i, layer)] for i in range(count)]
+        parts[layer] = own
+        keys, values, queries = zip(*parts, strict=True)
+        observed = reading.observations.layer_results(layer, count)
+        facts = _facts(reading, held, identity)
+        each(Prefill(**facts, keys=keys, values=values, queries=queries, observed=observed), layer)
+        record.drop(layer)
 
-def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [1, P, d_rot] of the places of `past`."""
-    if not has_rope(model):
-        return no_rotation(past.places, places.device)
-    rotation: tuple[Tensor, Tensor] = model.get_decoder().rotary_emb(
-        past.keys[0], rotary_positions(model, places), *rotation_kind(model)
+    last = reading.by_layers(show)
+    keys, values, queries = zip(*shells, strict=True)
+    return Prefill(
+        **_facts(reading, held, identity),
+        keys=keys,
+        values=values,
+        queries=queries,
+        kept=reading.others.states,
+        logits=last,
+        seconds=_seconds(reading),
     )
-    return rotation
+
+
+def _facts(
+    reading: Reading, held: Tensor, identity: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The fields of a `Prefill` that hold no tokens of a layer."""
+    model, prompt, record = reading.model, reading.prompt, reading.record
+    return {
+        "spans": prompt.spans,
+        "query_positions": held,
+        "rope": record.rope(),
+        "scale": record.scale,
+        "unrotated": record.unrotated(),
+        "softcap": record.softcap,
+        "sink_logits": tuple(record.sinks[layer] for layer in sorted(record.sinks)),
+        "token_ids": prompt.ids,
+        "fingerprint": fingerprint(model, prompt.tokenizer) if identity is None else identity,
+        "shard": head_shard(model),
+    }
+
+
+def _seconds(reading: Reading) -> dict[str | Observer, float]:
+    observers = ((x, taken) for x, taken in reading.observations.seconds.items())
+    return {"prefill": reading.seconds, **dict[str | Observer, float](observers)}

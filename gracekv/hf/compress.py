@@ -14,12 +14,12 @@ from gracekv.backends import BACKENDS, Backend
 from gracekv.distributed.agreement import call_facts, in_step
 from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import CacheError, ConfigError, PromptError
-from gracekv.hf.base_result import trim_memory
-from gracekv.hf.capture import capture as run_prefill
+from gracekv.hf.layerwise import prefilled_run
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill
+from gracekv.prefill.capture_memory import trim_memory
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
@@ -143,11 +143,10 @@ def _run(
     budget: Budget,
     options: CaptureOptions,
 ) -> Run:
-    """One pipeline run; a prefill made here is gone when this returns."""
+    """One pipeline run."""
     if prefill is not None:
         return pipe.run(prefill, budget)
-    # No name holds the new prefill, so a stage can free what later ones do not read.
-    return pipe.run(run_prefill(model, prompt, pipe.needs(), options), budget)
+    return prefilled_run(model, prompt, None, pipe, budget, options)
 
 
 def _check_inputs(
@@ -170,7 +169,7 @@ def _check_inputs(
             )
         if prefill is not None:
             check_prefill(model, prompt, prefill)
-        pipe.check_budget(model, prompt.spans, budget)
+        pipe.plan_for(model, prompt.spans, budget)
     if len({id(prompt.tokenizer) for prompt in prompts}) != 1:
         raise PromptError(
             "The prompts of a batch must share one tokenizer object (or have none), which decodes "

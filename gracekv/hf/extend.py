@@ -17,7 +17,7 @@ from gracekv.cache.quantised import QuantisedEntries
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.errors import CacheError
-from gracekv.hf.capture import capture_passage
+from gracekv.hf.layerwise import prefilled_run
 from gracekv.kernels.ragged import offsets
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run, physical_sizes
@@ -76,9 +76,9 @@ def extended_run(
     end = len(ids) - (read.spans.length - read.spans.context_end)
     spans = PromptSpans(past.places + last, end, end, len(ids), past=past.places)
     passage_prompt = dataclasses.replace(read, ids=ids, spans=spans)
-    pipeline.check_budget(model, passage_prompt.spans, budget)
-    prefill = capture_passage(model, passage_prompt, past, pipeline.needs(), capture)
-    return prompt, _joined(run, pipeline.run(prefill, budget), past.places, shard)
+    pipeline.plan_for(model, passage_prompt.spans, budget)
+    added = prefilled_run(model, passage_prompt, past, pipeline, budget, capture)
+    return prompt, _joined(run, added, past.places, shard)
 
 
 def _heads(layer: LayerEntries) -> list[tuple[Tensor, Tensor, Tensor]]:

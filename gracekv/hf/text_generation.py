@@ -130,7 +130,7 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         prompt = inputs["prompt"]
         pipe = chosen_pipeline(compression.get("pipeline"), compression.get("backend"), [prompt])
         check_model(self.model)
-        pipe.check_budget(self.model, prompt.spans, budget)
+        pipe.plan_for(self.model, prompt.spans, budget)
         how = compression.get("capture", DEFAULTS)
         prefill = capture(self.model, prompt, pipe.needs(), how)
         partition = _shared_partition(pipe, prefill, budget, shared)

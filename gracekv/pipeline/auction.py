@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,12 @@ class Auction:
         return bool(getattr(self.allocate, "elastic", False))
 
     def spend(
-        self, plan: BudgetPlan, costs: EntryBytes | None, precision: Precision, prefill: Prefill
+        self,
+        plan: BudgetPlan,
+        costs: EntryBytes | None,
+        precision: Precision,
+        prefill: Prefill,
+        measured: Sequence[Any],
     ) -> AuctionResult:
         """Spend the budget, in entries or in bytes.
 
@@ -96,10 +102,11 @@ class Auction:
             plan: the budget; where it counts bytes, its entries are the most that could fit.
             costs: bytes of the entries; None: all are as they are.
             precision: how entries are stored.
-            prefill: one sequence.
+            prefill: one sequence, of which tokens may be gone.
+            measured: of each layer what `precision` measured, where it allocates.
         """
         if precision.allocates:
-            return self._with_widths(self.choose(plan), precision, prefill)
+            return self._with_widths(self.choose(plan), precision, prefill, measured)
         if costs is None or plan.bytes is None:
             return self.choose(plan)
         return within_bytes(plan, costs, self.choose, self.shard)
@@ -124,13 +131,16 @@ class Auction:
         return AuctionResult(plan, selection, frontier.utility, floor, frontier)
 
     def _with_widths(
-        self, offered: AuctionResult, precision: Precision, prefill: Prefill
+        self,
+        offered: AuctionResult,
+        precision: Precision,
+        prefill: Prefill,
+        measured: Sequence[Any],
     ) -> AuctionResult:
         """Of the entries that are offered, those that get bits."""
         plan, selection = offered.plan, offered.selection
         gains = entry_gains(self.relevance.scores, self.relevance.sensitivity, selection)
-        region = prefill.spans.region(plan.recent)
-        widths = precision.allocate(prefill, region, selection, gains, plan)
+        widths = precision.allocate(prefill, measured, selection, gains, plan)
         kept = widths > 0
         selection = selection.where(kept)
         total = selection.entries

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from gracekv import recipes
-from gracekv.allocate import Allocator, Budget, BudgetPlan, Floor, NoFloor, Quota, RecentWindow
+from gracekv.allocate import (
+    Allocator,
+    Budget,
+    BudgetPlan,
+    Floor,
+    NoFloor,
+    Quota,
+    RecentWindow,
+    Selection,
+)
 from gracekv.backends import Auto, Backend
-from gracekv.cache import Packer, Timings
+from gracekv.cache import Packer, RaggedCache, Timings
 from gracekv.decode import Decoder, NoCut
 from gracekv.distributed.head_shard import all_heads
 from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import ConfigError, ShapeError
 from gracekv.fit import Fitter, NoFit
-from gracekv.fit.base import value_change
-from gracekv.kernels.linalg import full_float32
 from gracekv.pipeline.auction import Auction
-from gracekv.pipeline.run import Run, accounted, whole_cache
+from gracekv.pipeline.run import Run, accounted, finished, timed, whole_cache
 from gracekv.precision import FullPrecision, Precision
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.model_layers import compressed_layers, head_sizes
@@ -142,11 +146,11 @@ class Pipeline(Configurable):
         heads, size = all_heads(prefill.kv_heads, prefill.shard), prefill.keys[0].element_size()
         return self._plan(prefill.layers, heads, prefill.entry_dim, size, prefill.spans, budget)
 
-    def check_budget(self, model: Any, spans: PromptSpans, budget: Budget) -> None:
-        """Raise `BudgetError` if `budget` is too small, from the model's config and the spans."""
+    def plan_for(self, model: Any, spans: PromptSpans, budget: Budget) -> BudgetPlan:
+        """As `plan`, from the model's config and the spans."""
         _, heads, dim = head_sizes(model)
         layers = len(compressed_layers(model))
-        self._plan(layers, heads, dim, model.dtype.itemsize, spans, budget)
+        return self._plan(layers, heads, dim, model.dtype.itemsize, spans, budget)
 
     def _plan(
         self, layers: int, heads: int, dim: int, size: int, spans: PromptSpans, budget: Budget
@@ -184,46 +188,33 @@ class Pipeline(Configurable):
         with stage("segment"):
             partition = self._segment(prefill, region, partition)
         with stage("value"):
-            relevance, columns = self._value(prefill, region)
+            columns = None
+            if self.uses_column_sums:
+                prefill = prefill.with_observations({ReceivedAttention()})
+                columns = prefill.observation(ReceivedAttention())
+            scored = self.value(prefill, region)
+            relevance = Relevance(scored.scores, scored.seed_scores, self.sensitivity(prefill))
         with stage("tree"):
             quota = cache(partial(self.quota, relevance.scores, columns=columns))
             curvature = self._curvature(prefill, partition)
             # Freed unless the caller holds the prefill, too.
             prefill = prefill.without(BlockInput)
             forest, candidates = self._trees(prefill, partition, relevance, curvature, plan, quota)
-        with stage("allocate"):
-            auction = Auction(
-                self.floor, self.allocate, quota, self.certify, region.start, relevance, forest,
-                candidates, prefill.shard,
-            )  # fmt: skip
-            bought = auction.spend(plan, costs, self.precision, prefill)
-        with stage("pack"):
-            packed = self.pack(prefill, bought.selection, relevance.scores, self.prototype, columns)
-        with stage("precision"):
-            widths = bought.packed_widths(prefill, region, self.precision)
-            read = self.precision.keys_as_read(packed, widths, prefill.entry_dim)
-        with stage("fit"):
-            # Values make up for what decoding will read, rounded keys included.
-            fitted = self.fit(prefill, region, read)
-            change = None if fitted is read else value_change(packed, fitted)
-        with stage("precision"):
-            exact = fitted.with_keys_of(packed).narrowed(prefill.entry_dim)
-            stored = self.precision(exact, widths).with_kept(prefill.kept)
-        return Run(
-            plan=bought.plan,
-            cache=stored,
-            accounting=accounted(prefill, bought.plan, stored, bought, costs),
-            timings=Timings(**prefill.seconds_for(self.needs()), **seconds),
-            fingerprint=prefill.fingerprint,
-            partition=partition,
-            relevance=relevance,
-            forest=forest,
-            floor=bought.floor,
-            frontier=bought.frontier,
-            selection=bought.selection,
-            elastic=auction.elastic,
-            value_change=change,
-        )
+        auction = Auction(
+            self.floor, self.allocate, quota, self.certify, region.start, relevance, forest,
+            candidates, prefill.shard,
+        )  # fmt: skip
+        measured = []
+        if self.precision.allocates:
+            with stage("precision"):
+                layers = range(prefill.layers)
+                measured = [self.precision.measured(prefill, x, region) for x in layers]
+
+        def packed(selection: Selection) -> RaggedCache:
+            return self.pack(prefill, selection, relevance.scores, self.prototype, columns)
+
+        fitted = partial(self.fit, prefill, region)
+        return finished(self, prefill, plan, partition, auction, measured, packed, fitted, seconds)
 
     def _segment(self, prefill: Prefill, region: Region, given: Partition | None) -> Partition:
         """The slots of `region`, which `given` has to cover."""
@@ -234,14 +225,6 @@ class Pipeline(Configurable):
                 f"to compress. Segment again, or keep context and budget the same."
             )
         return partition
-
-    def _value(self, prefill: Prefill, region: Region) -> tuple[Relevance, Tensor | None]:
-        """Scores and sensitivity; column sums [L, H, T] if some stage reads them."""
-        scored = self.value(prefill, region)
-        relevance = Relevance(scored.scores, scored.seed_scores, self.sensitivity(prefill))
-        if scored.column_sums is None and self.uses_column_sums:
-            return relevance, prefill.observe(ReceivedAttention())
-        return relevance, scored.column_sums
 
     def _curvature(self, prefill: Prefill, partition: Partition) -> Tensor | None:
         """kappa [T] where trees are grown by it, which needs the hidden states."""
@@ -278,27 +261,14 @@ class Pipeline(Configurable):
 
     def _selects_tokens(self, partition: Partition) -> bool:
         """Whether slots are single tokens that stay or go, each at a gain of omega R."""
+        return partition.slots == partition.region.length and self.keeps_or_drops
+
+    @property
+    def keeps_or_drops(self) -> bool:
+        """Whether a slot of one token stays or goes at a gain of omega R, in one auction."""
         return (
-            partition.slots == partition.region.length
-            and isinstance(self.distortion, Unit)
+            isinstance(self.distortion, Unit)
             and isinstance(self.floor, NoFloor)
             and self.allocate.prunable
             and not self.certify
         )
-
-
-@contextmanager
-def timed(device: torch.device, seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """Run a stage in full float32 and add its wall seconds to `seconds[stage]`.
-
-    It waits for the GPU, so that a stage pays for its own work.
-    """
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    with full_float32():
-        yield
-    if is_cuda:
-        torch.cuda.synchronize(device)
-    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,13 +23,19 @@ from gracekv.cache import (
     WidthShare,
 )
 from gracekv.distributed.head_shard import HeadShard, all_heads
-from gracekv.pipeline.auction import AuctionResult
+from gracekv.fit import NoFit
+from gracekv.fit.base import value_change
+from gracekv.kernels.linalg import full_float32
+from gracekv.pipeline.auction import Auction, AuctionResult
 from gracekv.precision import Precision
 from gracekv.prefill import Prefill, Region
 from gracekv.prefill.kept import bytes_by_kind
 from gracekv.segment import Partition
 from gracekv.tree import Forest
 from gracekv.value import Relevance
+
+if TYPE_CHECKING:
+    from gracekv.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +116,64 @@ def whole_cache(
         return precision(cache, widths).with_kept(prefill.kept)
 
 
+def finished(
+    pipeline: Pipeline,
+    prefill: Prefill,
+    plan: BudgetPlan,
+    partition: Partition,
+    auction: Auction,
+    measured: Sequence[Any],
+    pack: Callable[[Selection], RaggedCache],
+    fit: Callable[[RaggedCache], RaggedCache],
+    seconds: dict[str, float],
+) -> Run:
+    """What is left to do once tokens have scores: allocate, pack, fit, precision.
+
+    Args:
+        pipeline: what compresses.
+        prefill: one sequence, of which tokens may be gone.
+        plan: the budget.
+        partition: slots.
+        auction: has the scores.
+        measured: of each layer what `precision` measured, where it allocates.
+        pack: the entries of a selection.
+        fit: those entries, fitted.
+        seconds: of each stage so far.
+    """
+    first, region = prefill.keys[0], prefill.spans.region(plan.recent)
+    costs = pipeline.precision.entry_bytes(prefill.entry_dim, first.element_size(), prefill.spans)
+    stage = partial(timed, first.device, seconds)
+    with stage("allocate"):
+        bought = auction.spend(plan, costs, pipeline.precision, prefill, measured)
+    with stage("pack"):
+        packed = pack(bought.selection)
+    with stage("precision"):
+        widths = bought.packed_widths(prefill, region, pipeline.precision)
+        read = pipeline.precision.keys_as_read(packed, widths, prefill.entry_dim)
+    with stage("fit"):
+        # Values make up for what decoding will read, rounded keys included.
+        fitted = fit(read)
+        change = None if isinstance(pipeline.fit, NoFit) else value_change(packed, fitted)
+    with stage("precision"):
+        exact = fitted.with_keys_of(packed).narrowed(prefill.entry_dim)
+        stored = pipeline.precision(exact, widths).with_kept(prefill.kept)
+    return Run(
+        plan=bought.plan,
+        cache=stored,
+        accounting=accounted(prefill, bought.plan, stored, bought, costs),
+        timings=Timings(**prefill.seconds_for(pipeline.needs()), **seconds),
+        fingerprint=prefill.fingerprint,
+        partition=partition,
+        relevance=auction.relevance,
+        forest=auction.forest,
+        floor=bought.floor,
+        frontier=bought.frontier,
+        selection=bought.selection,
+        elastic=auction.elastic,
+        value_change=change,
+    )
+
+
 def accounted(
     prefill: Prefill,
     plan: BudgetPlan,
@@ -162,3 +228,20 @@ def physical_sizes(cache: CompressedCache, shard: HeadShard | None) -> dict[str,
         # Of the states of linear layers every process holds all.
         kept[kind] = all_heads(kept[kind], shard)
     return {"bytes": sizes[0], "metadata_bytes": sizes[1], "widths": widths, "kept_bytes": kept}
+
+
+@contextmanager
+def timed(device: torch.device, seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Run a stage in full float32 and add its wall seconds to `seconds[stage]`.
+
+    It waits for the GPU, so that a stage pays for its own work.
+    """
+    is_cuda = device.type == "cuda"
+    if is_cuda:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    with full_float32():
+        yield
+    if is_cuda:
+        torch.cuda.synchronize(device)
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start

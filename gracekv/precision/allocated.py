@@ -74,10 +74,14 @@ class AllocatedPrecision(Precision):
             return plan.keeps_all
         return plan.layers * plan.heads * plan.context * entry_bytes <= plan.bytes
 
+    def measured(self, prefill: Prefill, layer: int, region: Region) -> Tensor:
+        """float64 [G, 2]: the losses of 4 and 8 bits, see `rounding_loss`."""
+        return rounding_loss(prefill, layer, region, self.codings[::-1])
+
     def allocate(
         self,
         prefill: Prefill,
-        region: Region,
+        measured: Sequence[Tensor],
         candidates: Selection,
         worth: Tensor,
         plan: BudgetPlan,
@@ -92,7 +96,7 @@ class AllocatedPrecision(Precision):
             block=(four.block, eight.block, 0),
             per_block=self.group,
         )
-        loss = self.rounding * rounding_loss(prefill, region, self.codings[::-1])
+        loss = self.rounding * torch.cat(list(measured))
         head = candidates.head_of_entry()
         entries = Entries(
             worth=worth.double().cpu().square(),
@@ -126,8 +130,10 @@ def _places(head: Tensor, prefill: Prefill) -> Tensor | None:
 _TOKENS, _QUERIES = 256, 16
 
 
-def rounding_loss(prefill: Prefill, region: Region, codings: Sequence[Coding]) -> Tensor:
-    r"""float64 [L*G, C]: error of a rounded entry's output over the error of dropping it.
+def rounding_loss(
+    prefill: Prefill, layer: int, region: Region, codings: Sequence[Coding]
+) -> Tensor:
+    r"""float64 [G, C]: error of a rounded entry's output over the error of dropping it.
 
     Rounding adds d_v + (q . d_k) (v - mean) to an entry's share of the output, where q is a query
     times the attention scale; dropping the entry takes v - mean. The loss is the root of the mean
@@ -137,6 +143,7 @@ def rounding_loss(prefill: Prefill, region: Region, codings: Sequence[Coding]) -
 
     Args:
         prefill: one sequence.
+        layer: 0-based.
         region: whose tokens are rounded; one head's sample in blocks of its own.
         codings: C ways to store them.
     """
@@ -144,23 +151,21 @@ def rounding_loss(prefill: Prefill, region: Region, codings: Sequence[Coding]) -
     at = region.start + torch.arange(count) * region.length // max(1, count)
     asking = list(prefill.spans.last(_QUERIES))
     lengths, dim = torch.full((prefill.kv_heads,), count), prefill.entry_dim
-    per_coding = []
-    for layer, (all_keys, all_values) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
-        place = at.to(all_keys.device)
-        keys, values = (x[:, place, :dim].flatten(0, 1) for x in (all_keys, all_values))
-        queries = prefill.queries_at(layer, asking)[..., :dim].float() * prefill.scale
-        queries = rearrange(queries, "(g n) p d -> g (n p) d", g=prefill.kv_heads)
-        spread = values.float().unflatten(0, (-1, count))
-        spread = (spread - spread.mean(dim=1, keepdim=True)).square().sum(dim=(1, 2))
-        for coding in codings:
-            read = as_read(keys, lengths, coding, coding.keys)
-            off = (read - keys.float()).unflatten(0, (-1, count))
-            of_keys = (queries @ off.mT).square().mean(dim=(1, 2))
-            read = as_read(values, lengths, coding, coding.values)
-            of_values = (read - values.float()).square().unflatten(0, (-1, count)).sum(dim=(1, 2))
-            # Values that are all alike are rounded to themselves.
-            of_values = of_values / spread.clamp_min(torch.finfo(torch.float32).tiny)
-            per_coding.append((of_keys + of_values).sqrt().cpu())
-    by_layer = torch.stack(per_coding).unflatten(0, (prefill.layers, len(codings)))
-    losses: Tensor = by_layer.mT.flatten(0, 1).double()
-    return losses
+    place = at.to(prefill.keys[layer].device)
+    both = (prefill.keys[layer], prefill.values[layer])
+    keys, values = (x[:, place, :dim].flatten(0, 1) for x in both)
+    queries = prefill.queries_at(layer, asking)[..., :dim].float() * prefill.scale
+    queries = rearrange(queries, "(g n) p d -> g (n p) d", g=prefill.kv_heads)
+    spread = values.float().unflatten(0, (-1, count))
+    spread = (spread - spread.mean(dim=1, keepdim=True)).square().sum(dim=(1, 2))
+    losses = []
+    for coding in codings:
+        read = as_read(keys, lengths, coding, coding.keys)
+        off = (read - keys.float()).unflatten(0, (-1, count))
+        of_keys = (queries @ off.mT).square().mean(dim=(1, 2))
+        read = as_read(values, lengths, coding, coding.values)
+        of_values = (read - values.float()).square().unflatten(0, (-1, count)).sum(dim=(1, 2))
+        # Values that are all alike are rounded to themselves.
+        of_values = of_values / spread.clamp_min(torch.finfo(torch.float32).tiny)
+        losses.append((of_keys + of_values).sqrt().cpu())
+    return torch.stack(losses, dim=1).double()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Selection
 from gracekv.allocate.plan import EntryBytes
-from gracekv.cache.base import PARTS, RaggedCache, RaggedEntries
+from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import QuantisedEntries
-from gracekv.kernels import ragged
 from gracekv.precision.quantise import as_read, quantise
 from gracekv.prefill import Prefill, PromptSpans, Region
 from gracekv.registry import Registry, Strategy
@@ -26,8 +25,8 @@ EXACT = 16
 
 
 def _layer(layer: RaggedEntries, widths: Tensor, codings: Sequence[Coding]) -> QuantisedEntries:
-    coded = tuple(_coded(_subset(layer, widths == coding.bits), coding) for coding in codings)
-    return QuantisedEntries(_subset(layer, widths == EXACT), coded)
+    coded = tuple(_coded(layer.where(widths == coding.bits), coding) for coding in codings)
+    return QuantisedEntries(layer.where(widths == EXACT), coded)
 
 
 def _coded(part: RaggedEntries, coding: Coding) -> CodedEntries:
@@ -37,13 +36,6 @@ def _coded(part: RaggedEntries, coding: Coding) -> CodedEntries:
     )
     index = (part.positions, part.log_multiplicity, part.offsets)
     return CodedEntries(keys, values, *index, coding, part.sequences)
-
-
-def _subset(layer: RaggedEntries, mask: Tensor) -> RaggedEntries:
-    """The entries of `layer` where `mask` (bool [E]) holds."""
-    inside = ragged.offsets(mask.cpu().long())
-    parts = {name: getattr(layer, name)[mask] for name in PARTS[:-1]}
-    return dataclasses.replace(layer, **parts, offsets=inside[layer.offsets])
 
 
 class Precision(Strategy, abc.ABC):
@@ -89,10 +81,14 @@ class Precision(Strategy, abc.ABC):
         """Whether nothing need be dropped, nor shared out; `entry_bytes` is that of an entry."""
         return plan.keeps_all
 
+    def measured(self, prefill: Prefill, layer: int, region: Region) -> Any:
+        """What `allocate` needs of the tokens of one layer; asked where it is declared."""
+        return None
+
     def allocate(
         self,
         prefill: Prefill,
-        region: Region,
+        measured: Sequence[Any],
         candidates: Selection,
         worth: Tensor,
         plan: BudgetPlan,
@@ -102,8 +98,8 @@ class Precision(Strategy, abc.ABC):
         Only strategies that declare `allocates` are asked.
 
         Args:
-            prefill: one sequence.
-            region: the compressible positions.
+            prefill: one sequence, of which tokens may be gone.
+            measured: of each layer what `measured` gave.
             candidates: the entries that would fit at the least width.
             worth: float64 [E], what is lost where a candidate is dropped.
             plan: the budget, in bytes or in entries.
@@ -129,7 +125,7 @@ class Precision(Strategy, abc.ABC):
             keys = layer.keys.to(torch.float32, copy=True)
             for coding in self.codings:
                 mask = own == coding.bits
-                part = _subset(layer, mask)
+                part = layer.where(mask)
                 keys[mask, :dim] = as_read(part.keys[:, :dim], part.lengths, coding, coding.keys)
             layers.append(dataclasses.replace(layer, keys=keys))
         return dataclasses.replace(cache, layers=tuple(layers))

@@ -247,18 +247,30 @@ class Prefill:
             region.start, queries, keys, values, rope, self.scale, **self.logits_of(layer)
         )
 
-    def observe(self, observer: LayerObserver, region: Region | None = None) -> Tensor:
-        """What `observer` saw, [...]; if it was not there, what it sees of the queries of `region`.
+    def with_observations(self, observers: Iterable[Observer]) -> Self:
+        """A view that also holds what those see that were not there and can be shown it now.
+
+        These read queries, keys and values alone. Raises `MissingCaptureError` if a query was not
+        captured and cannot be computed again.
+        """
+        missing: dict[Observer, Tensor] = {
+            x: self.observe(x)
+            for x in observers
+            if x not in self.observed and isinstance(x, LayerObserver) and not x.reads
+        }
+        return self._replaced(observed={**self.observed, **missing}) if missing else self
+
+    def observe(self, observer: LayerObserver) -> Tensor:
+        """What `observer` saw, [...]; if it was not there, what it sees of captured tokens.
 
         Args:
             observer: reads queries, keys and values alone.
-            region: a run of positions; None: the whole prompt.
 
         Raises `MissingCaptureError` if a query was not captured and cannot be computed again.
         """
         if observer in self.observed:
             return self.observed[observer]
-        asked = Region(0, self.spans.length) if region is None else region
+        asked = observer.seen(self.spans)
         made = [observer.accumulator(x, self.layers, self.spans) for x in range(self.layers)]
         whole = len(self.query_positions) == self.spans.length
         size = asked.length if whole else _PART

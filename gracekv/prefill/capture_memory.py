@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +38,12 @@ class CaptureSizes:
     again: bool = True
 
     @classmethod
-    def of(cls, model: Any) -> CaptureSizes:
-        """Sizes for `model`, in its dtype."""
+    def of(cls, model: Any, *, again: bool = True) -> CaptureSizes:
+        """Sizes for `model`, in its dtype; `again`: all keys and values stay."""
         heads, groups, dim = head_sizes(model)
         unit = len(compressed_layers(model)) * dim * model.dtype.itemsize
         # Layers that are not compressed would need their states of all tokens for it.
-        again = not kept_layers(model)
+        again = again and not kept_layers(model)
         return cls(kv=2 * groups * unit, queries=heads * unit, again=again)
 
 
@@ -123,3 +126,26 @@ def out_of_memory_message(
             else f" {free / mib:,.0f} MiB were free, enough for this prompt so."
         )
     return text
+
+
+def trim_memory() -> bool:
+    """Return freed heap memory to the system; whether there was a way to do so.
+
+    glibc keeps what was freed for later allocations: after a compression several times what the
+    compressed cache takes. Costs milliseconds. Only Linux with glibc has it; memory of GPUs belongs
+    to torch's own allocator and is not touched.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+    return trim is not None
+
+
+@functools.cache
+def _malloc_trim() -> Any:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None

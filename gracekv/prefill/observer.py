@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.prompt import PromptSpans
+from gracekv.prefill.prompt import PromptSpans, Region
 
 Reading = Literal["hidden", "outputs", "projection", "final", "passes"]
 """What a driver may give beyond queries, keys and values of each run.
@@ -243,6 +243,10 @@ class LayerObserver(Observer):
     @abc.abstractmethod
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator | None:
         """A new accumulator for `layer` of `layers` compressed ones; None: it is not looked at."""
+
+    def seen(self, spans: PromptSpans) -> Region:
+        """The tokens whose queries count; by default all."""
+        return Region(0, spans.length)
 
     def combine(self, by_layer: Mapping[int, Tensor]) -> Tensor:
         """The result [L, ...], from what the layers' accumulators gave, [...] each, ascending.

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gracekv.errors import ConfigError
-from gracekv.prefill.partial_attention import chunk_length
 
-# Prompts of at most this many tokens run in one pass unless told otherwise.
-_ONE_PASS = 2048
+# Prompts of at most this many tokens run in one pass unless told otherwise, others in chunks.
+_ONE_PASS, _CHUNK = 2048, 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +16,8 @@ class CaptureOptions:
     """How a prefill runs. None of it changes what is captured, beyond rounding.
 
     Attributes:
-        chunk: tokens that run at once; None: all of a prompt of at most 2,048 tokens, else 1,024,
-            fewer beyond 32,768 tokens, since a mask of chunk times prompt is made. Larger ones are
-            faster on some GPUs.
+        chunk: tokens that run at once; None: all of a prompt of at most 2,048 tokens, else 512.
+            Larger ones are faster on some GPUs.
         memory_limit: most bytes of queries that are held; None: 256 MiB, or a quarter of keys and
             values if that is more. 0 holds only probes and windows and computes all others again
             when they are read. A model whose layers are not all compressed cannot compute queries
@@ -27,6 +25,9 @@ class CaptureOptions:
         progress: called with the tokens done and the tokens in all after each chunk.
         beyond_positions: also read prompts longer than what the model was trained or stretched for,
             with a `LengthWarning`; they are refused otherwise.
+        stream: read and compress layer by layer, so that the full cache is never held; what is kept
+            is the same. None: wherever recipe and model allow it. True: refuse others. False: read
+            all first. `capture` itself, whose result is all of the cache, does not stream.
         trim: on a CPU, return freed memory to the system after compressing, which takes
             milliseconds and works on Linux with glibc; else the process keeps its peak for later
             allocations. `capture` itself, whose result is held, frees nothing.
@@ -39,13 +40,14 @@ class CaptureOptions:
     memory_limit: int | None = None
     progress: Callable[[int, int], None] | None = None
     beyond_positions: bool = False
+    stream: bool | None = None
     trim: bool = True
 
     def __post_init__(self) -> None:
         if not _is_whole(self.chunk, 1):
             raise ConfigError(
                 f"chunk is the number of prompt tokens that run at once, a whole number of at "
-                f"least 1; got {self.chunk!r}. Leave it out for {chunk_length(0)} or fewer."
+                f"least 1; got {self.chunk!r}. Leave it out for {_CHUNK}."
             )
         if not _is_whole(self.memory_limit, 0):
             raise ConfigError(
@@ -57,7 +59,7 @@ class CaptureOptions:
         """Tokens of one pass over a prompt of `length`; `splits`: the model can run in parts."""
         if self.chunk is not None:
             return min(self.chunk, length)
-        return chunk_length(length) if splits and length > _ONE_PASS else length
+        return _CHUNK if splits and length > _ONE_PASS else length
 
 
 def _is_whole(number: object, least: int) -> bool:

@@ -16,13 +16,45 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gracekv.errors import UnsupportedModelError
 
-# Elements of one chunk's mask, which every layer reads, and the smallest and largest chunk.
+# Elements of the mask of a second pass, which every layer reads, and its least and most tokens.
 _MASK, _LEAST, _MOST = 2**25, 128, 1024
+# Rows that attend at once on a CPU, so that their mask is small beside keys and values.
+_ROWS = 256
 
 
 def chunk_length(length: int) -> int:
     """Tokens that run at once against `length` keys: their mask has at most 2^25 elements."""
     return max(_LEAST, min(_MOST, _MASK // max(1, length)))
+
+
+class CausalMasks:
+    """Additive masks of tokens that follow one another: views of one tensor.
+
+    Args:
+        base: the model's stock attention implementation, "sdpa" or "eager".
+        length: T, tokens of the prompt.
+    """
+
+    def __init__(self, base: str, length: int) -> None:
+        self._base, self._length = base, length
+        self._made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def __call__(self, query: Tensor, first: int) -> Tensor:
+        """[1, 1, n, first + n] in the dtype of query [1, H, n, d], of positions from `first` on."""
+        key, rows = (query.device, query.dtype), query.shape[2]
+        if key not in self._made or len(self._made[key]) < rows:
+            place = torch.arange(rows + self._length, device=query.device) - self._length
+            later = place > torch.arange(rows, device=query.device)[:, None]
+            self._made[key] = additive(later, query, self._base)
+        start = self._length - first
+        return self._made[key][None, None, :rows, start : start + first + rows]
+
+
+def additive(hidden: Tensor, query: Tensor, base: str) -> Tensor:
+    """0, and where `hidden` (bool [Q, S]) holds what hides a key, in the dtype of `query`."""
+    # Eager attention adds the mask before a softmax that must not see -inf alone.
+    lowest = torch.finfo(query.dtype).min if base == "eager" else -torch.inf
+    return torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, lowest)
 
 
 class PartialAttention:
@@ -31,29 +63,51 @@ class PartialAttention:
     Args:
         base: the model's stock attention implementation, "sdpa" or "eager".
         positions: int64 [C] ascending, absolute, on the CPU.
+        masks: makes the masks where positions follow one another.
     """
 
-    def __init__(self, base: str, positions: Tensor) -> None:
-        self._base, self._positions = base, positions
-        self.stop = int(positions[-1]) + 1
-        self._masks: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+    def __init__(self, base: str, positions: Tensor, masks: CausalMasks | None = None) -> None:
+        self._base, self._positions, self._masks = base, positions, masks
+        self._made: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
     def __call__(
         self, stock: Any, module: Any, query: Tensor, keys: Tensor, values: Tensor, **kwargs: Any
     ) -> Any:
         """What the model's attention function returns for query [1, H, C, d].
 
-        `keys` and `values` are [G, at least `stop`, d]; `stock` is the model's own function.
+        `keys` and `values` are [G, T, d] at least up to the last position; `stock` is the model's
+        own function.
         """
-        keys, values = keys[:, : self.stop], values[:, : self.stop]
-        mask = self._mask(query)
+        size = _ROWS if query.device.type == "cpu" else len(self._positions)
+        outputs = []
+        for first, rows in zip(
+            range(0, len(self._positions), size), query.split(size, dim=2), strict=True
+        ):
+            stop = int(self._positions[first + rows.shape[2] - 1]) + 1
+            mask = self._mask(rows, first, stop)
+            some = (rows, keys[:, :stop], values[:, :stop], mask)
+            outputs.append(self._attend(stock, module, *some, **kwargs))
+        return torch.cat(outputs, dim=1), None
+
+    def _attend(
+        self,
+        stock: Any,
+        module: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[1, n, H, d]."""
         if self._base == "eager":
-            return stock(module, query, keys[None], values[None], mask, **kwargs)
+            eager: Tensor = stock(module, query, keys[None], values[None], mask, **kwargs)[0]
+            return eager
         # KV heads as the batch and their query heads as views of one key: stock sdpa would copy
         # keys and values once per query head.
         groups, dim = len(keys), values.shape[-1]
         shared = query[0].unflatten(0, (groups, -1))
-        size = (groups, shared.shape[1], self.stop, -1)
+        size = (groups, shared.shape[1], keys.shape[1], -1)
         output = scaled_dot_product_attention(
             shared,
             keys[:, None].expand(size),
@@ -61,19 +115,18 @@ class PartialAttention:
             attn_mask=mask,
             scale=kwargs["scaling"],
         )
-        return output.reshape(1, -1, query.shape[2], dim).transpose(1, 2).contiguous(), None
+        return output.reshape(1, -1, query.shape[2], dim).transpose(1, 2)
 
-    def _mask(self, query: Tensor) -> Tensor:
-        """Additive mask [1, 1, C, stop] in the query's dtype, made once for all layers."""
-        key = query.device, query.dtype
-        if key not in self._masks:
-            later = torch.arange(self.stop) > self._positions[:, None]
-            # Eager attention adds the mask before a softmax that must not see -inf alone.
-            hidden = torch.finfo(query.dtype).min if self._base == "eager" else -torch.inf
-            mask = torch.zeros(later.shape, dtype=query.dtype)
-            mask.masked_fill_(later, hidden)
-            self._masks[key] = mask.to(query.device)[None, None]
-        return self._masks[key]
+    def _mask(self, rows: Tensor, first: int, stop: int) -> Tensor:
+        """Additive mask [1, 1, n, stop] of the rows [1, H, n, d] from the one at `first` on."""
+        if self._masks is not None:
+            return self._masks(rows, int(self._positions[first]))
+        key = rows.device, rows.dtype, first
+        if key not in self._made:
+            own = self._positions[first : first + rows.shape[2], None]
+            later = (torch.arange(stop) > own).to(rows.device)
+            self._made[key] = additive(later, rows, self._base)[None, None]
+        return self._made[key]
 
 
 @contextmanager

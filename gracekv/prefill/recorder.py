@@ -60,6 +60,8 @@ class Recorder:
         self._rope: Rope | None = None
         self._chunk = Region(0, 0)
         self._partial: PartialAttention | None = None
+        self._past: Past | None = None
+        self._spare: list[Tensor] = []
         self._hidden: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
@@ -72,11 +74,12 @@ class Recorder:
 
     def follow(self, past: Past, rotation: tuple[Tensor, Tensor]) -> None:
         """The sequence begins with `past`; `rotation` is cos and sin [1, P, d] of its places."""
-        for place, known in ((self.keys, past.keys), (self.values, past.values)):
-            for layer, states in enumerate(known):
-                whole = self._at(place, layer, states, 1, self._spans.length)
-                whole[:, : past.places] = states
+        self._past = past
         self._rotations.append(_table(rotation))
+
+    def drop(self, layer: int) -> None:
+        """Forget keys, values and queries of a layer; the next one's are written in their place."""
+        self._spare = [place.pop(layer) for place in (self.keys, self.values, self.queries)]
 
     def begin(self, chunk: Region, partial: PartialAttention | None) -> None:
         """The tokens of `chunk` run next; without `partial` by the model's own attention."""
@@ -96,12 +99,14 @@ class Recorder:
             if kwargs.get("s_aux") is not None:
                 self.sinks[layer] = kwargs["s_aux"].detach().float()
             dim = query.shape[-1]
-            wide = self.keys[layer].shape[-1] if layer in self.keys else dim
+            past = self._past
+            wide = dim if past is None else past.keys[layer].shape[-1]
             query = widened(query, wide, 1 / self.scale)
             key, value = widened(key, wide), widened(value, wide)
             chunk = slice(self._chunk.start, self._chunk.end)
-            for place, new in ((self.keys, key), (self.values, value)):
-                self._at(place, layer, new[0], 1, self._spans.length)[:, chunk] = new[0]
+            for place, new, part in ((self.keys, key, "keys"), (self.values, value, "values")):
+                known = None if past is None else getattr(past, part)[layer]
+                self._at(place, layer, new[0], self._spans.length, known)[:, chunk] = new[0]
             if self._partial is None:
                 output = stock(module, query, key, value, mask, **kwargs)
             else:
@@ -196,19 +201,27 @@ class Recorder:
         return frozenset(i for i, layer in enumerate(self._layers) if layer.rotation == "none")
 
     def _at(
-        self, place: dict[int, Tensor], layer: int, like: Tensor, axis: int, size: int
+        self,
+        place: dict[int, Tensor],
+        layer: int,
+        like: Tensor,
+        size: int,
+        known: Tensor | None = None,
     ) -> Tensor:
-        """The layer's tensor, made at the first chunk; `size` long at `axis`, else as `like`."""
+        """The layer's tensor [.., size, d], made at the first chunk; it begins with `known`."""
         if layer not in place:
-            shape = list(like.shape)
-            shape[axis] = size
-            place[layer] = like.new_empty(shape)
+            shape = (len(like), size, like.shape[2])
+            kind = (shape, like.dtype, like.device)
+            fits = [i for i, x in enumerate(self._spare) if (x.shape, x.dtype, x.device) == kind]
+            place[layer] = self._spare.pop(fits[0]) if fits else like.new_empty(shape)
+            if known is not None:
+                place[layer][:, : known.shape[1]] = known
         return place[layer]
 
     def _keep(self, layer: int, rows: Tensor) -> None:
         """Write those of the chunk's queries [H, C, d] that are held."""
         positions = self._positions
-        kept = self._at(self.queries, layer, rows, 1, len(positions))
+        kept = self._at(self.queries, layer, rows, len(positions))
         edges = torch.tensor([self._chunk.start, self._chunk.end])
         first, last = torch.searchsorted(positions, edges).tolist()
         if last - first == rows.shape[1]:

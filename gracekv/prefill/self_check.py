@@ -23,7 +23,6 @@ from gracekv.prefill.attention_patch import input_device, patched_attention
 from gracekv.prefill.model_layers import (
     ROTATIONS,
     Rotation,
-    StockLayers,
     attention_module,
     compressed_layers,
     has_rope,
@@ -32,6 +31,7 @@ from gracekv.prefill.model_layers import (
     remember_rotations,
     rope_of_table,
 )
+from gracekv.prefill.stock_layers import StockLayers
 
 _TOKENS = 24
 # The largest difference, relative to what the model gives: rounding, by the bytes of a number.

@@ -31,7 +31,7 @@ class PassedOn(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, seen: int) -> None:
         super().__init__()
-        self._seen = seen
+        self.cumulative_length = seen
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing is held of the states [1, G, q, d]."""
@@ -39,14 +39,14 @@ class PassedOn(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        self._seen += key_states.shape[2]
+        self.cumulative_length += key_states.shape[2]
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return int(query_length), self._seen
+        return int(query_length), self.cumulative_length
 
     def get_seq_length(self) -> int:
-        return self._seen
+        return self.cumulative_length
 
     def get_max_length(self) -> int:
         return -1
@@ -56,7 +56,7 @@ class PassedOn(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        self._seen += tokens_to_remove
+        self.cumulative_length += tokens_to_remove
 
 
 class ReadStates(LinearAttentionLayer):  # type: ignore[misc]
@@ -86,7 +86,7 @@ class ReadHybrid(PassedOn, ReadStates, LinearAttentionAndFullAttentionLayer):  #
 
     def __init__(self, seen: int) -> None:
         LinearAttentionAndFullAttentionLayer.__init__(self)
-        self._seen = seen
+        self.cumulative_length = seen
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """The states are made as in any cache."""

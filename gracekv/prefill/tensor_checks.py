@@ -26,6 +26,9 @@ def check_tensors(prefill: Any) -> None:
     for layer, (k, v, q) in enumerate(
         zip(prefill.keys, prefill.values, prefill.queries, strict=True)
     ):
+        if not k.shape[1] and not v.shape[1] and not q.shape[1]:
+            # Where layers come one after the other, the others have no tokens.
+            continue
         if tuple(k.shape) != kv_shape or tuple(v.shape) != kv_shape:
             raise ShapeError(
                 f"Keys and values of every layer must be [G, T, d] = {list(kv_shape)} for one "
@@ -60,7 +63,8 @@ def _check_observation(prefill: Any, observer: Observer, tensor: Tensor) -> None
     ):
         shown = ", ".join("*" if size is None else str(size) for size in wanted)
         raise ShapeError(f"{observer!r} must observe a tensor [{shown}] here; it gave {got}.")
-    if not is_finite(tensor):
+    # One layer's that stands for all has a stride of 0.
+    if not is_finite(tensor if tensor.stride(0) else tensor[:1]):
         raise NonFiniteError(
             f"What {observer!r} observed holds NaN or infinity. Check the model's weights and "
             f"dtype, or the observer."

@@ -2,6 +2,8 @@
 
 from gracekv.value.base import SCORERS as SCORERS
 from gracekv.value.base import SENSITIVITIES as SENSITIVITIES
+from gracekv.value.base import LayerScorer as LayerScorer
+from gracekv.value.base import Memory as Memory
 from gracekv.value.base import Relevance as Relevance
 from gracekv.value.base import Scorer as Scorer
 from gracekv.value.base import Sensitivity as Sensitivity

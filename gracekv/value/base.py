@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ class TokenScores:
         scores: R^tok [L, G, N] float32, non-negative (the paper's R sums to 1 per head).
         seed_scores: S-hat [N] float32, one score per token for all heads; picks hop seeds and the
             evidence probes of the distortion.
-        column_sums: [L, H, T] float32, sum over all prompt queries of the attention that each
-            position receives, per query head, for later stages; None if not computed.
 
     Raises:
         ShapeError: scores and seed_scores have shapes that do not fit one another.
@@ -33,14 +31,11 @@ class TokenScores:
 
     scores: Tensor
     seed_scores: Tensor
-    column_sums: Tensor | None = None
 
     @classmethod
-    def from_scores(
-        cls, scores: Tensor, column_sums: Tensor | None = None, shard: HeadShard | None = None
-    ) -> Self:
+    def from_scores(cls, scores: Tensor, shard: HeadShard | None = None) -> Self:
         """Scores [L, G, N] with their mean over heads as seed scores, see `mean_seed_scores`."""
-        return cls(scores, mean_seed_scores(scores, shard=shard), column_sums)
+        return cls(scores, mean_seed_scores(scores, shard=shard))
 
     def __post_init__(self) -> None:
         if self.scores.ndim != 3 or self.seed_scores.shape != self.scores.shape[-1:]:
@@ -100,20 +95,82 @@ class Relevance:
     sensitivity: Tensor
 
 
+Memory: TypeAlias = dict[Any, Any]
+"""What strategies note of the layers that they have seen, for those above. One prompt has one."""
+
+
 class Scorer(PrefillReader, Strategy, abc.ABC):
     """Score every compressible token of every (layer, KV head).
 
     Deterministic, without side effects; float32 or better whatever the model's dtype; scores are
     finite and non-negative. Result tensors lie on the device of layer 0.
+
+    A scorer of which no layer's scores depend on the layers above it should be a `LayerScorer`:
+    then compression drops entries while the prompt is still being read.
     """
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether a layer can be scored while those above it are not read yet."""
+        return False
 
     @abc.abstractmethod
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """Scores [L, G, N] of the tokens of `region`."""
 
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """int64 [P] on the CPU: positions whose queries `layer` reads."""
+        return torch.zeros(0, dtype=torch.int64)
+
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """The scores [G, N] of one layer; `memory` holds what was noted of those below it."""
+        if self not in memory:
+            memory[self] = self(prefill, region).scores
+        scores: Tensor = memory[self][layer]
+        return scores
+
+
+class LayerScorer(Scorer):
+    """Scores each layer by itself and those below it, ascending."""
+
+    @property
+    def by_layer(self) -> bool:
+        return True
+
+    @abc.abstractmethod
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """The scores [G, N] of one layer, on its device.
+
+        Args:
+            prefill: may hold nothing of other layers.
+            layer: 0-based; called for each in ascending order.
+            region: the N tokens that are scored.
+            memory: what was noted of the layers below, which this may add to.
+        """
+
+    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+        """The scores of all layers, float32 [L, G, N], and their mean over heads [N].
+
+        Raises `MissingCaptureError` if what `layer` reads was not captured.
+        """
+        memory: Memory = {}
+        prefill = prefill.with_observations(self.needs().observers)
+        prefill = prefill.with_queries(self.asks(prefill, region, memory))
+        device = prefill.keys[0].device
+        scores = [self.layer(prefill, x, region, memory) for x in range(prefill.layers)]
+        return TokenScores.from_scores(
+            torch.stack([x.to(device) for x in scores]), shard=prefill.shard
+        )
+
 
 class Sensitivity(PrefillReader, Strategy, abc.ABC):
-    """How much each (layer, KV head) matters for the output: [L, G] float32 of mean 1."""
+    """How much each (layer, KV head) matters for the output: [L, G] float32 of mean 1.
+
+    Attributes:
+        by_layer: whether a layer's is known before those above it are read.
+    """
+
+    by_layer: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, prefill: Prefill) -> Tensor:

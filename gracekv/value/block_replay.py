@@ -30,7 +30,7 @@ from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, Sizes, TokenRun
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 # First tokens of the prompt, which many heads attend to when they look for nothing.
 SINKS = 4
@@ -56,13 +56,15 @@ class BlockReplaySums(LayerObserver):
     def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
         return sizes.layers, sizes.kv_heads, sizes.spans.length
 
+    def seen(self, spans: PromptSpans) -> Region:
+        return Region(max(spans.context_start, spans.past), spans.context_end)
+
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
         return _BlockSums(self, spans)
 
     def blocks(self, spans: PromptSpans) -> Iterator[Region]:
         """The blocks of a context, one after the other; the last may be shorter."""
-        start = max(spans.context_start, spans.past)
-        for first in range(start, spans.context_end, self.block):
+        for first in range(self.seen(spans).start, spans.context_end, self.block):
             yield Region(first, min(first + self.block, spans.context_end))
 
     def add_block(
@@ -152,7 +154,7 @@ class _BlockSums:
 @final
 @SCORERS.register("block_replay")
 @dataclass(frozen=True)
-class BlockReplay(Scorer):
+class BlockReplay(LayerScorer):
     """Power mean of the attention that all context queries pay, moved to the end of their block.
 
     The question is not read. `replay` asks chosen queries over the whole prompt; this asks all of
@@ -188,16 +190,11 @@ class BlockReplay(Scorer):
     def _sums(self) -> BlockReplaySums:
         return BlockReplaySums(self.block, self.mean_power, self.near)
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Power means of attention, float32 [L, G, N], not normalised.
-
-        Raises `MissingCaptureError` unless the sums, or the queries of the context, were captured.
-        """
-        spans = prefill.spans
-        first = max(spans.context_start, spans.past)
-        sums = prefill.observe(self._sums, Region(first, spans.context_end))
-        inside = sums[..., region.start : region.end] / region.length
-        return TokenScores.from_scores(inside.pow(1 / self.mean_power), shard=prefill.shard)
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Power means of attention, not normalised."""
+        sums = prefill.observation(self._sums)[layer]
+        inside = sums[:, region.start : region.end] / region.length
+        return inside.pow(1 / self.mean_power)
 
 
 def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None = None) -> Tensor:

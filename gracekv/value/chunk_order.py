@@ -11,14 +11,14 @@ from torch.nn import functional
 
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores, rank_scores
+from gracekv.value.base import SCORERS, LayerScorer, Memory, Scorer, rank_scores
 from gracekv.value.window_attention import WindowAttention
 
 
 @final
 @SCORERS.register("chunk_order")
 @dataclass(frozen=True, slots=False)
-class ChunkOrder(Scorer):
+class ChunkOrder(LayerScorer):
     """Tokens by the mean score of their chunk of 10, inside it by their own (ChunkKV).
 
     The b best tokens are whole chunks, then the best tokens of the next chunk, so that any b is met
@@ -45,19 +45,27 @@ class ChunkOrder(Scorer):
     share_heads: bool = True
     reuse_layers: int = bounded(1, at_least=1, hint="1 ranks every layer by its own scores.")
 
+    @property
+    def by_layer(self) -> bool:
+        return self.scorer.by_layer
+
     def needs(self) -> Needs:
         """What the token scores need."""
         return self.scorer.needs()
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Ranks as scores. Raises what `scorer` raises."""
-        scores = self.scorer(prefill, region).scores.double()
-        layers, heads, _ = scores.shape
-        if self.share_heads:
-            scores = scores.sum(dim=1, keepdim=True)
-        leader = torch.arange(layers, device=scores.device) // self.reuse_layers * self.reuse_layers
-        ranks = rank_scores(self._order(scores[leader]))
-        return TokenScores.from_scores(ranks.expand(-1, heads, -1).contiguous())
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """What the token scores ask."""
+        return self.scorer.asks(prefill, region, memory)
+
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Ranks as scores."""
+        if layer % self.reuse_layers == 0:
+            scores = self.scorer.layer(prefill, layer, region, memory).double()
+            if self.share_heads:
+                scores = scores.sum(dim=0, keepdim=True)
+            memory[self] = rank_scores(self._order(scores)).expand(prefill.kv_heads, -1)
+        ranks: Tensor = memory[self]
+        return ranks
 
     def _order(self, scores: Tensor) -> Tensor:
         """int64 as `scores` [..., N]: tokens from first to last."""

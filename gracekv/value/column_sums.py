@@ -12,7 +12,7 @@ from torch import Tensor
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, Sizes, TokenRun
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Columns:
 @final
 @SCORERS.register("column_sums")
 @dataclass(frozen=True, slots=False)
-class ColumnSums(Scorer):
+class ColumnSums(LayerScorer):
     """Sum of the causal attention from all prompt queries, mean over a KV head's group (H2O).
 
     A sum, not an average: early tokens are seen by more queries and score higher, as published.
@@ -68,12 +68,8 @@ class ColumnSums(Scorer):
     def needs(self) -> Needs:
         return Needs.observed(ReceivedAttention())
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Group means of the sums, not normalised.
-
-        Raises `MissingCaptureError` unless the queries of every position were captured.
-        """
-        columns = prefill.observe(ReceivedAttention())
-        inside = columns[..., region.start : region.end]
-        scores = reduce(inside, "l (g n) t -> l g t", "mean", g=prefill.kv_heads)
-        return TokenScores.from_scores(scores, columns, shard=prefill.shard)
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Group means of the sums, not normalised."""
+        columns = prefill.observation(ReceivedAttention())[layer]
+        inside = columns[:, region.start : region.end]
+        return reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)

@@ -17,13 +17,13 @@ from torch.nn import functional
 
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
 @final
 @SCORERS.register("compactor")
 @dataclass(frozen=True, slots=False)
-class Compactor(Scorer):
+class Compactor(LayerScorer):
     """Leverage scores of keys, blended with non-causal attention in chunks of 256 (Compactor).
 
     Every query of a chunk sees the whole chunk, before and after itself; sums over queries are
@@ -54,43 +54,44 @@ class Compactor(Scorer):
         """Queries of all positions."""
         return Needs(later_queries=True)
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Blended z-scores, shifted to at least 1 in each layer; sinks are 1 above its maximum.
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """All of the context but its sinks."""
+        return torch.tensor(self._seen(prefill))
 
-        Raises `MissingCaptureError` unless the queries of the context were captured.
-        """
-        spans, device = prefill.spans, prefill.keys[0].device
-        # A context that consists of sinks alone still has scores.
-        seen = Region(min(max(self.sinks, spans.past), spans.context_end - 1), spans.context_end)
-        attention = self._attention(prefill, seen)
-        scores = []
-        for layer, drawn in enumerate(attention):
-            leverage = leverages(prefill, layer, seen, self.ridge)
-            norms = prefill.values[layer][:, seen.start : seen.end].float().norm(dim=-1)
-            pooled = functional.avg_pool1d(drawn * norms, kernel_size=3, padding=1, stride=1)
-            blend = self.blending * _standardised(leverage) + _standardised(pooled)
-            blend = blend - blend.min() + 1
-            whole = blend.new_full((prefill.kv_heads, spans.context_end), float(blend.max()) + 1)
-            whole[:, seen.start :] = blend
-            scores.append(whole[:, region.start : region.end].to(device))
-        return TokenScores.from_scores(torch.stack(scores))
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Blended z-scores, shifted to at least 1; sinks are 1 above the layer's maximum."""
+        seen, values = self._seen(prefill), prefill.values[layer]
+        leverage = leverages(prefill, layer, seen, self.ridge)
+        norms = values[:, seen.start : seen.stop].float().norm(dim=-1)
+        drawn = self._attention(prefill, layer, seen)
+        pooled = functional.avg_pool1d(drawn * norms, kernel_size=3, padding=1, stride=1)
+        blend = self.blending * _standardised(leverage) + _standardised(pooled)
+        blend = blend - blend.min() + 1
+        size = (prefill.kv_heads, prefill.spans.context_end)
+        whole = blend.new_full(size, float(blend.max()) + 1)
+        whole[:, seen.start :] = blend
+        return whole[:, region.start : region.end]
 
-    def _attention(self, prefill: Prefill, seen: Region) -> list[Tensor]:
-        """Per layer float32 [G, n]: sums over each chunk's queries, means over a group."""
-        parts: list[list[Tensor]] = [[] for _ in range(prefill.layers)]
-        for first in range(seen.start, seen.end, self.chunk_size):
-            chunk = range(first, min(first + self.chunk_size, seen.end))
-            view = prefill.with_queries(chunk)
-            for layer, chunks in enumerate(parts):
-                keys = view.keys[layer][:, chunk.start : chunk.stop].float()
-                queries = view.queries_at(layer, chunk).float()
-                shared = rearrange(queries, "(g n) c d -> g (n c) d", g=view.kv_heads)
-                shares = torch.softmax(shared @ keys.transpose(1, 2), dim=-1)
-                chunks.append(reduce(shares, "g (n c) t -> g t", "sum", c=len(chunk)) / view.group)
-        return [torch.cat(chunks, dim=-1) for chunks in parts]
+    def _seen(self, prefill: Prefill) -> range:
+        """A context that consists of sinks alone still has scores."""
+        spans = prefill.spans
+        return range(min(max(self.sinks, spans.past), spans.context_end - 1), spans.context_end)
+
+    def _attention(self, prefill: Prefill, layer: int, seen: range) -> Tensor:
+        """float32 [G, n]: sums over each chunk's queries, means over a group."""
+        chunks = []
+        for first in range(seen.start, seen.stop, self.chunk_size):
+            chunk = range(first, min(first + self.chunk_size, seen.stop))
+            keys = prefill.keys[layer][:, chunk.start : chunk.stop].float()
+            queries = prefill.queries_at(layer, chunk).float()
+            shared = rearrange(queries, "(g n) c d -> g (n c) d", g=prefill.kv_heads)
+            shares = torch.softmax(shared @ keys.transpose(1, 2), dim=-1)
+            sums = reduce(shares, "g (n c) t -> g t", "sum", c=len(chunk))
+            chunks.append(sums / prefill.group)
+        return torch.cat(chunks, dim=-1)
 
 
-def leverages(prefill: Prefill, layer: int, seen: Region, ridge: float) -> Tensor:
+def leverages(prefill: Prefill, layer: int, seen: range, ridge: float) -> Tensor:
     """Leverage of each key of `seen` before rotation, float32 [G, n], between 0 and 1.
 
     Args:
@@ -99,8 +100,8 @@ def leverages(prefill: Prefill, layer: int, seen: Region, ridge: float) -> Tenso
         seen: the n tokens whose keys are centred and compared.
         ridge: added to the Gram matrix's diagonal.
     """
-    keys = prefill.keys[layer][:, seen.start : seen.end].float()
-    plain = prefill.rope_of(layer).unrotate(keys, torch.arange(seen.start, seen.end)).double()
+    keys = prefill.keys[layer][:, seen.start : seen.stop].float()
+    plain = prefill.rope_of(layer).unrotate(keys, torch.tensor(seen)).double()
     plain = plain - plain.mean(dim=1, keepdim=True)
     gram = plain.transpose(1, 2) @ plain
     gram.diagonal(dim1=-2, dim2=-1).add_(ridge)

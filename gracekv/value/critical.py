@@ -21,7 +21,7 @@ from gracekv.prefill.observer import (
     TokenRun,
 )
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores, rank_scores
+from gracekv.value.base import SCORERS, LayerScorer, Memory, Scorer, rank_scores
 from gracekv.value.window_attention import WindowAttention
 
 # Rows that go through a projection at once.
@@ -65,7 +65,7 @@ class _Norms:
 @final
 @SCORERS.register("critical")
 @dataclass(frozen=True, slots=False)
-class Critical(Scorer):
+class Critical(LayerScorer):
     """Half of a head's tokens by a score, the rest by (score + epsilon) |W_O v|_1 (CriticalKV).
 
     The norm is the mean over a KV head's query heads. The choice of a budget holds that of every
@@ -88,25 +88,31 @@ class Critical(Scorer):
     first_stage: float = bounded(0.5, at_least=0, at_most=1, hint="The published share is 0.5.")
     epsilon: float = bounded(1e-4, at_least=0, hint="The published value is 1e-4.")
 
+    @property
+    def by_layer(self) -> bool:
+        return self.scorer.by_layer
+
     def needs(self) -> Needs:
         """What the score needs, and the norms."""
         return self.scorer.needs() | Needs.observed(WrittenNorms())
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """What the score asks."""
+        return self.scorer.asks(prefill, region, memory)
+
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores. Raises `MissingCaptureError` without the norms of projected values."""
-        first = self.scorer(prefill, region)
-        norms = prefill.observation(WrittenNorms())[..., region.start : region.end]
-        norms = norms.to(first.scores.device)
-        second = (first.scores + self.epsilon) * norms
+        first = self.scorer.layer(prefill, layer, region, memory)
+        norms = prefill.observation(WrittenNorms())[layer][:, region.start : region.end]
+        second = (first + self.epsilon) * norms.to(first.device)
         # Ties toward the earlier token: stable sorts.
         one, two = (
-            scores.sort(dim=-1, descending=True, stable=True).indices
-            for scores in (first.scores, second)
+            scores.sort(dim=-1, descending=True, stable=True).indices.tolist()
+            for scores in (first, second)
         )
-        heads = zip(one.flatten(0, 1).tolist(), two.flatten(0, 1).tolist(), strict=True)
-        merged = torch.tensor([merged_order(*orders, self.first_stage) for orders in heads])
-        order = merged.view(one.shape).to(one.device)
-        return TokenScores.from_scores(rank_scores(order), first.column_sums)
+        heads = zip(one, two, strict=True)
+        order = torch.tensor([merged_order(*orders, self.first_stage) for orders in heads])
+        return rank_scores(order.to(first.device))
 
 
 def merged_order(first: list[int], second: list[int], share: float) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.observer import Part, Passes, PassObserver, Sizes, TokenRun
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Draft(PassObserver):
 @final
 @SCORERS.register("draft_attention")
 @dataclass(frozen=True, slots=False)
-class DraftAttention(Scorer):
+class DraftAttention(LayerScorer):
     """Mean attention of the first 16 answer tokens, drafted greedily over the full cache.
 
     Not a single pass: the capture decodes `max_tokens` steps more and holds the full cache until
@@ -91,7 +91,7 @@ class DraftAttention(Scorer):
         """The draft."""
         return Needs.observed(Draft(self.max_tokens))
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Attention shares, float32 [L, G, N], not normalised.
 
         Raises `MissingCaptureError` if no answer was drafted.
@@ -101,7 +101,5 @@ class DraftAttention(Scorer):
         longer = [x for x in drafts if x.tokens >= self.max_tokens]
         draft = prefill.observation(longer[0] if longer else Draft(self.max_tokens))
         first = region.start - prefill.spans.context_start
-        rows = draft[:, :, : self.max_tokens, first : first + region.length]
-        return TokenScores.from_scores(
-            rows.float().mean(dim=2).to(prefill.keys[0].device), shard=prefill.shard
-        )
+        rows = draft[layer, :, : self.max_tokens, first : first + region.length]
+        return rows.float().mean(dim=1).to(prefill.keys[layer].device)

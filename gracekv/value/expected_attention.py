@@ -23,7 +23,7 @@ from gracekv.kernels.rope import Rope
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, Sizes, TokenRun
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 # Bytes of one block's largest float32 temporary, [H, block, d].
 _BLOCK = 16 * 2**20
@@ -45,10 +45,9 @@ class QueryMoments(LayerObserver):
         return sizes.layers, sizes.query_heads, 1 + sizes.head_dim, sizes.head_dim
 
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
-        return _QuerySums(self.counted(spans))
+        return _QuerySums(self.seen(spans))
 
-    def counted(self, spans: PromptSpans) -> Region:
-        """Positions whose queries count."""
+    def seen(self, spans: PromptSpans) -> Region:
         return Region(min(self.start, spans.context_end - 1), spans.context_end)
 
 
@@ -94,7 +93,7 @@ class _QuerySums:
 @final
 @SCORERS.register("expected_attention")
 @dataclass(frozen=True, slots=False)
-class ExpectedAttention(Scorer):
+class ExpectedAttention(LayerScorer):
     """Expected attention of unknown future queries times the value's norm; ignores the question.
 
     Nothing after the context is read: the statistics cover the prefix and the context, and future
@@ -128,11 +127,10 @@ class ExpectedAttention(Scorer):
         """Statistics of the queries of prefix and context."""
         return Needs.observed(QueryMoments(self.sinks))
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Expected attention times norm, not normalised.
 
-        Raises `MissingCaptureError` unless the queries of the prefix and the context were captured,
-        `UnsupportedModelError` if the model caps its logits or adds sinks.
+        Raises `UnsupportedModelError` if the model caps its logits or adds sinks.
         """
         if prefill.softcap is not None or prefill.sink_logits:
             raise UnsupportedModelError(
@@ -140,21 +138,16 @@ class ExpectedAttention(Scorer):
                 "model caps its logits or adds sinks to them. Use another scorer, such as "
                 "'block_replay'."
             )
-        device, end = prefill.keys[0].device, prefill.spans.context_end
-        observer = QueryMoments(self.sinks)
-        counted = observer.counted(prefill.spans)
-        moments, first = prefill.observe(observer, counted), counted.start
-        scores = []
-        for layer in range(prefill.layers):
-            rope = prefill.rope_of(layer)
-            rotation = mean_rotation(rope, prefill.head_dim, end, self.future_positions)
-            seen = self._layer(prefill, layer, moments[layer], counted, rotation)
-            whole = seen.new_full((prefill.kv_heads, end), float(seen.max()) + 1)
-            whole[:, first:] = seen
-            scores.append(whole[:, region.start : region.end].to(device))
-        return TokenScores.from_scores(torch.stack(scores), shard=prefill.shard)
+        observer, end = QueryMoments(self.sinks), prefill.spans.context_end
+        counted, moments = observer.seen(prefill.spans), prefill.observation(observer)[layer]
+        rope = prefill.rope_of(layer)
+        rotation = mean_rotation(rope, prefill.head_dim, end, self.future_positions)
+        seen = self._expected(prefill, layer, moments, counted, rotation)
+        whole = seen.new_full((prefill.kv_heads, end), float(seen.max()) + 1)
+        whole[:, counted.start :] = seen
+        return whole[:, region.start : region.end]
 
-    def _layer(
+    def _expected(
         self, prefill: Prefill, layer: int, moments: Tensor, seen: Region, rotation: Tensor
     ) -> Tensor:
         """Scores of the positions `seen` from moments [H, 1 + d, d], float32 [G, n]."""

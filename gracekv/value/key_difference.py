@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from gracekv.prefill import Prefill, Region
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
 @final
 @SCORERS.register("key_difference")
 @dataclass(frozen=True, slots=False)
-class KeyDifference(Scorer):
+class KeyDifference(LayerScorer):
     """1 - cos(k, mean of the normalised keys): what is unlike the rest stays (KeyDiff).
 
     The mean is over prefix and context; nothing after the context is read, and no query.
@@ -29,16 +28,10 @@ class KeyDifference(Scorer):
 
     works_sharded: ClassVar[bool] = True
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """One minus the cosine, between 0 and 2."""
-        device, seen = prefill.keys[0].device, slice(prefill.spans.past, prefill.spans.context_end)
-
-        def layer(keys: Tensor) -> Tensor:
-            unit = functional.normalize(keys.float(), dim=-1)
-            mean = functional.normalize(unit[:, seen].mean(dim=1, keepdim=True), dim=-1)
-            likeness = (unit[:, region.start : region.end] * mean).sum(dim=-1)
-            return (1 - likeness).clamp_min(0).to(device)
-
-        return TokenScores.from_scores(
-            torch.stack([layer(keys) for keys in prefill.keys]), shard=prefill.shard
-        )
+        unit = functional.normalize(prefill.keys[layer].float(), dim=-1)
+        seen = slice(prefill.spans.past, prefill.spans.context_end)
+        mean = functional.normalize(unit[:, seen].mean(dim=1, keepdim=True), dim=-1)
+        likeness = (unit[:, region.start : region.end] * mean).sum(dim=-1)
+        return (1 - likeness).clamp_min(0)

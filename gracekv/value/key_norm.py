@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
+from torch import Tensor
 
 from gracekv.prefill import Prefill, Region
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
 @final
 @SCORERS.register("key_norm")
 @dataclass(frozen=True, slots=False)
-class KeyNorm(Scorer):
+class KeyNorm(LayerScorer):
     """1 / |k|: keys of small norm attract attention, whatever the query (Knorm).
 
     No query is read, so neither is the question.
@@ -27,11 +27,8 @@ class KeyNorm(Scorer):
 
     works_sharded: ClassVar[bool] = True
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Inverse norms, not normalised."""
-        device = prefill.keys[0].device
-        norms = torch.stack(
-            [keys[:, region.start : region.end].float().norm(dim=-1).to(device)
-             for keys in prefill.keys]
-        )  # fmt: skip
-        return TokenScores.from_scores(1 / norms.clamp_min(1e-12), shard=prefill.shard)
+        norms = prefill.keys[layer][:, region.start : region.end].float().norm(dim=-1)
+        inverse: Tensor = 1 / norms.clamp_min(1e-12)
+        return inverse

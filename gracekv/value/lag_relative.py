@@ -10,13 +10,13 @@ from torch import Tensor
 
 from gracekv.prefill import Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
 @final
 @SCORERS.register("lag_relative")
 @dataclass(frozen=True, slots=False)
-class LagRelative(Scorer):
+class LagRelative(LayerScorer):
     """Spread of a token's channels, on the scale of the next 128 tokens' channels (LagKV).
 
     After the sinks, tokens lie in partitions. Keys and values of a partition are put on the range
@@ -40,29 +40,25 @@ class LagRelative(Scorer):
     sinks: int = bounded(4, at_least=0, hint="LagKV's is 4.")
     lag: int = bounded(128, at_least=2, hint="LagKV's is 128.")
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Ranks below 1, between 1 and 2 in the kept end, 3 for sinks."""
-        spans, device = prefill.spans, prefill.keys[0].device
+        spans, keys, values = prefill.spans, prefill.keys[layer], prefill.values[layer]
         first = min(spans.past + self.sinks, spans.context_end)
         length = spans.context_end - first
         parts = length // self.lag
         ranked = (parts - 1) * self.lag if parts >= 2 else 0
-        whole = torch.full((prefill.layers, prefill.kv_heads, spans.context_end), 3.0)
+        whole = torch.full((prefill.kv_heads, spans.context_end), 3.0, device=keys.device)
         # The later, the better.
-        whole[..., first:] = 1 + torch.arange(1, length + 1) / max(1, length)
-        whole = whole.to(device)
+        whole[:, first:] = (1 + torch.arange(1, length + 1) / max(1, length)).to(keys.device)
         if ranked:
             used = slice(first, first + parts * self.lag)
-            for layer, (keys, values) in enumerate(zip(prefill.keys, prefill.values, strict=True)):
-                both = [_spread(states[:, used].float(), self.lag) for states in (keys, values)]
-                order = (both[0] + both[1]).sort(dim=-1, descending=True, stable=True).indices
-                ranks = torch.arange(self.lag - 1, -1, -1, device=order.device) / self.lag
-                scores = torch.zeros(order.shape, device=order.device)
-                scores.scatter_(-1, order, ranks.expand_as(order))
-                whole[layer, :, first : first + ranked] = scores.flatten(1).to(device)
-        return TokenScores.from_scores(
-            whole[..., region.start : region.end].contiguous(), shard=prefill.shard
-        )
+            both = [_spread(states[:, used].float(), self.lag) for states in (keys, values)]
+            order = (both[0] + both[1]).sort(dim=-1, descending=True, stable=True).indices
+            ranks = torch.arange(self.lag - 1, -1, -1, device=order.device) / self.lag
+            scores = torch.zeros(order.shape, device=order.device)
+            scores.scatter_(-1, order, ranks.expand_as(order))
+            whole[:, first : first + ranked] = scores.flatten(1)
+        return whole[:, region.start : region.end]
 
 
 def _spread(states: Tensor, lag: int) -> Tensor:

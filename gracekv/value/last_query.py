@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+from torch import Tensor
 
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.attention import attention_sums
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
 @final
 @SCORERS.register("last_query")
 @dataclass(frozen=True, slots=False)
-class LastQuery(Scorer):
+class LastQuery(LayerScorer):
     """Attention of the prompt's last position, the mean over all heads of a layer (TOVA).
 
     All KV heads of a layer have the same scores.
@@ -30,13 +31,11 @@ class LastQuery(Scorer):
         """The last query."""
         return Needs(last_queries=1)
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Attention shares, not normalised. Raises `MissingCaptureError` without the last query."""
-        last = prefill.spans.last(1)
-        prefill, device = prefill.with_queries(last), prefill.keys[0].device
-        rows = [
-            attention_sums(prefill, layer, last, region).mean(dim=0).to(device)
-            for layer in range(prefill.layers)
-        ]
-        scores = torch.stack(rows)[:, None].expand(-1, prefill.kv_heads, -1)
-        return TokenScores.from_scores(scores.contiguous())
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """The prompt's last position."""
+        return torch.tensor(prefill.spans.last(1))
+
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Attention shares, not normalised."""
+        shares = attention_sums(prefill, layer, prefill.spans.last(1), region).mean(dim=0)
+        return shares.expand(prefill.kv_heads, -1)

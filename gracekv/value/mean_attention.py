@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from einops import reduce
+from torch import Tensor
 
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.needs import prompt_samples
 from gracekv.registry import bounded
 from gracekv.value.attention import attention_sums
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
 @final
 @SCORERS.register("mean_attention")
 @dataclass(frozen=True, slots=False)
-class MeanAttention(Scorer):
+class MeanAttention(LayerScorer):
     """Mean causal attention from the prompt's queries, at most 1,024 of them, evenly spaced.
 
     H2O's column sums divided by the number of queries, so that the scale does not grow with the
@@ -40,20 +40,13 @@ class MeanAttention(Scorer):
         """Evenly spaced queries of the prompt."""
         return Needs(prompt_samples=self.max_queries)
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Group means, float32 [L, G, N], not normalised.
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """The evenly spaced positions, without those before the region, which do not see it."""
+        probes = prompt_samples(prefill.spans.length, self.max_queries)
+        return probes[probes >= region.start]
 
-        Raises `MissingCaptureError` unless the queries of every position were captured.
-        """
-        length = prefill.spans.length
-        count = min(self.max_queries, length)
-        probes = prompt_samples(length, count)
-        # Probes before the region do not see it.
-        inside = probes[probes >= region.start]
-        prefill = prefill.with_queries(inside)
-        device, scores = prefill.keys[0].device, []
-        for layer in range(prefill.layers):
-            per_head = attention_sums(prefill, layer, inside, region) / count
-            score = reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads)
-            scores.append(score.to(device))
-        return TokenScores.from_scores(torch.stack(scores), shard=prefill.shard)
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Group means, not normalised."""
+        per_head = attention_sums(prefill, layer, self.asks(prefill, region, memory), region)
+        per_head = per_head / min(self.max_queries, prefill.spans.length)
+        return reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads)

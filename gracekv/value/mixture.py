@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory, Scorer
 from gracekv.value.mean_attention import MeanAttention
 from gracekv.value.read_ahead import ReadAhead
 
@@ -22,7 +22,7 @@ Rule = Literal["sum", "rms", "geometric", "max"]
 @final
 @SCORERS.register("mixture")
 @dataclass(frozen=True, slots=False)
-class Mixture(Scorer):
+class Mixture(LayerScorer):
     """Sum, root of summed squares, geometric mean or maximum of other scores.
 
     Scores are not normalised: they should be on one scale (attention shares are), except under
@@ -58,25 +58,29 @@ class Mixture(Scorer):
                 f"the scorer that should not count."
             )
 
+    @property
+    def by_layer(self) -> bool:
+        return all(scorer.by_layer for scorer in self.scorers)
+
     def needs(self) -> Needs:
         """What all scorers need."""
         return reduce(or_, (scorer.needs() for scorer in self.scorers), Needs())
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """The combined scores, float32 [L, G, N]."""
-        scores = [scorer(prefill, region) for scorer in self.scorers]
-        weights = self.weights or (1.0,) * len(self.scorers)
-        mixed = combine_scores([score.scores for score in scores], weights, self.rule)
-        columns = next(
-            (score.column_sums for score in scores if score.column_sums is not None), None
-        )
-        return TokenScores.from_scores(mixed, columns, shard=prefill.shard)
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """What all scorers ask."""
+        return torch.cat([scorer.asks(prefill, region, memory) for scorer in self.scorers])
+
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """The combined scores."""
+        scores = [scorer.layer(prefill, layer, region, memory) for scorer in self.scorers]
+        return combine_scores(scores, self.weights or (1.0,) * len(scores), self.rule)
 
 
 def combine_scores(scores: list[Tensor], weights: tuple[float, ...], rule: Rule) -> Tensor:
-    """float32 of the scores' shape [L, G, N]; arithmetic in float64, see `Mixture`."""
+    """float32 [..., N], as the scores; arithmetic in float64, see `Mixture`."""
     stacked = torch.stack([score.double() for score in scores])
-    share = torch.tensor(weights, dtype=torch.float64, device=stacked.device)[:, None, None, None]
+    share = torch.tensor(weights, dtype=torch.float64, device=stacked.device)
+    share = share.view(-1, *[1] * scores[0].ndim)
     if rule == "max":
         return (share * stacked).amax(dim=0).float()
     share = share / share.sum()

@@ -24,6 +24,7 @@ class NoSensitivity(Sensitivity):
     """
 
     works_sharded: ClassVar[bool] = True
+    by_layer: ClassVar[bool] = True
 
     def __call__(self, prefill: Prefill) -> Tensor:
         """Ones [L, G]."""

@@ -14,7 +14,7 @@ from gracekv.errors import ConfigError, PromptError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.value.attention import attention_sums
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 Kernel = Literal["geometric", "flat"]
 
@@ -22,7 +22,7 @@ Kernel = Literal["geometric", "flat"]
 @final
 @SCORERS.register("read_ahead")
 @dataclass(frozen=True, slots=False)
-class ReadAhead(Scorer):
+class ReadAhead(LayerScorer):
     """Attention from the prompt's end, spread to the tokens that follow the attended ones.
 
     The question's last tokens attend to where an answer begins. Its later tokens are attended to
@@ -69,31 +69,16 @@ class ReadAhead(Scorer):
         """Queries of the probes."""
         return Needs(question_queries=self.question_probes, last_queries=self.tail_probes)
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Attention shares, float32 [L, G, N], not normalised.
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """The probes. Raises `PromptError` if the prompt has none."""
+        return torch.tensor(self._probes(prefill))
 
-        Attention to the prefix is not spread into the region. Raises `PromptError` if the prompt
-        has no such probe.
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Attention shares, not normalised. Attention to the prefix is not spread into the region.
+
+        Raises `PromptError` if the prompt has no such probe.
         """
-        probes = prefill.spans.direct_probes(self.question_probes, self.tail_probes)
-        if not probes:
-            raise PromptError(
-                f"The prompt has no position among its last {self.question_probes} question and "
-                f"{self.tail_probes} tail positions. Give tail_probes >= 1."
-            )
-        prefill = prefill.with_queries(probes)
-        device = prefill.keys[0].device
-        tokens = torch.stack(
-            [
-                self._layer(prefill, layer, probes, region).to(device)
-                for layer in range(prefill.layers)
-            ]
-        )
-        return TokenScores.from_scores(tokens, shard=prefill.shard)
-
-    def _layer(self, prefill: Prefill, layer: int, probes: list[int], region: Region) -> Tensor:
-        """[G, N]."""
-        heads, score = prefill.kv_heads, torch.zeros(())
+        heads, probes, score = prefill.kv_heads, self._probes(prefill), torch.zeros(())
         if self.max_weight < 1:
             sums = attention_sums(prefill, layer, probes, region, power=self.power)
             score = reduce(sums, "(g n) t -> g t", "mean", g=heads) / len(probes)
@@ -102,6 +87,15 @@ class ReadAhead(Scorer):
             largest = reduce(largest, "(g n) t -> g t", "max", g=heads)
             score = torch.lerp(score.to(largest.device), largest, self.max_weight)
         return spread_ahead(score, self.lookahead, self.kernel) ** (1.0 / self.power)
+
+    def _probes(self, prefill: Prefill) -> list[int]:
+        probes = prefill.spans.direct_probes(self.question_probes, self.tail_probes)
+        if not probes:
+            raise PromptError(
+                f"The prompt has no position among its last {self.question_probes} question and "
+                f"{self.tail_probes} tail positions. Give tail_probes >= 1."
+            )
+        return probes
 
 
 def spread_ahead(score: Tensor, length: int, kernel: Kernel) -> Tensor:

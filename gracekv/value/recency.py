@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
+from torch import Tensor
 
 from gracekv.prefill import Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
 @final
 @SCORERS.register("recency")
 @dataclass(frozen=True, slots=False)
-class Recency(Scorer):
+class Recency(LayerScorer):
     """The first 4 prompt tokens as sinks, then the later the better (StreamingLLM).
 
     Top-k keeps the sinks that lie outside the prompt's prefix (the prefix is always kept) and the
@@ -33,14 +34,11 @@ class Recency(Scorer):
 
     sinks: int = bounded(4, at_least=0, hint="StreamingLLM's is 4; 0 keeps recent tokens alone.")
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores."""
-        device = prefill.keys[0].device
+        device = prefill.keys[layer].device
         rank = torch.arange(1, region.length + 1, dtype=torch.float64, device=device)
         sinks = min(max(0, self.sinks - region.start), region.length)
         # Sinks rank above all others, the earliest first.
         rank[:sinks] = region.length + torch.arange(sinks, 0, -1, device=device)
-        row = (rank / rank.sum()).float()
-        return TokenScores.from_scores(
-            row.repeat(prefill.layers, prefill.kv_heads, 1), shard=prefill.shard
-        )
+        return (rank / rank.sum()).float().expand(prefill.kv_heads, -1)

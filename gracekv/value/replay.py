@@ -9,7 +9,7 @@ including the tokens after their own. This approximates the second pass of KVzip
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, final
+from typing import ClassVar, Literal, final
 
 import torch
 from einops import reduce
@@ -19,14 +19,14 @@ from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.needs import region_samples
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 from gracekv.value.read_ahead import ReadAhead
 
 
 @final
 @SCORERS.register("replay")
 @dataclass(frozen=True, slots=False)
-class Replay(Scorer):
+class Replay(LayerScorer):
     """Attention of the context's queries, moved to the prompt's end; likely answers weigh more.
 
     Root mean square over queries, or another power mean: dropping a token that one query needs
@@ -52,6 +52,8 @@ class Replay(Scorer):
             and all queries are evenly spaced.
         max_queries: number of queries; of a longer context, half are evenly spaced and half are
             those of the likeliest tokens.
+        likely_in: which layers tell the likely tokens to a layer: itself and those below, so that
+            it can be scored as soon as it is read; or all.
     """
 
     works_sharded: ClassVar[bool] = True
@@ -61,6 +63,7 @@ class Replay(Scorer):
     mean_power: float = bounded(2.0, at_least=1)
     uniform_weight: float = bounded(0.5, at_least=0, at_most=1)
     max_queries: int = bounded(1024, at_least=2)
+    likely_in: Literal["layers_below", "all_layers"] = "layers_below"
 
     def needs(self) -> Needs:
         """Evenly spaced queries of the context, and those of likely words, known later."""
@@ -69,32 +72,35 @@ class Replay(Scorer):
         own = Needs(later_queries=True, context_samples=frozenset({self.max_queries // 2}))
         return own | self.query_scorer.needs()
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Power means of attention, float32 [L, G, N], not normalised.
+    @property
+    def by_layer(self) -> bool:
+        return self.uniform_weight == 1 or self.likely_in == "layers_below"
 
-        Raises `MissingCaptureError` unless the queries of the context were captured.
-        """
-        at, weights = self.select_queries(prefill, region)
-        prefill = prefill.with_queries(at)
-        device = prefill.keys[0].device
-        powers = [
-            replayed_powers(prefill, layer, at, weights, region, self.mean_power).to(device)
-            for layer in range(prefill.layers)
-        ]
-        return TokenScores.from_scores(
-            torch.stack(powers).pow_(1 / self.mean_power), shard=prefill.shard
-        )
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """The queries of all layers."""
+        if self.uniform_weight < 1:
+            prefill = prefill.with_queries(self.query_scorer.asks(prefill, region, memory))
+        layers = range(prefill.layers)
+        chosen = [self.select_queries(prefill, x, region, memory)[0] for x in layers]
+        union: Tensor = torch.cat(chosen).unique()
+        return union
 
-    def select_queries(self, prefill: Prefill, region: Region) -> tuple[Tensor, Tensor]:
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Power means of attention, not normalised."""
+        at, weights = self.select_queries(prefill, layer, region, memory)
+        powers = replayed_powers(prefill, layer, at, weights, region, self.mean_power)
+        means: Tensor = powers.pow_(1 / self.mean_power)
+        return means
+
+    def select_queries(
+        self, prefill: Prefill, layer: int, region: Region, memory: Memory
+    ) -> tuple[Tensor, Tensor]:
         """Positions of the queries, int64 [Q] ascending on the CPU; weights float32 [Q], sum 1."""
         if self.uniform_weight == 1:
             at = region_samples(region, self.max_queries)
             return at, torch.full((len(at),), 1 / len(at))
-        scores = self.query_scorer(prefill, region).scores
-        best, shard = scores.amax(dim=1), prefill.shard
-        if shard is not None:
-            best = shard.maximum(best)
-        likely = best.mean(dim=0).double().cpu() ** self.power
+        shard = prefill.shard
+        likely = self._likely(prefill, layer, region, memory).double().cpu() ** self.power
         count = min(self.max_queries, region.length)
         spaced = region_samples(region, self.max_queries // 2) - region.start
         # Ties toward the earlier token, as everywhere: a stable sort.
@@ -112,6 +118,17 @@ class Replay(Scorer):
             # The processes run these tokens together, so the positions must not differ.
             positions, weights = shard.from_first(positions), shard.from_first(weights)
         return positions, weights
+
+    def _likely(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """float32 [N]: how likely each token is to appear in the answer, as seen by `layer`."""
+        rows = memory.setdefault(("likely", self.query_scorer, region), [])
+        count = prefill.layers if self.likely_in == "all_layers" else layer + 1
+        while len(rows) < count:
+            best = self.query_scorer.layer(prefill, len(rows), region, memory).amax(dim=0)
+            if prefill.shard is not None:
+                best = prefill.shard.maximum(best)
+            rows.append(best.to(prefill.keys[0].device))
+        return torch.stack(rows[:count]).mean(dim=0)
 
 
 def _normalised(weights: Tensor) -> Tensor:

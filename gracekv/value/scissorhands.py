@@ -12,7 +12,7 @@ from torch import Tensor
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.value.attention import attention_probabilities
-from gracekv.value.base import SCORERS, Scorer, TokenScores, rank_scores
+from gracekv.value.base import SCORERS, LayerScorer, Memory, rank_scores
 from gracekv.value.column_sums import ReceivedAttention
 
 # Queries per block.
@@ -22,7 +22,7 @@ _ROWS = 32
 @final
 @SCORERS.register("scissorhands")
 @dataclass(frozen=True, slots=False)
-class Scissorhands(Scorer):
+class Scissorhands(LayerScorer):
     """How many of the last 400 queries pay a token at least uniform attention (Scissorhands).
 
     Query i finds token t important if its attention is 1 / (i + 1) or more. Counts are averaged
@@ -48,22 +48,21 @@ class Scissorhands(Scorer):
         """The history's queries, and column sums for the ties."""
         return Needs(last_queries=self.history) | Needs.observed(ReceivedAttention())
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Ranks as scores. Raises `MissingCaptureError` unless all queries were captured."""
-        device, groups = prefill.keys[0].device, prefill.kv_heads
-        columns = prefill.observe(ReceivedAttention())
-        prefill = prefill.with_queries(prefill.spans.last(self.history))
-        inside = columns[..., region.start : region.end]
-        sums = reduce(inside, "l (g n) t -> l g t", "mean", g=groups)
-        counts = torch.stack(
-            [self._counts(prefill, layer, region).to(device) for layer in range(prefill.layers)]
-        )
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """The history's positions."""
+        return torch.tensor(prefill.spans.last(self.history))
+
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Ranks as scores."""
+        columns = prefill.observation(ReceivedAttention())[layer]
+        inside = columns[:, region.start : region.end]
+        sums = reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)
+        counts = self._counts(prefill, layer, region)
+        sums = sums.to(counts.device)
         # Two stable sorts: if both are equal, the earlier token stays first.
         by_sum = sums.sort(dim=-1, descending=True, stable=True).indices
         by_count = counts.gather(-1, by_sum).sort(dim=-1, descending=True, stable=True).indices
-        return TokenScores.from_scores(
-            rank_scores(by_sum.gather(-1, by_count)), columns, shard=prefill.shard
-        )
+        return rank_scores(by_sum.gather(-1, by_count))
 
     def _counts(self, prefill: Prefill, layer: int, region: Region) -> Tensor:
         """int64 [G, N]: queries and query heads that find each token important."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, final
 
-import torch
+from torch import Tensor
 
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory, Scorer
 from gracekv.value.read_ahead import ReadAhead
 
 
 @final
 @SCORERS.register("value_norm")
 @dataclass(frozen=True, slots=False)
-class ValueNorm(Scorer):
+class ValueNorm(LayerScorer):
     """Another score times ||v||: how much dropping a token changes the head's output.
 
     Norms of values grow with depth, and so does the residual stream. Absolute norms drop the
@@ -43,27 +43,28 @@ class ValueNorm(Scorer):
         0.0, at_least=0, at_most=1, hint="0: absolute norms; 1: relative to the layer's mean."
     )
 
+    @property
+    def by_layer(self) -> bool:
+        return self.scorer.by_layer
+
     def needs(self) -> Needs:
         """What the scorer needs."""
         return self.scorer.needs()
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Weighted scores, float32 [L, G, N], not normalised."""
-        scores = self.scorer(prefill, region)
-        device = scores.scores.device
-        norms = torch.stack(
-            [
-                value[:, region.start : region.end].float().norm(dim=-1).to(device)
-                for value in prefill.values
-            ]
-        )
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """What the scorer asks."""
+        return self.scorer.asks(prefill, region, memory)
+
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Weighted scores, not normalised."""
+        scores = self.scorer.layer(prefill, layer, region, memory)
+        norms = prefill.values[layer][:, region.start : region.end].float().norm(dim=-1)
         if self.relative > 0:
-            layer = norms.mean(dim=(1, 2), keepdim=True)
+            mean = norms.mean()
             if prefill.shard is not None:
-                layer = prefill.shard.sum(layer) / prefill.shard.ranks
-            norms = norms / layer.clamp_min(1e-12) ** self.relative
+                mean = prefill.shard.sum(mean) / prefill.shard.ranks
+            norms = norms / mean.clamp_min(1e-12) ** self.relative
         if self.power != 1:
             norms = norms**self.power
-        return TokenScores.from_scores(
-            scores.scores * norms, scores.column_sums, shard=prefill.shard
-        )
+        weighted: Tensor = scores * norms
+        return weighted

@@ -13,7 +13,7 @@ from torch.nn import functional
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.registry import bounded
 from gracekv.value.attention import attention_sums
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 Observation = Literal["prompt_tail", "context_tail"]
 Pooling = Literal["max", "avg", "none"]
@@ -22,7 +22,7 @@ Pooling = Literal["max", "avg", "none"]
 @final
 @SCORERS.register("window_attention")
 @dataclass(frozen=True, slots=False)
-class WindowAttention(Scorer):
+class WindowAttention(LayerScorer):
     """Mean attention from the last 32 prompt positions, max-pooled over 7 tokens (SnapKV).
 
     The mean over the window and over the query heads of a KV head comes before pooling. Only tokens
@@ -62,20 +62,15 @@ class WindowAttention(Scorer):
             return spans.last(self.window)
         return range(max(spans.context_start, spans.context_end - self.window), spans.context_end)
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Pooled attention, not normalised.
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """The observation queries."""
+        return torch.tensor(self.observers(prefill.spans))
 
-        Raises `MissingCaptureError` without the observers' queries.
-        """
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Pooled attention, not normalised."""
         observers = self.observers(prefill.spans)
-        prefill = prefill.with_queries(observers)
-        device = prefill.keys[0].device
-        scores = []
-        for layer in range(prefill.layers):
-            per_head = attention_sums(prefill, layer, observers, region) / len(observers)
-            score = reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads)
-            scores.append(self._pooled(score).to(device))
-        return TokenScores.from_scores(torch.stack(scores), shard=prefill.shard)
+        per_head = attention_sums(prefill, layer, observers, region) / len(observers)
+        return self._pooled(reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads))
 
     def _pooled(self, score: Tensor) -> Tensor:
         """[G, N] -> [G, N]."""

@@ -21,7 +21,7 @@ from gracekv.errors import (
     PromptError,
 )
 from gracekv.fit import FITTERS
-from gracekv.hf.capture import capture_passage
+from gracekv.hf.capture import run_capture
 from gracekv.prefill import Needs, PromptSpans
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.past import Past
@@ -232,10 +232,8 @@ def test_queries_of_what_was_read_before_are_gone(model):
     )
     ids = torch.cat([IDS.new_zeros(past.places), IDS[:10]])
     needs = Needs(later_queries=True)
-    prefill = capture_passage(model, Prompt(ids, spans), past, needs)
-    again = capture_passage(
-        model, Prompt(ids, spans), past, Needs(), options=CaptureOptions(memory_limit=0)
-    )
+    prefill = run_capture(model, Prompt(ids, spans), past, needs, CaptureOptions())
+    again = run_capture(model, Prompt(ids, spans), past, Needs(), CaptureOptions(memory_limit=0))
     again = again.without("queries").with_queries(prefill.query_positions)
     for one, other in zip(prefill.queries, again.queries, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

@@ -4,13 +4,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from gracekv.hf import base_result
+from gracekv.prefill import capture_memory
 
 
 def test_trimming_says_whether_it_could(monkeypatch):
     called = []
-    monkeypatch.setattr(base_result, "_malloc_trim", lambda: called.append)
-    assert base_result.trim_memory()
+    monkeypatch.setattr(capture_memory, "_malloc_trim", lambda: called.append)
+    assert capture_memory.trim_memory()
     assert called == [0]
-    monkeypatch.setattr(base_result, "_malloc_trim", lambda: None)
-    assert not base_result.trim_memory()
+    monkeypatch.setattr(capture_memory, "_malloc_trim", lambda: None)
+    assert not capture_memory.trim_memory()

@@ -45,8 +45,9 @@ def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, si
     precision = UniformPrecision(bits=bits, group=size, keys=keys, sinks=3)
     prefill, packed, stored = runs(precision, seed=seed, group=group)
     region = prefill.spans.region(packed.plan.recent)
-    chosen = QUERIES(prefill, region)
+    memory = {}
     for number, layer in enumerate(packed.cache.layers):
+        chosen = QUERIES(prefill, number, region, memory)
         inside = (layer.positions >= max(3, region.start)) & (layer.positions < region.end)
         counts = torch.bincount(
             torch.arange(layer.heads).repeat_interleave(layer.lengths)[inside],

@@ -133,7 +133,9 @@ def test_a_driver_refuses_what_it_cannot_give_by_name():
 
 def test_the_model_does_not_run_for_what_is_refused():
     pytest.importorskip("transformers")
-    from gracekv.hf.capture import capture, capture_passage
+    from gracekv.hf.capture import capture, run_capture
+    from gracekv.prefill.options import DEFAULTS
+    from gracekv.prefill.past import Past
     from gracekv.prefill.prompt import Prompt
     from support.families import FAMILIES
 
@@ -143,7 +145,7 @@ def test_the_model_does_not_run_for_what_is_refused():
     with pytest.raises(ObserverError, match=r"Draft\(tokens=2\) reads further passes.*layer 0"):
         capture(model, prompt, Needs.observed(Draft(2)))
     with pytest.raises(ObserverError, match=r"Reconstruction.*a passage.*gracekv-agnostic"):
-        capture_passage(model, prompt, None, Needs.observed(Reconstruction()))
+        run_capture(model, prompt, Past((), (), 0), Needs.observed(Reconstruction()), DEFAULTS)
     hook.remove()
 
 

@@ -95,10 +95,9 @@ def test_without_a_model_missing_queries_are_named():
 
 def test_sums_over_all_queries_are_the_same_from_every_source(monkeypatch):
     from gracekv.prefill import base
-    from gracekv.prefill.prompt import Region
 
     monkeypatch.setattr(base, "_PART", 64)
-    model, region = tiny_llama(layers=3), Region(4, 180)
+    model = tiny_llama(layers=3)
     summed = capture(model, prompt_of(), Needs.observed(ReceivedAttention(), QueryMoments(4)))
     for prefill in (
         capture(model, prompt_of(), LATER),
@@ -108,7 +107,7 @@ def test_sums_over_all_queries_are_the_same_from_every_source(monkeypatch):
         torch.testing.assert_close(
             prefill.observe(columns), summed.observation(columns), rtol=1e-3, atol=1e-4
         )
-        got, want = prefill.observe(moments, region), summed.observation(moments)
+        got, want = prefill.observe(moments), summed.observation(moments)
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
 
 

@@ -53,7 +53,8 @@ class Fixed(Scorer):
 
 
 def ranking(tokens, **fields):
-    prefill = synthetic_prefill(context=len(tokens[0][0]))
+    sizes = {"layers": len(tokens), "kv_heads": len(tokens[0])}
+    prefill = synthetic_prefill(context=len(tokens[0][0]), **sizes)
     scores = ChunkOrder(scorer=Fixed(tokens), **fields)(prefill, prefill.spans.region(0)).scores
     return scores.argsort(dim=-1, descending=True).tolist()
 

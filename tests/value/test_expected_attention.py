@@ -116,12 +116,11 @@ def test_blocks_change_nothing(monkeypatch):
 
 def test_a_large_mean_costs_no_digits():
     prefill = synthetic_prefill(context=200, layers=1)
-    region = Region(4, prefill.spans.context_end)
-    want = prefill.observe(QueryMoments(4), region)[0, :, 1:]
+    want = prefill.observe(QueryMoments(4))[0, :, 1:]
     rope, at = prefill.rope, torch.arange(prefill.spans.length)
     moved = rope.rotate(rope.unrotate(prefill.queries[0], at) + 300.0, at)
     other = dataclasses.replace(prefill, queries=(moved,))
-    moments = other.observe(QueryMoments(4), region)[0]
+    moments = other.observe(QueryMoments(4))[0]
     mean, got = moments[:, 0], moments[:, 1:]
     torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
     assert float((mean - 300).abs().max()) < 10

@@ -37,7 +37,7 @@ def test_scores_equal_their_references(case):
             want = torch.tensor(reference.attention_probability(prefill, layer, head, probe))
             torch.testing.assert_close(rows[head, 0].double(), want.double(), rtol=1e-4, atol=1e-7)
     replay = Replay(uniform_weight=1.0, max_queries=9)
-    at, weights = replay.select_queries(prefill, region)
+    at, weights = replay.select_queries(prefill, 0, region, {})
     window, columns, blocks = WindowAttention(window=5), ColumnSums(), BlockReplay(12)
     pairs = [
         (window, reference.window_attention(window, prefill, region).scores),

@@ -33,10 +33,11 @@ def test_equals_the_reference(seed, group, queries, uniform_weight, power, dtype
         prefill.spans.region(2),
         Replay(uniform_weight=uniform_weight, max_queries=queries, mean_power=power),
     )
-    at, weights = scorer.select_queries(prefill, region)
-    got = scorer(prefill, region).scores
-    want = reference.replay(prefill, at, weights, region, power)
-    torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=1e-7)
+    got, memory = scorer(prefill, region).scores, {}
+    for layer in range(prefill.layers):
+        at, weights = scorer.select_queries(prefill, layer, region, memory)
+        want = reference.replay(prefill, at, weights, region, power)[layer]
+        torch.testing.assert_close(got[layer].double(), want, rtol=2e-4, atol=1e-7)
 
 
 @settings(max_examples=20)
@@ -50,9 +51,8 @@ def test_queries_are_few_distinct_and_inside_and_their_weights_sum_to_one(
 ):
     prefill = small(context=40, seed=seed)
     region = prefill.spans.region(4)
-    at, weights = Replay(max_queries=queries, uniform_weight=uniform_weight).select_queries(
-        prefill, region
-    )
+    scorer = Replay(max_queries=queries, uniform_weight=uniform_weight)
+    at, weights = scorer.select_queries(prefill, 1, region, {})
     assert len(at) == min(queries, 36)
     assert bool((at.diff() > 0).all())
     assert region.start <= int(at[0])
@@ -63,20 +63,24 @@ def test_queries_are_few_distinct_and_inside_and_their_weights_sum_to_one(
 
 def test_uniform_weights_do_not_read_the_question():
     prefill, region = small(), Region(2, 20)
-    at, weights = Replay(uniform_weight=1.0).select_queries(prefill, region)
+    at, weights = Replay(uniform_weight=1.0).select_queries(prefill, 0, region, {})
     assert at.tolist() == list(range(2, 20))
     torch.testing.assert_close(weights, torch.full((18,), 1 / 18))
 
 
-def test_likely_words_weigh_most():
-    prefill, region = small(), Region(2, 20)
+@pytest.mark.parametrize(
+    ("likely_in", "counted"), [("layers_below", [1, 2, 3]), ("all_layers", [3, 3, 3])]
+)
+def test_likely_words_weigh_most(likely_in, counted):
+    prefill, region, memory = small(layers=3), Region(2, 20), {}
     query_scorer = ReadAhead(lookahead=3, max_weight=1.0)
-    _, weights = Replay(uniform_weight=0.0, query_scorer=query_scorer, power=3.0).select_queries(
-        prefill, region
-    )
-    likely = query_scorer(prefill, region).scores.amax(1).mean(0)
-    assert_same_order(weights.argsort(), likely.argsort(), likely)
-    torch.testing.assert_close(weights, likely**3 / (likely**3).sum(), rtol=1e-4, atol=1e-7)
+    scorer = Replay(query_scorer, power=3.0, uniform_weight=0.0, likely_in=likely_in)
+    assert scorer.by_layer == (likely_in == "layers_below")
+    for layer, count in enumerate(counted):
+        _, weights = scorer.select_queries(prefill, layer, region, memory)
+        likely = query_scorer(prefill, region).scores.amax(1)[:count].mean(0)
+        assert_same_order(weights.argsort(), likely.argsort(), likely)
+        torch.testing.assert_close(weights, likely**3 / (likely**3).sum(), rtol=1e-4, atol=1e-7)
 
 
 def test_a_query_finds_what_came_after_it():

@@ -1,0 +1,50 @@
+"""From a prompt to compressed entries, without the full cache between them where that can be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gracekv.allocate import Budget
+from gracekv.distributed.sharding import head_shard
+from gracekv.distributed.strategies import check_works_sharded
+from gracekv.errors import ConfigError
+from gracekv.hf.capture import run_capture
+from gracekv.pipeline import Pipeline
+from gracekv.pipeline.layerwise import LayerwiseCompression, why_whole
+from gracekv.pipeline.run import Run
+from gracekv.prefill.model_layers import head_sizes
+from gracekv.prefill.options import CaptureOptions
+from gracekv.prefill.past import Past
+from gracekv.prefill.prompt import Prompt
+
+
+def prefilled_run(
+    model: Any,
+    prompt: Prompt,
+    past: Past | None,
+    pipeline: Pipeline,
+    budget: Budget,
+    options: CaptureOptions,
+) -> Run:
+    """Read `prompt` and compress it, layer by layer where `pipeline` allows it.
+
+    Args and errors are those of `run_capture` and `Pipeline.run`; `ConfigError` also if
+    `options.stream` asks for what cannot be.
+    """
+    needs = pipeline.needs()
+    if options.stream is not False:
+        _, _, dim = head_sizes(model)
+        plan = pipeline.plan_for(model, prompt.spans, budget)
+        reason = why_whole(pipeline, plan, 2 * dim * model.dtype.itemsize)
+        if reason is None:
+            check_works_sharded(pipeline, head_shard(model))
+            made = LayerwiseCompression(pipeline, budget)
+            return made.finish(run_capture(model, prompt, past, needs, options, made.layer))
+        if options.stream:
+            raise ConfigError(
+                f"CaptureOptions(stream=True) reads and compresses layer by layer, and this "
+                f"pipeline needs all layers at once: {reason}. Leave stream out, or use another "
+                f"recipe."
+            )
+    # No name holds the prefill, so a stage can free what later ones do not read.
+    return pipeline.run(run_capture(model, prompt, past, needs, options), budget)

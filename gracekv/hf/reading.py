@@ -1,0 +1,231 @@
+"""`Reading`: a prompt on its way through a model, in chunks of tokens.
+
+Chunk by chunk, each goes through all layers before the next, so all keys and values are held in the
+end. Layer by layer, all chunks go through one layer before the first goes on to the next, so those
+of one layer are held at a time, and the residual stream. The model is the stock one in both: layer
+by layer, each chunk's forward is a coroutine that pauses before every decoder layer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import UnsupportedModelError
+from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
+from gracekv.prefill.model_layers import (
+    compressed_layers,
+    final_logits,
+    has_rope,
+    rotary_positions,
+    rotation_kind,
+    text_config,
+)
+from gracekv.prefill.needs import Needs
+from gracekv.prefill.observations import Observations
+from gracekv.prefill.observer import FinalRun
+from gracekv.prefill.partial_attention import CausalMasks, PartialAttention, rotations
+from gracekv.prefill.past import Past
+from gracekv.prefill.prompt import Prompt, Region
+from gracekv.prefill.recorder import Recorder, no_rotation
+from gracekv.prefill.stock_layers import StockLayers
+
+
+class Reading:
+    """One prompt and the model that reads it; use `by_chunks` or `by_layers`, once.
+
+    Args:
+        model: as for `gracekv.capture`.
+        prompt: what is read.
+        past: what it follows, or None.
+        needs: what is captured.
+        held: int64 [n] ascending: positions whose queries are held.
+        size: most tokens of a chunk.
+        progress: called with tokens done and tokens in all; layer by layer, a token counts once
+            all layers have read it, in parts before.
+
+    Attributes:
+        record: keys, values and queries.
+        observations: what observers see.
+        others: layers that are not compressed.
+        seconds: of the model's forward, without the observers'.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompt: Prompt,
+        past: Past | None,
+        needs: Needs,
+        held: Tensor,
+        size: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.model, self.prompt, self._past, self._progress = model, prompt, past, progress
+        self.layers, self.device = compressed_layers(model), input_device(model)
+        self.observations = Observations(needs.observers, len(self.layers), prompt.spans)
+        self.record = Recorder(prompt.spans, self.observations, held, self.layers)
+        before, seen = ((), 0) if past is None else (past.kept, past.length)
+        self.others, self._elapsed = StockLayers(model, before, seen), 0.0
+        length, start = prompt.spans.length, prompt.spans.past
+        edges = self.others.edges(start, length, size)
+        self._chunks = [Region(*pair) for pair in itertools.pairwise(edges)]
+        self._in_parts = len(self._chunks) > 1 or past is not None
+        self._places = torch.arange(length, device=self.device)[None]
+        self._base = base_attention(model)
+        self._masks = CausalMasks(self._base, length)
+
+    @property
+    def seconds(self) -> float:
+        """Of the model's forward so far, without the observers'."""
+        return self._elapsed - self.observations.running_seconds
+
+    def by_chunks(self) -> Tensor:
+        """Fill `record` with everything; the last logits [V]."""
+        output: Any = None
+        with self._patched():
+            for chunk in self._chunks:
+                self._begin(chunk)
+                output = self._timed(partial(self._forward, chunk))
+                self.others.read(self._left(chunk))
+                self._finish(chunk)
+                self._tell(chunk.end - self.prompt.spans.past)
+        logits: Tensor = output.logits[0, -1]
+        return logits
+
+    def by_layers(self, each: Callable[[int], None]) -> Tensor:
+        """Let all chunks through a layer, then the next; the last logits [V].
+
+        Args:
+            each: called with the number of a compressed layer, 0-based, when `record` holds all of
+                it, and drops it.
+
+        Raises `UnsupportedModelError` if the model does not call its layers one after the other.
+        """
+        from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
+
+        driver, blocks = getcurrent(), self.model.get_decoder().layers
+        index = {layer.number: i for i, layer in enumerate(self.layers)}
+
+        def pause(number: int, module: Any, args: Any) -> None:
+            driver.switch(number)
+
+        outputs: list[Any] = []
+        with self._patched(), ExitStack() as undo:
+            for number, block in enumerate(blocks):
+                # Before the recorder's hooks, which are of the chunk that goes on.
+                hook = block.register_forward_pre_hook(partial(pause, number), prepend=True)
+                undo.callback(hook.remove)
+            runs = [greenlet(partial(self._forward, chunk)) for chunk in self._chunks]
+            # An error ends the forwards that are paused, too.
+            undo.callback(runs.clear)
+            for chunk, run in zip(self._chunks, runs, strict=True):
+                run.gr_context = copy_context()
+                self._begin(chunk)
+                with self.others.beginning(chunk.start - self.prompt.spans.past):
+                    self._check_order(self._timed(run.switch), 0)
+            for number in range(len(blocks)):
+                done = 0
+                for chunk, run in zip(self._chunks, runs, strict=True):
+                    self._begin(chunk)
+                    reached = self._timed(run.switch)
+                    self.others.read(self._left(chunk), number)
+                    if number + 1 < len(blocks):
+                        self._check_order(reached, number + 1)
+                    else:
+                        self._finish(chunk)
+                        outputs = [reached]
+                    done += chunk.length
+                    self._tell((number * self._total + done) // len(blocks))
+                if number in index:
+                    each(index[number])
+        logits: Tensor = outputs[0].logits[0, -1]
+        return logits
+
+    @property
+    def _total(self) -> int:
+        return self.prompt.spans.length - self.prompt.spans.past
+
+    def _check_order(self, reached: Any, number: int) -> None:
+        if not isinstance(reached, int) or reached != number:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} does not call its decoder layers one after the "
+                f"other, so it cannot be read layer by layer. Use CaptureOptions(stream=False)."
+            )
+
+    def _left(self, chunk: Region) -> int:
+        return self.prompt.spans.length - chunk.end
+
+    def _tell(self, done: int) -> None:
+        if self._progress is not None:
+            past = self.prompt.spans.past
+            self._progress(past + done, past + self._total)
+
+    def _timed(self, run: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        result = run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._elapsed += time.perf_counter() - started
+        return result
+
+    def _begin(self, chunk: Region) -> None:
+        """What the attention function does next is of `chunk`."""
+        attend = None
+        if self._in_parts:
+            positions = torch.arange(chunk.start, chunk.end)
+            attend = PartialAttention(self._base, positions, self._masks)
+        self.record.begin(chunk, attend)
+
+    def _forward(self, chunk: Region) -> Any:
+        options = self.others.options()
+        if self._in_parts:
+            options["position_ids"] = self._places[:, chunk.start : chunk.end]
+        ids = self.prompt.ids[None, chunk.start : chunk.end].to(self.device)
+        return self.model(input_ids=ids, logits_to_keep=1, **options)
+
+    def _finish(self, chunk: Region) -> None:
+        """Show observers the decoder's output of a chunk."""
+        following = self.prompt.ids[chunk.start + 1 : chunk.end + 1]
+        if self.observations.reads("final") and len(following):
+            factor, cap = final_logits(self.model)
+            rows, self.record.final = self.record.final[: len(following)] * factor, None
+            head = self.model.get_output_embeddings()
+            size = text_config(self.model).vocab_size
+            run = FinalRun(chunk.start, rows, following, head, size, cap)
+            self.observations.add_final(run)
+
+    @contextmanager
+    def _patched(self) -> Iterator[None]:
+        """The model records what it computes; afterwards it is as it was."""
+        model, past, start = self.model, self._past, self.prompt.spans.past
+        with ExitStack() as undo:
+            undo.enter_context(patched_attention(model, self.record.wrap))
+            undo.enter_context(self.record.hooks(model))
+            if self._in_parts and has_rope(model):
+                whole = self._places
+                if past is not None:
+                    whole = torch.where(whole < start, whole, whole - start + past.length)
+                every = rotary_positions(model, whole)
+                undo.enter_context(rotations(model.get_decoder(), lambda own, x: own(x, every)))
+            if past is not None:
+                self.record.follow(past, _rotation(model, past, self._places[:, :start]))
+            yield
+
+
+def _rotation(model: Any, past: Past, places: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [1, P, d_rot] of the places of `past`."""
+    if not has_rope(model):
+        return no_rotation(past.places, places.device)
+    rotation: tuple[Tensor, Tensor] = model.get_decoder().rotary_emb(
+        past.keys[0], rotary_positions(model, places), *rotation_kind(model)
+    )
+    return rotation

@@ -1,0 +1,181 @@
+"""Cutting layer by layer keeps what one cut at the end keeps, ties included."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracekv.allocate import Budget
+from gracekv.pipeline import Pipeline
+from gracekv.pipeline.layerwise import LayerwiseCompression, why_whole
+from gracekv.testing import synthetic_prefill
+from gracekv.value import LayerScorer
+from support.thread_exchange import in_threads
+
+
+@dataclass(frozen=True)
+class Tied(LayerScorer):
+    """Scores of few values, so that most are ties."""
+
+    works_sharded: ClassVar[bool] = True
+
+    levels: int = 3
+
+    def layer(self, prefill, layer, region, memory):
+        norms = prefill.keys[layer][:, region.start : region.end].norm(dim=-1)
+        return (norms * 7).floor() % self.levels
+
+
+def view(prefill, layer):
+    """`prefill` with the tokens of one layer alone, as a driver shows it."""
+    parts = {
+        name: tuple(x if i == layer else x[:, :0] for i, x in enumerate(getattr(prefill, name)))
+        for name in ("keys", "values", "queries")
+    }
+    observed = {
+        x: seen[layer : layer + 1].expand(prefill.layers, *seen.shape[1:])
+        for x, seen in prefill.observed.items()
+        if layer < prefill.layers and len(seen) == prefill.layers
+    }
+    return dataclasses.replace(prefill, observed=observed, **parts)
+
+
+def layerwise(pipeline, prefill, budget, held=None):
+    """The run over layers that come one after the other."""
+    made = LayerwiseCompression(pipeline, budget)
+    for layer in range(prefill.layers):
+        made.layer(view(prefill, layer), layer)
+        if held is not None:
+            held.append(sum(len(x) for x in made._gains))
+    return made.finish(view(prefill, prefill.layers))
+
+
+def assert_same_entries(got, want):
+    for mine, other in zip(got.cache.layers, want.cache.layers, strict=True):
+        assert torch.equal(mine.offsets, other.offsets)
+        assert torch.equal(mine.positions, other.positions)
+        assert torch.equal(mine.keys, other.keys)
+        torch.testing.assert_close(mine.values, other.values, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            mine.log_multiplicity, other.log_multiplicity, rtol=1e-4, atol=1e-5
+        )
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**16),
+    ratio=st.sampled_from([1.3, 2, 5, 9]),
+    levels=st.integers(1, 4),
+    quota=st.sampled_from(["global", "per_head", "adaptive_heads", "pyramid"]),
+    elastic=st.booleans(),
+    suffix=st.booleans(),
+)
+def test_the_running_cut_is_the_cut_at_the_end(seed, ratio, levels, quota, elastic, suffix):
+    sizes = {"question": 3, "tail": 2} if suffix else {"question": 0, "tail": 0}
+    prefill = synthetic_prefill(seed=seed, context=50, layers=4, kv_heads=2, **sizes)
+    base = "gracekv-plus" if suffix else "gracekv-agnostic"
+    fields = {"quota": quota, "allocate": {"name": "greedy", "elastic": elastic}}
+    pipeline = dataclasses.replace(
+        Pipeline.from_dict({**fields, "fit": "none"}, base=base), value=Tied(levels)
+    )
+    budget, held = Budget.ratio(ratio), []
+    got, want = layerwise(pipeline, prefill, budget, held), pipeline.run(prefill, budget)
+    assert_same_entries(got, want)
+    assert got.accounting.utility == want.accounting.utility
+    # No more is ever held than the budget, whatever ties.
+    assert max(held) <= want.plan.base
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-plus", "gracekv-agnostic"])
+@pytest.mark.parametrize("ratio", [2, 8])
+def test_fitted_values_are_the_same(recipe, ratio):
+    prefill = synthetic_prefill(seed=3, context=90, layers=3, kv_heads=2, group=2)
+    pipeline, budget = Pipeline.named(recipe), Budget.ratio(ratio)
+    seen = prefill.with_observations(pipeline.needs().observers)
+    got, want = layerwise(pipeline, seen, budget), pipeline.run(seen, budget)
+    assert_same_entries(got, want)
+    assert torch.equal(got.value_change, want.value_change)
+    assert torch.equal(got.relevance.scores, want.relevance.scores)
+
+
+@pytest.mark.parametrize("ratio", [2, 6])
+def test_bits_are_bought_as_at_the_end(ratio):
+    prefill = synthetic_prefill(seed=5, context=90, layers=3, dim=32, dtype=torch.bfloat16)
+    pipeline, budget = Pipeline.named("gracekv-plus-allocated"), Budget.ratio(ratio)
+    got, want = layerwise(pipeline, prefill, budget), pipeline.run(prefill, budget)
+    assert got.accounting.spent_bytes == want.accounting.spent_bytes
+    for mine, other in zip(got.cache.layers, want.cache.layers, strict=True):
+        for name, tensor in other.tensors().items():
+            if not tensor.is_floating_point():
+                assert torch.equal(mine.tensors()[name], tensor), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("levels", [1, 3])
+def test_processes_make_one_cut(ranks, levels):
+    prefill = synthetic_prefill(seed=7, context=60, layers=3, kv_heads=4)
+    pipeline = dataclasses.replace(
+        Pipeline.from_dict({"fit": "none"}, base="gracekv-plus"), value=Tied(levels)
+    )
+    want = pipeline.run(prefill, Budget.ratio(4))
+
+    def one(shard):
+        own = {
+            name: tuple(shard.own_heads(x, 0) for x in getattr(prefill, name))
+            for name in ("keys", "values", "queries")
+        }
+        mine = dataclasses.replace(prefill, shard=shard, observed={}, **own)
+        return layerwise(pipeline, mine, Budget.ratio(4))
+
+    for rank, run in enumerate(in_threads(ranks, one)):
+        each = 4 // ranks
+        for mine, whole in zip(run.cache.layers, want.cache.layers, strict=True):
+            heads = [whole.head(g) for g in range(rank * each, (rank + 1) * each)]
+            assert torch.equal(mine.positions, torch.cat([x[2] for x in heads]))
+            assert torch.equal(mine.keys, torch.cat([x[0] for x in heads]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "base", "reason"),
+    [
+        ({}, "gracekv", "it does more than choose among single tokens"),
+        ({}, "cam", "it does more than choose"),
+        ({}, "fullkv", "it keeps everything"),
+        ({"value": "multi_hop"}, "snapkv", r"'multi_hop' \(value\) compare layers"),
+        ({"value": "kvzip_two_pass"}, "snapkv", r"'kvzip_two_pass' \(value\) compare"),
+        ({"value": "draft_attention"}, "snapkv", "the model runs once more"),
+        ({"quota": "density"}, "h2o", r"'density' \(quota\) compare layers"),
+        ({"sensitivity": "output_projection"}, "snapkv", r"'output_projection' \(sensitivity\)"),
+        ({"value": {"name": "replay", "likely_in": "all_layers"}}, "snapkv", r"'replay' \(value\)"),
+        (
+            {"quota": "pyramid", "precision": {"name": "uniform", "bits": 4}},
+            "snapkv",
+            "shares follow from how many entries its bytes buy",
+        ),
+    ],
+)
+def test_what_needs_all_layers_says_why(fields, base, reason):
+    pipeline = Pipeline.from_dict(fields, base=base)
+    plan = pipeline.plan(
+        synthetic_prefill(context=200, dim=32, dtype=torch.bfloat16), Budget.ratio(4)
+    )
+    assert pytest.importorskip("re").search(reason, why_whole(pipeline, plan, 128))
+
+
+@pytest.mark.parametrize("quota", ["global", "per_head"])
+def test_bytes_and_shares_that_only_grow_are_cut_as_they_come(quota):
+    prefill = synthetic_prefill(seed=2, context=120, layers=3, dim=32, dtype=torch.bfloat16)
+    pipeline = Pipeline.from_dict(
+        {"quota": quota, "precision": {"name": "uniform", "bits": 4}}, base="snapkv"
+    )
+    budget = Budget.ratio(6)
+    assert why_whole(pipeline, pipeline.plan(prefill, budget), 128) is None
+    got, want = layerwise(pipeline, prefill, budget), pipeline.run(prefill, budget)
+    assert got.accounting.spent_bytes == want.accounting.spent_bytes
+    for mine, other in zip(got.cache.layers, want.cache.layers, strict=True):
+        for name, tensor in other.tensors().items():
+            assert torch.equal(mine.tensors()[name], tensor), name
