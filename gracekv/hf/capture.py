@@ -113,7 +113,8 @@ def run_capture(
     alone, and its number, and what is returned holds no tokens of any. What observers saw of the
     layer stands for all L. Queries cannot be computed again, so all that `needs` names are held.
 
-    Raises what `capture` raises; of a passage `ObserverError` for needs that run the model again.
+    Raises `PromptError`, `CaptureMemoryError` and what else `capture` raises; of a passage
+    `ObserverError` for needs that run the model again.
     """
     if past is None:
         prompt = prompt.without_tail()

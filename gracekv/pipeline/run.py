@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,19 +23,16 @@ from gracekv.cache import (
     WidthShare,
 )
 from gracekv.distributed.head_shard import HeadShard, all_heads
-from gracekv.fit import NoFit
+from gracekv.fit import Fitter, NoFit
 from gracekv.fit.base import value_change
 from gracekv.kernels.linalg import full_float32
 from gracekv.pipeline.auction import Auction, AuctionResult
 from gracekv.precision import Precision
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.kept import bytes_by_kind
 from gracekv.segment import Partition
 from gracekv.tree import Forest
 from gracekv.value import Relevance
-
-if TYPE_CHECKING:
-    from gracekv.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,8 +113,23 @@ def whole_cache(
         return precision(cache, widths).with_kept(prefill.kept)
 
 
+class LastStages(Protocol):
+    """What `finished` reads of a `Pipeline`."""
+
+    @property
+    def fit(self) -> Fitter:
+        """Fits what was kept."""
+
+    @property
+    def precision(self) -> Precision:
+        """Stores it."""
+
+    def needs(self) -> Needs:
+        """What the prefill had to hold."""
+
+
 def finished(
-    pipeline: Pipeline,
+    pipeline: LastStages,
     prefill: Prefill,
     plan: BudgetPlan,
     partition: Partition,

@@ -191,7 +191,7 @@ class BlockReplay(LayerScorer):
         return BlockReplaySums(self.block, self.mean_power, self.near)
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Power means of attention, not normalised."""
+        """Power means of attention [G, N], not normalised."""
         sums = prefill.observation(self._sums)[layer]
         inside = sums[:, region.start : region.end] / region.length
         return inside.pow(1 / self.mean_power)

@@ -54,11 +54,11 @@ class ChunkOrder(LayerScorer):
         return self.scorer.needs()
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """What the token scores ask."""
+        """What the token scores ask, int64 [P]."""
         return self.scorer.asks(prefill, region, memory)
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Ranks as scores."""
+        """Ranks as scores [G, N]."""
         if layer % self.reuse_layers == 0:
             scores = self.scorer.layer(prefill, layer, region, memory).double()
             if self.share_heads:

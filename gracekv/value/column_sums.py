@@ -69,7 +69,7 @@ class ColumnSums(LayerScorer):
         return Needs.observed(ReceivedAttention())
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Group means of the sums, not normalised."""
+        """Group means of the sums [G, N], not normalised."""
         columns = prefill.observation(ReceivedAttention())[layer]
         inside = columns[:, region.start : region.end]
         return reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)

@@ -55,11 +55,11 @@ class Compactor(LayerScorer):
         return Needs(later_queries=True)
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """All of the context but its sinks."""
+        """All of the context but its sinks, int64 [P]."""
         return torch.tensor(self._seen(prefill))
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Blended z-scores, shifted to at least 1; sinks are 1 above the layer's maximum."""
+        """Blended z-scores [G, N], shifted to at least 1; sinks are 1 above the layer's maximum."""
         seen, values = self._seen(prefill), prefill.values[layer]
         leverage = leverages(prefill, layer, seen, self.ridge)
         norms = values[:, seen.start : seen.stop].float().norm(dim=-1)

@@ -97,11 +97,11 @@ class Critical(LayerScorer):
         return self.scorer.needs() | Needs.observed(WrittenNorms())
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """What the score asks."""
+        """What the score asks, int64 [P]."""
         return self.scorer.asks(prefill, region, memory)
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Ranks as scores. Raises `MissingCaptureError` without the norms of projected values."""
+        """Ranks as scores [G, N]; `MissingCaptureError` without the norms of projected values."""
         first = self.scorer.layer(prefill, layer, region, memory)
         norms = prefill.observation(WrittenNorms())[layer][:, region.start : region.end]
         second = (first + self.epsilon) * norms.to(first.device)

@@ -128,7 +128,7 @@ class ExpectedAttention(LayerScorer):
         return Needs.observed(QueryMoments(self.sinks))
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Expected attention times norm, not normalised.
+        """Expected attention times norm [G, N], not normalised.
 
         Raises `UnsupportedModelError` if the model caps its logits or adds sinks.
         """

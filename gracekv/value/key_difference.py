@@ -29,7 +29,7 @@ class KeyDifference(LayerScorer):
     works_sharded: ClassVar[bool] = True
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """One minus the cosine, between 0 and 2."""
+        """One minus the cosine [G, N], between 0 and 2."""
         unit = functional.normalize(prefill.keys[layer].float(), dim=-1)
         seen = slice(prefill.spans.past, prefill.spans.context_end)
         mean = functional.normalize(unit[:, seen].mean(dim=1, keepdim=True), dim=-1)

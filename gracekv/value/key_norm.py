@@ -28,7 +28,7 @@ class KeyNorm(LayerScorer):
     works_sharded: ClassVar[bool] = True
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Inverse norms, not normalised."""
+        """Inverse norms [G, N], not normalised."""
         norms = prefill.keys[layer][:, region.start : region.end].float().norm(dim=-1)
         inverse: Tensor = 1 / norms.clamp_min(1e-12)
         return inverse

@@ -41,7 +41,7 @@ class LagRelative(LayerScorer):
     lag: int = bounded(128, at_least=2, hint="LagKV's is 128.")
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Ranks below 1, between 1 and 2 in the kept end, 3 for sinks."""
+        """Ranks below 1 [G, N], between 1 and 2 in the kept end, 3 for sinks."""
         spans, keys, values = prefill.spans, prefill.keys[layer], prefill.values[layer]
         first = min(spans.past + self.sinks, spans.context_end)
         length = spans.context_end - first

@@ -32,10 +32,10 @@ class LastQuery(LayerScorer):
         return Needs(last_queries=1)
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The prompt's last position."""
+        """The prompt's last position, int64 [P]."""
         return torch.tensor(prefill.spans.last(1))
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Attention shares, not normalised."""
+        """Attention shares [G, N], not normalised."""
         shares = attention_sums(prefill, layer, prefill.spans.last(1), region).mean(dim=0)
         return shares.expand(prefill.kv_heads, -1)

@@ -41,12 +41,12 @@ class MeanAttention(LayerScorer):
         return Needs(prompt_samples=self.max_queries)
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The evenly spaced positions, without those before the region, which do not see it."""
+        """Evenly spaced positions, int64 [P]; those before the region do not see it."""
         probes = prompt_samples(prefill.spans.length, self.max_queries)
         return probes[probes >= region.start]
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Group means, not normalised."""
+        """Group means [G, N], not normalised."""
         per_head = attention_sums(prefill, layer, self.asks(prefill, region, memory), region)
         per_head = per_head / min(self.max_queries, prefill.spans.length)
         return reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads)

@@ -67,11 +67,11 @@ class Mixture(LayerScorer):
         return reduce(or_, (scorer.needs() for scorer in self.scorers), Needs())
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """What all scorers ask."""
+        """What all scorers ask, int64 [P]."""
         return torch.cat([scorer.asks(prefill, region, memory) for scorer in self.scorers])
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """The combined scores."""
+        """The combined scores [G, N]."""
         scores = [scorer.layer(prefill, layer, region, memory) for scorer in self.scorers]
         return combine_scores(scores, self.weights or (1.0,) * len(scores), self.rule)
 

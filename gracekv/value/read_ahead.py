@@ -70,11 +70,11 @@ class ReadAhead(LayerScorer):
         return Needs(question_queries=self.question_probes, last_queries=self.tail_probes)
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The probes. Raises `PromptError` if the prompt has none."""
+        """The probes, int64 [P]. Raises `PromptError` if the prompt has none."""
         return torch.tensor(self._probes(prefill))
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Attention shares, not normalised. Attention to the prefix is not spread into the region.
+        """Attention shares [G, N], not normalised; what goes to the prefix is not spread.
 
         Raises `PromptError` if the prompt has no such probe.
         """

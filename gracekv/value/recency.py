@@ -35,7 +35,7 @@ class Recency(LayerScorer):
     sinks: int = bounded(4, at_least=0, hint="StreamingLLM's is 4; 0 keeps recent tokens alone.")
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Ranks as scores."""
+        """Ranks as scores [G, N]."""
         device = prefill.keys[layer].device
         rank = torch.arange(1, region.length + 1, dtype=torch.float64, device=device)
         sinks = min(max(0, self.sinks - region.start), region.length)

@@ -77,7 +77,7 @@ class Replay(LayerScorer):
         return self.uniform_weight == 1 or self.likely_in == "layers_below"
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The queries of all layers."""
+        """The queries of all layers, int64 [P]."""
         if self.uniform_weight < 1:
             prefill = prefill.with_queries(self.query_scorer.asks(prefill, region, memory))
         layers = range(prefill.layers)
@@ -86,7 +86,7 @@ class Replay(LayerScorer):
         return union
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Power means of attention, not normalised."""
+        """Power means of attention [G, N], not normalised."""
         at, weights = self.select_queries(prefill, layer, region, memory)
         powers = replayed_powers(prefill, layer, at, weights, region, self.mean_power)
         means: Tensor = powers.pow_(1 / self.mean_power)

@@ -49,11 +49,11 @@ class Scissorhands(LayerScorer):
         return Needs(last_queries=self.history) | Needs.observed(ReceivedAttention())
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The history's positions."""
+        """The history's positions, int64 [P]."""
         return torch.tensor(prefill.spans.last(self.history))
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Ranks as scores."""
+        """Ranks as scores [G, N]."""
         columns = prefill.observation(ReceivedAttention())[layer]
         inside = columns[:, region.start : region.end]
         sums = reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)

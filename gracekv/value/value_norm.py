@@ -52,11 +52,11 @@ class ValueNorm(LayerScorer):
         return self.scorer.needs()
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """What the scorer asks."""
+        """What the scorer asks, int64 [P]."""
         return self.scorer.asks(prefill, region, memory)
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Weighted scores, not normalised."""
+        """Weighted scores [G, N], not normalised."""
         scores = self.scorer.layer(prefill, layer, region, memory)
         norms = prefill.values[layer][:, region.start : region.end].float().norm(dim=-1)
         if self.relative > 0:

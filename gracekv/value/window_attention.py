@@ -63,11 +63,11 @@ class WindowAttention(LayerScorer):
         return range(max(spans.context_start, spans.context_end - self.window), spans.context_end)
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The observation queries."""
+        """The observation queries, int64 [P]."""
         return torch.tensor(self.observers(prefill.spans))
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """Pooled attention, not normalised."""
+        """Pooled attention [G, N], not normalised."""
         observers = self.observers(prefill.spans)
         per_head = attention_sums(prefill, layer, observers, region) / len(observers)
         return self._pooled(reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads))
