@@ -39,7 +39,13 @@ RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 PREFIX, SUFFIX = 16, 48
 PREFILL = "prefill"
-LENGTHS = {"smollm2": (1024, 2048, 4096, 7800), "grouped": (16384, 32768)}
+LENGTHS = {
+    "smollm2": (1024, 2048, 4096, 7800),
+    "grouped": (16384, 32768),
+    "narrow": (32768,),
+}
+# Everything is read before it is compressed.
+WHOLE = "whole "
 # A fixed threshold: by default glibc raises it with each large block that is freed.
 ALLOCATORS = {"default": {}, "direct": {"MALLOC_MMAP_THRESHOLD_": str(2**17)}}
 # Of the long rows, those that show the kinds: windows, sums over queries, trees, the default.
@@ -55,7 +61,8 @@ def load(name: str, device: str) -> tuple[Any, Any]:
         return model.to(device), tokenizer
     import transformers
 
-    config = transformers.Qwen2Config(**memory_model.GROUPED)
+    sizes = {"grouped": memory_model.GROUPED, "narrow": memory_model.NARROW}[name]
+    config = transformers.Qwen2Config(**sizes)
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config).eval().to(device), None
 
@@ -77,7 +84,9 @@ def run(model: Any, prompt: Prompt, row: str, ratio: str) -> Any:
         ids = prompt.ids[None].to(model.device)
         with torch.no_grad():
             return model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
-    return gracekv.compress(model, prompt, ratio=ratio, pipeline=row)
+    options = gracekv.CaptureOptions(stream=False if row.startswith(WHOLE) else None)
+    pipeline = row.removeprefix(WHOLE)
+    return gracekv.compress(model, prompt, ratio=ratio, pipeline=pipeline, capture=options)
 
 
 class Meter:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import machine
 
 from gracekv.prefill.capture_memory import CaptureSizes, held_positions
 from gracekv.prefill.needs import Needs
-from gracekv.prefill.partial_attention import chunk_length
+from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import PromptSpans
 from gracekv.segment.curvature import BlockInput
 
@@ -25,6 +25,16 @@ GROUPED = {
     "max_position_embeddings": 65536,
 }
 """A random-weight Qwen2 with 7 query heads a KV head."""
+NARROW = {
+    "vocab_size": 8192,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 65536,
+}
+"""A random-weight Qwen2 whose keys and values outweigh everything else."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class Shape:
 SHAPES = {
     "smollm2": Shape(30, 576, 1536, 9, 3, 64, 4),
     "grouped": Shape(4, 896, 4864, 14, 2, 64, 4),
+    "narrow": Shape(12, 256, 1024, 4, 4, 64, 4),
     "Qwen2.5-7B, bf16": Shape(28, 3584, 18944, 28, 4, 128, 2),
     "Llama-3.1-8B, bf16": Shape(32, 4096, 14336, 32, 8, 128, 2),
 }
@@ -73,8 +84,7 @@ def compressed(shape: Shape, length: int, needs: Needs, ratio: float) -> tuple[f
     fixed = length * shape.sizes.kv + held * shape.sizes.queries
     streams = sum(isinstance(x, BlockInput) for x in needs.observers)
     fixed += streams * length * shape.hidden * shape.unit
-    chunk = min(length, chunk_length(length))
-    running = shape.activations(chunk) + chunk * length * shape.unit
+    running = shape.activations(_chunk(length)) + _mask(length) * shape.unit
     again = 0
     if needs.later_queries and held < length:
         again = (
@@ -85,6 +95,33 @@ def compressed(shape: Shape, length: int, needs: Needs, ratio: float) -> tuple[f
     scores = 6 * 4 * length * shape.layers * shape.groups
     packed = int(length / ratio) * (shape.sizes.kv + 8 * shape.layers * shape.groups)
     return (fixed + max(running, again + running, scores + packed)) / MIB, packed / MIB
+
+
+def streamed(shape: Shape, length: int, needs: Needs, ratio: float) -> float:
+    """MiB over the model of a compression layer by layer, at its highest.
+
+    The residual stream; keys, values and held queries of one layer; what is kept, with a number
+    and a place for each entry; scores of all tokens; a chunk of the prefill and its mask.
+    """
+    spans = PromptSpans(16, length - 48, length - 8, length)
+    sizes = replace(shape.sizes, again=False)
+    held = len(held_positions(needs, spans, sizes, None))
+    layer = (length * sizes.kv + held * sizes.queries) / shape.layers
+    stream = length * shape.hidden * shape.unit
+    packed = int(length / ratio) * (sizes.kv + 24 * shape.layers * shape.groups)
+    scores = 4 * length * shape.layers * shape.groups
+    running = shape.activations(_chunk(length)) + _mask(length) * shape.unit
+    return (stream + layer + packed + scores + running) / MIB
+
+
+def _chunk(length: int) -> int:
+    """Tokens that run at once."""
+    return CaptureOptions().chunk_of(length, splits=True)
+
+
+def _mask(length: int) -> int:
+    """Elements of the mask of some rows; a prompt in one chunk has none."""
+    return 0 if _chunk(length) == length else min(256 * length, 2**22)
 
 
 def report(rows: list[dict[str, Any]]) -> str:
@@ -100,7 +137,10 @@ def report(rows: list[dict[str, Any]]) -> str:
         f"- commit: {machine.commit()}",
         "- Models: smollm2 is SmolLM2-135M in float32; grouped has random weights and "
         f"{GROUPED['num_attention_heads']} query heads over {GROUPED['num_key_value_heads']} KV "
-        f"heads in {GROUPED['num_hidden_layers']} layers, float32.",
+        f"heads in {GROUPED['num_hidden_layers']} layers, narrow "
+        f"{NARROW['num_key_value_heads']} KV heads in {NARROW['num_hidden_layers']} layers, both "
+        "in float32. Rows called whole read everything before they compress "
+        "(`CaptureOptions(stream=False)`).",
         "- Seconds are of a machine that did other work meanwhile: compare nothing by them.",
         "",
         "| model | tokens | row | highest | of prefill | held | cache | device, threads |",
@@ -131,16 +171,22 @@ def _computed(rows: list[dict[str, Any]]) -> list[str]:
             measured[row["model"], row["length"]][row["row"]] = row["highest"]
     lines = [
         "From shapes alone: keys and values, queries that are held or computed again, hidden "
-        "states, one chunk's activations and mask, scores, the packed cache. 8x; MiB. In brackets: "
-        "what was measured in a process whose allocator keeps nothing (`--allocator direct`).",
+        "states, one chunk's activations and mask, scores, the packed cache; layer by layer the "
+        "residual stream and one layer's keys, values and queries. 8x; MiB. In brackets: what was "
+        "measured in a process whose allocator keeps nothing (`--allocator direct`).",
         "",
-        "| model | tokens | keys and values | `prefill` | `gracekv` | `gracekv-plus-no-fit` "
-        "| result |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| model | tokens | keys and values | `prefill` | `gracekv` | `gracekv-plus-no-fit`, whole "
+        "| layer by layer | result |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    needs = {name: Pipeline.named(name).needs() for name in ("gracekv", "gracekv-plus-no-fit")}
+    plus = "gracekv-plus-no-fit"
+    needs = {
+        "gracekv": Pipeline.named("gracekv").needs(),
+        f"whole {plus}": Pipeline.named(plus).needs(),
+    }
     cells = [key for key in measured if len(measured[key]) > 1]
-    cells += [(name, n) for name in list(SHAPES)[2:] for n in (8192, 32768, 131072)]
+    lengths = (8192, 32768, 131072, 524288)
+    cells += [(name, n) for name in list(SHAPES)[3:] for n in lengths]
     for name, length in sorted(cells, key=lambda key: (list(SHAPES).index(key[0]), key[1])):
         shape, found = SHAPES[name], measured[name, length]
 
@@ -148,10 +194,11 @@ def _computed(rows: list[dict[str, Any]]) -> list[str]:
             return f"{value:,.0f}" + (f" ({found[row]:,.0f})" if row in found else "")
 
         peaks = {key: compressed(shape, length, need, 8.0) for key, need in needs.items()}
+        stream = streamed(shape, length, needs[f"whole {plus}"], 8.0)
         lines.append(
             f"| {name} | {length:,} | {length * shape.sizes.kv / MIB:,.0f} | "
             f"{cell('prefill', plain(shape, length))} | "
             + " | ".join(cell(key, peak) for key, (peak, _) in peaks.items())
-            + f" | {peaks['gracekv'][1]:,.0f} |"
+            + f" | {cell(plus, stream)} | {peaks['gracekv'][1]:,.0f} |"
         )
     return lines

@@ -18,8 +18,8 @@ from gracekv.errors import UnsupportedModelError
 
 # Elements of the mask of a second pass, which every layer reads, and its least and most tokens.
 _MASK, _LEAST, _MOST = 2**25, 128, 1024
-# Rows that attend at once on a CPU, so that their mask is small beside keys and values.
-_ROWS = 256
+# Most rows that attend at once on a CPU, and elements of their mask, which is small beside keys.
+_ROWS, _ROW_MASK = 256, 2**22
 
 
 def chunk_length(length: int) -> int:
@@ -78,7 +78,9 @@ class PartialAttention:
         `keys` and `values` are [G, T, d] at least up to the last position; `stock` is the model's
         own function.
         """
-        size = _ROWS if query.device.type == "cpu" else len(self._positions)
+        size = len(self._positions)
+        if query.device.type == "cpu":
+            size = max(32, min(_ROWS, _ROW_MASK // max(1, keys.shape[1])))
         outputs = []
         for first, rows in zip(
             range(0, len(self._positions), size), query.split(size, dim=2), strict=True
