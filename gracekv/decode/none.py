@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ class NoCut(Decoder):
 
     Cost: none.
     """
+
+    works_sharded: ClassVar[bool] = True
 
     def scores(self, held: HeldLayer) -> Tensor:
         return held.positions.float()

@@ -101,6 +101,7 @@ def run_capture(
     needs: Needs,
     options: CaptureOptions,
     each: Callable[[Prefill, int], None] | None = None,
+    stays: float | None = None,
 ) -> Prefill:
     """As `capture`, or with `past` of a passage that follows what was compressed before.
 
@@ -112,6 +113,7 @@ def run_capture(
     With `each`, layer by layer: it is called with a prefill that holds the tokens of one layer
     alone, and its number, and what is returned holds no tokens of any. What observers saw of the
     layer stands for all L. Queries cannot be computed again, so all that `needs` names are held.
+    `stays` is then the share of entries that is kept, for what is said when memory runs out.
 
     Raises `PromptError`, `CaptureMemoryError` and what else `capture` raises; of a passage
     `ObserverError` for needs that run the model again.
@@ -129,7 +131,7 @@ def run_capture(
         )
     length = prompt.spans.length
     size = options.chunk_of(length, splits=runs_in_parts(model))
-    sizes = CaptureSizes.of(model, again=each is None)
+    sizes = CaptureSizes.of(model, stays)
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
     free = free_bytes(input_device(model))
     try:

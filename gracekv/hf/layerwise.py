@@ -39,7 +39,9 @@ def prefilled_run(
         if reason is None:
             check_works_sharded(pipeline, head_shard(model))
             made = LayerwiseCompression(pipeline, budget)
-            return made.finish(run_capture(model, prompt, past, needs, options, made.layer))
+            stays = plan.total / (plan.layers * plan.heads * plan.context)
+            read = run_capture(model, prompt, past, needs, options, made.layer, stays)
+            return made.finish(read)
         if options.stream:
             raise ConfigError(
                 f"CaptureOptions(stream=True) reads and compresses layer by layer, and this "

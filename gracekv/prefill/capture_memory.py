@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,22 +29,38 @@ class CaptureSizes:
 
     Attributes:
         kv: keys and values.
-        queries: queries.
+        queries: queries; layer by layer those of one layer.
         again: whether queries can be computed again later.
+        at_once: share of keys and values that is held while the prompt is read: 1, or layer by
+            layer that of one layer and of what stays.
+        stream: the residual stream, where all of it is held.
     """
 
     kv: int
     queries: int
     again: bool = True
+    at_once: float = 1.0
+    stream: int = 0
 
     @classmethod
-    def of(cls, model: Any, *, again: bool = True) -> CaptureSizes:
-        """Sizes for `model`, in its dtype; `again`: all keys and values stay."""
+    def of(cls, model: Any, stays: float | None = None) -> CaptureSizes:
+        """Sizes for `model`, in its dtype.
+
+        Args:
+            model: as for `capture`.
+            stays: layer by layer, the share of keys and values that is kept; None: all layers are
+                held.
+        """
         heads, groups, dim = head_sizes(model)
-        unit = len(compressed_layers(model)) * dim * model.dtype.itemsize
+        layers, size = len(compressed_layers(model)), model.dtype.itemsize
+        unit = layers * dim * size
         # Layers that are not compressed would need their states of all tokens for it.
-        again = again and not kept_layers(model)
-        return cls(kv=2 * groups * unit, queries=heads * unit, again=again)
+        whole = cls(kv=2 * groups * unit, queries=heads * unit, again=not kept_layers(model))
+        if stays is None:
+            return whole
+        stream = model.get_input_embeddings().embedding_dim * size
+        at_once, queries = min(1.0, stays + 1 / layers), whole.queries // layers
+        return replace(whole, again=False, at_once=at_once, queries=queries, stream=stream)
 
 
 def held_positions(
@@ -87,9 +103,15 @@ def free_bytes(device: torch.device) -> int | None:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             sizes = dict(line.split(":", 1) for line in lines)
-        return int(sizes["MemAvailable"].split()[0]) * 1024
+        available = int(sizes["MemAvailable"].split()[0]) * 1024
+        import resource  # Where there is /proc, there is this.
+
+        with open("/proc/self/statm", encoding="ascii") as pages:
+            mapped = int(pages.read().split()[0]) * resource.getpagesize()
     except (OSError, KeyError, ValueError):
         return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return available if limit == resource.RLIM_INFINITY else max(0, min(available, limit - mapped))
 
 
 def out_of_memory_message(
@@ -104,22 +126,24 @@ def out_of_memory_message(
         sizes: of a token.
         free: bytes before the capture, or None if unknown.
     """
-    mib = 2**20
+    mib, by_layer = 2**20, sizes.stream > 0
+    kv = sizes.kv * sizes.at_once
     text = (
-        f"Capturing {length} tokens ran out of memory: keys and values take "
-        f"{length * sizes.kv / mib:,.0f} MiB, held queries {held * sizes.queries / mib:,.0f} MiB, "
+        f"Capturing {length} tokens ran out of memory: keys and values "
+        f"{'of one layer and what stays of all ' if by_layer else ''}take "
+        f"{length * kv / mib:,.0f} MiB, held queries {held * sizes.queries / mib:,.0f} MiB, "
         f"and {chunk} tokens ran at once. The model is as it was before."
     )
     options = []
     if chunk > _LEAST_CHUNK:
         options.append(f"chunk={_LEAST_CHUNK}")
-    if held:
+    if held and not by_layer:
         options.append("memory_limit=0")
     if options:
         text += f" Try {' and '.join(options)}."
     if free is not None:
         # A fifth is left to what is not counted here: one chunk's activations, and the allocator.
-        fits = int(0.8 * free / sizes.kv)
+        fits = int(0.8 * free / (kv + sizes.stream))
         text += (
             f" {free / mib:,.0f} MiB were free, enough for a prompt of about {fits:,} tokens so."
             if fits < length

@@ -194,7 +194,7 @@ class BlockReplay(LayerScorer):
         """Power means of attention [G, N], not normalised."""
         sums = prefill.observation(self._sums)[layer]
         inside = sums[:, region.start : region.end] / region.length
-        return inside.pow(1 / self.mean_power)
+        return inside.pow(1 / self.mean_power).to(prefill.keys[layer].device)
 
 
 def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None = None) -> Tensor:

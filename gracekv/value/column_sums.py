@@ -71,5 +71,5 @@ class ColumnSums(LayerScorer):
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Group means of the sums [G, N], not normalised."""
         columns = prefill.observation(ReceivedAttention())[layer]
-        inside = columns[:, region.start : region.end]
+        inside = columns[:, region.start : region.end].to(prefill.keys[layer].device)
         return reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)

@@ -48,8 +48,8 @@ def test_the_entries_are_stored_once(batch):
 
 
 def test_only_one_prefill_is_held_at_a_time(model, prompts, monkeypatch):
-    module = importlib.import_module("gracekv.hf.compress")
-    capture, alive, seen = module.run_prefill, [], []
+    module = importlib.import_module("gracekv.hf.layerwise")
+    capture, alive, seen = module.run_capture, [], []
 
     def watched(*args, **options):
         gc.collect()
@@ -58,8 +58,8 @@ def test_only_one_prefill_is_held_at_a_time(model, prompts, monkeypatch):
         alive.extend(weakref.ref(x) for x in (*prefill.queries, *prefill.keys))
         return prefill
 
-    monkeypatch.setattr(module, "run_prefill", watched)
-    gracekv.compress(model, prompts, ratio=3)
+    monkeypatch.setattr(module, "run_capture", watched)
+    gracekv.compress(model, prompts, ratio=3, capture=gracekv.CaptureOptions(stream=False))
     assert seen == [0, 0, 0]
 
 

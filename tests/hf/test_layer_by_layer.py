@@ -1,16 +1,29 @@
 """Compressing while reading keeps what compressing afterwards keeps, for families and recipes."""
 
 import dataclasses
+import gc
+import itertools
+import re
+import subprocess
+import sys
+import warnings
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
+import greenlet
+
 import gracekv
-from gracekv import CaptureOptions, Prompt
+from gracekv import CaptureOptions, Pipeline, Prompt
+from gracekv.allocate import Budget
+from gracekv.errors import ConfigError, UnsupportedModelError
+from gracekv.hf.capture import run_capture
+from gracekv.pipeline.layerwise import LayerwiseCompression
 from gracekv.testing.models import tiny_llama
 from support.families import FAMILIES
+from support.tried_families import TRIED, tried_model
 
 IDS = torch.randint(97, (150,), generator=torch.Generator().manual_seed(1))
 STREAMED = (
@@ -67,3 +80,143 @@ def test_every_family_keeps_the_same(family):
     whole, streamed = both(FAMILIES[family].model(), "gracekv-plus", chunk=40)
     assert_same(whole, streamed)
     assert torch.equal(whole.generate_ids(4), streamed.generate_ids(4))
+
+
+@pytest.mark.parametrize("family", sorted(TRIED))
+def test_families_without_tests_of_their_own_keep_the_same(family):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = tried_model(family)
+            whole, streamed = both(model, "gracekv-agnostic", chunk=40)
+        except UnsupportedModelError:
+            pytest.skip("gracekv refuses it.")
+    assert_same(whole, streamed)
+
+
+def test_passages_and_turns_are_compressed_as_they_are_read():
+    model, books = tiny_llama(layers=3, vocabulary=300), []
+    for stream in (False, True):
+        options = CaptureOptions(stream=stream, chunk=25)
+        prompt = Prompt.from_ids(IDS, context=(4, 150))
+        book = gracekv.compress(model, prompt, ratio=3, capture=options)
+        books.append(book.extend(IDS[:70], ratio=3, capture=options))
+    assert_same(*books)
+
+
+def test_only_one_layer_is_held():
+    model, held = tiny_llama(layers=4), []
+
+    class Spy(LayerwiseCompression):
+        def layer(self, prefill, layer):
+            held.append([x.shape[1] for x in prefill.keys])
+            super().layer(prefill, layer)
+
+    made = Spy(Pipeline.named("gracekv-plus"), Budget.ratio(4))
+    needs = Pipeline.named("gracekv-plus").needs()
+    read = run_capture(model, prompt_of(), None, needs, CaptureOptions(chunk=30), made.layer)
+    assert held == [[150 if i == layer else 0 for i in range(4)] for layer in range(4)]
+    assert [x.shape[1] for x in read.keys] == [0] * 4
+
+
+def test_layers_and_chunks_are_told():
+    told = []
+    options = CaptureOptions(chunk=50, progress=lambda *x: told.append(x))
+    gracekv.compress(tiny_llama(layers=3), prompt_of(), ratio=4, capture=options)
+    assert told == [
+        (150 * (layer * 3 + chunk + 1) // 9, 150) for layer in range(3) for chunk in range(3)
+    ]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("layer", [0, 2])
+def test_what_stops_it_leaves_the_model_as_it_was(error, layer):
+    model = tiny_llama(layers=3)
+    before = facts(model)
+    calls = itertools.count()
+
+    def stop(*_):
+        if next(calls) == 2:
+            raise error("stop")
+
+    hook = model.get_decoder().layers[layer].self_attn.register_forward_hook(stop)
+    with pytest.raises(error, match="stop"):
+        gracekv.compress(model, prompt_of(), ratio=4, capture=CaptureOptions(chunk=30))
+    hook.remove()
+    assert facts(model) == before
+    gc.collect()
+    assert not [x for x in gc.get_objects() if isinstance(x, greenlet.greenlet) and x and x.parent]
+    assert_same(*both(model, "gracekv-plus"))
+
+
+def facts(model):
+    """What a capture changes in a model while it runs."""
+    hooks = [len(x._forward_pre_hooks) + len(x._forward_hooks) for x in model.modules()]
+    return (
+        hooks,
+        model.config._attn_implementation,
+        "forward" in vars(model.get_decoder().rotary_emb),
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        ("gracekv", "does more than choose among single tokens"),
+        ("kvzip-two-pass", r"'kvzip_two_pass' \(value\) compare layers"),
+        ("fullkv", "keeps everything"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_model_runs(recipe, reason):
+    model = tiny_llama()
+    hook = model.register_forward_pre_hook(lambda *_: pytest.fail("The model runs."))
+    with pytest.raises(ConfigError, match=rf"stream=True\).*{reason}.*Leave stream out"):
+        gracekv.compress(
+            model, prompt_of(), ratio=4, pipeline=recipe, capture=CaptureOptions(stream=True)
+        )
+    hook.remove()
+
+
+def test_a_model_that_mixes_its_layers_is_named():
+    model = tiny_llama(layers=3)
+    decoder = model.get_decoder()
+    # The second layer runs inside the first.
+    own, inner = decoder.layers[0].forward, decoder.layers[1]
+    decoder.layers[0].forward = lambda x, **rest: inner(own(x, **rest), **rest)
+    with pytest.raises(UnsupportedModelError, match=r"one after the other.*stream=False"):
+        gracekv.compress(model, prompt_of(), ratio=4, capture=CaptureOptions(stream=True))
+
+
+LIMITED = """
+import resource, sys, torch, gracekv
+from gracekv.testing.models import tiny_model
+torch.set_num_threads(1)
+model = tiny_model("llama", layers=24, heads=8, kv_heads=8, dim=64)
+ids = torch.randint(90, (3000,), generator=torch.Generator().manual_seed(0))
+def compress(length, stream):
+    prompt = gracekv.Prompt.from_ids(ids[:length], (4, length - 10), question_end=length - 3)
+    options = gracekv.CaptureOptions(stream=stream)
+    return gracekv.compress(model, prompt, ratio=8, pipeline=PIPELINE, capture=options)
+PIPELINE = "gracekv-agnostic"
+for stream in (False, None):
+    compress(600, stream)
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + int(sys.argv[1]) * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    compress(3000, False)
+except gracekv.errors.CaptureMemoryError as error:
+    print("whole:", error)
+result = compress(3000, None)
+print("layer by layer:", len(result.generate_ids(4)[0]), result.accounting.full_bytes // 2**20)
+"""
+
+
+def test_a_context_whose_cache_does_not_fit_is_compressed_and_answers():
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED, "180"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    whole, streamed = run.stdout.splitlines()
+    assert re.match(r"whole: Capturing 3000 tokens ran out of memory.*enough for a prompt", whole)
+    assert streamed == "layer by layer: 4 281"
