@@ -10,13 +10,13 @@ from pathlib import Path
 
 import auction
 import construction
+import decode
 import entries
 import flow
 import slots
 import states
 from style import TARGET, THEMES, save
 
-import decode
 import tree
 
 FIGURES = {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.queries import QuerySet
-from gracekv.kernels.linalg import batched_linear
+from gracekv.kernels.linalg import batched_linear, linear
 from gracekv.kernels.logits import capped
 from gracekv.prefill import Prefill, Region
 
@@ -74,23 +74,25 @@ class Reference:
             own_sinks = prefill.sink_logits[layer].to(device).view(heads, -1)
             sinks = own_sinks.repeat_interleave(rows // prefill.group, dim=1)
         limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
-        block = max(1, limit // (4 * heads * length))
+        block = max(1, limit // (4 * length))
         place = torch.arange(length, device=device)
-        across = values.mT.contiguous()
-        for first in range(0, rows, block):
-            part = slice(first, first + block)
-            # Only rows that are asked before the end have keys that they do not see.
-            early = (sees[part] < length - 1).nonzero()[:, 0]
-            logits = capped(batched_linear(asked[:, part], keys), prefill.softcap)
-            hidden = place > sees[part][early, None]
-            logits[:, early] = logits[:, early].masked_fill_(hidden, -torch.inf)
-            top[:, part] = logits.amax(dim=-1)
-            if sinks is not None:
-                top[:, part] = torch.maximum(top[:, part], sinks[:, part])
-                sink[:, part] = (sinks[:, part] - top[:, part]).exp()
-            chance = logits.sub_(top[:, part, None]).exp_()
-            total[:, part] = chance.sum(dim=-1) + sink[:, part]
-            output[:, part] = batched_linear(chance, across) / total[:, part, None]
+        # Head by head, since products want a copy of the values the other way round.
+        for g, own in enumerate(values):
+            across = own.T.contiguous()
+            for first in range(0, rows, block):
+                part = slice(first, first + block)
+                # Only rows that are asked before the end have keys that they do not see.
+                early = (sees[part] < length - 1).nonzero()[:, 0]
+                logits = capped(linear(asked[g, part], keys[g]), prefill.softcap)
+                hidden = place > sees[part][early, None]
+                logits[early] = logits[early].masked_fill_(hidden, -torch.inf)
+                top[g, part] = logits.amax(dim=-1)
+                if sinks is not None:
+                    top[g, part] = torch.maximum(top[g, part], sinks[g, part])
+                    sink[g, part] = (sinks[g, part] - top[g, part]).exp()
+                chance = logits.sub_(top[g, part, None]).exp_()
+                total[g, part] = chance.sum(dim=-1) + sink[g, part]
+                output[g, part] = linear(chance, across) / total[g, part, None]
         weights = queries.weights.to(device).repeat(prefill.group) / prefill.group
         last = torch.stack([keys[:, -1], values[:, -1]])
         sizes = (length, prefill.softcap)

@@ -162,6 +162,10 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
             made[layer_type] = table(lambda *args: own(*args, *kinds), x)
         # The first of several axes, see `rotary_positions`.
         places = position_ids.reshape(-1, position_ids.shape[-1])[0]
+        first, last = int(places[0]), int(places[-1])
+        if last - first + 1 == len(places):
+            # A view: layer by layer, those of all chunks are held.
+            return tuple(part[:, first : last + 1] for part in made[layer_type])
         return tuple(part[:, places.to(part.device)] for part in made[layer_type])
 
     rotary.forward = forward

@@ -186,6 +186,7 @@ class Recorder:
         """The table of the positions so far, as the model passed it to its first attention."""
         if self._rope is None or len(self._rope.cos) < sum(len(x) for x, _ in self._rotations):
             cos, sin = (torch.cat(parts) for parts in zip(*self._rotations, strict=True))
+            self._rotations = [(cos, sin)]
             self._rope = rope_of_table(cos, sin, rotating(self._layers))
         return self._rope
 
