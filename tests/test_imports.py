@@ -56,6 +56,7 @@ KNOWS = {
         "gracekv.allocate",
         "gracekv.cache",
         "gracekv.compress",
+        "gracekv.decode",
         "gracekv.files",
         "gracekv.hf",
         "gracekv.pipeline",

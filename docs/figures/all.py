@@ -13,6 +13,7 @@ import construction
 import decode
 import entries
 import flow
+import limits
 import slots
 import states
 from style import TARGET, THEMES, save
@@ -25,6 +26,7 @@ FIGURES = {
     "decode": decode.draw,
     "entries": entries.draw,
     "flow": flow.draw,
+    "limits": limits.draw,
     "slots": slots.draw,
     "states": states.draw,
     "tree": tree.draw,

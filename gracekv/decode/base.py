@@ -58,7 +58,7 @@ class HeldLayer:
     def logits(self) -> Tensor:
         """float32 [G, n*Q, N]: of the queries moved to now, with log m; -inf in padding."""
         products = batched_linear(self.moved.flatten(1, 2), self.keys.float())
-        return capped(products, self.softcap) + self.log_multiplicity[:, None]
+        return capped(products, self.softcap).add_(self.log_multiplicity[:, None])
 
     def sinks(self) -> Tensor:
         """float32 [G, n*Q]: the sink's logit for each row of `logits`; -inf without one."""
@@ -69,8 +69,11 @@ class HeldLayer:
 
     def attention(self) -> Tensor:
         """float32 [G, n*Q, N]: what each query moved to now gives to each entry."""
-        logits, sinks = self.logits(), self.sinks()[..., None]
-        return torch.exp(logits - torch.logaddexp(logits.logsumexp(-1, keepdim=True), sinks))
+        logits = self.logits()
+        if self.sink_logits is None:
+            return logits.softmax(-1)
+        total = torch.logaddexp(logits.logsumexp(-1), self.sinks())
+        return logits.sub_(total[..., None]).exp_()
 
 
 class Decoder(Strategy, abc.ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import final
 
@@ -27,11 +28,12 @@ class Fitted(Decoder):
 
     Source: ours.
 
-    Cost: attention of the recorded queries over all entries twice, and a system of as many
-    unknowns as there are queries for each head, at each cut.
+    Cost: attention of the recorded queries over all entries, that of the references once more, and
+    for each head a system of as many unknowns as it has references, at each cut.
 
     Attributes:
-        queries: how many of the last queries are asked, and fitted to.
+        queries: how many of the last queries are asked.
+        references: how many of them, evenly spread, are fitted to.
         memory: what an older score counts, a cut later.
         norm: power of the value's norm in the score.
         trust: prior of values, as in `gracekv.fit.Values`.
@@ -40,7 +42,8 @@ class Fitted(Decoder):
         keep_prompt: whether the prompt's entries stay.
     """
 
-    queries: int = bounded(64, at_least=1)
+    queries: int = bounded(32, at_least=1)
+    references: int = bounded(16, at_least=1)
     memory: float = bounded(0.9, at_least=0, at_most=1)
     norm: float = bounded(1.0, at_least=0)
     trust: float = bounded(0.1, above=0)
@@ -56,4 +59,6 @@ class Fitted(Decoder):
         return torch.maximum(read, self.memory * level[:, None] * before)
 
     def fit(self, held: HeldLayer, kept: Tensor, packed: RaggedEntries) -> RaggedEntries:
+        step = max(1, held.moved.shape[2] // self.references)
+        held = dataclasses.replace(held, moved=held.moved[:, :, ::step])
         return refitted(held, kept, packed, self.trust, self.mass_trust, self.trust_read)

@@ -44,7 +44,9 @@ def refitted(
     output = batched_linear(chance, values.mT.contiguous()) / total[..., None]
     # Kept columns first, in order; heads with fewer are padded by columns of no mass.
     counts = kept.sum(dim=1)
-    order = (~kept).byte().argsort(dim=1, stable=True)[:, : int(counts.max())]
+    # Widths in steps: oneDNN compiles a product for each.
+    width = -(-int(counts.max()) // 128) * 128
+    order = (~kept).byte().argsort(dim=1, stable=True)[:, :width]
     free = kept.gather(1, order)
     mass = chance.gather(2, order[:, None].expand(-1, chance.shape[1], -1))
     place = torch.arange(order.shape[1], device=order.device)

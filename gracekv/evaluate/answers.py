@@ -104,6 +104,7 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
     fed = torch.cat([ids[cache.packed_length :], answer[:-1]])
     device = model.get_input_embeddings().weight.device
     kept: list[Tensor] = []
+    count = 0
     with ExitStack() as undo:
         for layer in model_layers(model):
             if not layer.has_attention:
@@ -115,10 +116,23 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
 
             attention = attention_module(model.get_decoder().layers[layer.number])
             undo.callback(attention.register_forward_hook(listen).remove)
-        output = model(
-            input_ids=fed[None].to(device), past_key_values=cache, logits_to_keep=len(answer)
-        )
-    return AnswerOutputs(output.logits[0].float().log_softmax(-1), tuple(kept))
+            count += 1
+        # A cache with a limit is cut between two pieces.
+        pieces = fed.split(len(fed) if cache.limit is None else cache.limit.every)
+        logits = [
+            model(
+                input_ids=piece[None].to(device), past_key_values=cache, logits_to_keep=len(answer)
+            ).logits[0]
+            for piece in pieces
+        ]
+    outputs = (torch.cat(kept[n::count])[-len(answer) :] for n in range(count))
+    return AnswerOutputs(torch.cat(logits)[-len(answer) :].float().log_softmax(-1), tuple(outputs))
+
+
+def divergences(method: AnswerOutputs, full: AnswerOutputs) -> Tensor:
+    """float64 [A]: KL(FullKV || method) at each token, nats."""
+    ours, theirs = method.log_probs.double(), full.log_probs.double()
+    return (theirs.exp() * (theirs - ours)).sum(-1)
 
 
 def compare(method: AnswerOutputs, full: AnswerOutputs, answer: Tensor) -> dict[str, float]:
@@ -134,7 +148,7 @@ def compare(method: AnswerOutputs, full: AnswerOutputs, answer: Tensor) -> dict[
     at = answer.to(ours.device)[:, None]
     nll = -ours.gather(-1, at).mean()
     full_nll = -theirs.gather(-1, at).mean()
-    kl = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    kl = divergences(method, full).mean()
     errors = [
         float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
         for a, b in zip(method.outputs, full.outputs, strict=True)

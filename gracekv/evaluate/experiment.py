@@ -18,7 +18,7 @@ from gracekv.registry import Configurable, bounded
 from gracekv.registry.plugins import import_modules, module_list
 
 # Tasks whose name starts so have texts of a given length; RULER makes its own.
-_GIVEN = "longbench:"
+_GIVEN = ("longbench:", "long_output:")
 
 
 @dataclass(frozen=True, slots=True)

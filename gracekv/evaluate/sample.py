@@ -45,6 +45,7 @@ class Sample:
         further: more questions about the same text, answered over the same compressed cache.
         in_turns: whether they are turns of one conversation, each after the reference answers of
             those before (as in SCBench, arXiv:2412.10319); else each is asked by itself.
+        whole: whether the reference is fed whole, however many words it has.
 
     Raises:
         ConfigError: there is no reference answer, or an empty one.
@@ -64,6 +65,7 @@ class Sample:
     classes: tuple[str, ...] = ()
     further: tuple[FurtherQuestion, ...] = ()
     in_turns: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
         # An empty reference is a substring of everything and would score 1.
@@ -84,5 +86,7 @@ class Sample:
         At most `words` blank-separated words, so that a long summary costs no more than others.
         """
         text = ", ".join(self.answers) if self.metric == "set_recall" else self.answers[0]
+        if self.whole:
+            return text.strip()
         parts = text.split()
         return text.strip() if len(parts) <= words else " ".join(parts[:words])

@@ -59,9 +59,9 @@ class Passage(NamedTuple):
 class Sources:
     """Benchmark data under one folder, read when they are first asked for.
 
-    Looks for `essays/PaulGrahamEssays.json`, `qa/squad*.json`, `qa/hotpot*.json` and
-    `longbench/NAME*.jsonl`. Without essays the haystack is the public-domain chapter that comes
-    with gracekv, repeated; LongBench then comes from the hub.
+    Looks for `essays/PaulGrahamEssays.json`, `qa/squad*.json`, `qa/hotpot*.json`,
+    `longbench/NAME*.jsonl` and `longproc/NAME_0.5k*.json`. Without essays the haystack is the
+    public-domain chapter that comes with gracekv, repeated; LongBench then comes from the hub.
 
     Args:
         folder: the folder, or None. Raises `TaskError` if it does not exist.
@@ -114,6 +114,25 @@ class Sources:
         self._digests[dataset] = f"{found[0].name} {_digest(raw)}"
         return json.loads(raw)
 
+    def longproc(self, name: str) -> tuple[list[dict[str, Any]], str]:
+        """The records of a LongProc task at 0.5K, in file order, and its prompt.
+
+        Raises `TaskError` if they are not in the folder.
+        """
+        import yaml
+
+        folder = (self.folder or Path()) / "longproc"
+        found = sorted(folder.glob(f"{name}_0.5k*.json"))
+        prompt = folder / f"{name}.prompts.yaml"
+        if self.folder is None or not found or not prompt.is_file():
+            raise TaskError(
+                f"long_output:{name} needs longproc/{name}_0.5k*.json and {prompt.name} of "
+                f"princeton-pli/LongProc in the data folder. Give it as --data."
+            )
+        raw = found[0].read_bytes()
+        self._digests[f"longproc:{name}"] = f"{found[0].name} {_digest(raw)}"
+        return json.loads(raw), yaml.safe_load(prompt.read_text(encoding="utf-8"))["USER_PROMPT"]
+
     def longbench(self, name: str) -> list[dict[str, Any]]:
         """The records of a LongBench data set, in file order.
 
@@ -134,11 +153,16 @@ class Sources:
         return self._records[name]
 
     def digest(self, part: str) -> str:
-        """File name and hash of what "essay", "squad", "hotpotqa" or "longbench:NAME" was."""
+        """File name and hash of a part: "essay", "squad", "hotpotqa", or the name of a task.
+
+        Tasks are "longproc:NAME" and "longbench:NAME".
+        """
         if part == "essay":
             _ = self.essay
         elif part in ("squad", "hotpotqa"):
             self.questions(part)  # type: ignore[arg-type]
+        elif part.startswith("longproc:"):
+            self.longproc(part.removeprefix("longproc:"))
         else:
             self.longbench(part.removeprefix("longbench:"))
         return self._digests[part]

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from gracekv.errors import TaskError
-from gracekv.evaluate import ruler, shared_context
+from gracekv.evaluate import long_outputs, ruler, shared_context
 from gracekv.evaluate.rendering import chat_prompt, render_questions
 from gracekv.evaluate.sample import Sample
 from gracekv.evaluate.sources import Sources, longbench_forms, ruler_forms
@@ -17,10 +17,13 @@ from gracekv.registry import suggestion
 
 # Tasks of several questions about one text; see `gracekv.evaluate.shared_context`.
 SHARED = tuple(f"shared_context:{name}" for name in shared_context.TASKS)
+# Answers that are long traces; see `gracekv.evaluate.long_outputs`.
+LONG = tuple(f"long_output:{name}" for name in long_outputs.TASKS)
 NAMES = (
     *(f"ruler:{name}" for name in ruler.TASKS),
     *(f"longbench:{name}" for name in longbench_forms()),
     *SHARED,
+    *LONG,
 )
 
 SUITES: dict[str, tuple[str, ...]] = {
@@ -85,6 +88,8 @@ class Task:
         benchmark, _, name = self.name.partition(":")
         if benchmark == "shared_context":
             return shared_context.TASKS[name]._asdict()
+        if benchmark == "long_output":
+            return long_outputs.TASKS[name]._asdict()
         form: Mapping[str, Any] = (
             longbench_forms() if benchmark == "longbench" else ruler_forms()["tasks"]
         )[name]
@@ -97,6 +102,8 @@ class Task:
             return sources.digest(self.name)
         if benchmark == "shared_context":
             return sources.digest("squad") if name == "squad" else "generated"
+        if benchmark == "long_output":
+            return sources.digest(f"longproc:{name}") if self._form["asks"] else "generated"
         args = self._form["args"]
         if "dataset" in args:
             return sources.digest(args["dataset"])
@@ -107,6 +114,8 @@ class Task:
         benchmark, _, name = self.name.partition(":")
         if benchmark == "longbench":
             return record_sample(name, index, sources)
+        if benchmark == "long_output":
+            return long_outputs.record_sample(name, index, sources)
         if self.length is None:
             raise TaskError(f"{self.name} needs a length in tokens, such as 4096.")
         made = (name, self.length, self.seed, index, sources)
@@ -130,6 +139,8 @@ class Task:
         end = first + samples
         if benchmark == "longbench":
             end = min(end, len(sources.longbench(name)))
+        if benchmark == "long_output" and self._form["asks"]:
+            end = min(end, len(sources.longproc(name)[0]))
         return range(first, end)
 
     def fitting(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import reduce
 from operator import or_
 from typing import Any
 
 from gracekv import compress
 from gracekv.allocate import Budget
+from gracekv.decode import Limit
 from gracekv.errors import TaskError
-from gracekv.evaluate.answers import AnswerOutputs, compare, greedy, teacher_force
+from gracekv.evaluate.answers import AnswerOutputs, compare, divergences, greedy, teacher_force
 from gracekv.evaluate.experiment import Cell, Panel, PendingSample
+from gracekv.evaluate.long_outputs import EVERY
 from gracekv.evaluate.metrics import score
 from gracekv.evaluate.rendering import Rendered, joint_digest, render_questions
 from gracekv.evaluate.row_fields import (
@@ -25,7 +28,7 @@ from gracekv.evaluate.row_fields import (
 from gracekv.evaluate.row_files import Row
 from gracekv.evaluate.sample import Sample
 from gracekv.evaluate.sources import Sources
-from gracekv.evaluate.tasks import Task
+from gracekv.evaluate.tasks import LONG, Task
 from gracekv.hf.capture import capture
 from gracekv.hf.result import CompressionResult
 from gracekv.pipeline import Pipeline
@@ -156,31 +159,43 @@ class Worker:
 
     def _measure(self, panel: Panel, task: Task, prepared: _Prepared, cell: Cell) -> dict[str, Any]:
         pipeline, spans = cell.method.pipeline, prepared.questions[0].rendered.prompt.spans
+        budget, limit = cell.budget or Budget.ratio(1), None
+        if task.name in LONG and cell.budget is not None:
+            budget, limit = _within(cell.budget, prepared, pipeline)
         # Compressed once, however many questions there are.
         result = compress(
             self.model,
             prepared.compressed,
             prefill=prepared.prefill,
             pipeline=pipeline,
-            budget=cell.budget or Budget.ratio(1),
+            budget=budget,
         )
-        measured = [self._ask(panel, task, one, result) for one in prepared.questions]
+        measured = [self._ask(panel, task, one, result, limit) for one in prepared.questions]
         costs = cost_fields(result.accounting, result.timings, spans)
         return {**costs, **(measured[0] if len(measured) == 1 else over_questions(measured))}
 
     def _ask(
-        self, panel: Panel, task: Task, question: _Question, result: CompressionResult
+        self,
+        panel: Panel,
+        task: Task,
+        question: _Question,
+        result: CompressionResult,
+        limit: Limit | None,
     ) -> dict[str, Any]:
         """Fidelity and answer of one question over the compressed cache."""
         measured: dict[str, Any] = {}
         ids, answer = question.rendered.prompt.ids, question.rendered.answer_ids
         if question.full is not None:
-            forced = teacher_force(self.model, ids, answer, result.new_cache())
+            cache = result.new_cache(limit)
+            forced = teacher_force(self.model, ids, answer, cache)
             measured["fidelity"] = compare(forced, question.full, answer)
+            if limit is not None:
+                each = divergences(forced, question.full).split(limit.every)
+                measured["kl_by_interval"] = [float(part.mean()) for part in each]
         if panel.generate:
             cap = _cap(panel, task)
             answer_text = greedy(
-                self.model, self.tokenizer, ids, result.new_cache(), question.sample, cap
+                self.model, self.tokenizer, ids, result.new_cache(limit), question.sample, cap
             )
             scores = score(question.sample, answer_text.text)
             measured |= {
@@ -191,6 +206,19 @@ class Worker:
                 "ms_per_token": 1000 * answer_text.seconds / answer_text.tokens,
             }
         return measured
+
+
+def _within(budget: Budget, prepared: _Prepared, pipeline: Pipeline) -> tuple[Budget, Limit]:
+    """The prompt's budget and the limit of prompt and answer, where `budget` counts both.
+
+    The prompt's entries take half of the limit at most, whatever the strategy; ours.
+    """
+    rendered = prepared.questions[0].rendered
+    prompt, length = len(rendered.prompt.ids), len(rendered.prompt.ids) + len(rendered.answer_ids)
+    exact = budget.kind == "entries_per_head"
+    entries = int(budget.amount) if exact else int(length / budget.amount)
+    limit = Limit(entries_per_head=entries, every=EVERY, window=16, strategy=pipeline.decode)
+    return Budget.ratio(max(Fraction(1), Fraction(2 * prompt, entries))), limit
 
 
 def _cap(panel: Panel, task: Task) -> int:

@@ -11,6 +11,9 @@ from gracekv.backends import AttentionStep
 from gracekv.hf.layer import GraceLayer
 from gracekv.hf.packed_layer import PackedLayer, repeats
 
+# Entries of a padded head are a multiple of it.
+_PLACES = 128
+
 
 class LimitedLayer(GraceLayer):
     """A `GraceLayer` whose tail has room for what fits its cache's limit, and is then cut.
@@ -68,7 +71,9 @@ class LimitedLayer(GraceLayer):
         each = self.batch // packed.sequences
         at = heads * (row // each if of_row is None else int(of_row[row]))
         counts = packed.lengths[at : at + heads].to(device)
-        step = torch.arange(int(counts.max()), device=device)
+        # Products of one width for many cuts: oneDNN compiles one for each shape.
+        width = -(-(int(counts.max()) + self._used) // _PLACES) * _PLACES - self._used
+        step = torch.arange(width, device=device)
         columns = packed.offsets[at : at + heads].to(device)[:, None] + step
         columns.clamp_(max=max(0, packed.entries - 1))
         mass = packed.log_multiplicity[columns].masked_fill(step >= counts[:, None], -torch.inf)

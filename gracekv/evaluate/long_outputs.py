@@ -1,0 +1,97 @@
+"""Tasks whose answers are long traces: four of LongProc, and two that ask for the far past.
+
+The reference trace is fed behind the prompt, an interval at a time, over a cache that a limit cuts.
+
+Source: LongProc (Ye et al. 2025, arXiv:2501.05414), its prompts and records at 0.5K; the made-up
+tasks are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any, NamedTuple
+
+from gracekv.evaluate.sample import Sample
+from gracekv.evaluate.sources import Sources
+
+EVERY = 64
+"""Tokens between two cuts: these answers have about 500 tokens."""
+
+
+class Form(NamedTuple):
+    """What is fixed of a task; its group is "long_output".
+
+    Attributes:
+        asks: where the question begins in LongProc's prompt; empty for made-up tasks.
+        group: the row of the tables.
+        max_new_tokens: most tokens of an answer.
+    """
+
+    asks: str = ""
+    group: str = "long_output"
+    max_new_tokens: int = 1024
+
+
+TASKS = {
+    "path_traversal": Form("\n\nNow find the route"),
+    "countdown": Form("\n\n[Problem]"),
+    "tom_tracking": Form("\n\n[QUESTION]"),
+    "pseudo_to_code": Form("\n\n[CODE]"),
+    "list_recall": Form(),
+    "early_turn": Form(),
+}
+_WORDS = ("amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty")
+
+
+def record_sample(name: str, index: int, sources: Sources) -> Sample:
+    """Sample `index` of the task; raises `TaskError` if there is none."""
+    if TASKS[name].asks:
+        records, template = sources.longproc(name)
+        text, answer = _fields(name, records[index], records[index - 1], template)
+        context, mark, question = text.rpartition(TASKS[name].asks)
+        question = mark + question
+    else:
+        context, question, answer = _made(name, Random(index))
+    task = f"long_output:{name}"
+    return Sample(task, index, "", context, question, "", (answer,), "rouge_l", whole=True)
+
+
+def _fields(
+    name: str, record: Mapping[str, Any], other: Mapping[str, Any], template: str
+) -> tuple[str, str]:
+    """The prompt's text and the gold trace."""
+    if name == "path_traversal":
+        source, target = record["question_repr"]
+        places = {"city_context": record["context_nl"], "src_city": source, "dst_city": target}
+        return template.format(**places), f"<Route>\n{record['answer_nl']}\n</Route>"
+    if name == "countdown":
+        # LongProc shows demonstrations of other problems.
+        asked = {**record, "demonstration": other["demonstration"]}
+        return template.format(**asked), record["demonstration"]
+    if name == "tom_tracking":
+        return template.format(**record), record["solution"]
+    code = "\n".join(record["code_lines"])
+    pseudocode = "\n".join(record["pseudocode_lines"])
+    return template.format(pseudocode=pseudocode), f"```cpp\n{code}\n```"
+
+
+def _made(name: str, rng: Random) -> tuple[str, str, str]:
+    """Context, question and a trace whose end needs its beginning."""
+    pairs = [f"{word} {rng.randint(100, 999)}" for word in rng.sample(_WORDS, 8)]
+    if name == "list_recall":
+        steps = [f"Step {n}: {n} times {n} is {n * n}." for n in range(1, 41)]
+        trace = ["The list: " + ", ".join(pairs) + ".", *steps]
+        return (
+            "Write down a list of words with numbers, then work through forty steps.",
+            " At the end, repeat the list.",
+            "\n".join([*trace, "The list again: " + ", ".join(pairs) + "."]),
+        )
+    turns = [f"User: Note {n}, please.\nAssistant: Noted, number {n}." for n in range(3, 33)]
+    told = f"User: Remember {', '.join(pairs)}.\nAssistant: I will remember."
+    end = f"User: What did I ask you to remember?\nAssistant: {', '.join(pairs)}."
+    return (
+        "A conversation of many turns follows, in which the assistant forgets nothing.",
+        " Continue it.",
+        "\n".join(["User: Hello.\nAssistant: Hello.", told, *turns, end]),
+    )

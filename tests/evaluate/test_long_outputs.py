@@ -1,0 +1,89 @@
+"""Tasks with long answers: their traces, and rows of a cache with a limit."""
+
+import json
+
+import pytest
+
+from gracekv.errors import TaskError
+from gracekv.evaluate import Experiment, read_rows, run
+from gracekv.evaluate.sources import Sources
+from gracekv.evaluate.tasks import LONG, Task
+
+MADE = ("long_output:list_recall", "long_output:early_turn")
+RECORDS = {
+    "path_traversal": {
+        "question_repr": ["Aba", "Bab"], "context_nl": "Aba leads to Bab.",
+        "answer_nl": "From Aba, take a bus to Bab.",
+    },
+    "countdown": {"nums": [1, 2], "target": 3, "demonstration": "1 + 2 = 3"},
+    "tom_tracking": {"story": "Step 0: none.", "question": "Where?", "solution": "- Step 0: here"},
+    "pseudo_to_code": {"pseudocode_lines": ["print"], "code_lines": ["int main() {", "}"]},
+}  # fmt: skip
+PROMPTS = {
+    "path_traversal": "Rules. {city_context}\n\nNow find the route from {src_city} to {dst_city}.",
+    "countdown": "Rules. {demonstration}\n\n[Problem]\nNumbers: {nums}\nTarget: {target}",
+    "tom_tracking": "Rules {{x}}. {story}\n\n[QUESTION]\n{question}",
+    "pseudo_to_code": "Rules. {pseudocode}\n\n[CODE]:",
+}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "longproc"
+    folder.mkdir()
+    for name, record in RECORDS.items():
+        other = {**record, "demonstration": "2 + 1 = 3"}
+        (folder / f"{name}_0.5k.first2.json").write_text(json.dumps([record, other]))
+        # JSON is YAML.
+        (folder / f"{name}.prompts.yaml").write_text(json.dumps({"USER_PROMPT": PROMPTS[name]}))
+    return Sources(folder.parent)
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_sample_holds_the_whole_trace(name, sources, tokenizer):
+    task = Task(name, None, 0)
+    sample = task.sample(0, sources, tokenizer)
+    assert sample.context
+    assert sample.question
+    assert sample.reference(3) == sample.answers[0].strip()
+    assert task.group == "long_output"
+    assert list(task.available(9, sources)) == list(range(9 if name in MADE else 2))
+    assert task.source(sources) == "generated" or "0.5k" in task.source(sources)
+
+
+def test_demonstrations_are_of_other_problems(sources, tokenizer):
+    sample = Task("long_output:countdown", None, 0).sample(0, sources, tokenizer)
+    assert "2 + 1 = 3" in sample.context
+    assert sample.answers == ("1 + 2 = 3",)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_end_needs_the_beginning(name, sources, tokenizer):
+    lines = Task(name, None, 0).sample(1, sources, tokenizer).answers[0].split("\n")
+    told = next(line for line in lines if any(x.isdigit() for x in line))
+    facts = told.rstrip(".").split(": ")[-1].removeprefix("Remember ").split(", ")
+    assert len(facts) == 8
+    assert all(fact in lines[-1] for fact in facts)
+
+
+def test_without_data_the_files_are_named(tokenizer):
+    with pytest.raises(TaskError, match=r"countdown\.prompts\.yaml"):
+        Task("long_output:countdown", None, 0).sample(0, Sources(), tokenizer)
+
+
+def test_rows_tell_what_each_interval_lost(model, tokenizer, tmp_path):
+    methods = [f"snapkv[decode={name}]" for name in ("none", "random", "fitted")]
+    experiment = Experiment.from_dict({
+        "model": "tiny", "tasks": [MADE[0]], "methods": [*methods, "fullkv"], "ratios": [3],
+        "samples": 1, "generate": False,
+    })  # fmt: skip
+    done = run(experiment, tmp_path, model=model, tokenizer=tokenizer)
+    assert (done.written, done.failed) == (4, 0)
+    rows = {row["method"]: row for row in read_rows(tmp_path)}
+    assert rows["fullkv"]["fidelity"]["kl"] == 0
+    assert "kl_by_interval" not in rows["fullkv"]
+    for name in methods:
+        parts = rows[name]["kl_by_interval"]
+        assert len(parts) == -(-rows[name]["fidelity"]["tokens"] // 64)
+        assert rows[name]["fidelity"]["kl"] > 0
+    assert rows[methods[0]]["kl_by_interval"] != rows[methods[1]]["kl_by_interval"]
