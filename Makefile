@@ -20,6 +20,8 @@ COMPUTES := $(addprefix tests/,segment value tree cache kernels fit precision ba
 
 # Processes of tests would each compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
+# Threads of two processes on two cores would spend most of the time waiting for one another.
+lowest suite test-vllm: export OMP_WAIT_POLICY=passive
 
 .PHONY: demo test test-vllm vllm-environment test-long test-every lint types browser kernels interpreted \
 	suite lowest gpu format docs figures results-page clean
@@ -63,8 +65,6 @@ lowest: export DNNL_MAX_CPU_ISA=AVX2
 lowest: export NUMBA_CPU_NAME=generic
 lowest: export NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba-generic
 lowest: export OMP_NUM_THREADS=2
-# Threads of two processes on two cores would spend most of the time waiting for one another.
-lowest test-vllm: export OMP_WAIT_POLICY=passive
 lowest: $(STAMP)
 	$(BIN)/python tests/support/compile_kernels.py backends kernels tree
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not model" \
