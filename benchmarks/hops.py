@@ -1,10 +1,11 @@
 """Files that one reads to follow a recipe from `compress` to the packed cache. Prints their names.
 
-    python benchmarks/hops.py [RECIPE]
+    python benchmarks/hops.py [RECIPE [whole]]       # whole: everything is read first
 
 Counted are files of `gracekv` of which at least four lines inside functions run during the second
-`gracekv.compress(model, prompt, ratio=8)` of a tiny model, until the packer returns. A property or
-a single check is no file to read. Errors and registries, which all strategies share, do not count.
+`gracekv.compress(model, prompt, ratio=8)` of a tiny model, until all layers are packed. A property
+or a single check is no file to read. Errors and registries, which all strategies share, do not
+count.
 """
 
 from __future__ import annotations
@@ -27,31 +28,36 @@ LEAST = 4  # lines
 SHARED = ("errors.py", "registry", "hyperparameter.py", "plugins.py", "testing/")
 
 
-def lines_run(recipe: str) -> dict[str, int]:
+def lines_run(recipe: str, *, whole: bool) -> dict[str, int]:
     """How many lines of each file run, by the file's path inside the package."""
     lines: dict[str, set[int]] = defaultdict(set)
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        code, packs = frame.f_code, isinstance(frame.f_locals.get("self"), Packer)
+        code = frame.f_code
+        packs = isinstance(frame.f_locals.get("self"), Packer) and code.co_name == "__call__"
+        # Layer by layer the packed layers are put together at the end.
+        packs = packs or code.co_qualname == "LayerwiseCompression.finish.<locals>.packed"
         if event == "line":
             lines[code.co_filename].add(frame.f_lineno)
-        elif event == "return" and packs and code.co_name == "__call__":
+        elif event == "return" and packs:
             sys.settrace(None)
         return trace if code.co_filename.startswith(f"{HOME}/") else None
 
     ids = torch.randint(1, 97, (200,), generator=torch.Generator().manual_seed(0))
     prompt, model = gracekv.Prompt.from_ids(ids, (4, 180), question_end=196), tiny_llama()
+    options = gracekv.CaptureOptions(stream=False if whole else None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # The first call imports and compiles.
-        gracekv.compress(model, prompt, ratio=8, pipeline=recipe)
+        gracekv.compress(model, prompt, ratio=8, pipeline=recipe, capture=options)
         sys.settrace(trace)
-        gracekv.compress(model, prompt, ratio=8, pipeline=recipe)
+        gracekv.compress(model, prompt, ratio=8, pipeline=recipe, capture=options)
     return {Path(name).relative_to(HOME).as_posix(): len(ran) for name, ran in lines.items()}
 
 
 if __name__ == "__main__":
-    counts = lines_run(sys.argv[1] if len(sys.argv) > 1 else "gracekv-plus")
+    recipe, *rest = [*sys.argv[1:], "gracekv-plus"][: max(1, len(sys.argv) - 1)]
+    counts = lines_run(recipe, whole=rest == ["whole"])
     files = [name for name in sorted(counts) if counts[name] >= LEAST]
     files = [name for name in files if not name.startswith(SHARED)]
     print("\n".join([*files, f"{len(files)} files"]))

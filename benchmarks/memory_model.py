@@ -29,7 +29,7 @@ NARROW = {
     "vocab_size": 8192,
     "hidden_size": 256,
     "intermediate_size": 1024,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 24,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 65536,
@@ -62,7 +62,7 @@ class Shape:
 SHAPES = {
     "smollm2": Shape(30, 576, 1536, 9, 3, 64, 4),
     "grouped": Shape(4, 896, 4864, 14, 2, 64, 4),
-    "narrow": Shape(16, 256, 1024, 4, 4, 64, 4),
+    "narrow": Shape(24, 256, 1024, 4, 4, 64, 4),
     "Qwen2.5-7B, bf16": Shape(28, 3584, 18944, 28, 4, 128, 2),
     "Llama-3.1-8B, bf16": Shape(32, 4096, 14336, 32, 8, 128, 2),
 }
