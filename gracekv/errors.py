@@ -54,6 +54,14 @@ class UnsupportedModelError(GracekvError):
     """The model's architecture breaks an assumption (no RoPE, sliding windows, untested family)."""
 
 
+class LayerOrderError(UnsupportedModelError):
+    """The model does not call its decoder layers one after the other."""
+
+
+class WholeCacheWarning(UserWarning):
+    """The full cache is held before it is compressed, since the model cannot be read by layers."""
+
+
 class UntestedModelWarning(UserWarning):
     """The model's family is not tested; it passed a check on a short random prompt."""
 

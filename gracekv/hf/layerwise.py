@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from gracekv.allocate import Budget
 from gracekv.distributed.sharding import head_shard
 from gracekv.distributed.strategies import check_works_sharded
-from gracekv.errors import ConfigError
+from gracekv.errors import ConfigError, LayerOrderError, WholeCacheWarning
 from gracekv.hf.capture import run_capture
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.layerwise import LayerwiseCompression, why_whole
@@ -28,8 +29,9 @@ def prefilled_run(
 ) -> Run:
     """Read `prompt` and compress it, layer by layer where `pipeline` allows it.
 
-    Args and errors are those of `run_capture` and `Pipeline.run`; `ConfigError` also if
-    `options.stream` asks for what cannot be.
+    Args and errors are those of `run_capture` and `Pipeline.run`; `ConfigError` and
+    `LayerOrderError` also if `options.stream` asks for what cannot be. Warns (`WholeCacheWarning`)
+    where a model is read as a whole since its layers mix.
     """
     needs = pipeline.needs()
     if options.stream is not False:
@@ -40,9 +42,14 @@ def prefilled_run(
             check_works_sharded(pipeline, head_shard(model))
             made = LayerwiseCompression(pipeline, budget)
             stays = plan.total / (plan.layers * plan.heads * plan.context)
-            read = run_capture(model, prompt, past, needs, options, made.layer, stays)
-            return made.finish(read)
-        if options.stream:
+            try:
+                read = run_capture(model, prompt, past, needs, options, made.layer, stays)
+                return made.finish(read)
+            except LayerOrderError as error:
+                if options.stream:
+                    raise
+                warnings.warn(str(error), WholeCacheWarning, stacklevel=3)
+        elif options.stream:
             raise ConfigError(
                 f"CaptureOptions(stream=True) reads and compresses layer by layer, and this "
                 f"pipeline needs all layers at once: {reason}. Leave stream out, or use another "

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.errors import UnsupportedModelError
+from gracekv.errors import LayerOrderError
 from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
 from gracekv.prefill.model_layers import (
     compressed_layers,
@@ -108,7 +108,7 @@ class Reading:
             each: called with the number of a compressed layer, 0-based, when `record` holds all of
                 it, and drops it.
 
-        Raises `UnsupportedModelError` if the model does not call its layers one after the other.
+        Raises `LayerOrderError` if the model does not call its layers one after the other.
         """
         from greenlet import getcurrent, greenlet  # type: ignore[import-untyped]
 
@@ -156,9 +156,10 @@ class Reading:
 
     def _check_order(self, reached: Any, number: int) -> None:
         if not isinstance(reached, int) or reached != number:
-            raise UnsupportedModelError(
+            raise LayerOrderError(
                 f"{type(self.model).__name__} does not call its decoder layers one after the "
-                f"other, so it cannot be read layer by layer. Use CaptureOptions(stream=False)."
+                f"other, so it cannot be read layer by layer, but as a whole: "
+                f"CaptureOptions(stream=False)."
             )
 
     def _left(self, chunk: Region) -> int:

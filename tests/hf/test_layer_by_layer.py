@@ -18,7 +18,12 @@ import greenlet
 import gracekv
 from gracekv import CaptureOptions, Pipeline, Prompt
 from gracekv.allocate import Budget
-from gracekv.errors import ConfigError, UnsupportedModelError
+from gracekv.errors import (
+    ConfigError,
+    LayerOrderError,
+    UnsupportedModelError,
+    WholeCacheWarning,
+)
 from gracekv.hf.capture import run_capture
 from gracekv.pipeline.layerwise import LayerwiseCompression
 from gracekv.testing.models import tiny_llama
@@ -177,14 +182,17 @@ def test_what_cannot_be_is_refused_before_the_model_runs(recipe, reason):
     hook.remove()
 
 
-def test_a_model_that_mixes_its_layers_is_named():
+def test_a_model_that_mixes_its_layers_is_read_as_a_whole_and_named():
     model = tiny_llama(layers=3)
     decoder = model.get_decoder()
     # The second layer runs inside the first.
     own, inner = decoder.layers[0].forward, decoder.layers[1]
     decoder.layers[0].forward = lambda x, **rest: inner(own(x, **rest), **rest)
-    with pytest.raises(UnsupportedModelError, match=r"one after the other.*stream=False"):
+    with pytest.raises(LayerOrderError, match=r"one after the other.*stream=False"):
         gracekv.compress(model, prompt_of(), ratio=4, capture=CaptureOptions(stream=True))
+    with pytest.warns(WholeCacheWarning, match="LlamaForCausalLM does not call its decoder layers"):
+        result = gracekv.compress(model, prompt_of(), ratio=4)
+    assert len(result.generate_ids(3)[0]) == 3
 
 
 LIMITED = """
