@@ -150,6 +150,7 @@ def test_what_was_never_served_is_refused_by_name(section, changes, said):
         ),
         cache_config=SimpleNamespace(cache_dtype=stock["cache_config"].cache_dtype),
         speculative_config=None,
+        lora_config=None,
         model_config=SimpleNamespace(dtype=torch.bfloat16),
     )
     groups = SimpleNamespace(kv_cache_groups=[None])
