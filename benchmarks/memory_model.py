@@ -100,14 +100,15 @@ def compressed(shape: Shape, length: int, needs: Needs, ratio: float) -> tuple[f
 def streamed(shape: Shape, length: int, needs: Needs, ratio: float) -> float:
     """MiB over the model of a compression layer by layer, at its highest.
 
-    The residual stream; keys, values and held queries of one layer; what is kept, with a number
-    and a place for each entry; scores of all tokens; a chunk of the prefill and its mask.
+    The residual stream and the embeddings, which a model's forward holds to its end; keys, values
+    and held queries of one layer; what is kept, with a number and a place for each entry; scores of
+    all tokens; a chunk of the prefill and its mask.
     """
     spans = PromptSpans(16, length - 48, length - 8, length)
     sizes = replace(shape.sizes, again=False)
     held = len(held_positions(needs, spans, sizes, None))
     layer = (length * sizes.kv + held * sizes.queries) / shape.layers
-    stream = length * shape.hidden * shape.unit
+    stream = 2 * length * shape.hidden * shape.unit
     packed = int(length / ratio) * (sizes.kv + 24 * shape.layers * shape.groups)
     scores = 4 * length * shape.layers * shape.groups
     running = shape.activations(_chunk(length)) + _mask(length) * shape.unit

@@ -33,7 +33,7 @@ class CaptureSizes:
         again: whether queries can be computed again later.
         at_once: share of keys and values that is held while the prompt is read: 1, or layer by
             layer that of one layer and of what stays.
-        stream: the residual stream, where all of it is held.
+        stream: the residual stream and the embeddings, where all of them are held.
     """
 
     kv: int
@@ -58,7 +58,7 @@ class CaptureSizes:
         whole = cls(kv=2 * groups * unit, queries=heads * unit, again=not kept_layers(model))
         if stays is None:
             return whole
-        stream = model.get_input_embeddings().embedding_dim * size
+        stream = 2 * model.get_input_embeddings().embedding_dim * size
         at_once, queries = min(1.0, stays + 1 / layers), whole.queries // layers
         return replace(whole, again=False, at_once=at_once, queries=queries, stream=stream)
 
