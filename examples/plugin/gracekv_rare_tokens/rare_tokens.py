@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from torch import Tensor
+
 from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value import SCORERS, Scorer, TokenScores
+from gracekv.value import SCORERS, LayerScorer, Memory
 
 
 @final
 @SCORERS.register("rare_tokens")
 @dataclass(frozen=True)
-class RareTokens(Scorer):
+class RareTokens(LayerScorer):
     """Tokens that occur once before those that occur often; all heads alike.
 
     Source: ours.
@@ -27,12 +29,11 @@ class RareTokens(Scorer):
 
     power: float = bounded(1.0, above=0)
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Scores [L, G, N], the same in every head, and their share of the sum [N]."""
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Scores [G, N], the same in every head; `MissingCaptureError` without token ids."""
         if prefill.token_ids is None:
             raise MissingCaptureError("RareTokens needs token ids; this prefill has none.")
         ids = prefill.token_ids[region.start : region.end]
         _, which, count = ids.unique(return_inverse=True, return_counts=True)
-        rarity = count[which].float().pow(-self.power).to(prefill.keys[0].device)
-        heads = (prefill.layers, prefill.kv_heads, len(rarity))
-        return TokenScores(rarity.expand(heads).contiguous(), seed_scores=rarity / rarity.sum())
+        rarity = count[which].float().pow(-self.power).to(prefill.keys[layer].device)
+        return rarity.repeat(prefill.kv_heads, 1)

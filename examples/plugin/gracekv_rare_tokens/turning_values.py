@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gracekv.prefill import LayerObserver, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, Sizes, TokenRun
-from gracekv.value import SCORERS, Scorer, TokenScores
+from gracekv.value import SCORERS, LayerScorer, Memory
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Turns:
 @final
 @SCORERS.register("turning_values")
 @dataclass(frozen=True)
-class TurningValues(Scorer):
+class TurningValues(LayerScorer):
     """Tokens whose value turns away from the one before first, each head by its own.
 
     Source: ours.
@@ -56,7 +56,7 @@ class TurningValues(Scorer):
     def needs(self) -> Needs:
         return Needs.observed(ValueTurns())
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Scores [L, G, N]; `MissingCaptureError` if the values' turns were not captured."""
-        turns = prefill.observation(ValueTurns())[..., region.start : region.end]
-        return TokenScores.from_scores(turns.clamp_min(0))
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """Scores [G, N]; `MissingCaptureError` if the values' turns were not captured."""
+        turns = prefill.observation(ValueTurns())[layer, :, region.start : region.end]
+        return turns.clamp_min(0)
