@@ -33,7 +33,30 @@ def test_what_is_captured_is_read_by_a_pipeline(chunk):
     assert result.timings.query_sums > 0
 
 
-def test_a_capture_without_it_says_so():
+def test_what_was_not_there_is_shown_the_captured_values():
     prefill = synthetic_prefill()
+    region = prefill.spans.region(4)
     with pytest.raises(MissingCaptureError, match=r"ValueTurns\(\) has not observed"):
-        TurningValues()(prefill, prefill.spans.region(4))
+        TurningValues().layer(prefill, 0, region, {})
+    seen = prefill.with_observations({ValueTurns()})
+    scores = TurningValues()(prefill, region).scores
+    torch.testing.assert_close(scores[1], TurningValues().layer(seen, 1, region, {}))
+
+
+@pytest.mark.parametrize("recipe", ["rare_tokens", "turning_values"])
+def test_it_is_compressed_while_it_is_read(recipe):
+    model = tiny_llama(layers=3)
+    prompt = gracekv.Prompt.from_ids(torch.arange(60) * 7 % 97, (2, 50))
+    pipeline = gracekv.Pipeline.from_dict({"value": recipe}, base="snapkv")
+    whole, streamed = (
+        gracekv.compress(
+            model,
+            prompt,
+            pipeline=pipeline,
+            ratio=4,
+            capture=gracekv.CaptureOptions(stream=stream),
+        )
+        for stream in (False, True)
+    )
+    for one, other in zip(whole.packed.layers, streamed.packed.layers, strict=True):
+        assert torch.equal(one.positions, other.positions)
