@@ -19,6 +19,7 @@ from gracekv.prefill.capture_memory import (
     held_positions,
     is_out_of_memory,
     out_of_memory_message,
+    trim_memory,
 )
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.model_layers import has_rope, model_layers, rotating
@@ -136,7 +137,9 @@ def run_capture(
     free = free_bytes(input_device(model))
     try:
         reading = Reading(model, prompt, past, needs, held, size, options.progress)
-        return _whole(reading, held) if each is None else _by_layers(reading, held, each)
+        if each is None:
+            return _whole(reading, held)
+        return _by_layers(reading, held, each, trims=options.trim)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -173,8 +176,13 @@ def _whole(reading: Reading, held: Tensor) -> Prefill:
     )
 
 
-def _by_layers(reading: Reading, held: Tensor, each: Callable[[Prefill, int], None]) -> Prefill:
-    """One layer after the other."""
+def _by_layers(
+    reading: Reading, held: Tensor, each: Callable[[Prefill, int], None], *, trims: bool
+) -> Prefill:
+    """One layer after the other; `trims`: on a CPU, freed memory goes back after each.
+
+    What is kept of a layer lies between what was freed, so the heap would grow with every layer.
+    """
     record, count = reading.record, len(reading.layers)
     identity = fingerprint(reading.model, reading.prompt.tokenizer)
     shells: list[tuple[Tensor, ...]] = []
@@ -189,6 +197,8 @@ def _by_layers(reading: Reading, held: Tensor, each: Callable[[Prefill, int], No
         facts = _facts(reading, held, identity)
         each(Prefill(**facts, keys=keys, values=values, queries=queries, observed=observed), layer)
         record.drop(layer)
+        if trims and reading.device.type == "cpu":
+            trim_memory()
 
     last = reading.by_layers(show)
     keys, values, queries = zip(*shells, strict=True)

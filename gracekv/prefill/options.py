@@ -28,9 +28,9 @@ class CaptureOptions:
         stream: read and compress layer by layer, so that the full cache is never held; what is kept
             is the same. None: wherever recipe and model allow it. True: refuse others. False: read
             all first. `capture` itself, whose result is all of the cache, does not stream.
-        trim: on a CPU, return freed memory to the system after compressing, which takes
-            milliseconds and works on Linux with glibc; else the process keeps its peak for later
-            allocations. `capture` itself, whose result is held, frees nothing.
+        trim: on a CPU, return freed memory to the system, after each layer and in the end, which
+            takes milliseconds and works on Linux with glibc; else the process keeps its peak for
+            later allocations. `capture` itself, whose result is held, frees nothing.
 
     Raises:
         ConfigError: `chunk` or `memory_limit` is no whole number of at least 1 and 0.
