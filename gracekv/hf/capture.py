@@ -193,7 +193,7 @@ def _by_layers(
         parts = [shells[min(i, layer)] for i in range(count)]
         parts[layer] = own
         keys, values, queries = zip(*parts, strict=True)
-        observed = reading.observations.layer_results(layer, count)
+        observed = reading.observations.layer_results(layer, count, own[0].device)
         facts = _facts(reading, held, identity)
         each(Prefill(**facts, keys=keys, values=values, queries=queries, observed=observed), layer)
         record.drop(layer)

@@ -45,7 +45,8 @@ def why_whole(pipeline: Pipeline, plan: BudgetPlan, entry_bytes: int) -> str | N
         f"{x.name!r} ({stage})" for stage, x in zip(stages, parts, strict=True) if not x.by_layer
     ]
     by_bytes = plan.bytes is not None and not pipeline.quota.monotone
-    passes = any("passes" in observer.reads for observer in pipeline.needs().observers)
+    observers = pipeline.needs().observers
+    passes, late = (any(x in y.reads for y in observers) for x in ("passes", "final"))
     tokens = isinstance(pipeline.segment, Tokens) and pipeline.keeps_or_drops
     reasons = {
         "it keeps everything": pipeline.keep_all or pipeline.precision.keeps_all(plan, entry_bytes),
@@ -53,6 +54,7 @@ def why_whole(pipeline: Pipeline, plan: BudgetPlan, entry_bytes: int) -> str | N
         f"{' and '.join(compared)} compare layers": compared,
         "shares follow from how many entries its bytes buy, which is known last": by_bytes,
         "the model runs once more over all keys and values": passes,
+        "it reads the decoder's output, which comes last": late,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

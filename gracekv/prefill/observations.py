@@ -99,12 +99,15 @@ class Observations:
         self._read_events()
         return sum(self.seconds[x] for x in self._observers if isinstance(x, LayerObserver))
 
-    def layer_results(self, layer: int, layers: int) -> dict[Observer, Tensor]:
+    def layer_results(
+        self, layer: int, layers: int, device: torch.device
+    ) -> dict[Observer, Tensor]:
         """What each observed of `layer`, shown as that of all `layers`, [L, ...]; once a layer."""
         held, self._by_layer[layer] = self._by_layer[layer], {}
         results: dict[Observer, Tensor] = {}
         for observer, accumulator in held.items():
-            result = accumulator.result()
+            with self._clock(observer, device):
+                result = accumulator.result()
             results[observer] = result.expand(layers, *result.shape)
         return results
 

@@ -1,6 +1,7 @@
 """Cutting layer by layer keeps what one cut at the end keeps, ties included."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from gracekv.allocate import Budget
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.layerwise import LayerwiseCompression, why_whole
+from gracekv.prefill import Needs
+from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
 from gracekv.value import LayerScorer
 from support.thread_exchange import in_threads
@@ -28,6 +31,16 @@ class Tied(LayerScorer):
     def layer(self, prefill, layer, region, memory):
         norms = prefill.keys[layer][:, region.start : region.end].norm(dim=-1)
         return (norms * 7).floor() % self.levels
+
+
+@dataclass(frozen=True)
+class Late(Tied):
+    """A score by layers that also reads surprisal."""
+
+    name: ClassVar[str] = "late"
+
+    def needs(self):
+        return Needs.observed(Surprisal())
 
 
 def view(prefill, layer):
@@ -149,6 +162,7 @@ def test_processes_make_one_cut(ranks, levels):
         ({"value": "kvzip_two_pass"}, "snapkv", r"'kvzip_two_pass' \(value\) compare"),
         ({"value": "draft_attention"}, "snapkv", "the model runs once more"),
         ({"quota": "density"}, "h2o", r"'density' \(quota\) compare layers"),
+        ({"value": Late()}, "snapkv", "reads the decoder's output, which comes last"),
         ({"sensitivity": "output_projection"}, "snapkv", r"'output_projection' \(sensitivity\)"),
         ({"value": {"name": "replay", "likely_in": "all_layers"}}, "snapkv", r"'replay' \(value\)"),
         (
@@ -159,11 +173,12 @@ def test_processes_make_one_cut(ranks, levels):
     ],
 )
 def test_what_needs_all_layers_says_why(fields, base, reason):
-    pipeline = Pipeline.from_dict(fields, base=base)
-    plan = pipeline.plan(
-        synthetic_prefill(context=200, dim=32, dtype=torch.bfloat16), Budget.ratio(4)
-    )
-    assert pytest.importorskip("re").search(reason, why_whole(pipeline, plan, 128))
+    own = isinstance(fields.get("value"), LayerScorer)
+    pipeline = Pipeline.from_dict({} if own else fields, base=base)
+    pipeline = dataclasses.replace(pipeline, **fields) if own else pipeline
+    prefill = synthetic_prefill(context=200, dim=32, dtype=torch.bfloat16)
+    plan = pipeline.plan(prefill, Budget.ratio(4))
+    assert re.search(reason, why_whole(pipeline, plan, 128))
 
 
 @pytest.mark.parametrize("quota", ["global", "per_head"])
