@@ -150,7 +150,8 @@ def test_what_stops_it_leaves_the_model_as_it_was(error, layer):
     hook.remove()
     assert facts(model) == before
     gc.collect()
-    assert not [x for x in gc.get_objects() if isinstance(x, greenlet.greenlet) and x and x.parent]
+    paused = [x for x in gc.get_objects() if type(x) is greenlet.greenlet and x and x.parent]
+    assert not paused
     assert_same(*both(model, "gracekv-plus"))
 
 

@@ -138,7 +138,8 @@ def logits_under(result, limit, tokens):
 
 def test_batches_cut_each_row_by_itself(model):
     prompts = [gracekv.Prompt.from_ids(ids, (4, 50)) for ids in (IDS, IDS.flip(0))]
-    limit = Limit(entries_per_head=60, every=16, window=8)
+    # Scores of a batch round otherwise, and a near tie falls either way: this one has none.
+    limit = Limit(entries_per_head=60, every=16, window=8, strategy="recent")
     together = gracekv.compress(model, prompts, ratio=2).generate_ids(80, limit=limit)
     for number, prompt in enumerate(prompts):
         alone = gracekv.compress(model, prompt, ratio=2)
