@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from gracekv.allocate import Budget
@@ -13,10 +14,12 @@ from gracekv.hf.capture import run_capture
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.layerwise import LayerwiseCompression, why_whole
 from gracekv.pipeline.run import Run
+from gracekv.prefill import Prefill
 from gracekv.prefill.model_layers import head_sizes
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
+from gracekv.segment import Partition
 
 
 def prefilled_run(
@@ -26,25 +29,24 @@ def prefilled_run(
     pipeline: Pipeline,
     budget: Budget,
     options: CaptureOptions,
+    slots: Callable[[Prefill], Partition | None] | None = None,
 ) -> Run:
     """Read `prompt` and compress it, layer by layer where `pipeline` allows it.
 
-    Args and errors are those of `run_capture` and `Pipeline.run`; `ConfigError` and
-    `LayerOrderError` also if `options.stream` asks for what cannot be. Warns (`WholeCacheWarning`)
-    where a model is read as a whole since its layers mix.
+    Where everything is read first, `slots` may give what was segmented before.
+
+    Other args and errors are those of `run_capture` and `Pipeline.run`; `BudgetError` comes before
+    the model runs, `ConfigError` and `LayerOrderError` also if `options.stream` asks for what
+    cannot be. Warns (`WholeCacheWarning`) where a model is read as a whole since its layers mix.
     """
-    needs = pipeline.needs()
+    plan = pipeline.plan_for(model, prompt.spans, budget)
     if options.stream is not False:
         _, _, dim = head_sizes(model)
-        plan = pipeline.plan_for(model, prompt.spans, budget)
         reason = why_whole(pipeline, plan, 2 * dim * model.dtype.itemsize)
         if reason is None:
-            check_works_sharded(pipeline, head_shard(model))
-            made = LayerwiseCompression(pipeline, budget)
             stays = plan.total / (plan.layers * plan.heads * plan.context)
             try:
-                read = run_capture(model, prompt, past, needs, options, made.layer, stays)
-                return made.finish(read)
+                return _layerwise_run(model, prompt, past, pipeline, budget, options, stays)
             except LayerOrderError as error:
                 if options.stream:
                     raise
@@ -55,5 +57,23 @@ def prefilled_run(
                 f"pipeline needs all layers at once: {reason}. Leave stream out, or use another "
                 f"recipe."
             )
-    # No name holds the prefill, so a stage can free what later ones do not read.
-    return pipeline.run(run_capture(model, prompt, past, needs, options), budget)
+    prefill = [run_capture(model, prompt, past, pipeline.needs(), options)]
+    partition = None if slots is None else slots(prefill[0])
+    # Nothing else holds the prefill, so a stage can free what later ones do not read.
+    return pipeline.run(prefill.pop(), budget, partition)
+
+
+def _layerwise_run(
+    model: Any,
+    prompt: Prompt,
+    past: Past | None,
+    pipeline: Pipeline,
+    budget: Budget,
+    options: CaptureOptions,
+    stays: float,
+) -> Run:
+    """`stays`: the share of entries that is kept."""
+    check_works_sharded(pipeline, head_shard(model))
+    made = LayerwiseCompression(pipeline, budget)
+    needs = pipeline.needs()
+    return made.finish(run_capture(model, prompt, past, needs, options, made.layer, stays))

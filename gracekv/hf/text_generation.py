@@ -12,8 +12,8 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from gracekv import pipeline as stages
 from gracekv.allocate import Budget, BudgetOptions
 from gracekv.errors import ConfigError, PromptError
-from gracekv.hf.capture import capture
 from gracekv.hf.compress import chosen_pipeline
+from gracekv.hf.layerwise import prefilled_run
 from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Prefill, PromptSpans
 from gracekv.prefill.options import DEFAULTS
@@ -130,13 +130,12 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         prompt = inputs["prompt"]
         pipe = chosen_pipeline(compression.get("pipeline"), compression.get("backend"), [prompt])
         check_model(self.model)
-        pipe.plan_for(self.model, prompt.spans, budget)
         how = compression.get("capture", DEFAULTS)
-        prefill = capture(self.model, prompt, pipe.needs(), how)
-        partition = _shared_partition(pipe, prefill, budget, shared)
-        run = pipe.run(prefill, budget, partition)
-        # The answer is generated over the compressed cache alone.
-        del prefill
+
+        def slots(prefill: Prefill) -> Partition | None:
+            return _shared_partition(pipe, prefill, budget, shared)
+
+        run = prefilled_run(self.model, prompt, None, pipe, budget, how, slots)
         result = CompressionResult.from_runs(self.model, [prompt], [run], pipe)
         kept, questions = result.accounting, inputs["question"]
         if isinstance(questions, list):

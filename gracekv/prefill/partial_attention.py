@@ -78,7 +78,7 @@ class PartialAttention:
         `keys` and `values` are [G, T, d] at least up to the last position; `stock` is the model's
         own function.
         """
-        size = len(self._positions)
+        size = chunk_length(keys.shape[1])
         if query.device.type == "cpu":
             size = max(32, min(_ROWS, _ROW_MASK // max(1, keys.shape[1])))
         outputs = []

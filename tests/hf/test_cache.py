@@ -1,20 +1,17 @@
 """The cache's own behaviour: lengths, growth, cropping, and what it refuses."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
 
 import gracekv  # noqa: E402
 from gracekv.cache.base import RaggedCache, RaggedEntries  # noqa: E402
-from gracekv.errors import CacheError, UnsupportedModelError  # noqa: E402
-from gracekv.hf import GraceCache, attach, detach  # noqa: E402
+from gracekv.errors import CacheError  # noqa: E402
+from gracekv.hf import GraceCache, attach  # noqa: E402
 from gracekv.hf.layer import PackedStates  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
 
@@ -144,77 +141,6 @@ def test_a_tail_from_inference_mode_can_go_on_outside(model):
     assert cache.get_seq_length() == PACKED + 3
 
 
-def test_importing_hf_registers_the_task_and_touches_no_attention():
-    script = """
-import sys
-import gracekv
-assert "transformers" not in sys.modules
-import gracekv.pipeline
-from transformers.pipelines import PIPELINE_REGISTRY
-assert "gracekv-text-generation" not in PIPELINE_REGISTRY.supported_tasks
-import gracekv.hf
-from gracekv.hf import GraceCache, attach
-from transformers import AttentionInterface, AttentionMaskInterface
-assert "gracekv-text-generation" in PIPELINE_REGISTRY.supported_tasks
-assert "gracekv" not in AttentionInterface._global_mapping
-assert "gracekv" not in AttentionMaskInterface._global_mapping
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_attaching_is_undone():
-    model = tiny_llama(attention="eager")
-    attach(model)
-    attach(model)
-    assert model.config._attn_implementation == "gracekv"
-    assert "gracekv" in AttentionInterface() and "gracekv" in AttentionMaskInterface()  # noqa: PT018
-    detach(model)
-    detach(model)
-    assert model.config._attn_implementation == "eager"
-
-
-def two_of_one_config():
-    one, other = tiny_llama(), tiny_llama(seed=1)
-    other.config = one.config
-    for module in other.modules():
-        if hasattr(module, "config"):
-            module.config = one.config
-    return one, other
-
-
-def hooks_of(model):
-    return list(model.get_decoder()._forward_pre_hooks)
-
-
-def test_models_that_share_a_config_are_attached_and_detached_apart():
-    one, other = two_of_one_config()
-    prompt = gracekv.Prompt.from_ids(torch.arange(60), (4, 50))
-    results = [gracekv.compress(model, prompt, ratio=2) for model in (one, other)]
-    masked = results[1].inputs
-    masked["attention_mask"][:, 10] = 0
-    with pytest.raises(CacheError, match="hides tokens of the compressed prompt"):
-        other.generate(**masked, past_key_values=results[1].new_cache(), max_new_tokens=2)
-    detach(one)
-    assert not hooks_of(one)
-    assert results[1].generate_ids(3).shape == (1, 3)
-    detach(other)
-    assert not hooks_of(other)
-    assert other.config._attn_implementation == "sdpa"
-
-
-def test_detaching_a_copy_leaves_nothing_and_the_original_as_it_is():
-    model = tiny_llama()
-    attach(model)
-    copied = copy.deepcopy(model)
-    detach(copied)
-    assert not hooks_of(copied)
-    assert copied.config._attn_implementation == "sdpa"
-    assert len(hooks_of(model)) == 1
-    attach(copied)
-    attach(copied)
-    assert len(hooks_of(copied)) == 1
-
-
 @pytest.mark.parametrize("masked", [False, True])
 def test_one_token_at_a_wrong_position_is_refused(masked):
     model = tiny_llama()
@@ -336,15 +262,6 @@ def tiny(dropout=False, **fields):
         for block in model.model.layers:
             block.self_attn.attention_dropout = 0.1
     return model
-
-
-def test_models_that_cannot_be_attached_are_refused():
-    with pytest.raises(UnsupportedModelError, match=r"model\.eval\(\)"):
-        attach(tiny_llama().train())
-    model = tiny_llama()
-    model.config._attn_implementation_internal = "flex_attention"
-    with pytest.raises(UnsupportedModelError, match="'flex_attention'"):
-        attach(model)
 
 
 def test_new_padding_in_the_tail_is_hidden(model):

@@ -233,3 +233,11 @@ def test_a_tokenizer_is_needed(model):
     pipe = GraceTextGeneration(model=model)
     with pytest.raises(ConfigError, match="needs a tokenizer"):
         pipe(context=CONTEXT, question="w1", ratio=2)
+
+
+def test_what_cannot_be_read_layer_by_layer_is_refused_here_too(pipe):
+    options = {"context": CONTEXT, "question": "w1", "ratio": 4, "max_new_tokens": 2}
+    layerwise = gracekv.CaptureOptions(stream=True)
+    pipe(**options, capture=layerwise)
+    with pytest.raises(ConfigError, match="needs all layers at once"):
+        pipe(**options, pipeline="gracekv", capture=layerwise)

@@ -63,7 +63,9 @@ def layerwise(pipeline, prefill, budget, held=None):
     for layer in range(prefill.layers):
         made.layer(view(prefill, layer), layer)
         if held is not None:
-            held.append(sum(len(x) for x in made._gains))
+            region = prefill.spans.region(pipeline.plan(prefill, budget).recent)
+            places = torch.cat([x.positions for x in made._packed])
+            held.append(int(((places >= region.start) & (places < region.end)).sum()))
     return made.finish(view(prefill, prefill.layers))
 
 

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from gracekv import Budget, Pipeline  # noqa: E402
 from gracekv.errors import CaptureMemoryError, ConfigError  # noqa: E402
 from gracekv.hf.capture import EVERYTHING, capture  # noqa: E402
-from gracekv.prefill import Needs  # noqa: E402
+from gracekv.prefill import Needs, partial_attention  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.segment.curvature import BlockInput  # noqa: E402
@@ -66,6 +66,17 @@ def test_chunks_give_what_one_pass_gives(family, rope, attention):
     assert state(model) == before
     for name, tensor in whole.items():
         torch.testing.assert_close(chunked[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_rows_of_a_chunk_attend_in_parts(attention, monkeypatch):
+    model, whole = tiny_model(layers=3, attention=attention), CaptureOptions()
+    monkeypatch.setattr(partial_attention, "_ROWS", 32)
+    made = [
+        tensors(capture(model, prompt_of(), NEEDS, x)) for x in (whole, CaptureOptions(chunk=90))
+    ]
+    for name, tensor in made[0].items():
+        torch.testing.assert_close(made[1][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 199, 200, 1000])

@@ -1,9 +1,11 @@
 """The engine for the proof tests, which run where vLLM is installed: `make test-vllm`."""
 
 import importlib.util
+import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 # tests/ is on the path, so `vllm` alone would be found there.
 HAVE_VLLM = importlib.util.find_spec("vllm") is not None and bool(
@@ -46,3 +48,32 @@ def tiny_served(tmp_path_factory):
         store=folder / "store",
         results=results,
     )
+
+
+@pytest.fixture(scope="session")
+def stored_model():
+    """The model of the contexts in `root`."""
+    from gracekv.testing.models import tiny_model
+
+    return tiny_model(kv_heads=4)
+
+
+@pytest.fixture(scope="session")
+def stored(stored_model, tmp_path_factory):
+    import gracekv
+    from gracekv.vllm import export
+
+    root = tmp_path_factory.mktemp("store")
+    rng = torch.Generator().manual_seed(0)
+    for number in range(3):
+        ids = torch.randint(0, 97, (60,), generator=rng)
+        prompt = gracekv.Prompt.from_ids(ids, (0, 50))
+        export(gracekv.compress(stored_model, prompt, ratio=2), root / f"c{number}")
+    return root
+
+
+@pytest.fixture
+def root(stored, tmp_path):
+    """A store of a test's own, with the contexts c0, c1 and c2."""
+    shutil.copytree(stored, tmp_path / "store")
+    return tmp_path / "store"

@@ -1,0 +1,88 @@
+"""What the connector's configuration says: the store, its limit, and who may use what."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+from gracekv.errors import ConfigError, StoreError
+from gracekv.vllm import ContextStore, kv_transfer_config
+from gracekv.vllm.serving import StoreOptions, check_serving
+
+
+def test_the_configuration_names_the_store(root):
+    extra = kv_transfer_config(root, limit_bytes=10)["kv_connector_extra_config"]
+    assert StoreOptions.of(extra) == StoreOptions(root, 10, None)
+    assert StoreOptions.of(kv_transfer_config(root)["kv_connector_extra_config"]).limit is None
+
+
+def only_with_key(name, parameters):
+    return parameters.get("key") == f"key of {name}"
+
+
+def test_requests_use_only_what_they_are_allowed(root):
+    def store(allow):
+        extra = kv_transfer_config(root, allow=allow)["kv_connector_extra_config"]
+        return ContextStore(root, allow=StoreOptions.of(json.loads(json.dumps(extra))).allow)
+
+    named, keyed = store(["c0", "c2"]), store(f"{__name__}:only_with_key")
+    assert named.admit({"gracekv": "c2"}) == ContextStore(root).header("c2")
+    assert keyed.admit({"gracekv": "c1", "key": "key of c1"}).entries > 0
+    refused = (named, {}, "c1"), (keyed, {}, "c1"), (keyed, {"key": "key of c0"}, "c1")
+    # A name is refused before it says whether there is such a context.
+    for asked, parameters, name in (*refused, (named, {}, "missing")):
+        with pytest.raises(StoreError, match=f"may not use the context '{name}'"):
+            asked.admit({"gracekv": name, **parameters})
+
+
+@pytest.mark.parametrize("allow", ["", "json", "json:", "nowhere:f", "json:tool", ["../c0"], 3])
+def test_an_unusable_allow_list_ends_the_start(root, allow):
+    with pytest.raises(ConfigError, match="'allow'"):
+        StoreOptions.of({"store": str(root), "allow": allow})
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({}, "must name the folder"),
+        ({"store": "/nowhere/at/all"}, "is no folder"),
+        ({"store": 3}, "must name the folder"),
+        ({"store": ".", "limit": 3}, "takes 'store', 'limit_bytes' and 'allow'"),
+        ({"store": ".", "limit_bytes": 0}, "at least 1"),
+        ({"store": ".", "limit_bytes": True}, "at least 1"),
+    ],
+)
+def test_unusable_configurations_are_refused(extra, said):
+    with pytest.raises(ConfigError, match=said):
+        StoreOptions.of(extra)
+
+
+@pytest.mark.parametrize(
+    ("where", "field", "value", "said"),
+    [
+        ("", "lora_config", object(), "LoRA adapters"),
+        ("", "speculative_config", object(), "speculative decoding"),
+        ("parallel_config", "pipeline_parallel_size", 2, "pipeline parallelism"),
+        ("cache_config", "cache_dtype", "fp8", "a KV cache in fp8"),
+    ],
+)
+def test_what_contexts_are_never_served_with_is_refused_by_name(where, field, value, said):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1, decode_context_parallel_size=1,
+            prefill_context_parallel_size=1, use_ubatching=False,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(dtype=torch.float32),
+        speculative_config=None,
+        lora_config=None,
+    )  # fmt: skip
+    groups = SimpleNamespace(kv_cache_groups=[None])
+    check_serving(config, groups)
+    setattr(getattr(config, where) if where else config, field, value)
+    with pytest.raises(ConfigError, match=f"cannot be served with {said}"):
+        check_serving(config, groups)
