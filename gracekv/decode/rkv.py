@@ -19,9 +19,13 @@ from gracekv.registry import bounded
 class RKV(Decoder):
     """Attention of the last few queries less the similarity of keys, head by head.
 
-    Source: R-KV, arXiv:2505.24133, and its public code: the logits' maximum over the query heads of
-    a KV head, a softmax over all but the window, the mean over queries, max-pooling; similarities
-    above a threshold are forgotten for the last entry that is so similar.
+    Source: R-KV, arXiv:2505.24133, and its public code (Zefan-Cai/R-KV, rkv/compression/r1_kv.py):
+    the logits' maximum over the query heads of a KV head, a softmax over all but the window, the
+    mean over queries, max-pooling; a key's redundancy is a softmax of its mean similarity to all
+    keys of the head, the window's included, and of the keys that are alike each forgets the last.
+    Ours: all is computed in float32, whatever the model's dtype; multiplicities, caps of logits and
+    sinks, which the authors' models have not, are left out. A cut keeps the last `window` tokens of
+    its limit, theirs the `queries` last ones: Limit(every=128, window=8) is what they run.
 
     Cost: the similarity of all pairs of keys of a head, at each cut.
 
