@@ -1,6 +1,7 @@
 """Stage 5: the chosen nodes as a physically smaller cache."""
 
 from gracekv.cache.accounting import Accounting as Accounting
+from gracekv.cache.accounting import Occupancy as Occupancy
 from gracekv.cache.accounting import Timings as Timings
 from gracekv.cache.accounting import WidthShare as WidthShare
 from gracekv.cache.base import PACKERS as PACKERS

@@ -1,4 +1,4 @@
-"""Entries, bytes and seconds of a compression."""
+"""Entries, bytes and seconds of a compression; entries and bytes of what grows on it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class WidthShare:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accounting:
-    """Entries and bytes of one compressed cache.
+    """Entries and bytes of one compressed cache, as the compression left it.
+
+    What is held while an answer is written on it, `cache.accounting` says: an `Occupancy`.
 
     Attributes:
         budget: B_total, context entries allowed, over all heads.
@@ -135,6 +137,25 @@ class Accounting:
         if self.bound is None:
             return None
         return self.utility / self.bound if self.bound > 0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Entries and bytes of a cache that is continued, in all layers, heads and rows.
+
+    Attributes:
+        entries: now, those of the packed prompts and those written since.
+        bytes: of their keys and values.
+        most_entries: at the most so far; more than now only after a cut.
+        most_bytes: of their keys and values.
+        cuts: how often a limit cut it.
+    """
+
+    entries: int
+    bytes: int
+    most_entries: int
+    most_bytes: int
+    cuts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from gracekv.decode.base import HeldLayer as HeldLayer
 from gracekv.decode.fitted import Fitted as Fitted
 from gracekv.decode.guarded import Guarded as Guarded
 from gracekv.decode.limit import Limit as Limit
-from gracekv.decode.limit import Occupancy as Occupancy
 from gracekv.decode.none import NoCut as NoCut
 from gracekv.decode.random import Random as Random
 from gracekv.decode.recent import Recent as Recent

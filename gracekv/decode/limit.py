@@ -1,4 +1,4 @@
-"""`Limit`: how much a cache may hold while generating, and `Occupancy`: what it held."""
+"""`Limit`: how much a cache may hold while generating."""
 
 from __future__ import annotations
 
@@ -69,22 +69,3 @@ class Limit(Configurable):
         if budget.kind == "ratio":
             return units * math.floor(length / budget.amount)
         return units * int(budget.amount)
-
-
-@dataclass(frozen=True, slots=True)
-class Occupancy:
-    """Entries and bytes of a cache with a limit, in all layers, heads and rows.
-
-    Attributes:
-        entries: now.
-        bytes: of their keys and values.
-        most_entries: at the most so far.
-        most_bytes: of their keys and values.
-        cuts: how many there were.
-    """
-
-    entries: int
-    bytes: int
-    most_entries: int
-    most_bytes: int
-    cuts: int

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from gracekv.backends import Auto, Backend
-from gracekv.cache import CompressedCache
+from gracekv.cache import CompressedCache, Occupancy
 from gracekv.decode import Limit
 from gracekv.distributed import head_shard
 from gracekv.errors import CacheError
@@ -128,6 +128,17 @@ class GraceCache(Cache):  # type: ignore[misc]
         layers, least = tuple(x.packed.entries for x in self.grace_layers), min(self.padding)
         padding = tuple(x - least for x in self.padding)
         return CompressedCache(layers, self.packed_length - least, padding, self._kept)
+
+    @property
+    def accounting(self) -> Occupancy:
+        """Entries and bytes, now and at most: packed prompts, and what was written since."""
+        entries = size = 0
+        for layer in self.grace_layers:
+            packed = layer.packed.entries
+            new = layer.batch * packed.heads * int(layer.tail_length)
+            entries += int(packed.lengths.sum()) + new
+            size += packed.kv_bytes + 2 * new * packed.dim * packed.dtype.itemsize
+        return Occupancy(entries, size, entries, size)
 
     def make_room(self, new: int, mask: Any) -> None:
         """Called before a step of `new` tokens; a cache with a limit is cut here."""

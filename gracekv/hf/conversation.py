@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetOptions
+from gracekv.cache import Occupancy
 from gracekv.decode import Limit
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.base_result import BaseResult
@@ -128,6 +129,12 @@ class Conversation:
                     "There is no turn that is not compressed yet. Ask something first."
                 )
             self._begin_after(self._result.extend(turns, capture=capture, **budget))
+
+    @property
+    def accounting(self) -> Occupancy:
+        """Entries and bytes of the context and all turns, now and at most."""
+        held: Occupancy = self._cache.accounting
+        return held
 
     def close(self) -> None:
         """Let go of the cache; a further question raises `CacheError`."""

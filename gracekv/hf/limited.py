@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from gracekv.backends.base import sequence_of_row
+from gracekv.cache import Occupancy
 from gracekv.cache.base import RaggedEntries
-from gracekv.decode import Decoder, HeldLayer, Limit, Occupancy
+from gracekv.decode import Decoder, HeldLayer, Limit
 from gracekv.decode.cut import kept_entries, packed_entries
 from gracekv.distributed import head_shard
 from gracekv.errors import BudgetError, CacheError
@@ -122,13 +123,11 @@ class LimitedCache(GraceCache):
         return self._seen[sequence_of_row(own, rows, len(self._seen), device)].to(device)
 
     @property
-    def occupancy(self) -> Occupancy:
+    def accounting(self) -> Occupancy:
         """Entries and bytes, now and at most."""
-        entries = self._entries(0)
-        most = max(entries, self._most)
-        return Occupancy(
-            entries, entries * self._entry_bytes, most, most * self._entry_bytes, self.cuts
-        )
+        now = super().accounting
+        most = max(now.entries, self._most)
+        return Occupancy(now.entries, now.bytes, most, most * self._entry_bytes, self.cuts)
 
     def _entries(self, new: int) -> int:
         """Entries of all rows with `new` tokens more."""

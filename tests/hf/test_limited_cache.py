@@ -64,15 +64,15 @@ def test_the_bound_holds_over_4000_tokens(model, result):
         with torch.no_grad():
             logits = model(input_ids=ids, past_key_values=cache).logits
         ids = logits[:, -1:].argmax(-1) if count % 3 else torch.tensor([[count % 97]])
-        now = cache.occupancy
+        now = cache.accounting
         assert now.entries <= most
         assert held_bytes(cache) <= most * entry
         if count % 1000 == 500:
             live.append(live_bytes())
     # Nothing else keeps what was cut, either.
     assert max(live) <= min(live) + most * entry
-    assert cache.occupancy.cuts >= 4000 // 64 - 3
-    assert cache.occupancy.most_entries <= most
+    assert cache.accounting.cuts >= 4000 // 64 - 3
+    assert cache.accounting.most_entries <= most
     assert cache.get_seq_length() == cache.packed_length + cache.grace_layers[0].tail_length == 4059
 
 
@@ -81,10 +81,53 @@ def test_every_strategy_generates_within_bytes(model, result, name):
     limit = Limit(kv_bytes="48kB", every=16, window=8, strategy=name)
     cache = result.new_cache(limit)
     model.generate(**result.inputs, past_key_values=cache, max_new_tokens=120, do_sample=False)
-    now = cache.occupancy
+    now = cache.accounting
     assert now.cuts > 2
     assert now.bytes <= now.most_bytes <= 48_000
     assert held_bytes(cache) <= 48_000
+
+
+def counted(cache):
+    """Entries of all layers, and bytes of their keys and values, tensor by tensor."""
+    entries = size = 0
+    for layer in cache.grace_layers:
+        packed, tail = layer.packed.entries, layer.tail_length
+        entries += packed.keys.shape[0] + layer.batch * packed.heads * tail
+        parts = [packed.keys, packed.values]
+        parts += [x[:, :, :tail] for x in (layer._keys, layer._values) if x is not None]
+        size += sum(part.numel() * part.element_size() for part in parts)
+    return entries, size
+
+
+def test_accounting_says_what_is_held_now_and_was_at_most(model, result):
+    plain, limited = result.new_cache(), result.new_cache(Limit(**SMALL))
+    begun = plain.accounting
+    assert (begun.entries, begun.bytes) == counted(plain)
+    assert begun.bytes == result.accounting.bytes
+    most = (0, 0)
+    for number, token in enumerate(torch.arange(120) % 97):
+        for cache in (plain, limited):
+            with torch.no_grad():
+                model(input_ids=token[None, None], past_key_values=cache)
+        now, grown = limited.accounting, plain.accounting
+        most = max(most, counted(limited))
+        assert (now.entries, now.bytes, now.cuts) == (*counted(limited), limited.cuts)
+        assert (now.most_entries, now.most_bytes) == most
+        assert (
+            (grown.entries, grown.bytes) == counted(plain) == (grown.most_entries, grown.most_bytes)
+        )
+        assert grown.entries == begun.entries + 4 * (number + 1)
+    assert now.cuts > 2
+    assert now.entries < now.most_entries < grown.entries
+
+
+def test_accounting_counts_quantised_entries_and_rows(model):
+    coded = gracekv.compress(model, PROMPT, ratio=2, pipeline=gracekv.Pipeline.named("fullkv-8bit"))
+    cache = coded.new_cache()
+    assert cache.accounting.bytes == coded.accounting.bytes
+    with torch.no_grad():
+        model(input_ids=torch.zeros(3, 5, dtype=torch.long), past_key_values=cache)
+    assert cache.accounting.bytes == coded.accounting.bytes + 3 * 5 * 4 * 2 * 16 * 4
 
 
 def test_none_cuts_nothing(result):
@@ -173,7 +216,7 @@ def test_beams_and_samples_stay_within_the_limit(model, result, options):
     rows = cache.grace_layers[0].batch
     assert len(ids) == options.get("num_return_sequences", 1)
     assert cache.cuts > 2
-    assert cache.occupancy.entries <= rows * 4 * (80 + 16)
+    assert cache.accounting.entries <= rows * 4 * (80 + 16)
     # What all continuations share was not changed.
     assert torch.equal(result.packed.layers[0].keys, result.new_cache().packed.layers[0].keys)
 
@@ -210,10 +253,10 @@ def test_a_packed_prompt_above_the_limit_is_cut_by_its_own_scores(model):
     cache = result.new_cache(
         Limit(entries_per_head=36, every=16, window=2, strategy=Fitted(keep_prompt=False))
     )
-    assert cache.occupancy.entries > 4 * (36 + 16) - 40
+    assert cache.accounting.entries > 4 * (36 + 16) - 40
     model.generate(**result.inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
     assert cache.cuts == 1
-    assert cache.occupancy.most_entries <= 4 * (36 + 16)
+    assert cache.accounting.most_entries <= 4 * (36 + 16)
 
 
 REFUSED = [
@@ -292,7 +335,7 @@ def test_a_chat_stays_within_its_bytes_however_long_it_gets():
     chat = book.chat(Limit(kv_bytes=size, every=16, window=8))
     for turn in range(12):
         chat.ask(f"word{turn} {TEXT[: 40 * turn + 5]}", max_new_tokens=20)
-        assert chat._cache.occupancy.most_bytes <= size
+        assert chat.accounting.most_bytes <= size
     assert chat._cache.cuts > 5
     before, ids = chat._cache.get_seq_length(), chat._ids.clone()
     with pytest.raises(RuntimeError, match="stop"):
@@ -301,7 +344,7 @@ def test_a_chat_stays_within_its_bytes_however_long_it_gets():
     # The turn was cut, so the conversation is read again.
     assert chat._cache.get_seq_length() <= before
     assert isinstance(chat.ask("word3", max_new_tokens=8), str)
-    assert chat._cache.occupancy.most_bytes <= size
+    assert chat.accounting.most_bytes <= size
 
 
 def _stops(ids, scores, **_):
