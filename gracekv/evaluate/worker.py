@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -209,16 +208,19 @@ class Worker:
 
 
 def _within(budget: Budget, prepared: _Prepared, pipeline: Pipeline) -> tuple[Budget, Limit]:
-    """The prompt's budget and the limit of prompt and answer, where `budget` counts both.
+    """The context's budget and the limit of prompt and answer, where `budget` counts both.
 
-    The prompt's entries take half of the limit at most, whatever the strategy; ours.
+    Context and answer share alike, whatever the strategy, what the rest of the prompt and the last
+    tokens leave of the limit; ours.
     """
-    rendered = prepared.questions[0].rendered
-    prompt, length = len(rendered.prompt.ids), len(rendered.prompt.ids) + len(rendered.answer_ids)
+    rendered, window = prepared.questions[0].rendered, 16
+    prompt, context = len(rendered.prompt.ids), rendered.prompt.spans.context_length
     exact = budget.kind == "entries_per_head"
+    length = prompt + len(rendered.answer_ids)
     entries = int(budget.amount) if exact else int(length / budget.amount)
-    limit = Limit(entries_per_head=entries, every=EVERY, window=16, strategy=pipeline.decode)
-    return Budget.ratio(max(Fraction(1), Fraction(2 * prompt, entries))), limit
+    limit = Limit(entries_per_head=entries, every=EVERY, window=window, strategy=pipeline.decode)
+    left = max(1, (entries - window - (prompt - context)) // 2)
+    return Budget.entries_per_head(min(left, context)), limit
 
 
 def _cap(panel: Panel, task: Task) -> int:

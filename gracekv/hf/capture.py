@@ -131,7 +131,8 @@ def run_capture(
             f"{embeddings.num_embeddings}. Use the tokenizer that belongs to the model."
         )
     length = prompt.spans.length
-    size = options.chunk_of(length, splits=runs_in_parts(model))
+    on_gpu = model.device.type == "cuda"
+    size = options.chunk_of(length, splits=runs_in_parts(model), on_gpu=on_gpu)
     sizes = CaptureSizes.of(model, stays)
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
     free = free_bytes(input_device(model))

@@ -136,6 +136,11 @@ def test_the_query_tile_is_the_smallest_that_holds_all_rows(dim, dtype):
         assert size == 16 or size / 2 < rows
 
 
+def test_no_float32_tile_takes_hoppers_own_matrix_instructions():
+    # From 64 rows and four warps on; Triton 3.6 lets them read beyond shared memory.
+    assert all(tiles(dim, torch.float32, (9, 0), 999).queries < 64 for dim in (8, 64, 128, 256))
+
+
 def layer_on(device):
     return RaggedEntries(
         torch.zeros(4, 8, device=device),

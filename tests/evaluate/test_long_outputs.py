@@ -87,3 +87,13 @@ def test_rows_tell_what_each_interval_lost(model, tokenizer, tmp_path):
         assert len(parts) == -(-rows[name]["fidelity"]["tokens"] // 64)
         assert rows[name]["fidelity"]["kl"] > 0
     assert rows[methods[0]]["kl_by_interval"] != rows[methods[1]]["kl_by_interval"]
+
+
+def test_a_long_question_leaves_the_context_half_of_what_remains(model, tokenizer, tmp_path):
+    # At 28x prompt and last tokens alone would be more than the limit.
+    methods = ["snapkv[decode=random]", "snapkv[decode=none]"]
+    experiment = Experiment.from_dict({
+        "model": "tiny", "tasks": [MADE[0]], "methods": methods, "ratios": [28], "samples": 1,
+        "generate": False,
+    })  # fmt: skip
+    assert run(experiment, tmp_path, model=model, tokenizer=tokenizer).failed == 0
