@@ -219,7 +219,7 @@ def _within(budget: Budget, prepared: _Prepared, pipeline: Pipeline) -> tuple[Bu
     length = prompt + len(rendered.answer_ids)
     entries = int(budget.amount) if exact else int(length / budget.amount)
     limit = Limit(entries_per_head=entries, every=EVERY, window=window, strategy=pipeline.decode)
-    left = max(1, (entries - window - (prompt - context)) // 2)
+    left = max(pipeline.window.minimum, (entries - window - (prompt - context)) // 2)
     return Budget.entries_per_head(min(left, context)), limit
 
 
