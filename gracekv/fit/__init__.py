@@ -2,6 +2,7 @@
 
 from gracekv.fit.base import FITTERS as FITTERS
 from gracekv.fit.base import Fitter as Fitter
+from gracekv.fit.least_squares import LeastSquares as LeastSquares
 from gracekv.fit.none import NoFit as NoFit
 from gracekv.fit.queries import ReferenceQueries as ReferenceQueries
 from gracekv.fit.values import Values as Values

@@ -57,7 +57,7 @@ class Reference:
 
     @classmethod
     def of(cls, prefill: Prefill, layer: int, queries: QuerySet) -> Self:
-        """Meet the queries with all keys of `layer`.
+        """Meet the queries with the keys of `layer` that count for them.
 
         Raises `MissingCaptureError` if a query was not captured.
         """
@@ -69,21 +69,23 @@ class Reference:
         top, total = (torch.empty(heads, rows, device=device) for _ in range(2))
         output = torch.empty(heads, rows, prefill.head_dim, device=device)
         sink, sinks = torch.zeros_like(total), None
-        if prefill.sink_logits:
+        if prefill.sink_logits and queries.within is None:
             # One of each query head, and rows are those of a KV head's query heads in turn.
             own_sinks = prefill.sink_logits[layer].to(device).view(heads, -1)
             sinks = own_sinks.repeat_interleave(rows // prefill.group, dim=1)
         limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
         block = max(1, limit // (4 * length))
-        place = torch.arange(length, device=device)
+        inside = queries.within or Region(0, length)
+        place = torch.arange(inside.start, inside.end, device=device)
         # Head by head, since products want a copy of the values the other way round.
         for g, own in enumerate(values):
-            across = own.T.contiguous()
+            across = own[inside.start : inside.end].T.contiguous()
+            own_keys = keys[g, inside.start : inside.end]
             for first in range(0, rows, block):
                 part = slice(first, first + block)
                 # Only rows that are asked before the end have keys that they do not see.
                 early = (sees[part] < length - 1).nonzero()[:, 0]
-                logits = capped(linear(asked[g, part], keys[g]), prefill.softcap)
+                logits = capped(linear(asked[g, part], own_keys), prefill.softcap)
                 hidden = place > sees[part][early, None]
                 logits[early] = logits[early].masked_fill_(hidden, -torch.inf)
                 top[g, part] = logits.amax(dim=-1)

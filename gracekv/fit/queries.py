@@ -11,6 +11,7 @@ from torch import Tensor
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import Configurable, bounded
 from gracekv.value import Memory, Replay
+from gracekv.value.repeated_attention import RepeatedQueries
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,11 +23,16 @@ class QuerySet:
         asked_at: int64 [Q] on the CPU, the position that each is asked from: it sees the keys up
             to there.
         weights: float32 [Q] on the CPU, of sum 1.
+        repeated: [H, R, d], queries of a second reading at its own places, which come first; None:
+            there are none, and R is 0. Of Q queries the last Q - R have `positions`.
+        within: the keys that count, and no sink; None: all.
     """
 
     positions: Tensor
     asked_at: Tensor
     weights: Tensor
+    repeated: Tensor | None = None
+    within: Region | None = None
 
     def rotated(self, prefill: Prefill, layer: int) -> Tensor:
         """float32 [G, n*Q, d]: the queries at `asked_at`, times the attention scale.
@@ -36,7 +42,10 @@ class QuerySet:
         queries = prefill.queries_at(layer, self.positions).float() * prefill.scale
         rope = prefill.rope_of(layer)
         plain = rope.unrotate(queries, self.positions)
-        asked = rope.rotate(plain, self.asked_at)
+        asked = rope.rotate(plain, self.asked_at[len(self.asked_at) - len(self.positions) :])
+        if self.repeated is not None:
+            repeated = self.repeated.to(asked.device).float() * prefill.scale
+            asked = torch.cat([repeated, asked], dim=1)
         return rearrange(asked, "(g n) q d -> g (n q) d", g=prefill.kv_heads)
 
 
@@ -44,33 +53,49 @@ class QuerySet:
 class ReferenceQueries(Configurable):
     """Replayed context queries, asked from the prompt's end, and the prompt's last queries.
 
+    With `repeat`, the queries of a real second reading take the place of the replayed ones. They
+    see prefix and context, as they did in that pass.
+
     Attributes:
         replay: which context queries are asked again, and how much each counts.
         tail: last prompt positions, whose queries are asked at their own places.
         tail_share: share of all weight that the tail has, each of its queries alike.
+        repeat: queries of a second pass over the context, evenly spaced; 0: one pass.
     """
 
     replay: Replay = field(default_factory=lambda: Replay(max_queries=64))
     tail: int = bounded(16, at_least=0)
     tail_share: float = bounded(0.4, at_least=0, at_most=1)
+    repeat: int = bounded(0, at_least=0, hint="0: no second pass; Attention Matching's is 512.")
 
     def needs(self) -> Needs:
         """The queries of the context and of the tail."""
-        return self.replay.needs() | Needs(last_queries=self.tail)
+        second = Needs.observed(RepeatedQueries(self.repeat))
+        own = second if self.repeat else self.replay.needs()
+        return own | Needs(last_queries=self.tail)
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """int64 [P]: positions of the queries of all layers."""
         tail = torch.tensor(prefill.spans.last(self.tail), dtype=torch.int64)
+        if self.repeat:
+            return tail
         return torch.cat([self.replay.asks(prefill, region, memory), tail])
 
     def __call__(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> QuerySet:
-        """The queries of one layer."""
-        length = prefill.spans.length
-        replayed, weights = self.replay.select_queries(prefill, layer, region, memory)
+        """The queries of one layer; `MissingCaptureError` if there was no second pass to ask."""
+        length, repeated = prefill.spans.length, None
+        if self.repeat:
+            repeated = prefill.observation(RepeatedQueries(self.repeat))[layer]
+            asked = torch.full((repeated.shape[1],), prefill.spans.context_end - 1)
+            replayed, weights = asked[:0], torch.full((len(asked),), 1 / len(asked))
+        else:
+            replayed, weights = self.replay.select_queries(prefill, layer, region, memory)
+            asked = torch.full_like(replayed, length - 1)
         tail = torch.arange(prefill.spans.last(self.tail).start, length)
         share = self.tail_share if len(tail) else 0.0
         return QuerySet(
             torch.cat([replayed, tail]),
-            torch.cat([torch.full_like(replayed, length - 1), tail]),
+            torch.cat([asked, tail]),
             torch.cat([weights * (1 - share), torch.full((len(tail),), share / max(1, len(tail)))]),
+            repeated,
         )

@@ -37,13 +37,8 @@ def fitted_head(
     on_tokens: list[Tensor] = []
     on_sink: list[Tensor] = []
     for number in range(prefill.group):
-        for q, (at, asked) in enumerate(
-            zip(queries.positions.tolist(), queries.asked_at.tolist(), strict=True)
-        ):
-            query = prefill.queries_at(layer, [at])[head * prefill.group + number].double()
-            rope = prefill.rope_of(layer)
-            plain_query = rope.unrotate(query, torch.tensor([at]))
-            query = rope.rotate(plain_query, torch.tensor([asked]))[0]
+        for q, asked in enumerate(queries.asked_at.tolist()):
+            query = _query(prefill, layer, head * prefill.group + number, q, queries)
             sink = torch.zeros(()).double()
             if prefill.sink_logits:
                 sink = prefill.sink_logits[layer][head * prefill.group + number].double().exp()
@@ -76,6 +71,55 @@ def fitted_head(
         error = targets - rows @ everything
         result[columns] += _least_squares(rows[:, columns], error, weight, trust, trust_read)
     return result, log_m + factor[:-1].log()
+
+
+def _query(prefill: Prefill, layer: int, head: int, q: int, queries: QuerySet) -> Tensor:
+    """Reference query `q` of a query head, [d], rotated to where it is asked from."""
+    first = len(queries.asked_at) - len(queries.positions)
+    if queries.repeated is not None and q < first:
+        return queries.repeated[head, q].double()
+    at, rope = queries.positions[q - first : q - first + 1], prefill.rope_of(layer)
+    plain = rope.unrotate(prefill.queries_at(layer, at)[head].double(), at)
+    return rope.rotate(plain, queries.asked_at[q : q + 1])[0]
+
+
+def matched_head(
+    keys: Tensor,
+    values: Tensor,
+    asked: Tensor,
+    kept: Tensor,
+    least: float,
+    most: float,
+    steps: int,
+) -> tuple[Tensor, Tensor]:
+    """Values [E, d] and multiplicities [E] of `least_squares`, float64.
+
+    Args:
+        keys: [N, d], of the compressible tokens.
+        values: [N, d].
+        asked: [M, d], reference queries times the scale.
+        kept: int64 [E], which tokens stayed.
+        least: bounds of the multiplicities.
+        most: as `least`.
+        steps: projected gradient steps.
+
+    Source: Zweiger et al. (2026), Attention Matching, arXiv:2602.16284, and its code.
+    """
+    logits = asked.double() @ keys.double().T
+    mass = torch.exp(logits - logits.amax(dim=1, keepdim=True))
+    design, total = mass[:, kept], mass.sum(dim=1)
+    found = torch.linalg.lstsq(design, total[:, None]).solution[:, 0].clamp(least, most)
+    along = torch.ones_like(found)
+    for _ in range(3):
+        along = design.T @ (design @ along)
+        along = along / along.norm()
+    for _ in range(steps):
+        slope = design.T @ (design @ found - total)
+        found = (found - slope / (design @ along).square().sum()).clamp(least, most)
+    shares = design * found
+    shares = shares / shares.sum(dim=1, keepdim=True)
+    target = mass @ values.double() / total[:, None]
+    return torch.linalg.lstsq(shares, target).solution, found
 
 
 def _least_squares(a: Tensor, b: Tensor, weight: Tensor, trust: float, trust_read: float) -> Tensor:

@@ -25,15 +25,11 @@ class QueryFitter(Fitter):
 
     Attributes:
         queries: reference queries and their weights.
-        trust: prior of the values of all entries alike: larger values stay nearer to the originals.
-        trust_read: prior of an entry for being read by the reference queries.
     """
 
     works_sharded: ClassVar[bool] = True
 
     queries: ReferenceQueries = field(default_factory=ReferenceQueries)
-    trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
-    trust_read: float = bounded(0.3, at_least=0)
 
     @property
     def by_layer(self) -> bool:
@@ -50,10 +46,23 @@ class QueryFitter(Fitter):
         return Reference.of(prefill, layer, self.queries(prefill, layer, region, memory))
 
 
+@dataclass(frozen=True)
+class RidgeFitter(QueryFitter):
+    """Fits by ridge regression, near what was there.
+
+    Attributes:
+        trust: prior of the values of all entries alike: larger values stay nearer to the originals.
+        trust_read: prior of an entry for being read by the reference queries.
+    """
+
+    trust: float = bounded(0.1, above=0, hint="0.1 changes values a little, 0.01 much.")
+    trust_read: float = bounded(0.3, at_least=0)
+
+
 @final
 @FITTERS.register("values")
 @dataclass(frozen=True)
-class Values(QueryFitter):
+class Values(RidgeFitter):
     r"""Values near the original ones that give the full attention's output for foreseen queries.
 
     With p the attention of a reference query over the kept entries and o its output over all
@@ -68,7 +77,7 @@ class Values(QueryFitter):
     Cost: attention of the reference queries over all keys, O(L H Q T d), and for each head a
     system of as many unknowns as it has entries or rows of queries, whichever are fewer.
 
-    Attributes: see `QueryFitter`.
+    Attributes: see `RidgeFitter`.
     """
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.attended import LayerAttention, Reference, attended, scattered
 from gracekv.fit.base import FITTERS
-from gracekv.fit.values import QueryFitter, inverse_penalty, ridge, with_values
+from gracekv.fit.values import RidgeFitter, inverse_penalty, ridge, with_values
 from gracekv.prefill import Region
 from gracekv.registry import bounded
 
@@ -22,7 +22,7 @@ LEAST, MOST = 0.25, 50.0
 @final
 @FITTERS.register("values_and_mass")
 @dataclass(frozen=True)
-class ValuesAndMass(QueryFitter):
+class ValuesAndMass(RidgeFitter):
     r"""Multiplicities that restore the attention mass of what was dropped, then fitted values.
 
     With e_t the unnormalised attention of a reference query to kept entry t and Z its sum over all
@@ -36,7 +36,7 @@ class ValuesAndMass(QueryFitter):
 
     Attributes:
         mass_trust: prior of the multiplicities of all entries alike, a factor like `trust`. The
-            others: see `QueryFitter`; `trust_read` counts in both problems.
+            others: see `RidgeFitter`; `trust_read` counts in both problems.
     """
 
     mass_trust: float = bounded(0.1, above=0)

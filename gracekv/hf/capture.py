@@ -30,7 +30,7 @@ from gracekv.prefill.passes import ModelPasses
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.query_pass import QueryPass
-from gracekv.prefill.supported import check_model, check_needs, check_prompt_length
+from gracekv.prefill.supported import check_model, check_needs, check_passes, check_prompt_length
 from gracekv.segment.curvature import Curvature
 from gracekv.segment.surprisal import Surprisal
 from gracekv.value.output_projection import OutputProjection
@@ -123,6 +123,8 @@ def run_capture(
         prompt = prompt.without_tail()
         beyond = options.beyond_positions
         check_prompt_length(model, prompt.spans.length, beyond_positions=beyond)
+        if not beyond:
+            check_passes(model, needs, prompt.spans)
     check_needs(model, needs, passage=past is not None)
     embeddings = model.get_input_embeddings()
     if int(prompt.ids.max()) >= embeddings.num_embeddings:

@@ -272,6 +272,10 @@ class PassObserver(Observer):
 
     reads: ClassVar[frozenset[Reading]] = frozenset({"passes"})
 
+    def reach(self, spans: PromptSpans) -> int:
+        """How many positions its passes take at least, the prompt's own by default."""
+        return spans.length
+
     @abc.abstractmethod
     def observe(self, passes: Passes) -> Tensor:
         """What was observed, [...]. All captured keys and values are held meanwhile."""

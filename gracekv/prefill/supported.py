@@ -21,7 +21,8 @@ from gracekv.prefill.model_layers import (
 )
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.observations import check_observers
-from gracekv.prefill.observer import Reading
+from gracekv.prefill.observer import PassObserver, Reading
+from gracekv.prefill.prompt import PromptSpans
 from gracekv.prefill.self_check import self_check
 
 TESTED_MODEL_TYPES = frozenset(
@@ -164,6 +165,19 @@ def check_needs(model: Any, needs: Needs, *, passage: bool = False) -> None:
         gives -= {"passes"}
     advice = "Use a recipe that reads once, such as 'gracekv-plus' or 'gracekv-agnostic'."
     check_observers(needs.observers, gives, driver, advice)
+
+
+def check_passes(model: Any, needs: Needs, spans: PromptSpans) -> None:
+    """Raise `UnsupportedModelError` if a second pass takes positions that the model was not for."""
+    trained = trained_length(model)
+    for observer in needs.observers:
+        reach = observer.reach(spans) if isinstance(observer, PassObserver) else 0
+        if trained is not None and reach > max(trained, spans.length):
+            raise UnsupportedModelError(
+                f"{observer!r} runs a second pass that takes {reach} positions or more, "
+                f"{type(model).__name__} was made for {trained}. Use a shorter context, a recipe "
+                f"that reads once, or CaptureOptions(beyond_positions=True)."
+            )
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -80,6 +80,11 @@ RIVALS: Mapping[str, Recipe] = {
         "Kim et al. 2025, arXiv:2505.23416; runs the model a second time, the question is not read",
         {**_RIVAL, "value": "kvzip_two_pass", "quota": "global"},
     ),
+    "attention-matching": Recipe(
+        "Tokens by what a repetition attends to; multiplicities and values by least squares",
+        "Zweiger et al. 2026, arXiv:2602.16284; equal shares, no self-study; a second pass",
+        {**_RIVAL, "value": "repeated_attention", "fit": "least_squares"},
+    ),
     "scissorhands": Recipe(
         "Tokens by how many of the last 400 queries pay them at least uniform attention",
         "Liu et al. 2023, arXiv:2305.17118; once after prefill, equal shares",

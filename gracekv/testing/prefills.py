@@ -12,6 +12,7 @@ from gracekv.value.critical import WrittenNorms
 from gracekv.value.draft_attention import Draft
 from gracekv.value.kvzip_two_pass import Reconstruction
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
+from gracekv.value.repeated_attention import RepeatedQueries
 
 
 def synthetic_prefill(
@@ -84,6 +85,9 @@ def synthetic_prefill(
             ProjectionNorms(): to(normal(layers, heads).abs().float() + 0.1),
             WrittenNorms(): to(normal(layers, kv_heads, length).abs().float() + 0.1),
             Reconstruction(): to(normal(layers, kv_heads, context).abs().float().tanh()),
+            RepeatedQueries(512): to(
+                torch.stack(queries)[:, :, prefix:][:, :, :context][:, :, :512]
+            ),
             Draft(64): to(normal(layers, kv_heads, 5, context).float().softmax(dim=-1)),
         },
         token_ids=torch.arange(length),

@@ -27,6 +27,7 @@ from gracekv.value.none import NoSensitivity as NoSensitivity
 from gracekv.value.output_projection import OutputProjection as OutputProjection
 from gracekv.value.read_ahead import ReadAhead as ReadAhead
 from gracekv.value.recency import Recency as Recency
+from gracekv.value.repeated_attention import RepeatedAttention as RepeatedAttention
 from gracekv.value.replay import Replay as Replay
 from gracekv.value.scissorhands import Scissorhands as Scissorhands
 from gracekv.value.value_norm import ValueNorm as ValueNorm

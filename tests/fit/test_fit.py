@@ -41,22 +41,24 @@ def compressed(recipe="gracekv-plus", ratio=3, fit="none", softcap=None, sinks=F
     mass=st.sampled_from([None, 0.1]),
     softcap=st.sampled_from([None, 2.0]),
     sinks=st.booleans(),
+    repeat=st.sampled_from([0, 512]),
 )
 def test_equals_least_squares_in_float64(
-    seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks
+    seed, group, ratio, trust, trust_read, recipe, mass, softcap, sinks, repeat
 ):
+    queries = dataclasses.replace(QUERIES, repeat=repeat)
     prefill, region, cache = compressed(
         recipe, ratio, softcap=softcap, sinks=sinks, seed=seed, group=group
     )
     fitter = (
-        Values(QUERIES, trust, trust_read)
+        Values(queries, trust, trust_read)
         if mass is None
-        else ValuesAndMass(QUERIES, trust, trust_read, mass)
+        else ValuesAndMass(queries, trust, trust_read, mass)
     )
     got = fitter(prefill, region, cache)
     memory = {}
     for number, packed in enumerate(cache.layers):
-        chosen = QUERIES(prefill, number, region, memory)
+        chosen = queries(prefill, number, region, memory)
         for head in range(prefill.kv_heads):
             values, log_m = reference.fitted_head(
                 prefill, number, head, packed, region, chosen, trust, trust_read, mass

@@ -21,12 +21,13 @@ from gracekv.value.draft_attention import Draft
 from gracekv.value.expected_attention import QueryMoments
 from gracekv.value.kvzip_two_pass import Reconstruction
 from gracekv.value.output_projection import ProjectedNorms, ProjectionNorms
+from gracekv.value.repeated_attention import RepeatedQueries
 from support.observers import HeadOutputs
 
 OURS = [
     BlockInput(0.5), BlockReplaySums(16, 3.0, 5), Draft(3), HeadOutputs(), ProjectedNorms(),
-    ProjectionNorms(), QueryMoments(4), ReceivedAttention(), Reconstruction(20), Surprisal(),
-    WrittenNorms(),
+    ProjectionNorms(), QueryMoments(4), ReceivedAttention(), Reconstruction(20),
+    RepeatedQueries(9, 20), Surprisal(), WrittenNorms(),
 ]  # fmt: skip
 
 

@@ -1,0 +1,101 @@
+"""Attention that a second reading of the context pays to the first, as Attention Matching has it.
+
+The model reads a request to repeat, the prompt's tail, and the context once more, and the queries
+of evenly spaced tokens of that pass are kept. `gracekv.fit` asks them, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, final
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+from gracekv.kernels.softmax_sums import softmax_columns
+from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill.needs import region_samples
+from gracekv.prefill.observer import Part, Passes, PassObserver, Sizes, TokenRun
+from gracekv.registry import bounded
+from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.kvzip_two_pass import repetitions
+
+
+@dataclass(frozen=True)
+class RepeatedQueries(PassObserver):
+    """Queries of the second pass at evenly spaced context tokens, [L, H, Q, d].
+
+    They are rotated to the places that they have in that pass: after prefix and context come the
+    request, the tail and the repeated tokens. Request and texts are KVzip's, see `Reconstruction`.
+
+    Attributes:
+        count: Q, or all tokens of a shorter context.
+        chunk: context tokens that one pass repeats; a longer context takes several.
+    """
+
+    part: ClassVar[Part] = "reconstruction"
+
+    count: int
+    chunk: int = 4096
+
+    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
+        count = min(self.count, sizes.spans.context_length)
+        return sizes.layers, sizes.query_heads, count, sizes.head_dim
+
+    def reach(self, spans: PromptSpans) -> int:
+        return spans.context_end + min(self.chunk, spans.context_length)
+
+    @torch.no_grad()
+    def observe(self, passes: Passes) -> Tensor:
+        """[L, H, Q, d]."""
+        spans, parts = passes.spans, list[Tensor]()
+        at = region_samples(Region(spans.context_start, spans.context_end), self.count)
+        for part, ids in repetitions(passes, self.chunk):
+            inside = at[(at >= part.start) & (at < part.end)] - part.end + len(ids)
+            found: list[Tensor] = []
+            passes.after(spans.context_end, len(ids)).run(ids, partial(_keep, found, inside))
+            parts.append(torch.stack([x.to(found[0].device) for x in found]))
+        return torch.cat(parts, dim=2)
+
+
+def _keep(found: list[Tensor], inside: Tensor, layer: int, run: TokenRun) -> None:
+    """Append the queries of one layer at the tokens `inside` of the run."""
+    found.append(run.queries[:, inside.to(run.queries.device)])
+
+
+@final
+@SCORERS.register("repeated_attention")
+@dataclass(frozen=True, slots=False)
+class RepeatedAttention(LayerScorer):
+    """Root mean square of the attention that a real repetition of the context pays.
+
+    Over queries and over the query heads of a KV head; the softmax runs over the compressible
+    tokens alone. The question is not read.
+
+    Source: Zweiger et al. (2026), Attention Matching, arXiv:2602.16284, "highest attention keys"
+    of its code.
+
+    Cost: a second pass over the context, and attention rows of its queries, O(L H Q T d).
+
+    Attributes:
+        count: queries, evenly spaced (512: ours; the public code takes all of them).
+    """
+
+    works_sharded: ClassVar[bool] = True
+
+    count: int = bounded(512, at_least=1)
+
+    def needs(self) -> Needs:
+        """The queries of the second pass."""
+        return Needs.observed(RepeatedQueries(self.count))
+
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """[G, N], not normalised. Raises `MissingCaptureError` without the second pass."""
+        keys = prefill.keys[layer][:, region.start : region.end].contiguous()
+        queries = prefill.observation(RepeatedQueries(self.count))[layer].to(keys.device)
+        seen = torch.full((queries.shape[1],), region.length)
+        asked, softcap = queries.float() * prefill.scale, prefill.softcap
+        squares = softmax_columns(asked, keys, seen, power=2.0, softcap=softcap) / len(seen)
+        return reduce(squares, "(g n) t -> g t", "mean", g=len(keys)).sqrt()
