@@ -13,13 +13,14 @@ _RIVAL: Mapping[str, Any] = {
     "sensitivity": "none",
     "quota": {"name": "per_head", "remainder": True},
 }
+_LAST: Mapping[str, Any] = {**_RIVAL, "window": {"size": 1, "minimum": 1}}
 RIVALS: Mapping[str, Recipe] = {
     # StreamingLLM's own rule for recent tokens takes the place of the shared window, of which one
     # token stays: the last one, which the rule always keeps.
     "streaming-llm": Recipe(
         "The prompt's first 4 tokens and the most recent ones",
         "Xiao et al. 2023, arXiv:2309.17453",
-        {**_RIVAL, "value": "recency", "window": {"size": 1, "minimum": 1}},
+        {**_LAST, "value": "recency"},
     ),
     "h2o": Recipe(
         "Tokens by all the attention they received in the prompt",
@@ -80,10 +81,11 @@ RIVALS: Mapping[str, Recipe] = {
         "Kim et al. 2025, arXiv:2505.23416; runs the model a second time, the question is not read",
         {**_RIVAL, "value": "kvzip_two_pass", "quota": "global"},
     ),
+    # It knows no recent window: the last token alone stays by itself.
     "attention-matching": Recipe(
         "Tokens by what a repetition attends to; multiplicities and values by least squares",
         "Zweiger et al. 2026, arXiv:2602.16284; equal shares, no self-study; a second pass",
-        {**_RIVAL, "value": "repeated_attention", "fit": "least_squares"},
+        {**_LAST, "value": "repeated_attention", "fit": "least_squares"},
     ),
     "scissorhands": Recipe(
         "Tokens by how many of the last 400 queries pay them at least uniform attention",
