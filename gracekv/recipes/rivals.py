@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,6 +87,16 @@ RIVALS: Mapping[str, Recipe] = {
         "Tokens by what a repetition attends to; multiplicities and values by least squares",
         "Zweiger et al. 2026, arXiv:2602.16284; equal shares, no self-study; a second pass",
         {**_LAST, "value": "repeated_attention", "fit": "least_squares"},
+    ),
+    "attention-matching-omp": Recipe(
+        "Attention Matching with tokens by orthogonal matching pursuit, its best and slowest",
+        "Zweiger et al. 2026, arXiv:2602.16284; as attention-matching",
+        {
+            **_LAST,
+            "value": "matching_pursuit",
+            # Multiplicities between 1e-12 and e^7, clipped once.
+            "fit": {"name": "least_squares", "least": 1e-12, "most": math.exp(7), "steps": 0},
+        },
     ),
     "scissorhands": Recipe(
         "Tokens by how many of the last 400 queries pay them at least uniform attention",

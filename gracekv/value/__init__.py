@@ -20,6 +20,7 @@ from gracekv.value.key_norm import KeyNorm as KeyNorm
 from gracekv.value.kvzip_two_pass import KVzipTwoPass as KVzipTwoPass
 from gracekv.value.lag_relative import LagRelative as LagRelative
 from gracekv.value.last_query import LastQuery as LastQuery
+from gracekv.value.matching_pursuit import MatchingPursuit as MatchingPursuit
 from gracekv.value.mean_attention import MeanAttention as MeanAttention
 from gracekv.value.mixture import Mixture as Mixture
 from gracekv.value.multi_hop import MultiHop as MultiHop

@@ -296,3 +296,21 @@ def replay(
                 row = _shares(prefill, layer, head, keys @ moved)[region.start : region.end]
                 total[layer, head // prefill.group] += weight * row**power / prefill.group
     return total.pow(1 / power)
+
+
+def pursued(mass: Tensor, most: int, largest: float) -> list[int]:
+    """Tokens of one head in the order of `MatchingPursuit`, of attention mass [M, N] in float64.
+
+    Source: Zweiger et al. (2026), Attention Matching, arXiv:2602.16284.
+    """
+    taken: list[int] = []
+    target = mass.double().sum(dim=1)
+    missing = target
+    for _ in range(min(most, *mass.shape)):
+        gain = (mass.double().T @ missing).tolist()
+        left = [token for token in range(len(gain)) if token not in taken]
+        taken.append(max(left, key=lambda token: gain[token]))
+        columns = mass.double()[:, taken]
+        solution = torch.linalg.lstsq(columns, target[:, None]).solution[:, 0]
+        missing = target - columns @ solution.clamp(1e-12, largest)
+    return taken

@@ -1,0 +1,103 @@
+"""Tokens one by one, each the one that explains most of the attention mass still missing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from gracekv.kernels.linalg import batched_linear
+from gracekv.kernels.logits import capped
+from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
+from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.repeated_attention import RepeatedQueries
+
+
+@final
+@SCORERS.register("matching_pursuit")
+@dataclass(frozen=True, slots=False)
+class MatchingPursuit(LayerScorer):
+    """Orthogonal matching pursuit of a repetition's attention mass, head by head.
+
+    A query's unnormalised attention to the compressible tokens sums to its mass. Each step takes
+    the token whose column has the largest product with what the tokens taken so far leave of all
+    queries' masses, under their least-squares multiplicities, clipped to be positive. A score is
+    the rank in this order, so that any budget takes the first; after `most` tokens the root mean
+    square of attention decides. The question is not read.
+
+    Source: Zweiger et al. (2026), Attention Matching, arXiv:2602.16284, "OMP" of its code. Ours:
+    tokens of hardly any multiplicity are not exchanged at the end.
+
+    Cost: a second pass over the context, and `most` steps one after the other in each layer, of
+    O(H Q T) each.
+
+    Attributes:
+        count: queries of the repetition, evenly spaced.
+        most: tokens that a head takes in this order.
+        largest: of the multiplicities (e^7).
+    """
+
+    works_sharded: ClassVar[bool] = True
+
+    count: int = bounded(512, at_least=1)
+    most: int = bounded(1024, at_least=1)
+    largest: float = bounded(math.exp(7), above=0)
+
+    def needs(self) -> Needs:
+        """The queries of the second pass."""
+        return Needs.observed(RepeatedQueries(self.count))
+
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """[G, N], not normalised. Raises `MissingCaptureError` without the second pass."""
+        keys = prefill.keys[layer][:, region.start : region.end].float()
+        asked = prefill.observation(RepeatedQueries(self.count))[layer].to(keys.device).float()
+        asked = rearrange(asked * prefill.scale, "(g n) q d -> g (n q) d", g=len(keys))
+        mass = capped(batched_linear(asked, keys.contiguous()), prefill.softcap)
+        mass.sub_(mass.amax(dim=-1, keepdim=True)).exp_()
+        scores = (mass / mass.sum(dim=-1, keepdim=True)).square_().mean(dim=1).sqrt_()
+        taken = pursued(mass, self.most, self.largest)
+        # No root mean square is above 1.
+        ranks = torch.arange(taken.shape[1], 0, -1, device=keys.device) + 1.0
+        return scores.scatter_(1, taken, ranks.expand(taken.shape))
+
+
+def pursued(mass: Tensor, most: int, largest: float) -> Tensor:
+    """Columns of mass [G, M, N] in the order of the pursuit: int64 [G, min(most, M, N)].
+
+    The least-squares problem of each step is that of the last and a column more, whose part that is
+    new joins an orthonormal basis. A column without such a part gets no multiplicity.
+    """
+    groups, rows, length = mass.shape
+    count, target = min(most, rows, length), mass.sum(dim=-1)
+    basis, columns = mass.new_zeros(2, groups, rows, count)
+    upper = torch.eye(count, dtype=mass.dtype, device=mass.device).repeat(groups, 1, 1)
+    along, missing = mass.new_zeros(groups, count, 1), target
+    taken = torch.zeros(groups, count, dtype=torch.int64, device=mass.device)
+    gone = torch.zeros(groups, length, dtype=torch.bool, device=mass.device)
+    for i in range(count):
+        gain = (missing[:, None] @ mass)[:, 0].masked_fill_(gone, -torch.inf)
+        best = gain.argmax(dim=1, keepdim=True)
+        taken[:, i : i + 1] = best
+        gone.scatter_(1, best, True)
+        column = mass.gather(2, best[:, None].expand(-1, rows, 1))
+        columns[..., i : i + 1], rest, known = column, column, basis[..., :i]
+        # Twice, since one pass leaves rounding errors that add up.
+        for _ in range(2):
+            parts = known.mT @ rest
+            rest = rest - known @ parts
+            upper[:, :i, i : i + 1] += parts
+        size = rest.norm(dim=1, keepdim=True)
+        fresh = size > 1e-6 * column.norm(dim=1, keepdim=True)
+        basis[..., i : i + 1] = torch.where(fresh, rest / size, 0.0)
+        upper[:, i, i] = torch.where(fresh, size, 1.0)[:, 0, 0]
+        along[:, i] = (basis[..., i] * target).sum(dim=1, keepdim=True)
+        solved = torch.linalg.solve_triangular(
+            upper[:, : i + 1, : i + 1], along[:, : i + 1], upper=True
+        )
+        missing = target - (columns[..., : i + 1] @ solved.clamp_(1e-12, largest))[..., 0]
+    return taken
