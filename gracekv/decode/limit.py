@@ -29,6 +29,8 @@ class Limit(Configurable):
         window: last tokens that every head keeps.
         strategy: what stays, a strategy of the stage `decode` or its name; None: the pipeline's, or
             "fitted" where that is "none".
+        history: whether the cache notes what was read and what each cut left, 4 bytes a token and
+            cut, for `result.report(cache=cache)`; of one row.
     """
 
     entries_per_head: int | None = None
@@ -37,6 +39,7 @@ class Limit(Configurable):
     every: int = bounded(256, at_least=1, hint="Cuts of 64 to 512 tokens are usual.")
     window: int = bounded(32, at_least=1)
     strategy: Decoder | str | None = None
+    history: bool = False
 
     def check(self) -> None:
         _ = self.budget

@@ -21,6 +21,7 @@ from gracekv.hf.kept_layer import KeptStates, is_kept, kept_layer
 from gracekv.hf.layer import GraceLayer
 from gracekv.hf.packed_layer import PackedLayer
 from gracekv.hf.static_layer import StaticGraceLayer
+from gracekv.report.history import CutHistory
 
 
 class GraceCache(Cache):  # type: ignore[misc]
@@ -140,8 +141,16 @@ class GraceCache(Cache):  # type: ignore[misc]
             size += packed.kv_bytes + 2 * new * packed.dim * packed.dtype.itemsize
         return Occupancy(entries, size, entries, size)
 
-    def make_room(self, new: int, mask: Any) -> None:
-        """Called before a step of `new` tokens; a cache with a limit is cut here."""
+    @property
+    def history(self) -> CutHistory:
+        """What a limit's cuts left. Raises `CacheError` where nobody asked for it to be noted."""
+        raise CacheError(
+            "This cache noted no history of cuts. Write one answer, a single row, on "
+            "result.new_cache(gracekv.Limit(..., history=True))."
+        )
+
+    def make_room(self, tokens: Tensor, mask: Any) -> None:
+        """Called before a step of `tokens` [B, n, ...]; a cache with a limit is cut here."""
 
     def fit_rows(self, rows: int) -> None:
         """Repeat states for `rows` rows; the other layers see rows as they come.

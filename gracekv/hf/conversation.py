@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,6 +136,13 @@ class Conversation:
         """Entries and bytes of the context and all turns, now and at most."""
         held: Occupancy = self._cache.accounting
         return held
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the context's page, and what became of the turns: a limit with `history` noted it.
+
+        Raises what `result.report` does.
+        """
+        self._result.report(path, cache=self._cache)
 
     def close(self) -> None:
         """Let go of the cache; a further question raises `CacheError`."""

@@ -58,7 +58,7 @@ def before_forward(
             kwargs["attention_mask"] = mask = None
         if positions is not None and positions.shape[-1] > new:
             kwargs["position_ids"] = positions = positions[..., -new:]
-    cache.make_room(new, mask)
+    cache.make_room(kwargs[name], mask)
     if mask is None and positions is not None and not any(cache.padding):
         # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
         check_positions(int(positions.max()) + 1, cached + new)

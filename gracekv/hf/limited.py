@@ -23,6 +23,7 @@ from gracekv.hf.packed_layer import PackedLayer
 from gracekv.kernels.linalg import full_float32
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.model_layers import rotations_up_to
+from gracekv.report.history import CutHistory
 
 
 class LimitedCache(GraceCache):
@@ -88,6 +89,8 @@ class LimitedCache(GraceCache):
         self.padding, self._carried = start.padding, self._scores
         self._seen: Tensor | None = None
         self.cuts = self._most = 0
+        self._read: list[int] = []
+        self._left: list[Tensor] = []
         layers = [LimitedLayer(layer.packed, queries) for layer in start.grace_layers]
         self._place(layers, start.packed_length)
         self._count()
@@ -129,6 +132,14 @@ class LimitedCache(GraceCache):
         most = max(now.entries, self._most)
         return Occupancy(now.entries, now.bytes, most, most * self._entry_bytes, self.cuts)
 
+    @property
+    def history(self) -> CutHistory:
+        """What was read since the prompt, and what the cuts left; of one row."""
+        if not self.limit.history or self.grace_layers[0].batch > 1:
+            return super().history
+        read = torch.tensor(self._read, dtype=torch.long)
+        return CutHistory(self._start.packed_length, read, (*self._left,))
+
     def _entries(self, new: int) -> int:
         """Entries of all rows with `new` tokens more."""
         first = self.grace_layers[0]
@@ -163,16 +174,16 @@ class LimitedCache(GraceCache):
                 f"recipe that scores its tokens."
             )
 
-    def make_room(self, new: int, mask: Any) -> None:
-        """Cut if `new` tokens more would pass the limit.
+    def make_room(self, tokens: Tensor, mask: Any) -> None:
+        """Cut if `tokens` would pass the limit.
 
         Args:
-            new: tokens of the coming step.
+            tokens: of the coming step, ids [B, n] or embeddings [B, n, D].
             mask: as it was given to the model: [B, length], or None.
 
         Raises `CacheError` for more tokens than an interval, and for a mask of another form.
         """
-        used = self.grace_layers[0].tail_length
+        used, new = self.grace_layers[0].tail_length, tokens.shape[1]
         room = self._room(used + new)
         if used + new > room and (used or self._carried is not None):
             self._cut(mask)
@@ -186,6 +197,10 @@ class LimitedCache(GraceCache):
         for layer in self.grace_layers:
             layer.places = room
         self._most = max(self._most, self._entries(new))
+        if self.limit.history:
+            # Tokens that were taken back are read again.
+            del self._read[self.packed_length + used - self._start.packed_length :]
+            self._read += tokens[0].tolist() if tokens.ndim == 2 else [-1] * new
 
     def _room(self, tail: int) -> int:
         """Tokens that the tail may hold, where `tail` are in it."""
@@ -228,6 +243,9 @@ class LimitedCache(GraceCache):
             layer.place(PackedLayer(joined, backend.prepare(joined), backend, length))
         self.cuts += 1
         self._count()
+        if self.limit.history:
+            positions = [x.packed.entries.index()[1] for x in self.grace_layers]
+            self._left.append(torch.cat(positions).bincount(minlength=length).int())
 
     def _held(self, row: int, seen: Tensor, ropes: Sequence[Rope], number: int) -> HeldLayer:
         """Layer `number` of one row, whose tokens are `seen` bool [length] unless they are padding.

@@ -18,6 +18,7 @@ from gracekv.distributed.agreement import in_step
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ConfigError, PromptError
 from gracekv.hf.base_result import BaseResult
+from gracekv.hf.cache import GraceCache
 from gracekv.hf.conversation import Conversation, check_context, check_question, check_room
 from gracekv.hf.extend import extended_run
 from gracekv.hf.generation import continue_ids, decode_rows, padding_id
@@ -56,7 +57,12 @@ class CompressionResult(BaseResult):
         return self._runs[0] if self.keep_run else None
 
     def report(
-        self, path: str | os.PathLike[str], *, label: str | None = None, answer: str | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        label: str | None = None,
+        answer: str | None = None,
+        cache: GraceCache | None = None,
     ) -> None:
         """Write one HTML page that shows what was kept where; see `gracekv.report`.
 
@@ -67,14 +73,17 @@ class CompressionResult(BaseResult):
             path: the file; its folder is made.
             label: the result's name on the page; default: how many times fewer entries it keeps.
             answer: what the model said, shown with the accounting.
+            cache: what it was said on, made by `new_cache(Limit(..., history=True))`; the page then
+                shows what became of the answer's tokens, cut by cut.
 
         Raises `ReportError` if the result was loaded from a file and holds merged entries: what
-        they stand for is not in the file.
+        they stand for is not in the file; or if the cache is of another result. `CacheError` if the
+        cache has no history.
         """
         from gracekv.report import write
 
         check_whole(self.model, "report")
-        write(path, self, label=label, answer=answer)
+        write(path, self, label=label, answer=answer, cache=cache)
 
     def generate(
         self, max_new_tokens: int = 64, *, limit: Limit | None = None, **kwargs: Any

@@ -13,6 +13,7 @@ from gracekv.report.figures import plot_auction as plot_auction
 from gracekv.report.figures import plot_entries as plot_entries
 from gracekv.report.figures import plot_map as plot_map
 from gracekv.report.figures import plot_resolution as plot_resolution
+from gracekv.report.history import CutHistory as CutHistory
 from gracekv.report.page import compare as compare
 from gracekv.report.page import write as write
 from gracekv.report.page import write_all as write_all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from gracekv.errors import ReportError
 from gracekv.prefill import PromptSpans
 from gracekv.report.auction import AuctionCurve
 from gracekv.report.entries import KeptEntries, kept_entries
+from gracekv.report.history import CutHistory
 from gracekv.report.record import CodedRelevance
 from gracekv.report.recording import record_of
 
@@ -111,12 +113,16 @@ class ReportData:
         spans: prefix, context, question, tail.
         tokens: T texts.
         columns: at least one.
+        history: what became of the tokens written after the prompt, of one column; or None.
+        written: their texts.
     """
 
     model: str
     spans: PromptSpans
     tokens: tuple[str, ...]
     columns: tuple[ReportColumn, ...]
+    history: CutHistory | None = None
+    written: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -148,7 +154,7 @@ class ReportData:
                         f"and {label!r} have different {what} ({read(main)!r:.60}, "
                         f"{read(other)!r:.60}). Compress the same Prompt with both pipelines."
                     )
-        prompts = [result.prompt for result in results.values()]
+        tokenizer = next((x for r in results.values() if (x := r.prompt.tokenizer)), None)
         config = getattr(main.model, "config", None)
         # Of a local folder only its name: pages are shared, paths are private.
         name = str(getattr(config, "name_or_path", "")).rstrip("/\\")
@@ -158,12 +164,29 @@ class ReportData:
             model=name or type(main.model).__name__,
             spans=main.prompt.spans,
             # A loaded prompt may have no tokenizer.
-            tokens=tuple(token_texts(max(prompts, key=lambda p: p.tokenizer is not None))),
+            tokens=tuple(token_texts(main.prompt.ids, tokenizer)),
             columns=tuple(
                 report_column(label, r._run, r.prompt.spans, r.pipeline, answers.get(label))
                 for label, r in results.items()
             ),
         )
+
+    def with_history(self, result: Result, history: CutHistory) -> ReportData:
+        """These data with what was written on a cache of `result`.
+
+        Raises `ReportError` if the cache is of another prompt.
+        """
+        first, prompt = result._run.cache.length, result.prompt
+        if history.first != first:
+            raise ReportError(
+                f"The cache goes on from {history.first} prompt tokens, the result has {first}. "
+                f"Give a cache that this result's new_cache(limit) made."
+            )
+        # Blanks and letters depend on the tokens before.
+        lead = prompt.ids[max(0, first - 4) : first]
+        tokenizer = None if (history.ids < 0).any() else prompt.tokenizer
+        texts = token_texts(torch.cat([lead, history.ids]), tokenizer)[len(lead) :]
+        return dataclasses.replace(self, history=history, written=tuple(texts))
 
 
 def report_column(
@@ -198,13 +221,12 @@ def _check(label: str, result: object) -> None:
         )
 
 
-def token_texts(prompt: Prompt) -> list[str]:
-    """T texts, which add up to the prompt's; without a tokenizer the ids as numbers.
+def token_texts(ids: Tensor, tokenizer: Any) -> list[str]:
+    """Texts of `ids` int64 [T], which add up to that of all; without a tokenizer the numbers.
 
     Each is a token's text after the one before it, so that leading blanks are not lost. Of a
     character that several tokens share, one token has all and the others have "".
     """
-    tokenizer, ids = prompt.tokenizer, prompt.ids
     if tokenizer is None:
         return [f"⟨{number}⟩ " for number in ids.tolist()]
     texts: list[str] = []

@@ -39,10 +39,16 @@ _CURVE = ("entries", "utility", "floor_entries", "bound_entries", "bound")
 
 def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
     """A header of plain data, and the block of bytes."""
-    parts = {"text": "".join(data.tokens).encode("utf-8", "replace")}
-    # Scripts count text in units of UTF-16.
-    units = [len(text.encode("utf-16-le", "replace")) // 2 for text in data.tokens]
-    parts["lengths"] = varints(np.array(units, dtype=np.int64))
+    parts, history = dict[str, bytes](), data.history
+    for name, texts in (("text", data.tokens), ("written", data.written)):
+        parts[name] = "".join(texts).encode("utf-8", "replace")
+        # Scripts count text in units of UTF-16.
+        units = [len(text.encode("utf-16-le", "replace")) // 2 for text in texts]
+        parts[f"{name}Lengths"] = varints(np.array(units, dtype=np.int64))
+    cuts = None
+    if history is not None:
+        parts["held"] = b"".join(map(_u32, history.held))
+        cuts = {"first": history.first, "lengths": [len(own) for own in history.held]}
     entries, spans = data.columns[0].entries, data.spans
     columns = [_column(parts, number, data) for number in range(len(data.columns))]
     header = {
@@ -52,6 +58,8 @@ def encode(data: ReportData) -> tuple[dict[str, Any], bytes]:
         "heads": entries.heads,
         "region": list(entries.region),
         "columns": columns,
+        "written": len(data.written),
+        "cuts": cuts,
     }
     table, block = {}, bytearray()
     for name, part in parts.items():

@@ -19,9 +19,10 @@ from gracekv.errors import ReportError
 from gracekv.files import VERSION, write_atomically
 from gracekv.report.data import ReportData, Result
 from gracekv.report.encoding import encode
+from gracekv.report.history import Limited
 
 # In order of dependence; they share one scope.
-_SCRIPTS = ("codec.js", "view.js", "charts.js", "text.js", "inspector.js", "main.js")
+_SCRIPTS = ("codec.js", "view.js", "charts.js", "cuts.js", "text.js", "inspector.js", "main.js")
 
 
 def write(
@@ -30,6 +31,7 @@ def write(
     *,
     label: str | None = None,
     answer: str | None = None,
+    cache: Limited | None = None,
 ) -> None:
     """Write a page of one result; `result.report` calls this.
 
@@ -38,11 +40,17 @@ def write(
         result: what to show.
         label: its name on the page; default: the recipe's name and the ratio.
         answer: the model's answer, shown with the accounting.
+        cache: one of the result, with a limit, on which the answer was written: shows what became
+            of its tokens, cut by cut.
 
-    Raises `ReportError` if the result does not hold what its entries stand for.
+    Raises `ReportError` if the result does not hold what its entries stand for, or the cache is of
+    another one; `CacheError` if it has no history.
     """
     name = label or default_label(result)
-    compare({name: result}, path, answers=None if answer is None else {name: answer})
+    data = ReportData.of({name: result}, None if answer is None else {name: answer})
+    if cache is not None:
+        data = data.with_history(result, cache.history)
+    write_atomically(Path(path), render(data).encode())
 
 
 def compare(

@@ -135,7 +135,7 @@ def test_text_and_slots_come_back(make, words):
     data = ReportData.of({"x": result})
     header, block = encoding.encode(data)
     text = part(header, block, "text").decode()
-    lengths = numbers(part(header, block, "lengths"))
+    lengths = numbers(part(header, block, "textLengths"))
     assert len(lengths) == data.spans.length
     units, at = text.encode("utf-16-le"), 0
     for token, length in zip(data.tokens, lengths, strict=True):

@@ -16,20 +16,8 @@ class Report {
     this.width = this.last - this.first;
     this.units = this.layers * this.heads;
     this.text = new TextDecoder().decode(this.part("text"));
-    this.begins = new Uint32Array(this.length + 1);
-    const lengths = this.part("lengths");
-    for (let at = 0, token = 0, begin = 0; token < this.length; token++) {
-      let value = 0;
-      let shift = 0;
-      let byte;
-      do {
-        byte = lengths[at++];
-        value |= (byte & 127) << shift;
-        shift += 7;
-      } while (byte & 128);
-      begin += value;
-      this.begins[token + 1] = begin;
-    }
+    this.begins = this.borders("textLengths", this.length);
+    this.cuts = header.cuts && new Cuts(this, header.cuts, header.written);
     this.columns = header.columns.map((column, number) => new Column(this, column, number));
   }
 
@@ -57,6 +45,25 @@ class Report {
   numbers(name) {
     const [offset, size] = this.parts[name];
     return new Uint32Array(this.bytes.buffer, this.bytes.byteOffset + offset, size / 4);
+  }
+
+  /** Where each of so many tokens begins in its text, and where the last ends. */
+  borders(name, tokens) {
+    const begins = new Uint32Array(tokens + 1);
+    const lengths = this.part(name);
+    for (let at = 0, token = 0, begin = 0; token < tokens; token++) {
+      let value = 0;
+      let shift = 0;
+      let byte;
+      do {
+        byte = lengths[at++];
+        value |= (byte & 127) << shift;
+        shift += 7;
+      } while (byte & 128);
+      begin += value;
+      begins[token + 1] = begin;
+    }
+    return begins;
   }
 
   token(position) {
@@ -254,5 +261,28 @@ class Column {
       else high = middle - 1;
     }
     return [low, slots[low], slots[low + 1]];
+  }
+}
+
+/** What a limit's cuts left of prompt and answer; cuts are numbered from 0. */
+class Cuts {
+  constructor(report, { first, lengths }, written) {
+    Object.assign(this, { report, first, lengths });
+    this.length = first + written;
+    this.text = new TextDecoder().decode(report.part("written"));
+    this.begins = report.borders("writtenLengths", written);
+    this.held = report.numbers("held");
+    let end = 0;
+    this.starts = lengths.map((length) => (end += length) - length);
+  }
+
+  token(position) {
+    const at = position - this.first;
+    return at < 0 ? this.report.token(position) : this.text.slice(this.begins[at], this.begins[at + 1]);
+  }
+
+  /** In how many heads a token is held after a cut; null where it was not written yet. */
+  heads(cut, position) {
+    return position < this.lengths[cut] ? this.held[this.starts[cut] + position] : null;
   }
 }

@@ -9,6 +9,7 @@ async function start() {
   const report = await Report.load();
   drawSummary(report);
   drawAuction(report);
+  drawCuts(report);
   const several = report.columns.length > 1;
   view.right = several ? 1 : -1;
   // Open on the head with the most entries of the first column: there is most to see.
@@ -145,14 +146,20 @@ function followPointer(report) {
     const pane = word.parentNode;
     const at = [...pane.parentNode.children].indexOf(pane);
     drawTip(report, Number(word.dataset.t), view.shown(report)[at]);
-    tip.hidden = false;
-    const box = tip.getBoundingClientRect();
-    tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, innerWidth - box.width - 8))}px`;
-    const below = event.clientY + 20;
-    tip.style.top = `${below + box.height > innerHeight ? event.clientY - box.height - 12 : below}px`;
+    showTip(event);
   });
   byId("words").addEventListener("pointerleave", hide);
   addEventListener("scroll", hide, { passive: true });
+}
+
+/** Show the tip, as it was filled, near the pointer and inside the window. */
+function showTip(event) {
+  const tip = byId("tip");
+  tip.hidden = false;
+  const box = tip.getBoundingClientRect();
+  tip.style.left = `${Math.max(8, Math.min(event.clientX + 14, innerWidth - box.width - 8))}px`;
+  const below = event.clientY + 20;
+  tip.style.top = `${below + box.height > innerHeight ? event.clientY - box.height - 12 : below}px`;
 }
 
 function followSearch(report, chooseToken) {

@@ -1,0 +1,32 @@
+"""`CutHistory`: what became of the tokens that were written under a limit, cut by cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CutHistory:
+    """What a cache with a limit read after its packed prompt, and what its cuts left; on the CPU.
+
+    Attributes:
+        first: position of the first token of `ids`, which is the prompt's last one, fed again.
+        ids: int64 [n] tokens that were read since; -1 for those given as embeddings.
+        held: for each cut int32 [tokens so far], in how many heads of all layers a token has an
+            entry of its own.
+    """
+
+    first: int
+    ids: Tensor
+    held: tuple[Tensor, ...]
+
+
+class Limited(Protocol):
+    """What a report reads of a cache with a limit, a `gracekv.hf.GraceCache`."""
+
+    @property
+    def history(self) -> CutHistory:
+        """What was read since the prompt, and what the cuts left."""
