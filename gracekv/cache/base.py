@@ -145,6 +145,8 @@ class RaggedEntries(LayerEntries):
                 f"Only layers of the same heads, dimension, dtype and device can be stacked; got "
                 f"{sorted(map(str, kinds)) or 'none'}. Compress all prompts with one model."
             )
+        if len(layers) == 1:
+            return layers[0]
         joined = {name: torch.cat([getattr(x, name) for x in layers]) for name in PARTS[:-1]}
         offsets = ragged.offsets(torch.cat([x.lengths for x in layers]))
         return cls(**joined, offsets=offsets, sequences=sum(x.sequences for x in layers))

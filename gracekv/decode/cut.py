@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.allocate.plan import BudgetPlan, equal_shares
+from gracekv.allocate.ranking import where_true
 from gracekv.allocate.top_tokens import top_tokens
 from gracekv.cache.base import RaggedEntries
 from gracekv.decode.base import Decoder, HeldLayer
@@ -66,11 +67,12 @@ def kept_entries(
 
 def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEntries:
     """The entries `kept` bool [G, N] of one layer, fitted by `strategy`."""
+    at = where_true(kept.flatten())
     entries = RaggedEntries(
-        held.keys[kept],
-        held.values[kept],
-        held.positions[kept].int(),
-        held.log_multiplicity[kept],
+        held.keys.flatten(0, 1).index_select(0, at),
+        held.values.flatten(0, 1).index_select(0, at),
+        held.positions.flatten()[at].int(),
+        held.log_multiplicity.flatten()[at],
         ragged.offsets(kept.sum(dim=1).cpu()),
     )
     return strategy.fit(held, kept, entries)

@@ -102,38 +102,49 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerAttention:
-    """Attention of reference queries over the kept entries of one layer.
+class KeptMass:
+    """Unnormalised attention of reference queries over the kept entries of one layer.
 
-    The columns of a head are its packed entries and the last prompt token; heads with fewer are
-    padded to W columns.
+    A head has W columns; those that hold no entry have no mass.
 
     Attributes:
-        columns: int64 [G, W] rows of the layer's packed tensors; of the last token and of padding
-            any row.
-        free: bool [G, W], entries of the compressible region, which may be changed.
-        mass: float32 [G, M, W], exp(logit - top); multiplicities included, 0 in padded columns and
-            where the query does not see the entry.
+        free: bool [G, W], entries that may be changed.
+        mass: float32 [G, M, W], exp(logit - top); multiplicities included, 0 in columns without an
+            entry and where the query does not see it.
         total: float32 [G, M], as in `Reference`.
         sink: float32 [G, M], as there.
-        values: float32 [G, W, d] of the entries and the last token.
-        output: float32 [G, M, d], as in `Reference`.
         weights: float32 [M], as there.
     """
 
-    columns: Tensor
     free: Tensor
     mass: Tensor
     total: Tensor
     sink: Tensor
-    values: Tensor
-    output: Tensor
     weights: Tensor
 
     def shares(self, multiplicity: Tensor | None = None) -> Tensor:
         """float32 [G, M, W]: attention over the kept entries; `multiplicity` [G, W] multiplies."""
         mass = self.mass.clone() if multiplicity is None else self.mass * multiplicity[:, None]
         return mass.div_((mass.sum(dim=-1, keepdim=True) + self.sink[..., None]).clamp_min(1e-30))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerAttention(KeptMass):
+    """The same where the entries are packed, with their values and what the queries had.
+
+    The columns of a head are its packed entries and the last prompt token; heads with fewer are
+    padded to W columns. Free are entries of the compressible region.
+
+    Attributes:
+        columns: int64 [G, W] rows of the layer's packed tensors; of the last token and of padding
+            any row.
+        values: float32 [G, W, d] of the entries and the last token.
+        output: float32 [G, M, d], as in `Reference`.
+    """
+
+    columns: Tensor
+    values: Tensor
+    output: Tensor
 
 
 def attended(reference: Reference, packed: RaggedEntries, region: Region) -> LayerAttention:
@@ -155,8 +166,8 @@ def attended(reference: Reference, packed: RaggedEntries, region: Region) -> Lay
     mass.clamp_(max=20.0).exp_().mul_(entry_mass[:, None])
     free = used & (positions >= region.start) & (positions < region.end)
     free[last] = False
-    given = (reference.output, reference.weights)
-    return LayerAttention(columns, free, mass, reference.total, reference.sink, values, *given)
+    kept = (free, mass, reference.total, reference.sink, reference.weights)
+    return LayerAttention(*kept, columns, values, reference.output)
 
 
 def _columns(

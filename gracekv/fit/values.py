@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
-from gracekv.fit.attended import LayerAttention, Reference, attended, scattered
+from gracekv.fit.attended import KeptMass, LayerAttention, Reference, attended, scattered
 from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.kernels.linalg import batched_linear
@@ -92,25 +92,33 @@ def with_values(
     trust: float,
     trust_read: float,
 ) -> RaggedEntries:
-    """`packed` with fitted values.
+    """`packed`, one layer of one sequence, with fitted values.
 
-    Args:
-        packed: one layer of one sequence.
-        attention: the reference queries' attention in this layer.
-        shares: p float32 [G, M, W], attention over the kept entries.
-        trust: prior of all entries, as in `Values`.
-        trust_read: prior for being read.
+    The others, `shares` float32 [G, M, W] among them, are those of `value_change`.
     """
     error = attention.output - batched_linear(shares, attention.values.mT.contiguous())
-    inverse = inverse_penalty(shares, attention, trust, trust_read)
-    change = ridge(shares, error, attention.weights, inverse).nan_to_num_(0.0, 0.0, 0.0)
+    change = value_change(attention, shares, error, trust, trust_read)
     values = scattered(packed.values, attention, attention.values + change)
     return dataclasses.replace(packed, values=values)
 
 
-def inverse_penalty(
-    shares: Tensor, attention: LayerAttention, trust: float, trust_read: float
+def value_change(
+    attention: KeptMass, shares: Tensor, error: Tensor, trust: float, trust_read: float
 ) -> Tensor:
+    """float32 [G, W, d]: what is added to the values.
+
+    Args:
+        attention: the reference queries' attention in this layer.
+        shares: p float32 [G, M, W], attention over the kept entries.
+        error: float32 [G, M, d], what the queries' outputs lack with the values as they are.
+        trust: prior of all entries, as in `Values`.
+        trust_read: prior for being read.
+    """
+    inverse = inverse_penalty(shares, attention, trust, trust_read)
+    return ridge(shares, error, attention.weights, inverse).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def inverse_penalty(shares: Tensor, attention: KeptMass, trust: float, trust_read: float) -> Tensor:
     """1 / lambda, float32 [G, W]; 0 for columns that must not change.
 
     Args:

@@ -9,7 +9,7 @@ from typing import final
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
-from gracekv.fit.attended import LayerAttention, Reference, attended, scattered
+from gracekv.fit.attended import KeptMass, Reference, attended, scattered
 from gracekv.fit.base import FITTERS
 from gracekv.fit.values import RidgeFitter, inverse_penalty, ridge, with_values
 from gracekv.prefill import Region
@@ -51,7 +51,7 @@ class ValuesAndMass(RidgeFitter):
         return dataclasses.replace(fitted, log_multiplicity=new)
 
 
-def multiplicities(attention: LayerAttention, trust: float, trust_read: float) -> Tensor:
+def multiplicities(attention: KeptMass, trust: float, trust_read: float) -> Tensor:
     """float32 [G, W]: what the packed multiplicities are multiplied by; 1 for entries not free."""
     shares = attention.mass / attention.total[..., None]
     on_tokens = 1.0 - (attention.sink / attention.total)[..., None]

@@ -253,9 +253,10 @@ class LimitedCache(GraceCache):
         The tail's positions are those of the tokens that are seen.
         """
         layer, packed, now = self.grace_layers[number], self.packed_length, int(seen.sum())
-        keys, values, positions, mass, columns = layer.held(row)
+        known = None if self._carried is None else self._carried[number]
+        keys, values, positions, mass, carried = layer.held(row, known)
         place = seen.cumsum(0) - 1
-        new = slice(columns.shape[1], None)
+        new = slice(positions.shape[1] - layer.tail_length, None)
         positions[:, new] = place[packed:]
         mass[:, new].masked_fill_(~seen[packed:], -torch.inf)
         asked, at = layer.asked(row)
@@ -263,11 +264,9 @@ class LimitedCache(GraceCache):
         asked = (asked[:, shown].float() * scale).unflatten(0, (len(keys), -1))
         turned = ropes[number].moved(place[packed + at[shown]], now)
         moved = turned.rotate(asked, torch.arange(asked.shape[2]))
-        carried = torch.zeros_like(mass)
-        if self._carried is not None:
-            known = self._carried[number].to(mass)[columns]
+        if len(at):
             # What had no score stays only while nothing else is known, either.
-            carried[:, : columns.shape[1]] = known.nan_to_num(posinf=0.0) if len(at) else known
+            carried.nan_to_num_(posinf=0.0)
         return HeldLayer(
             number, keys, values, mass, positions, asked, moved, carried,
             self._start.packed_length, now, softcap, sinks,

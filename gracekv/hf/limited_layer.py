@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -59,34 +60,37 @@ class LimitedLayer(GraceLayer):
             return keys.new_zeros(entries.heads, 0, keys.shape[1]), places[:0]
         return self._asked[row][:, places % self._queries], places
 
-    def held(self, row: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Keys, values [G, N, d], positions, log m [G, N] of a row's entries; and their columns.
+    def held(self, row: int, carried: Tensor | None) -> tuple[Tensor, ...]:
+        """Keys, values [G, N, d], positions, log m and what is `carried` [G, N] of a row's entries.
 
         First those of the packed part, padded by entries of log m = -inf, then the tail's, whose
-        positions and log m are 0. Columns int64 [G, W] are the rows of the packed part's tensors.
+        numbers are 0. Of the packed part `carried` is float32 [E]; None: 0.
         """
         packed: Any = self.packed.entries
-        heads, device = packed.heads, packed.device
-        of_row = self.rows_of(self.batch)
-        each = self.batch // packed.sequences
+        heads, used = packed.heads, self._used
+        of_row, each = self.rows_of(self.batch), self.batch // packed.sequences
         at = heads * (row // each if of_row is None else int(of_row[row]))
-        counts = packed.lengths[at : at + heads].to(device)
+        starts = packed.offsets[at : at + heads + 1].tolist()
+        counts = [end - start for start, end in itertools.pairwise(starts)]
         # Products of one width for many cuts: oneDNN compiles one for each shape.
-        width = -(-(int(counts.max()) + self._used) // _PLACES) * _PLACES - self._used
-        step = torch.arange(width, device=device)
-        columns = packed.offsets[at : at + heads].to(device)[:, None] + step
-        columns.clamp_(max=max(0, packed.entries - 1))
-        mass = packed.log_multiplicity[columns].masked_fill(step >= counts[:, None], -torch.inf)
-        tail = [packed.keys.new_zeros(heads, 0, packed.dim)] * 2
-        if self._used:
-            tail = [own[row] for own in self._tail(self._used)]
-        new = mass.new_zeros(heads, self._used)
+        width = -(-(max(counts) + used) // _PLACES) * _PLACES - used
+
+        def padded(rows: Tensor, tail: Any, nothing: float = 0.0) -> Tensor:
+            own = rows.new_empty(heads, width + used, *rows.shape[1:])
+            for part, start, count in zip(own, starts, counts, strict=False):
+                part[:count] = rows[start : start + count]
+                part[count:width] = nothing
+            own[:, width:] = tail
+            return own
+
+        keys, values = (x[row] for x in self._tail(used)) if used else (0.0, 0.0)
+        mass = packed.log_multiplicity
         return (
-            torch.cat([packed.keys[columns], tail[0]], dim=1),
-            torch.cat([packed.values[columns], tail[1]], dim=1),
-            torch.cat([packed.positions[columns].long(), new.long()], dim=1),
-            torch.cat([mass, new], dim=1),
-            columns,
+            padded(packed.keys, keys),
+            padded(packed.values, values),
+            padded(packed.positions, 0).long(),
+            padded(mass, 0.0, -torch.inf),
+            padded(torch.zeros_like(mass) if carried is None else carried.to(mass), 0.0),
         )
 
     def place(self, packed: PackedLayer) -> None:

@@ -1,0 +1,69 @@
+"""What a cut fits, against the same in float64, head by head."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.decode import Attention
+from gracekv.decode.cut import packed_entries
+from gracekv.decode.refit import refitted
+from gracekv.fit.values_and_mass import LEAST, MOST
+from support.held_layers import held_layer
+
+TRUST, MASS_TRUST, TRUST_READ = 0.1, 0.2, 0.3
+
+
+def ridge(rows, target, trust):
+    """The change of each column that explains `target`, every row of the same weight."""
+    read = rows.square().mean(dim=0)
+    penalty = trust * read.mean() + TRUST_READ * read
+    normal = rows.T @ rows / len(rows) + penalty.diag()
+    return torch.linalg.solve(normal, rows.T @ target / len(rows))
+
+
+def plain_head(held, kept, g):
+    """Values and log m of the kept entries of one head, float64."""
+    sinks = torch.zeros(held.moved.shape[1], dtype=torch.float64)
+    if held.sink_logits is not None:
+        sinks = held.sink_logits.double().view(len(held.keys), -1)[g].exp()
+    rows, values = [], held.values[g].double()
+    for own, sink in zip(held.moved[g].double(), sinks, strict=True):
+        for query in own:
+            logits = held.keys[g].double() @ query
+            if held.softcap is not None:
+                logits = held.softcap * torch.tanh(logits / held.softcap)
+            mass = (logits + held.log_multiplicity[g].double()).exp()
+            rows.append(torch.cat([mass, sink[None]]) / (mass.sum() + sink))
+    given_to = torch.stack(rows)
+    sink, attention = given_to[:, -1:], given_to[:, :-1]
+    shares = attention[:, kept[g]]
+    lost = 1 - sink - shares.sum(dim=1, keepdim=True)
+    factor = (1 + ridge(shares, lost, MASS_TRUST)[:, 0]).clamp(LEAST, MOST)
+    shares = shares * factor
+    shares = shares / (shares.sum(dim=1, keepdim=True) + sink)
+    own = values[kept[g]]
+    change = ridge(shares, attention @ values - shares @ own, TRUST)
+    return own + change, held.log_multiplicity[g, kept[g]].double() + factor.log()
+
+
+@pytest.mark.parametrize("queries", [3, 12])
+@given(seed=st.integers(0, 2**20), capped=st.booleans(), sinks=st.booleans())
+def test_fitted_entries_are_those_of_plain_least_squares(queries, seed, capped, sinks):
+    held = held_layer(
+        seed, queries=queries, packed=(12, 7), softcap=3.0 if capped else None, sinks=sinks
+    )
+    rng = torch.Generator().manual_seed(seed)
+    kept = held.used & (torch.rand(held.used.shape, generator=rng) < 0.7)
+    kept[:, 0] = True
+    packed = packed_entries(held, kept, Attention())
+    fitted = refitted(held, kept, packed, TRUST, MASS_TRUST, TRUST_READ)
+    assert torch.equal(fitted.keys, packed.keys)
+    assert torch.equal(fitted.offsets, packed.offsets)
+    for g in range(2):
+        values, log_m = plain_head(held, kept, g)
+        own = slice(int(packed.offsets[g]), int(packed.offsets[g + 1]))
+        torch.testing.assert_close(fitted.values[own].double(), values, rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(
+            fitted.log_multiplicity[own].double(), log_m, rtol=2e-3, atol=2e-4
+        )
