@@ -1,21 +1,24 @@
-"""What cuts cost beside decoding: `benchmarks/results/limit_cost.md`.
+"""What cuts cost beside decoding: `benchmarks/results/limit-cost.md`.
 
-    OMP_NUM_THREADS=1 python benchmarks/limit_cost.py
+    python benchmarks/limit_cost.py
 
-SmolLM2 over a made-up cache of 4,096 entries per head, of which every cut leaves as many: steps of
-one token, and cuts after `--every` tokens. Seconds are the process's own on one thread, so that
-other work of the machine does not count.
+SmolLM2 over a made-up cache of 4,096 entries per head, of which every cut leaves as many. A round
+is a few steps of one token and a cut of a copy, strategy after strategy, so that all of them see
+the same machine; a share is a cut's seconds over those of `--every` steps of its round. CPU seconds
+are the process's own, in which other work of the machine does not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from machine import commit, threads, versions
+from machine import commit, cores, cpu, versions
 
 from gracekv import Limit
 from gracekv.backends import Auto
@@ -27,7 +30,11 @@ from gracekv.hf import GraceCache, attach
 from gracekv.hf.limited import LimitedCache
 from gracekv.hf.smollm2 import load_smollm2
 
-PAGE = Path(__file__).parent / "results" / "limit_cost.md"
+PAGE = Path(__file__).parent / "results" / "limit-cost.md"
+# Steps of a round.
+STEPS = 8
+# CPU and wall seconds.
+CLOCKS = (time.process_time, time.perf_counter)
 
 
 def made_up(model: torch.nn.Module, entries: int) -> GraceCache:
@@ -42,51 +49,82 @@ def made_up(model: torch.nn.Module, entries: int) -> GraceCache:
     return GraceCache(RaggedCache(tuple(layers), length=entries), Auto())
 
 
+def seconds(work: Callable[[], object]) -> tuple[float, ...]:
+    """CPU and wall seconds of `work`."""
+    before = [clock() for clock in CLOCKS]
+    work()
+    return tuple(clock() - start for clock, start in zip(CLOCKS, before, strict=True))
+
+
 @torch.no_grad()
-def measured(model: torch.nn.Module, name: str, entries: int, every: int) -> tuple[float, float]:
-    """Median CPU seconds of a step, and those of a cut."""
-    limit = Limit(entries_per_head=entries + 64, every=every, window=32, strategy=name)
-    cache = LimitedCache(made_up(model, entries), model, limit, DECODERS.build(name))
-    model(input_ids=torch.arange(every)[None], past_key_values=cache)
-    steps = []
-    for token in range(12):
-        start = time.process_time()
-        model(input_ids=torch.tensor([[token]]), past_key_values=cache)
-        steps.append(time.process_time() - start)
-    start = time.process_time()
-    cache.make_room(torch.zeros(1, every), None)
-    return statistics.median(steps), time.process_time() - start
+def one_round(model: torch.nn.Module, cache: GraceCache, every: int) -> list[tuple[float, float]]:
+    """(a step, a cut) in CPU and in wall seconds; `cache` is as before afterwards."""
+    token = torch.zeros(1, 1, dtype=torch.long)
+    steps = [seconds(lambda: model(input_ids=token, past_key_values=cache)) for _ in range(STEPS)]
+    cache.crop(-STEPS)
+    full = copy.deepcopy(cache)
+    cut = seconds(lambda: full.make_room(torch.zeros(1, every), None))
+    return [
+        (statistics.median(step), own)
+        for step, own in zip(zip(*steps, strict=True), cut, strict=True)
+    ]
+
+
+def row(name: str, rounds: Sequence[Sequence[tuple[float, float]]], every: int) -> str:
+    """A line of the table: medians over rounds, and the range of their shares."""
+    cells = []
+    for own in zip(*rounds, strict=True):
+        steps, cuts = zip(*own, strict=True)
+        shares = sorted(100 * cut / (every * step) for step, cut in own)
+        cells += [
+            f"{1000 * statistics.median(steps):.0f}",
+            f"{1000 * statistics.median(cuts):.0f}",
+            f"{statistics.median(shares):.1f} % ({shares[0]:.1f} to {shares[-1]:.1f})",
+        ]
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--entries", type=int, default=4096)
     parser.add_argument("--every", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--strategies", nargs="*")
     parser.add_argument("--out", type=Path, default=PAGE)
     args = parser.parse_args()
     model, _ = load_smollm2()
     attach(model)
+    source, caches = made_up(model, args.entries), {}
+    for name in args.strategies or [name for name in DECODERS if name != "none"]:
+        limit = Limit(entries_per_head=args.entries + 64, every=args.every, strategy=name)
+        cache = caches[name] = LimitedCache(source, model, limit, DECODERS.build(name))
+        with torch.no_grad():
+            model(input_ids=torch.arange(args.every)[None], past_key_values=cache)
     rows = []
-    for name in args.strategies or DECODERS:
-        if name != "none":
-            step, cut = measured(model, name, args.entries, args.every)
-            share = cut / (args.every * step)
-            rows.append(
-                f"| `{name}` | {1000 * step:.0f} | {1000 * cut:.0f} | {100 * share:.1f} % |"
-            )
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        # The first round compiles, and is not counted.
+        rounds = [
+            {name: one_round(model, cache, args.every) for name, cache in caches.items()}
+            for _ in range(args.rounds + 1)
+        ][1:]
+        for name in caches:
+            rows.append(row(f"{threads} | `{name}`", [own[name] for own in rounds], args.every))
             print(rows[-1], flush=True)
     head = f"""# What cuts cost beside decoding
 
-- machine: {threads()}; {versions()}
+- machine: {cores()}, CPU ({cpu()}); {versions()}
 - commit: {commit()}
 - command: `python benchmarks/limit_cost.py`
 - model: SmolLM2-135M-Instruct, float32
-- config: {args.entries:,} entries per head, a cut every {args.every} tokens; CPU seconds of the \
-process, median of 12 steps, one cut
+- config: {args.entries:,} entries per head, a cut every {args.every} tokens, strategies as they \
+are by default; medians of {args.rounds} interleaved rounds of {STEPS} steps and a cut in one \
+process; shares are of {args.every} steps, with the smallest and the largest of a round
 
-| strategy | ms a step | ms a cut | of decoding |
-|---|--:|--:|--:|
+| threads | strategy | CPU ms a step | CPU ms a cut | of decoding, CPU | wall ms a step | wall ms \
+a cut | of decoding, wall |
+|--:|---|--:|--:|--:|--:|--:|--:|
 """
     write_atomically(args.out, (head + "\n".join(rows) + "\n").encode())
 

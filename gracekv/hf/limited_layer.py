@@ -55,7 +55,9 @@ class LimitedLayer(GraceLayer):
         """The queries [H, Q, d] that are remembered of a row, and their places in the tail [Q]."""
         entries: Any = self.packed.entries
         keys = entries.keys
-        places = torch.arange(max(0, self._last - self._queries), self._used, device=keys.device)
+        # Of what was taken back, the ring holds more than its size.
+        oldest = min(max(0, self._last - self._queries), self._used)
+        places = torch.arange(oldest, self._used, device=keys.device)
         if not self._asked.numel():
             return keys.new_zeros(entries.heads, 0, keys.shape[1]), places[:0]
         return self._asked[row][:, places % self._queries], places

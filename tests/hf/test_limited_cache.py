@@ -1,6 +1,7 @@
 """A cache with a limit: its bound, positions, modes of generation, and what is refused."""
 
 import copy
+import dataclasses
 import gc
 
 import pytest
@@ -257,6 +258,26 @@ def test_a_packed_prompt_above_the_limit_is_cut_by_its_own_scores(model):
     model.generate(**result.inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
     assert cache.cuts == 1
     assert cache.accounting.most_entries <= 4 * (36 + 16)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_cut_after_tokens_were_taken_back_asks_none_of_them(model, result, name):
+    strategy = DECODERS.build(name)
+    if name in ("attention", "fitted"):
+        strategy = dataclasses.replace(strategy, queries=4)
+    tokens = torch.arange(10, 24) % 97
+    for taken_back in (0, 3, 9):
+        cache = result.new_cache(Limit(**{**SMALL, "every": 32}, strategy=strategy))
+        with torch.no_grad():
+            model(input_ids=tokens[None], past_key_values=cache)
+            if taken_back:
+                model(input_ids=torch.full((1, taken_back), 5), past_key_values=cache)
+                cache.crop(-taken_back)
+            oldest = min(14, max(0, 14 + taken_back - strategy.queries))
+            assert cache.grace_layers[0].asked(0)[1].tolist() == list(range(oldest, 14))
+            cache._cut(None)
+        assert cache.cuts == 1
+        assert cache.get_seq_length() == cache.packed_length == result.packed.length + 14
 
 
 REFUSED = [
