@@ -8,8 +8,7 @@ from typing import Any
 
 import machine
 
-from gracekv.prefill.capture_memory import CaptureSizes, held_positions
-from gracekv.prefill.needs import Needs
+from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.prompt import PromptSpans
 from gracekv.segment.curvature import BlockInput

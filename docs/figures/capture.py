@@ -28,7 +28,7 @@ from gracekv.prefill import Prefill, depth_layers
 from gracekv.segment import CurvatureDP
 from gracekv.segment.surprisal import Surprisal
 from gracekv.value import MultiHop
-from gracekv.value.attention import attention_sums
+from gracekv.value.base import attention_sums
 from gracekv.value.multi_hop import select_seeds
 
 TARGET = Path(__file__).with_name("capture.json")

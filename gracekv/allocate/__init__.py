@@ -8,7 +8,6 @@ from gracekv.allocate.base import Allocator as Allocator
 from gracekv.allocate.base import Floor as Floor
 from gracekv.allocate.base import Frontier as Frontier
 from gracekv.allocate.base import Quota as Quota
-from gracekv.allocate.base import Selection as Selection
 from gracekv.allocate.budget import Budget as Budget
 from gracekv.allocate.budget import BudgetOptions as BudgetOptions
 from gracekv.allocate.budget import RecentWindow as RecentWindow
@@ -22,4 +21,5 @@ from gracekv.allocate.none import NoFloor as NoFloor
 from gracekv.allocate.per_head import PerHead as PerHead
 from gracekv.allocate.plan import BudgetPlan as BudgetPlan
 from gracekv.allocate.pyramid import Pyramid as Pyramid
+from gracekv.allocate.selection import Selection as Selection
 from gracekv.allocate.singleton import Singleton as Singleton

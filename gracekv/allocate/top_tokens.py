@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gracekv.allocate.base import Selection
 from gracekv.allocate.operations import check_quota
 from gracekv.allocate.ranking import first_fitting, weighted_cut, where_true
+from gracekv.allocate.selection import Selection
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import NonFiniteError
 

@@ -11,10 +11,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.allocate.base import Selection
+from gracekv.allocate.selection import LayerLayout, Selection
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import CompressedCache, LayerEntries
-from gracekv.cache.layout import LayerLayout, layer_layouts
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
 from gracekv.prefill import Prefill
@@ -244,12 +243,13 @@ class Packer(Strategy, abc.ABC):
             columns: [L, H, T] float32, the attention that each prompt position received, summed
                 over queries, per query head; None unless some stage uses it.
         """
-        layers = []
-        for number, layout in enumerate(layer_layouts(prefill, selection)):
+        layers, length = [], prefill.spans.length
+        devices = [x.device for x in prefill.keys]
+        for number, layout in enumerate(selection.layouts(length, devices)):
             own = None if columns is None else columns[number]
             given = LayerToPack(prefill, number, layout, scores[number], rule, own)
             layers.append(self.layer(given))
-        return RaggedCache(tuple(layers), length=prefill.spans.length - 1)
+        return RaggedCache(tuple(layers), length=length - 1)
 
 
 PACKERS: Registry[Packer] = Registry("pack", "how a chosen node becomes an entry")

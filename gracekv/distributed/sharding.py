@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import ConfigError, UnsupportedModelError
@@ -30,6 +30,10 @@ def is_sharded(model: Any) -> bool:
     True for transformers' `tp_plan` (`DistributedConfig(tp_size=...)`), for FSDP, and for linear
     layers whose weight is smaller than what they say of themselves. A `device_map` does not shard.
     """
+    return distributed.is_available() and distributed.is_initialized() and _divided(model)
+
+
+def _divided(model: Any) -> bool:
     if not isinstance(model, torch.nn.Module):
         return False
     if (getattr(model, "_tp_size", None) or 1) > 1:
@@ -49,9 +53,7 @@ def head_shard(model: Any) -> HeadShard | None:
     The first call connects the processes, see `connect`. Raises `UnsupportedModelError` as
     `check_sharding` does.
     """
-    if not is_sharded(model):
-        return None
-    return _shards[model] if model in _shards else connect(model)
+    return (_shards.get(model) or connect(model)) if is_sharded(model) else None
 
 
 def connect(model: Any, *, timeout: float = _TIMEOUT) -> HeadShard:
@@ -73,7 +75,7 @@ def connect(model: Any, *, timeout: float = _TIMEOUT) -> HeadShard:
     check_sharding(model)
     attending = (layer for layer in model.get_decoder().layers if hasattr(layer, "self_attn"))
     mesh = next(attending).self_attn.k_proj.weight.device_mesh
-    ranks = sorted(torch.distributed.get_process_group_ranks(mesh.get_group()))
+    ranks = sorted(distributed.get_process_group_ranks(mesh.get_group()))
     _shards[model] = HeadShard(mesh.get_local_rank(), len(ranks), GlooExchange(ranks, timeout))
     return _shards[model]
 

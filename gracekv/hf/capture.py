@@ -1,29 +1,43 @@
-"""`capture`: one standard forward pass, and everything that compression reads from it."""
+"""`capture`: one standard forward pass, and everything that compression reads from it.
+
+`prefilled_run` compresses as well, without the full cache between them where that can be.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gracekv.allocate import Budget
 from gracekv.distributed.sharding import head_shard
-from gracekv.errors import CaptureMemoryError, PromptError
+from gracekv.distributed.strategies import check_works_sharded
+from gracekv.errors import (
+    CaptureMemoryError,
+    ConfigError,
+    LayerOrderError,
+    PromptError,
+    WholeCacheWarning,
+)
 from gracekv.hf.reading import Reading
+from gracekv.pipeline import Pipeline
+from gracekv.pipeline.layerwise import LayerwiseCompression, why_whole
+from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.capture_memory import (
-    CaptureSizes,
     free_bytes,
-    held_positions,
     is_out_of_memory,
     out_of_memory_message,
     trim_memory,
 )
 from gracekv.prefill.fingerprint import fingerprint
-from gracekv.prefill.model_layers import has_rope, model_layers, rotating
-from gracekv.prefill.needs import Needs
+from gracekv.prefill.model_layers import has_rope, head_sizes, model_layers, rotating
+from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
 from gracekv.prefill.observer import Observer
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.passes import ModelPasses
@@ -31,6 +45,7 @@ from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.query_pass import QueryPass
 from gracekv.prefill.supported import check_model, check_needs, check_passes, check_prompt_length
+from gracekv.segment import Partition
 from gracekv.segment.curvature import Curvature
 from gracekv.segment.surprisal import Surprisal
 from gracekv.value.output_projection import OutputProjection
@@ -137,16 +152,15 @@ def run_capture(
     size = options.chunk_of(length, splits=runs_in_parts(model), on_gpu=on_gpu)
     sizes = CaptureSizes.of(model, stays)
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
-    free = free_bytes(input_device(model))
+    begin = partial(Reading, model, prompt, past, needs, held, size, options.progress)
     try:
-        reading = Reading(model, prompt, past, needs, held, size, options.progress)
-        if each is None:
-            return _whole(reading, held)
-        return _by_layers(reading, held, each, trims=options.trim)
+        return _whole(begin(), held) if each is None else _by_layers(begin(), held, each, options)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
     # Not from the error, whose frames hold the tensors of the failed pass.
+    trim_memory()
+    free = free_bytes(input_device(model))
     raise CaptureMemoryError(out_of_memory_message(length, size, len(held), sizes, free))
 
 
@@ -180,9 +194,9 @@ def _whole(reading: Reading, held: Tensor) -> Prefill:
 
 
 def _by_layers(
-    reading: Reading, held: Tensor, each: Callable[[Prefill, int], None], *, trims: bool
+    reading: Reading, held: Tensor, each: Callable[[Prefill, int], None], options: CaptureOptions
 ) -> Prefill:
-    """One layer after the other; `trims`: on a CPU, freed memory goes back after each.
+    """One layer after the other; if `options.trim`, freed memory goes back to a CPU after each.
 
     What is kept of a layer lies between what was freed, so the heap would grow with every layer.
     """
@@ -200,7 +214,7 @@ def _by_layers(
         facts = _facts(reading, held, identity)
         each(Prefill(**facts, keys=keys, values=values, queries=queries, observed=observed), layer)
         record.drop(layer)
-        if trims and reading.device.type == "cpu":
+        if options.trim and reading.device.type == "cpu":
             trim_memory()
 
     last = reading.by_layers(show)
@@ -238,3 +252,47 @@ def _facts(
 def _seconds(reading: Reading) -> dict[str | Observer, float]:
     observers = ((x, taken) for x, taken in reading.observations.seconds.items())
     return {"prefill": reading.seconds, **dict[str | Observer, float](observers)}
+
+
+def prefilled_run(
+    model: Any,
+    prompt: Prompt,
+    past: Past | None,
+    pipeline: Pipeline,
+    budget: Budget,
+    options: CaptureOptions,
+    slots: Callable[[Prefill], Partition | None] | None = None,
+) -> Run:
+    """Read `prompt` and compress it, layer by layer where `pipeline` allows it.
+
+    Where everything is read first, `slots` may give what was segmented before.
+
+    Other args and errors are those of `run_capture` and `Pipeline.run`; `BudgetError` comes before
+    the model runs, `ConfigError` and `LayerOrderError` also if `options.stream` asks for what
+    cannot be. Warns (`WholeCacheWarning`) where a model is read as a whole since its layers mix.
+    """
+    plan, needs = pipeline.plan_for(model, prompt.spans, budget), pipeline.needs()
+    check_works_sharded(pipeline, head_shard(model))
+    if options.stream is not False:
+        _, _, dim = head_sizes(model)
+        reason = why_whole(pipeline, plan, 2 * dim * model.dtype.itemsize)
+        if reason is None:
+            stays = plan.total / (plan.layers * plan.heads * plan.context)
+            made = LayerwiseCompression(pipeline, budget)
+            try:
+                rest = run_capture(model, prompt, past, needs, options, made.layer, stays)
+                return made.finish(rest)
+            except LayerOrderError as error:
+                if options.stream:
+                    raise
+                warnings.warn(str(error), WholeCacheWarning, stacklevel=3)
+        elif options.stream:
+            raise ConfigError(
+                f"CaptureOptions(stream=True) reads and compresses layer by layer, and this "
+                f"pipeline needs all layers at once: {reason}. Leave stream out, or use another "
+                f"recipe."
+            )
+    prefill = [run_capture(model, prompt, past, needs, options)]
+    partition = None if slots is None else slots(prefill[0])
+    # Nothing else holds the prefill, so a stage can free what later ones do not read.
+    return pipeline.run(prefill.pop(), budget, partition)

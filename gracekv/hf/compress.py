@@ -14,10 +14,9 @@ from gracekv.backends import BACKENDS, Backend
 from gracekv.distributed.agreement import call_facts, in_step
 from gracekv.distributed.strategies import check_works_sharded
 from gracekv.errors import CacheError, ConfigError, PromptError
-from gracekv.hf.layerwise import prefilled_run
+from gracekv.hf.capture import prefilled_run
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.pipeline import Pipeline
-from gracekv.pipeline.run import Run
 from gracekv.prefill import Prefill
 from gracekv.prefill.capture_memory import trim_memory
 from gracekv.prefill.fingerprint import check_same_model
@@ -124,7 +123,11 @@ def compress(
             shard.agree(**call_facts(prompts, pipe, chosen, **others))
         finish = (lambda run: run) if keep_run else released
         runs = [
-            finish(_run(model, one, given, pipe, chosen, capture))
+            finish(
+                prefilled_run(model, one, None, pipe, chosen, capture)
+                if given is None
+                else pipe.run(given, chosen)
+            )
             for one, given in zip(prompts, prefills, strict=True)
         ]
         made = BatchResult if is_batch else CompressionResult
@@ -133,20 +136,6 @@ def compress(
             del runs
             trim_memory()
         return result
-
-
-def _run(
-    model: Any,
-    prompt: Prompt,
-    prefill: Prefill | None,
-    pipe: Pipeline,
-    budget: Budget,
-    options: CaptureOptions,
-) -> Run:
-    """One pipeline run."""
-    if prefill is not None:
-        return pipe.run(prefill, budget)
-    return prefilled_run(model, prompt, None, pipe, budget, options)
 
 
 def _check_inputs(

@@ -17,7 +17,7 @@ from gracekv.cache.quantised import QuantisedEntries
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.errors import CacheError
-from gracekv.hf.layerwise import prefilled_run
+from gracekv.hf.capture import prefilled_run
 from gracekv.kernels.ragged import offsets
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run, physical_sizes

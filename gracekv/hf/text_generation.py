@@ -12,8 +12,8 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from gracekv import pipeline as stages
 from gracekv.allocate import Budget, BudgetOptions
 from gracekv.errors import ConfigError, PromptError
+from gracekv.hf.capture import prefilled_run
 from gracekv.hf.compress import chosen_pipeline
-from gracekv.hf.layerwise import prefilled_run
 from gracekv.hf.result import CompressionResult
 from gracekv.prefill import Prefill, PromptSpans
 from gracekv.prefill.options import DEFAULTS

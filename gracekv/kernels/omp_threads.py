@@ -47,9 +47,7 @@ def run(function: Any, argument: int) -> None:
         argument: an address.
     """
     threads = torch.get_num_threads()
-    if threads == 1:
-        function.ctypes(argument)
-    elif (parallel := _parallel()) is not None:
+    if (parallel := _parallel()) is not None:
         parallel(function.address, argument, threads, 0)
     else:
         # ctypes releases Python's lock during the call.

@@ -19,7 +19,6 @@ from gracekv.allocate import (
 )
 from gracekv.allocate.plan import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains, token_gains, top_tokens
-from gracekv.cache.layout import layer_layouts
 from gracekv.distributed import HeadShard
 from gracekv.precision import Precision
 from gracekv.precision.base import EXACT
@@ -51,7 +50,8 @@ class AuctionResult:
 
     def packed_widths(self, prefill: Prefill, region: Region, precision: Precision) -> list[Tensor]:
         """For each layer uint8 [E], the widths of its packed entries under `precision`."""
-        layouts = layer_layouts(prefill, self.selection)
+        devices = [x.device for x in prefill.keys]
+        layouts = self.selection.layouts(prefill.spans.length, devices)
         if self.widths is None:
             return [precision.widths(layout.start, region) for layout in layouts]
         return [layout.of_selected(self.widths, EXACT) for layout in layouts]

@@ -21,7 +21,6 @@ from gracekv.allocate.ranking import first_fitting
 from gracekv.allocate.top_tokens import candidates, largest
 from gracekv.cache import RaggedCache, RaggedEntries
 from gracekv.cache.base import LayerToPack
-from gracekv.cache.layout import layer_layout, layer_layouts
 from gracekv.kernels.ragged import rows
 from gracekv.pipeline.auction import Auction
 from gracekv.pipeline.pipeline import Pipeline
@@ -118,7 +117,7 @@ class LayerwiseCompression:
                     self._packed[number] = packed.where(mask)
         with stage("pack"):
             selection = Selection.of_tokens(kept[None], region.start)
-            layout = layer_layout(prefill, layer, selection, 0)
+            layout = selection.layout(0, prefill.spans.length, kept.device)
             given = LayerToPack(prefill, layer, layout, scores, pipe.prototype)
             self._packed.append(pipe.pack.layer(given))
 
@@ -159,7 +158,8 @@ class LayerwiseCompression:
         )  # fmt: skip
 
         def packed(selection: Selection) -> RaggedCache:
-            for number, layout in enumerate(layer_layouts(prefill, selection)):
+            devices = [x.device for x in prefill.keys]
+            for number, layout in enumerate(selection.layouts(prefill.spans.length, devices)):
                 held = self._packed[number]
                 head = rows(held.lengths).to(held.positions.device)
                 chosen = _place(prefill, number, layout.head, layout.start)

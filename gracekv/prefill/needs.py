@@ -1,4 +1,4 @@
-"""`Needs`: what the strategies of a pipeline read from a prefill beyond keys and values."""
+"""`Needs`: what strategies read from a prefill beyond keys and values, and what is held of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gracekv.prefill.model_layers import compressed_layers, head_sizes, kept_layers
 from gracekv.prefill.observer import Observer
 from gracekv.prefill.prompt import PromptSpans, Region
 
 # Queries that every capture keeps of the ends of prompt and context: observation windows.
 _WINDOW = 32
+
+QUERY_BYTES = 256 * 2**20
+"""Bytes of queries that a capture may always hold; a quarter of keys and values, if that is more.
+Source: ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,68 @@ class Needs:
             ]
         ).unique()
         return known[known >= spans.past]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSizes:
+    """Bytes of one token in all layers, from a model's config.
+
+    Attributes:
+        kv: keys and values.
+        queries: queries; layer by layer those of one layer.
+        again: whether queries can be computed again later.
+        at_once: share of keys and values that is held while the prompt is read: 1, or layer by
+            layer that of one layer and of what stays.
+        stream: the residual stream and the embeddings, where all of them are held.
+    """
+
+    kv: int
+    queries: int
+    again: bool = True
+    at_once: float = 1.0
+    stream: int = 0
+
+    @classmethod
+    def of(cls, model: Any, stays: float | None = None) -> CaptureSizes:
+        """Sizes for `model`, in its dtype.
+
+        Args:
+            model: as for `capture`.
+            stays: layer by layer, the share of keys and values that is kept; None: all layers are
+                held.
+        """
+        heads, groups, dim = head_sizes(model)
+        layers, size = len(compressed_layers(model)), model.dtype.itemsize
+        unit = layers * dim * size
+        # Layers that are not compressed would need their states of all tokens for it.
+        whole = cls(kv=2 * groups * unit, queries=heads * unit, again=not kept_layers(model))
+        if stays is None:
+            return whole
+        stream = 2 * model.get_input_embeddings().embedding_dim * size
+        at_once, queries = min(1.0, stays + 1 / layers), whole.queries // layers
+        return replace(whole, again=False, at_once=at_once, queries=queries, stream=stream)
+
+
+def held_positions(
+    needs: Needs, spans: PromptSpans, sizes: CaptureSizes, memory_limit: int | None
+) -> Tensor:
+    """Positions whose queries the capture holds: int64 [n] ascending.
+
+    All positions if some are known only later, else those known before the pass, if their queries
+    take at most `memory_limit` bytes; failing both, direct probes and observation windows. What is
+    missing then is computed again when it is asked for. Where that cannot be, all that is needed.
+    """
+    if not sizes.again:
+        return (
+            torch.arange(spans.past, spans.length)
+            if needs.later_queries
+            else (needs.known_positions(spans))
+        )
+    limit = max(QUERY_BYTES, spans.length * sizes.kv // 4) if memory_limit is None else memory_limit
+    if needs.later_queries and (spans.length - spans.past) * sizes.queries <= limit:
+        return torch.arange(spans.past, spans.length)
+    known = needs.known_positions(spans)
+    return known if len(known) * sizes.queries <= limit else needs.window_positions(spans)
 
 
 class PrefillReader:

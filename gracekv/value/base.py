@@ -1,8 +1,9 @@
-"""`Relevance` and the interfaces that fill it: token scorers and head sensitivities."""
+"""`Relevance`, the interfaces that fill it, and the attention sums that most scorers start from."""
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeAlias
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import NonFiniteError, ShapeError
+from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Prefill, PrefillReader, Region
 from gracekv.registry import Registry, Strategy
 
@@ -64,6 +66,47 @@ def mean_seed_scores(
     if shard is not None:
         mean = shard.sum(mean) / shard.ranks
     return mean / (mean.sum() + epsilon)
+
+
+def attention_sums(
+    prefill: Prefill,
+    layer: int,
+    probes: Sequence[int] | Tensor,
+    region: Region,
+    weights: Tensor | None = None,
+    *,
+    power: float = 1.0,
+    maximum: bool = False,
+) -> Tensor:
+    """sum_u w_u pi_{u,t}^power: weighted attention that each token receives, float32 [H, N].
+
+    The softmax runs over all tokens up to the probe; the slice to the region comes after it.
+
+    Args:
+        prefill: H query heads.
+        layer: 0-based.
+        probes: P absolute positions.
+        region: the N tokens that are scored.
+        weights: w [P]; None: all 1.
+        power: exponent, at least 1.
+        maximum: maximum over probes instead of the sum.
+
+    Source: Eq. (V1); sums in blocks of probes are ours.
+
+    Raises `MissingCaptureError` if a probe's query was not captured.
+    """
+    at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
+    queries = prefill.queries_at(layer, at).float() * prefill.scale
+    columns = softmax_columns(
+        queries,
+        prefill.keys[layer],
+        at + 1,
+        weights,
+        power=power,
+        maximum=maximum,
+        **prefill.logits_of(layer),
+    )
+    return columns[:, region.start : region.end]
 
 
 def rank_scores(order: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gracekv.prefill import Needs, Prefill, Region
-from gracekv.value.attention import attention_sums
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
 
 
 @final

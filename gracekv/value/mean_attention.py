@@ -11,8 +11,7 @@ from torch import Tensor
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.prefill.needs import prompt_samples
 from gracekv.registry import bounded
-from gracekv.value.attention import attention_sums
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
 
 
 @final

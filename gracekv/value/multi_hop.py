@@ -12,8 +12,7 @@ from torch import Tensor
 from gracekv.errors import ConfigError, PromptError
 from gracekv.prefill import Needs, Prefill, Region, depth_layers
 from gracekv.registry import bounded
-from gracekv.value.attention import attention_sums
-from gracekv.value.base import SCORERS, Scorer, TokenScores, mean_seed_scores
+from gracekv.value.base import SCORERS, Scorer, TokenScores, attention_sums, mean_seed_scores
 
 
 @final

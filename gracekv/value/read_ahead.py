@@ -13,8 +13,7 @@ from torch.nn import functional
 from gracekv.errors import ConfigError, PromptError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value.attention import attention_sums
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
 
 Kernel = Literal["geometric", "flat"]
 

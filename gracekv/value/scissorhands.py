@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
-from einops import reduce
+from einops import rearrange, reduce
 from torch import Tensor
 
+from gracekv.kernels.logits import capped, softmax
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value.attention import attention_probabilities
 from gracekv.value.base import SCORERS, LayerScorer, Memory, rank_scores
 from gracekv.value.column_sums import ReceivedAttention
 
@@ -76,3 +77,33 @@ class Scissorhands(LayerScorer):
             important = reduce(shares >= uniform, "(g n) p t -> g t", "sum", g=groups)
             counts[:, : important.shape[-1]] += important
         return counts
+
+
+def attention_probabilities(prefill: Prefill, layer: int, probes: Sequence[int] | Tensor) -> Tensor:
+    """pi: attention of each probe over the tokens up to its own position, float32 [H, P, S].
+
+    Args:
+        prefill: H query heads that share G KV heads.
+        layer: 0-based.
+        probes: P >= 1 absolute positions.
+
+    S = max(probes) + 1, since no probe sees a later key. Columns after a probe's own position are
+    exactly 0; each row sums to 1, less the share of a sink. Keys and queries are converted to
+    float32 before the product.
+
+    Raises `MissingCaptureError` if a probe's query was not captured.
+    """
+    at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
+    keys, heads = prefill.keys[layer], prefill.kv_heads
+    after, stop = int(at.min()) + 1, int(at.max()) + 1
+    queries = prefill.queries_at(layer, at).float() * prefill.scale
+    # One product per KV head for all query heads that share it: K is never repeated.
+    shared = rearrange(queries, "(g n) p d -> g (n p) d", g=heads)
+    logits = shared @ keys[:, :stop].float().transpose(1, 2)
+    logits = rearrange(logits, "g (n p) s -> (g n) p s", p=len(at))
+    finish = prefill.logits_of(layer)
+    logits, sinks = capped(logits, finish["softcap"]), finish["sinks"]
+    # All probes see the keys up to the earliest one; only the columns after it need a mask.
+    unseen = torch.arange(after, stop) > at[:, None]
+    logits[..., after:].masked_fill_(unseen.to(logits.device), -torch.inf)
+    return softmax(logits, None if sinks is None else sinks[:, None, None])

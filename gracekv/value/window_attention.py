@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.registry import bounded
-from gracekv.value.attention import attention_sums
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
 
 Observation = Literal["prompt_tail", "context_tail"]
 Pooling = Literal["max", "avg", "none"]

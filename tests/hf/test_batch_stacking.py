@@ -48,7 +48,7 @@ def test_the_entries_are_stored_once(batch):
 
 
 def test_only_one_prefill_is_held_at_a_time(model, prompts, monkeypatch):
-    module = importlib.import_module("gracekv.hf.layerwise")
+    module = importlib.import_module("gracekv.hf.capture")
     capture, alive, seen = module.run_capture, [], []
 
     def watched(*args, **options):

@@ -117,7 +117,7 @@ def test_budgets_of_other_kinds(model, prompt, budget):
 
 def test_the_prefill_is_let_go(model, prompt, monkeypatch):
     made = []
-    module = importlib.import_module("gracekv.hf.layerwise")
+    module = importlib.import_module("gracekv.hf.capture")
     capture = module.run_capture
 
     def watched(*args, **options):

@@ -7,10 +7,11 @@ pytest.importorskip("transformers")
 from gracekv.prefill import capture_memory
 
 
-def test_trimming_says_whether_it_could(monkeypatch):
+def test_memory_goes_back_where_there_is_a_way(monkeypatch):
     called = []
     monkeypatch.setattr(capture_memory, "_malloc_trim", lambda: called.append)
-    assert capture_memory.trim_memory()
+    capture_memory.trim_memory()
     assert called == [0]
     monkeypatch.setattr(capture_memory, "_malloc_trim", lambda: None)
-    assert not capture_memory.trim_memory()
+    capture_memory.trim_memory()
+    assert called == [0]

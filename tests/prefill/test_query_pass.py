@@ -11,7 +11,7 @@ from gracekv import Budget, Pipeline  # noqa: E402
 from gracekv.errors import MissingCaptureError  # noqa: E402
 from gracekv.hf.capture import capture  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.capture_memory import CaptureSizes, held_positions  # noqa: E402
+from gracekv.prefill.needs import CaptureSizes, held_positions  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing import synthetic_prefill  # noqa: E402

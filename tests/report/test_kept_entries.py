@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv import Pipeline, recipes
-from gracekv.cache.layout import layer_layouts
 from gracekv.errors import ReportError
 from gracekv.fit.values_and_mass import LEAST, MOST
 from gracekv.report.entries import kept_entries
@@ -42,7 +41,9 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
     assert torch.equal(entries.per_head(), result.accounting.entries)
     assert int(entries.per_head().sum()) == result.accounting.spent
     merges = result.pipeline.pack.represents == "node"
-    for layer, layout in enumerate(layer_layouts(result.prefill, result._run.selection)):
+    devices = [keys.device for keys in result.prefill.keys]
+    layouts = result._run.selection.layouts(result.prefill.spans.length, devices)
+    for layer, layout in enumerate(layouts):
         packed = result._run.cache.layers[layer]
         for head in range(entries.heads):
             mine = plain(entries)[layer * entries.heads + head]

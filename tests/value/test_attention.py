@@ -9,8 +9,9 @@ from gracekv.errors import MissingCaptureError
 from gracekv.prefill import Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import reference
-from gracekv.value.attention import attention_probabilities, attention_sums
+from gracekv.value.base import attention_sums
 from gracekv.value.column_sums import ReceivedAttention
+from gracekv.value.scissorhands import attention_probabilities
 
 # float32 sums of a few dozen terms against float64. bfloat16 inputs get no more: both sides raise
 # the same rounded tensors before any arithmetic.

@@ -9,7 +9,7 @@ from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.testing import synthetic_prefill
 from gracekv.value import BlockReplay, ColumnSums, Replay, WindowAttention, reference
-from gracekv.value.attention import attention_probabilities
+from gracekv.value.scissorhands import attention_probabilities
 
 LOGITS = {"capped": (1.5, False), "with sinks": (None, True), "both": (1.5, True)}
 

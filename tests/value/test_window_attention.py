@@ -9,7 +9,7 @@ from gracekv.errors import ConfigError, MissingCaptureError
 from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import WindowAttention, reference
-from gracekv.value.attention import attention_probabilities
+from gracekv.value.scissorhands import attention_probabilities
 
 
 def small(seed=0, context=30, dtype=torch.float32):
