@@ -133,6 +133,16 @@ RIVALS: Mapping[str, Recipe] = {
         "Feng et al. 2025, arXiv:2502.03805; equal shares, shared recent window",
         {**_RIVAL, "value": "critical"},
     ),
+    "defensivekv": Recipe(
+        "Tokens by the largest attention from the prompt's last 32; a layer's heads compete",
+        "Feng et al. 2025, arXiv:2510.13334; shared recent window",
+        {**_RIVAL, "value": "defensive", "quota": {"name": "adaptive_heads", "floor": 0.0}},
+    ),
+    "layer-defensivekv": Recipe(
+        "DefensiveKV with one top-k over all layers",
+        "Feng et al. 2025, arXiv:2510.13334; shared recent window",
+        {**_RIVAL, "value": "defensive", "quota": "global"},
+    ),
     "critical-expected-attention": Recipe(
         "The same over expected attention without its value norms",
         "Feng et al. 2025, arXiv:2502.03805; as in kvpress, the question is not read",

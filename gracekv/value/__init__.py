@@ -13,6 +13,7 @@ from gracekv.value.chunk_order import ChunkOrder as ChunkOrder
 from gracekv.value.column_sums import ColumnSums as ColumnSums
 from gracekv.value.compactor import Compactor as Compactor
 from gracekv.value.critical import Critical as Critical
+from gracekv.value.defensive import Defensive as Defensive
 from gracekv.value.draft_attention import DraftAttention as DraftAttention
 from gracekv.value.expected_attention import ExpectedAttention as ExpectedAttention
 from gracekv.value.key_difference import KeyDifference as KeyDifference

@@ -1,0 +1,75 @@
+"""DefensiveKV's score: the most that any query paid, and at least the mean of that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from einops import reduce
+from torch import Tensor
+from torch.nn import functional
+
+from gracekv.prefill import Needs, Prefill, Region
+from gracekv.registry import bounded
+from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.critical import WrittenNorms
+from gracekv.value.scissorhands import attention_probabilities
+
+# What ranks add to equal scores at most, as a share of them.
+_RANKS = 1e-2
+
+
+@final
+@SCORERS.register("defensive")
+@dataclass(frozen=True, slots=False)
+class Defensive(LayerScorer):
+    """The largest attention from a window's queries and a group's heads, at least its mean.
+
+    Attention is pooled along the compressible tokens first, and keeps its sum. The score is
+    multiplied by the token's |W_O v|_1, as a share of that of all KV heads of its layer. Tokens
+    that hold the first 0.9 of the mean attention, less what lies on the last `window` tokens,
+    come before all others of their layer.
+
+    Source: Feng et al. (2025), DefensiveKV, arXiv:2510.13334, with the numbers of its code. Ours:
+    those first tokens rank by mean attention, since the code gives them one score and bounds their
+    number by the budget, which a scorer does not know.
+
+    Cost: attention rows of the window in every layer, and one product of all values with the
+    output projection, O(L H T d D).
+
+    Attributes:
+        window: observation queries at the prompt's end.
+        kernel: pooling width in tokens, odd.
+        mass: share of the mean attention that the first tokens hold.
+    """
+
+    window: int = bounded(32, at_least=1)
+    kernel: int = bounded(5, at_least=1, odd=True)
+    mass: float = bounded(0.9, above=0, at_most=1)
+
+    def needs(self) -> Needs:
+        """The queries of the window, and the norms."""
+        return Needs(last_queries=self.window) | Needs.observed(WrittenNorms())
+
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """The observation queries, int64 [P]."""
+        return torch.tensor(prefill.spans.last(self.window))
+
+    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+        """[G, N], not normalised; `MissingCaptureError` without the norms of projected values."""
+        probes, groups = prefill.spans.last(self.window), prefill.kv_heads
+        shares = attention_probabilities(prefill, layer, probes)[..., region.start : region.end]
+        pooled = functional.avg_pool1d(shares, self.kernel, stride=1, padding=self.kernel // 2)
+        sums = shares.sum(dim=-1, keepdim=True) / pooled.sum(dim=-1, keepdim=True).clamp_min(1e-30)
+        best = reduce(pooled * sums, "(g n) p t -> g t", "max", g=groups)
+        best = torch.maximum(best, best.mean(dim=-1, keepdim=True))
+        norms = prefill.observation(WrittenNorms())[layer][:, region.start : region.end].to(best)
+        scores = best * norms / norms.sum(dim=0).clamp_min(1e-30)
+        mean = reduce(shares, "(g n) p t -> g t", "mean", g=groups)
+        order = mean.sort(dim=-1, descending=True, stable=True)
+        held = order.values.cumsum(dim=-1) / mean.sum(dim=-1, keepdim=True).clamp_min(1e-30)
+        near = shares[..., -self.window :].sum(dim=-1).mean()
+        ranks = torch.linspace(_RANKS, 0, region.length, device=best.device)
+        first = torch.where(held < self.mass - near, scores.max() * (1 + ranks), 0.0)
+        return torch.maximum(scores, torch.zeros_like(scores).scatter_(-1, order.indices, first))
