@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
-from numba import carray, njit, types  # type: ignore[import-untyped,unused-ignore]
+from numba import carray, types  # type: ignore[import-untyped,unused-ignore]
 from numba.core import cgutils  # type: ignore[import-untyped,unused-ignore]
 from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels.intrinsics import as_float32, pointer
+from gracekv.kernels.intrinsics import as_float32, inner, pointer
 from gracekv.kernels.row_vectors import FLOATS, WIDTH, broadcast, multiply_add, vector_at
 
 _INTS = ir.VectorType(ir.IntType(32), WIDTH)
@@ -91,7 +91,7 @@ low_by_token = _decoder("low", by_channel=False)
 high_by_token = _decoder("high", by_channel=False)
 
 
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"contract"})
 def coded_rows(
     half: Any,
     parts: Any,
@@ -170,7 +170,7 @@ def coded_rows(
         done = stop
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def codes_of(parts: Any, part: int, of_keys: bool, dim: int) -> Any:
     """uint8 [E, bytes]: what is read from memory for rows of the coded part `part`."""
     p = parts[part - 1]
@@ -178,14 +178,14 @@ def codes_of(parts: Any, part: int, of_keys: bool, dim: int) -> Any:
     return carray(pointer(address), (p.entries, dim * p.bits // 8), np.uint8)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def _widened(numbers: Any, first: int, count: int, out: Any) -> None:
     """out[0, i] <- number first + i of the 16-bit `numbers`, in the order in which they lie."""
     begin = numbers.ctypes.data + numbers.itemsize * first
     as_float32(carray(pointer(begin), (1, count), numbers.dtype), 0, 1, out)
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@inner(inline="always")
 def _code(codes: Any, e: int, c: int, bits: int, half: int) -> Any:
     """Code c of row e as float32."""
     if bits == 8:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
+from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.backends import attention_args, numba_codes
 from gracekv.backends.attention_args import AttentionArgs, CodedArgs
@@ -29,7 +29,7 @@ from gracekv.kernels import (
     numba_softmax,
     row_vectors,
 )
-from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, pointer
+from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.numba_products import mixtures, products
 from gracekv.kernels.numba_softmax import cap_logits, exponentials, largest, merge
 from gracekv.kernels.row_vectors import WIDTH
@@ -41,7 +41,7 @@ _NO_SINK = np.float32(-math.inf)
 _LOWEST = np.finfo(np.float32).min
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def _floats(begin: int, rows: int, columns: int) -> Any:
     """float32 [rows, columns] from address `begin` on, and the cache line after it.
 
@@ -52,7 +52,7 @@ def _floats(begin: int, rows: int, columns: int) -> Any:
     return carray(pointer(begin), (rows, columns), np.float32), begin + size
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def _run_splits(
     args: Any, keys: Any, values: Any, tail_keys: Any, tail_values: Any, half: Any
 ) -> None:
@@ -118,7 +118,7 @@ def _run_splits(
             first, stop = base + start, base + min(start + args.longest, args.tail)
             added_from = continuations[begin] * args.tail + start
             k_rows, v_rows, added = tail_keys, tail_values, mask
-        entries, count = stop - first, 0
+        entries, count = stop - first, np.int64(0)
         # With an index that may be negative for all that a compiler knows, numbers are gathered.
         extra = added[added_from : added_from + entries]
         for c in range(begin, end):

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped,unused-ignore]
-from numba import njit, types  # type: ignore[import-untyped,unused-ignore]
+from numba import types  # type: ignore[import-untyped,unused-ignore]
 from numba.core import cgutils  # type: ignore[import-untyped,unused-ignore]
 from numba.core.codegen import (  # type: ignore[import-untyped,unused-ignore]
     get_host_cpu_features,
 )
 from numba.extending import intrinsic  # type: ignore[import-untyped,unused-ignore]
+
+from gracekv.kernels.intrinsics import inner
 
 COLUMNS = 16
 """The number of columns must be a multiple of this."""
@@ -115,7 +117,7 @@ _tiles = tuple(_tile(vectors) for vectors in range(1, _VECTORS + 1))
 _one, _two, _three, _four = _tiles if _WIDE else (*_tiles, *_tiles)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def multiply(
     a: int, lda: int, rows: int, b: int, ldb: int, c: int, ldc: int, first: int, stop: int,
     columns: int,

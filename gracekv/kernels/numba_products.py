@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels.intrinsics import prefetch
+from gracekv.kernels.intrinsics import inner, prefetch
 from gracekv.kernels.row_vectors import BLOCK, WIDTH, add_block, add_vector, dot_four
 
 # Keys to prefetch in a split: the first one of a thread has no predecessor that does so.
@@ -20,7 +19,7 @@ _PREFETCH_KEYS = 12
 _ROUND = 16
 
 
-@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"reassoc", "contract"})
 def products(
     queries: Any,
     count: int,
@@ -64,7 +63,7 @@ def products(
         e += 1
 
 
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"contract"})
 def mixtures(
     weights: Any,
     count: int,

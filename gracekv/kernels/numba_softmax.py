@@ -10,8 +10,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
+from gracekv.kernels.intrinsics import inner
 from gracekv.kernels.row_vectors import WIDTH, largest_of
 
 LEAST = np.float32(-87.0)
@@ -28,7 +28,7 @@ _NEAR = np.float32(0.625)
 _NONE = np.float32(0)
 
 
-@njit(nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@inner(inline="always")
 def exponential_parts(x: Any) -> Any:
     """m and the bits (int32) of a power of two p with e^x = m p, for float32 `LEAST` <= x <= 87.
 
@@ -46,7 +46,7 @@ def exponential_parts(x: Any) -> Any:
     return s * r * r + r + np.float32(1.0), (np.int32(n) + np.int32(127)) << np.int32(23)
 
 
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"contract"})
 def exponentiate(x: Any, bits: Any, power: Any) -> None:
     """x <- e^x in place for float32 x <= 87; e^-87 below -87.
 
@@ -58,7 +58,7 @@ def exponentiate(x: Any, bits: Any, power: Any) -> None:
         x[q] *= power[q]
 
 
-@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"reassoc", "contract"})
 def exponentials(
     x: Any, count: int, top: Any, bits: Any, power: Any, least: Any = LEAST, kept: Any = _NONE
 ) -> Any:
@@ -78,7 +78,7 @@ def exponentials(
     return total
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def largest(x: Any, count: int) -> Any:
     """The largest of the first `count` numbers; any number or NaN if one is NaN."""
     vectors = count // WIDTH
@@ -88,7 +88,7 @@ def largest(x: Any, count: int) -> Any:
     return top
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def merge(
     partial: Any, slots: Any, count: int, output: Any, at: int, sink: float = -math.inf
 ) -> None:
@@ -116,7 +116,7 @@ def merge(
         output[at, i] /= total
 
 
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"contract"})
 def cap_logits(x: Any, count: int, softcap: Any, mantissa: Any, bits: Any, power: Any) -> None:
     """x <- softcap tanh(x / softcap) of the first `count` float32 numbers, in place.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
+from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ignore]
 from torch import Tensor
 
 from gracekv.kernels import (
@@ -29,7 +29,7 @@ from gracekv.kernels import (
     omp_threads,
     row_vectors,
 )
-from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, pointer
+from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.matmul import multiply
 from gracekv.kernels.numba_softmax import exponentials, largest
 from gracekv.kernels.softmax_sums import Columns
@@ -71,7 +71,7 @@ class SoftmaxSumsArgs(ctypes.Structure):
 _ARGS = np.dtype(SoftmaxSumsArgs)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner(inline="always")
 def _pack(args: Any, keys: Any) -> None:
     """Write the transposed panels; keys after the last are 0."""
     length, dim = args.length, args.dim
@@ -94,7 +94,7 @@ def _pack(args: Any, keys: Any) -> None:
                 panel[i, j] = source[at + j, i]
 
 
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"contract"})
 def _reduce(total: Any, x: Any, factor: Any, maximum: bool) -> None:
     """total <- total + factor x, or the larger of total and factor x."""
     if maximum:
@@ -105,7 +105,7 @@ def _reduce(total: Any, x: Any, factor: Any, maximum: bool) -> None:
             total[i] += factor * x[i]
 
 
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"contract"})
 def _raise(x: Any, power: Any) -> None:
     """x <- x^power in place."""
     if power == np.float32(2.0):
@@ -119,7 +119,7 @@ def _raise(x: Any, power: Any) -> None:
             x[i] = x[i] ** power
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner(inline="always")
 def _work(args: Any) -> None:
     """Take work items until there are none left."""
     length, dim, count = args.length, args.dim, args.count

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
+from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels import (
     intrinsics,
@@ -26,7 +26,7 @@ from gracekv.kernels import (
     numba_softmax,
     row_vectors,
 )
-from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, pointer
+from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.numba_products import mixtures, products
 from gracekv.kernels.numba_softmax import exponentials, largest, merge
 
@@ -68,7 +68,7 @@ _ARGS = np.dtype(PagedArgs)
 _LOWEST = np.finfo(np.float32).min
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def _add(
     weights: Any, count: int, entries: int, v: Any, at: int, bits: Any, power: Any, mixed: Any,
     sums: Any,
@@ -91,7 +91,7 @@ def _add(
             sums[j, i] += mixed[j, i]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def _gather(pages: Any, base: int, first: int, count: int, places: Any, rows: Any) -> None:
     """rows[e] <- slot first + e of the block and head that begin at `base`."""
     for e in range(count):
@@ -99,7 +99,7 @@ def _gather(pages: Any, base: int, first: int, count: int, places: Any, rows: An
             rows[e, i] = pages[base + places[first + e, i]]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def _run_work(args: Any, like: Any) -> None:
     """Take units of work from the shared counter until there are none left; `like`: a page."""
     dim, heads, group, block = args.dim, args.heads, args.group, args.block
@@ -178,11 +178,13 @@ def _run_work(args: Any, like: Any) -> None:
         for j in range(count):
             token = first + j // group
             slot = first_slot[token + 1] - 1 if slot_of < 0 else first_slot[token] + slot_of
-            partial[(slot * heads + head) * group + j % group] = sums[j]
+            of = (slot * heads + head) * group + j % group
+            for i in range(dim + 2):
+                partial[of, i] = sums[j, i]
         unit = fetch_and_add(counters, 0)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner(inline="always")
 def _run_merges(args: Any) -> None:
     """Merge the partial results of tokens until there are none left."""
     all_heads = args.heads * args.group

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
+from gracekv.kernels.intrinsics import inner
 from gracekv.kernels.matmul import COLUMNS
 
 MAX_PENDING = 32
@@ -127,7 +127,7 @@ class Scratch(NamedTuple):
     bits: Any
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def new_scratch(max_length: int, dim: int, padded_probes: int) -> Any:
     """A thread's `Scratch` for nodes of up to `max_length` tokens and Q = `padded_probes`."""
     width = (max_length + COLUMNS - 1) // COLUMNS * COLUMNS

@@ -12,8 +12,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit  # type: ignore[import-untyped,unused-ignore]
 
+from gracekv.kernels.intrinsics import inner
 from gracekv.kernels.matmul import COLUMNS, multiply
 from gracekv.kernels.numba_softmax import exponentiate
 from gracekv.tree.engines.numba_arrays import MAX_PENDING
@@ -22,7 +22,7 @@ from gracekv.tree.engines.numba_arrays import MAX_PENDING
 _MAX_EXPONENT = np.float32(20.0)
 
 
-@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"reassoc", "contract"})
 def _dot(a: Any, a_row: int, b: Any, b_row: int, first: int, stop: int) -> Any:
     """sum over first <= i < stop of a[a_row, i] b[b_row, i]; slices would cost more."""
     total = np.float32(0.0)
@@ -31,7 +31,7 @@ def _dot(a: Any, a_row: int, b: Any, b_row: int, first: int, stop: int) -> Any:
     return total
 
 
-@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"reassoc", "contract"})
 def _norm(a: Any) -> Any:
     total = np.float32(0.0)
     for i in range(len(a)):
@@ -39,7 +39,7 @@ def _norm(a: Any) -> Any:
     return math.sqrt(total)
 
 
-@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"reassoc", "contract"})
 def _weighted_sum(x: Any, row: int, scores: Any, width: int, factor: Any, base: Any) -> Any:
     """sum over i < width of (factor scores_i + base) x[row, i]."""
     total = np.float32(0.0)
@@ -48,7 +48,7 @@ def _weighted_sum(x: Any, row: int, scores: Any, width: int, factor: Any, base: 
     return total
 
 
-@njit(nogil=True, fastmath={"reassoc", "contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"reassoc", "contract"})
 def _visible_sum(errors: Any, row: int, inverse_sum: Any, u: int, first: int, stop: int) -> Any:
     """sum over first <= q < stop of errors[row, q] / Z_q; other columns are not read as numbers."""
     total, zero = np.float32(0.0), np.float32(0.0)
@@ -57,7 +57,7 @@ def _visible_sum(errors: Any, row: int, inverse_sum: Any, u: int, first: int, st
     return total
 
 
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"contract"})
 def _rotate(key: Any, factor: Any, cos: Any, sin: Any, position: int, out: Any, row: int) -> None:
     """out[row] <- `factor` times key [d], rotated to `position`."""
     half = cos.shape[1] // 2
@@ -69,7 +69,7 @@ def _rotate(key: Any, factor: Any, cos: Any, sin: Any, position: int, out: Any, 
         out[row, j] = key[j] * factor
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def token_masses(node: Any, heads: Any, mass: Any) -> Any:
     """Fill mass [n]: mean normalised probe mass of each token; returns their sum."""
     exponentials, inverse_sum, probe_mass = heads.exponentials, heads.inverse_sum, heads.mass
@@ -88,7 +88,7 @@ def token_masses(node: Any, heads: Any, mass: Any) -> Any:
     return total
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def load_node(node: Any, heads: Any, scratch: Any) -> None:
     """Copy what is read of the node repeatedly, and make the Gram matrix of its values."""
     exponentials, values, values_t = heads.exponentials, heads.values, scratch.values_t
@@ -107,7 +107,7 @@ def load_node(node: Any, heads: Any, scratch: Any) -> None:
     )  # fmt: skip
 
 
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"contract"})
 def add_intervals(
     node: Any, heads: Any, scratch: Any, backwards: bool, wanted: Any, costs: Any, pending: int
 ) -> int:
@@ -219,7 +219,7 @@ def add_intervals(
     return pending
 
 
-@njit(nogil=True, fastmath={"contract"})  # type: ignore[untyped-decorator]
+@inner(fastmath={"contract"})
 def flush(node: Any, heads: Any, scratch: Any, costs: Any, pending: int) -> None:
     """Compute D of the pending intervals."""
     p, logits, m_dot_v = scratch.p, scratch.logits, scratch.m_dot_v

@@ -13,10 +13,10 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, njit, types  # type: ignore[import-untyped,unused-ignore]
+from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ignore]
 
 from gracekv.kernels import intrinsics, matmul, numba_softmax, row_vectors
-from gracekv.kernels.intrinsics import digest, fetch_and_add, pointer
+from gracekv.kernels.intrinsics import digest, fetch_and_add, inner, pointer
 from gracekv.tree.engines import (
     numba_arrays,
     numba_interval_costs,
@@ -77,7 +77,7 @@ EVALUATE, SPLIT, SPLIT_ROOTS = 0, 1, 2
 _ARGS = np.dtype(DistortionArgs)
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner()
 def _heads(args: Any) -> Any:
     """The arrays and weights of the arguments."""
     f, rows = np.float32, args.heads * args.tokens
@@ -105,7 +105,7 @@ def _heads(args: Any) -> Any:
     )
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner(inline="always")
 def _evaluate(
     args: Any, v: int, node: Any, heads: Any, scratch: Any, wanted: Any, costs: Any
 ) -> None:
@@ -117,7 +117,7 @@ def _evaluate(
     drop = carray(pointer(args.drop), (args.nodes,), np.float32)
     drop[v] = token_masses(node, heads, mass[v])
     wanted[:n] = True
-    pending = add_intervals(node, heads, scratch, False, wanted, costs, 0)
+    pending = add_intervals(node, heads, scratch, False, wanted, costs, np.int64(0))
     pending = add_intervals(node, heads, scratch, True, wanted, costs, pending)
     flush(node, heads, scratch, costs, pending)
     costs[0, 0] = costs[1, n - 1] = np.float32(0)
@@ -125,7 +125,7 @@ def _evaluate(
         prefix[v, k], suffix[v, k] = costs[0, k], costs[1, k]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner(inline="always")
 def _split(
     args: Any, v: int, node: Any, heads: Any, scratch: Any, is_cut: Any, wanted: Any, costs: Any,
     mass: Any, top: Any,
@@ -157,7 +157,7 @@ def _split(
     if cuts:
         mark_candidates(kappa, position, n, args.cuts, is_cut, top)
 
-    pending = 0
+    pending = np.int64(0)
     wanted[0] = wanted[n - 1] = False
     for k in range(1, n - 1):
         wanted[k] = is_cut[k + 1] or k == token - 1
@@ -183,7 +183,7 @@ def _split(
     part_costs[v, 1] = costs[1, last] if has_choice and last < n else 0.0
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@inner(inline="always")
 def _work(args: Any) -> None:
     """Take nodes until there are none left."""
     heads, max_length = _heads(args), max(args.max_length, 1)
@@ -214,7 +214,7 @@ def _work(args: Any) -> None:
 def distortion_kernel() -> Any:
     """The kernel: a C callback that takes the address of `DistortionArgs`.
 
-    The first call on a machine compiles for 20 to 30 seconds; later ones find the result on disk.
+    The first call on a machine compiles for 10 to 20 seconds; later ones find the result on disk.
     """
     sources = digest(
         numba_split_choice,
