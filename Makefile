@@ -30,9 +30,9 @@ demo: $(STAMP)
 	$(BIN)/gracekv demo
 
 # What two processes of tests cannot share goes first, side by side. The site is built by its tests.
-test: lint browser
-	$(MAKE) --no-print-directory -j 3 $(if $(filter output-sync,$(.FEATURES)),-O) \
-		types interpreted kernels
+test: lint
+	$(MAKE) --no-print-directory -j 4 $(if $(filter output-sync,$(.FEATURES)),-O) \
+		types interpreted kernels browser
 	$(MAKE) --no-print-directory suite
 
 lint: $(STAMP)

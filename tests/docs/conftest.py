@@ -10,6 +10,7 @@ from docs_tools import tool
 from page_blocks import ROOT
 
 VOCABULARY = 2000
+LONGEST = 300
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +30,7 @@ def tiny():
 def reader(tiny, tmp_path, monkeypatch):
     """The reader's folder: a checkout's files, a book, and models that load at once.
 
+    - No answer has more than `LONGEST` tokens.
     - `from_pretrained` and "smollm2" give the tiny model, whatever they are asked for.
     - `book.txt` is the beginning of the chapter that comes with gracekv.
     - An evaluation runs with all its methods, but one sample of its first task at its first
@@ -42,6 +44,12 @@ def reader(tiny, tmp_path, monkeypatch):
 
     model, tokenizer = tiny
     model.config.name_or_path = gracekv.hf.smollm2.MODEL_NAME
+    generate = model.generate
+
+    def briefly(*args, max_new_tokens=20, **options):
+        return generate(*args, max_new_tokens=min(max_new_tokens, LONGEST), **options)
+
+    monkeypatch.setattr(model, "generate", briefly)
     for auto, made in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
         monkeypatch.setattr(
             getattr(transformers, auto), "from_pretrained", lambda *_, m=made, **__: m

@@ -32,7 +32,7 @@ def make(tokenizer, small_data):
     def tokens(sample):
         return len(chat_prompt(sample, tokenizer).ids)
 
-    def make(name, length=2048, seed=7, index=0):
+    def make(name, length=1536, seed=7, index=0):
         return ruler.generate(name, length, seed, index, sources, tokens)
 
     make.tokens = tokens

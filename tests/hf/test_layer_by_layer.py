@@ -200,8 +200,8 @@ LIMITED = """
 import resource, sys, torch, gracekv
 from gracekv.testing.models import tiny_model
 torch.set_num_threads(1)
-model = tiny_model("llama", layers=24, heads=8, kv_heads=8, dim=64)
-ids = torch.randint(90, (3000,), generator=torch.Generator().manual_seed(0))
+model = tiny_model("llama", layers=32, heads=8, kv_heads=8, dim=64)
+ids = torch.randint(90, (2200,), generator=torch.Generator().manual_seed(0))
 def compress(length, stream):
     prompt = gracekv.Prompt.from_ids(ids[:length], (4, length - 10), question_end=length - 3)
     options = gracekv.CaptureOptions(stream=stream)
@@ -213,10 +213,10 @@ pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + int(sys.argv[1]) * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 try:
-    compress(3000, False)
+    compress(2200, False)
 except gracekv.errors.CaptureMemoryError as error:
     print("whole:", error)
-result = compress(3000, None)
+result = compress(2200, None)
 print("layer by layer:", len(result.generate_ids(4)[0]), result.accounting.full_bytes // 2**20)
 """
 
@@ -227,5 +227,5 @@ def test_a_context_whose_cache_does_not_fit_is_compressed_and_answers():
     )
     assert run.returncode == 0, run.stderr[-2000:]
     whole, streamed = run.stdout.splitlines()
-    assert re.match(r"whole: Capturing 3000 tokens ran out of memory.*enough for a prompt", whole)
-    assert streamed == "layer by layer: 4 281"
+    assert re.match(r"whole: Capturing 2200 tokens ran out of memory.*enough for a prompt", whole)
+    assert streamed == "layer by layer: 4 274"

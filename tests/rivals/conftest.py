@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.fixture(
-    scope="module",
+    scope="session",
     params=[
         "tiny",
         pytest.param(

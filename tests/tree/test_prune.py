@@ -33,7 +33,7 @@ def problem(seed: int, groups: bool, monkeypatch: pytest.MonkeyPatch) -> TreeCon
 
 @pytest.mark.parametrize("refiner", ["binary_extract", "binary", "extract", "midpoint"])
 @pytest.mark.parametrize("auction", [Greedy.__call__, reference_auction])
-@settings(max_examples=100 if ALL else 12)
+@settings(max_examples=100 if ALL else 6)
 @given(
     seed=st.integers(0, 10_000),
     budget=st.integers(1, 450),
