@@ -3,8 +3,8 @@
     python benchmarks/limit_cost.py
 
 SmolLM2 over a made-up cache of 4,096 entries per head, of which every cut leaves as many. A round
-is a few steps of one token and a cut of a copy, strategy after strategy, so that all of them see
-the same machine; a share is a cut's seconds over those of `--every` steps of its round. CPU seconds
+is a few steps of one token and a cut, strategy after strategy, so that all of them see the same
+machine; a share is a cut's seconds over those of `--every` steps of its round. CPU seconds
 are the process's own, in which other work of the machine does not count.
 """
 
@@ -58,12 +58,10 @@ def seconds(work: Callable[[], object]) -> tuple[float, ...]:
 
 @torch.no_grad()
 def one_round(model: torch.nn.Module, cache: GraceCache, every: int) -> list[tuple[float, float]]:
-    """(a step, a cut) in CPU and in wall seconds; `cache` is as before afterwards."""
-    token = torch.zeros(1, 1, dtype=torch.long)
+    """(a step, a cut) in CPU and in wall seconds, of a copy of `cache`."""
+    token, cache = torch.zeros(1, 1, dtype=torch.long), copy.deepcopy(cache)
     steps = [seconds(lambda: model(input_ids=token, past_key_values=cache)) for _ in range(STEPS)]
-    cache.crop(-STEPS)
-    full = copy.deepcopy(cache)
-    cut = seconds(lambda: full.make_room(torch.zeros(1, every), None))
+    cut = seconds(lambda: cache.make_room(torch.zeros(1, every), None))
     return [
         (statistics.median(step), own)
         for step, own in zip(zip(*steps, strict=True), cut, strict=True)
@@ -88,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--entries", type=int, default=4096)
     parser.add_argument("--every", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--strategies", nargs="*")
     parser.add_argument("--out", type=Path, default=PAGE)

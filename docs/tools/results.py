@@ -82,6 +82,7 @@ KNOWN = {
         figure="decode",
         alt="Speed-up of attention beside the factor of fewer bytes, and of whole steps",
     ),
+    "limit-cost": Known("python benchmarks/limit_cost.py", "long-answers.md"),
     "decode-bits": Known(
         "python benchmarks/decode.py --parts attention --dtype float32,bfloat16 --lengths 8192 "
         "--ratios 1,4,8 --skews 3 --rounds 41 --least --out benchmarks/results/decode-bits.md"
