@@ -36,7 +36,7 @@ def kept_entries(
         budget: most entries in all layers and heads.
         window: last tokens that stay.
     """
-    scores, gains, widths = list[Tensor](), list[Tensor](), list[int]()
+    scores, gains = list[Tensor](), list[Tensor]()
     heads = 1
     for number in range(layers):
         layer = held(number)
@@ -48,9 +48,9 @@ def kept_entries(
         scores.append(own)
         gain = torch.where(layer.used, own.double(), torch.nan)
         gains.append(torch.where(stays & layer.used, torch.inf, gain))
-        widths.append(own.shape[1])
+    width = max(x.shape[1] for x in gains)
     every = torch.stack(
-        [functional.pad(x, (0, max(widths) - x.shape[1]), value=torch.nan) for x in gains]
+        [functional.pad(x, (0, width - x.shape[1]), value=torch.nan) for x in gains]
     )
     finite = every[every.isfinite()]
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 1.0)
@@ -59,10 +59,10 @@ def kept_entries(
     scaled = scaled.clamp(max=3.0).nan_to_num_(nan=0.0)
     quota = None
     if strategy.per_head:
-        quota = equal_shares(BudgetPlan(layers, heads, max(widths), budget, 0))
+        quota = equal_shares(BudgetPlan(layers, heads, width, budget, 0))
     ones = torch.ones(layers, heads)
     kept = top_tokens(scaled, ones, budget, quota, elastic=True)
-    return [own[:, :width] for own, width in zip(kept, widths, strict=True)], scores
+    return [own[:, : x.shape[1]] for own, x in zip(kept, gains, strict=True)], scores
 
 
 def packed_entries(held: HeldLayer, kept: Tensor, strategy: Decoder) -> RaggedEntries:

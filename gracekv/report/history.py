@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -22,11 +21,3 @@ class CutHistory:
     first: int
     ids: Tensor
     held: tuple[Tensor, ...]
-
-
-class Limited(Protocol):
-    """What a report reads of a cache with a limit, a `gracekv.hf.GraceCache`."""
-
-    @property
-    def history(self) -> CutHistory:
-        """What was read since the prompt, and what the cuts left."""

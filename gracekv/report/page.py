@@ -19,7 +19,6 @@ from gracekv.errors import ReportError
 from gracekv.files import VERSION, write_atomically
 from gracekv.report.data import ReportData, Result
 from gracekv.report.encoding import encode
-from gracekv.report.history import Limited
 
 # In order of dependence; they share one scope.
 _SCRIPTS = ("codec.js", "view.js", "charts.js", "cuts.js", "text.js", "inspector.js", "main.js")
@@ -31,7 +30,7 @@ def write(
     *,
     label: str | None = None,
     answer: str | None = None,
-    cache: Limited | None = None,
+    cache: Any = None,
 ) -> None:
     """Write a page of one result; `result.report` calls this.
 
