@@ -107,7 +107,7 @@ def header(options: argparse.Namespace) -> Row:
     cuda = options.device == "cuda"
     found = torch.cuda.get_device_properties(0) if cuda else None
     return {
-        "device": found.name if found else f"CPU, {machine.cores()}",
+        "machine": found.name if found else f"CPU, {machine.cores()}",
         "capability": f"{found.major}.{found.minor}" if found else "",
         "memory GiB": round(found.total_memory / 2**30, 1) if found else "",
         "copy GB/s": round(copy_speed(options.device, (1024 if cuda else 8) << 20) / 1e9, 1),
@@ -116,7 +116,7 @@ def header(options: argparse.Namespace) -> Row:
         "transformers": transformers.__version__,
         "triton": _triton_version(),
         "python": platform.python_version(),
-        "gracekv": f"{gracekv.__version__} {machine.commit()}".strip(),
+        "commit": machine.commit(),
         "geometry": f"{options.geometry}: {GEOMETRIES[options.geometry]}",
         "weights": str(options.weights or "random, with scaled projections"),
         "backend": Auto().describe(options.device),
