@@ -118,9 +118,12 @@ def timed_caches(
             cache = cache.with_static_tail(WARM_UP + UNCOUNTED + rounds + 1, rows=batch)
             # Positions are right, and a check would wait for the device.
             cache.is_replayed = True
-        position = torch.full((batch, 1), int(cache.get_seq_length()), device=device)
+        # Graphs need it where it lies; elsewhere it grows with the cache, which checks it.
+        position = None
+        if static:
+            position = torch.full((batch, 1), int(cache.get_seq_length()), device=device)
 
-        def step(cache: Cache = cache, position: torch.Tensor = position) -> object:
+        def step(cache: Cache = cache, position: torch.Tensor | None = position) -> object:
             return model(
                 token, past_key_values=cache, position_ids=position, logits_to_keep=1
             ).logits

@@ -18,7 +18,6 @@ import transformers
 from decode_shapes import GEOMETRIES
 from decode_steps import copy_speed
 
-import gracekv
 from gracekv.backends import Auto
 
 Row = dict[str, Any]

@@ -42,7 +42,7 @@ class Fitted(Decoder):
         keep_prompt: whether the prompt's entries stay.
     """
 
-    queries: int = bounded(32, at_least=1)
+    queries: int = bounded(64, at_least=1)
     references: int = bounded(16, at_least=1)
     memory: float = bounded(0.9, at_least=0, at_most=1)
     norm: float = bounded(1.0, at_least=0)
