@@ -70,8 +70,7 @@ class ReferenceQueries(Configurable):
 
     def needs(self) -> Needs:
         """The queries of the context and of the tail."""
-        second = Needs.observed(RepeatedQueries(self.repeat))
-        own = second if self.repeat else self.replay.needs()
+        own = Needs.observed(RepeatedQueries(self.repeat)) if self.repeat else self.replay.needs()
         return own | Needs(last_queries=self.tail)
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
