@@ -19,7 +19,8 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
     """Fit the kept entries so that attention over them gives what attention over all gave.
 
     Two steps: `reference` notes what a layer gives while all of it is there, `layer` fits the
-    entries that stayed, when the rest is gone. Keys, positions and the number of entries stay.
+    entries that stayed, when the rest is gone. Positions and the number of entries stay, and keys,
+    but where a strategy says that it moves them.
     Entries outside the compressible region (prefix, recent window, question) stay bit for bit.
     Deterministic; computed in float32 or better; values return to the cache's dtype. Finite values
     stay finite.

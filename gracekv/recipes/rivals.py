@@ -98,6 +98,19 @@ RIVALS: Mapping[str, Recipe] = {
             "fit": {"name": "least_squares", "least": 1e-12, "most": math.exp(7), "steps": 0},
         },
     ),
+    "grkv": Recipe(
+        "CriticalKV's tokens, heads compete for a layer's share; values and keys by regression",
+        "Peng et al. 2026, arXiv:2605.31105; shared recent window",
+        {
+            **_RIVAL,
+            "value": {
+                "name": "critical",
+                "scorer": {"name": "window_attention", "pooling": "avg", "kernel": 5},
+            },
+            "quota": {"name": "adaptive_heads", "rule": "safeguard"},
+            "fit": "regression",
+        },
+    ),
     "scissorhands": Recipe(
         "Tokens by how many of the last 400 queries pay them at least uniform attention",
         "Liu et al. 2023, arXiv:2305.17118; once after prefill, equal shares",

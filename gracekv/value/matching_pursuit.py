@@ -39,7 +39,7 @@ class MatchingPursuit(LayerScorer):
     Attributes:
         count: queries of the repetition, evenly spaced.
         most: tokens that a head takes in this order.
-        largest: of the multiplicities (e^7).
+        largest: multiplicity at most (e^7).
     """
 
     works_sharded: ClassVar[bool] = True

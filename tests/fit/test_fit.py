@@ -75,7 +75,8 @@ def test_only_values_and_masses_of_the_region_change(name, dtype):
     fitted = FITTERS.build(name)(prefill, region, cache)
     for old, new in zip(cache.layers, fitted.layers, strict=True):
         free = (old.positions >= region.start) & (old.positions < region.end)
-        assert torch.equal(old.keys, new.keys)
+        assert torch.equal(old.keys[~free], new.keys[~free])
+        assert name == "regression" or torch.equal(old.keys, new.keys)
         assert torch.equal(old.positions, new.positions)
         assert torch.equal(old.values[~free], new.values[~free])
         assert torch.equal(old.log_multiplicity[~free], new.log_multiplicity[~free])

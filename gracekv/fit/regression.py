@@ -1,0 +1,134 @@
+"""`regression`: values, then keys, by ridge regression with a bound on how far they move (GRKV)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gracekv.cache.base import RaggedEntries
+from gracekv.fit.attended import LayerAttention, Reference, attended, scattered
+from gracekv.fit.base import FITTERS
+from gracekv.fit.queries import ReferenceQueries
+from gracekv.fit.values import QueryFitter, ridge
+from gracekv.prefill import Prefill, Region
+from gracekv.registry import bounded
+from gracekv.value import Memory, Replay
+
+# Weight of all queries of a query head together; steps of conjugate gradients, and the share of the
+# first residual's norm at which they end.
+_WEIGHT, _STEPS, _TOLERANCE = 6.0, 16, 1e-6
+
+
+@final
+@FITTERS.register("regression")
+@dataclass(frozen=True)
+class Regression(QueryFitter):
+    r"""Ridge regression of values, then of keys, towards the full attention's output (GRKV).
+
+    With p the attention of a reference query over the kept entries and o its output over all
+    tokens, the change of the values minimises the weighted sum of |p (V + X) - o|^2 plus
+    penalty |X|^2, by its dual system. Keys follow, linearised at the new values, by 16 steps of
+    conjugate gradients over the layer. A head's change is scaled to at most a share of what it
+    changes, and less where rounding goes beyond. Of nothing, values, and both, the layer keeps
+    what has the least objective, that of the nonlinear output with both changes' penalties.
+
+    Source: Peng et al. (2026), GRKV, arXiv:2605.31105, with the numbers of its code. Ours: queries
+    are evenly spaced with both ends, and the entries that stay are those that the reference queries
+    read most, not those of the highest scores.
+
+    Cost: attention of the reference queries over all keys, O(L H Q T d), a system of Q H/G
+    unknowns for each head, and 32 products of the queries with the entries.
+
+    Attributes:
+        queries: reference queries, by default 32 of the context, moved to the prompt's end.
+        penalty: factor of squared changes (0.01).
+        value_cap: largest change of a head's values as a share of their norm (0.1).
+        key_cap: the same for keys (0.025).
+        guard: share of a head's entries that stay as they are (0.1).
+    """
+
+    queries: ReferenceQueries = field(
+        default_factory=lambda: ReferenceQueries(Replay(uniform_weight=1.0, max_queries=32), 0)
+    )
+    penalty: float = bounded(0.01, above=0)
+    value_cap: float = bounded(0.1, above=0)
+    key_cap: float = bounded(0.025, above=0)
+    guard: float = bounded(0.1, at_least=0, below=1)
+
+    def reference(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Reference:
+        found = super().reference(prefill, layer, region, memory)
+        return dataclasses.replace(found, weights=_WEIGHT * prefill.group * found.weights)
+
+    def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
+        attention = attended(reference, packed, region)
+        shares, free = attention.shares(), self._free(attention)
+        error = attention.output - shares @ attention.values
+        change = ridge(shares, error, attention.weights, free / self.penalty)
+        values = bounded_move(packed.values, change, attention, free, self.value_cap)
+        fitted = dataclasses.replace(packed, values=values)
+        change = key_change(attended(reference, fitted, region), reference, free, self.penalty)
+        keys = bounded_move(packed.keys, change, attention, free, self.key_cap)
+        found = (packed, fitted, dataclasses.replace(fitted, keys=keys))
+
+        def objective(candidate: RaggedEntries) -> float:
+            seen = attended(reference, candidate, region)
+            lost = (seen.shares() @ seen.values - seen.output).square().sum(dim=-1) * seen.weights
+            pairs = ((candidate.keys, packed.keys), (candidate.values, packed.values))
+            moved = sum((new.float() - old.float()).square().sum() for new, old in pairs)
+            return float((lost.sum() + self.penalty * moved).nan_to_num(torch.inf))
+
+        return min(found, key=objective)
+
+    def _free(self, attention: LayerAttention) -> Tensor:
+        """float32 [G, W]: 1 for entries that may change, else 0."""
+        read = (attention.shares() * attention.weights[:, None]).sum(dim=1)
+        ranks = read.masked_fill_(~attention.free, -1.0).argsort(dim=1, descending=True).argsort()
+        kept = (attention.free.sum(dim=1, keepdim=True) * self.guard).long()
+        return (attention.free & (ranks >= kept)).float()
+
+
+def key_change(seen: LayerAttention, reference: Reference, free: Tensor, penalty: float) -> Tensor:
+    """The ridge solution for keys, float32 [G, W, d], by conjugate gradients on its dual."""
+    shares, asked, root = seen.shares(), reference.asked, seen.weights.sqrt()[:, None]
+    output, moving = shares @ seen.values, shares * free[:, None]
+
+    def forward(change: Tensor) -> Tensor:
+        shifted = moving * (asked @ change.mT)
+        return root * (shifted @ seen.values - shifted.sum(dim=-1, keepdim=True) * output)
+
+    def adjoint(rows: Tensor) -> Tensor:
+        rows = root * rows
+        inner = rows @ seen.values.mT - (rows * output).sum(dim=-1, keepdim=True)
+        return (moving * inner).mT @ asked
+
+    left = root * (seen.output - output)
+    dual, along, square = torch.zeros_like(left), left, left.square().sum()
+    least = _TOLERANCE**2 * square
+    for _ in range(_STEPS):
+        if bool(square <= least):
+            break
+        image = forward(adjoint(along)) + penalty * along
+        rate = square / (along * image).sum()
+        dual, left = dual + rate * along, left - rate * image
+        before, square = square, left.square().sum()
+        along = left + square / before * along
+    return adjoint(dual)
+
+
+def bounded_move(
+    numbers: Tensor, change: Tensor, attention: LayerAttention, free: Tensor, cap: float
+) -> Tensor:
+    """`numbers` [E, d] with `change` [G, W, d], scaled to `cap` of each head's free norm."""
+    old, mask = numbers.float()[attention.columns], free[..., None]
+    change, limit = mask * change, cap * (mask * old).norm(dim=(1, 2), keepdim=True)
+    scale = (limit / change.norm(dim=(1, 2), keepdim=True).clamp_min(1e-30)).clamp(max=1.0)
+    # Rounding to the cache's dtype may go beyond; a head that does not stop stays as it was.
+    for shrink in (0.9, 0.9, 0.9, 0.9, 0.0):
+        new = (old + scale * change).to(numbers.dtype).float()
+        over = (mask * (new - old)).norm(dim=(1, 2), keepdim=True) > limit
+        scale = torch.where(over, shrink * scale, scale)
+    return scattered(numbers, attention, old + scale * change)
