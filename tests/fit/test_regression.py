@@ -91,11 +91,13 @@ def test_no_head_moves_beyond_its_cap(dtype):
     reference = fitter.reference(prefill, 0, region, {})
     seen = attended(reference, cache.layers[0], region)
     free = fitter._free(seen)
-    moved = bounded_move(cache.layers[0].values, 9 * torch.randn_like(seen.values), seen, free, 0.1)
     old = cache.layers[0].values.float()[seen.columns] * free[..., None]
-    off = (moved.float()[seen.columns] * free[..., None] - old).norm(dim=(1, 2))
-    assert (off <= 0.1 * old.norm(dim=(1, 2)) * (1 + 1e-5)).all()
-    assert (off > 0).all()
+    for seed in range(8):
+        change = torch.randn(seen.values.shape, generator=torch.Generator().manual_seed(seed))
+        moved = bounded_move(cache.layers[0].values, change, seen, free, 0.02)
+        off = (moved.float()[seen.columns] * free[..., None] - old).norm(dim=(1, 2))
+        assert (off <= 0.02 * old.norm(dim=(1, 2)) * (1 + 1e-6)).all()
+        assert (off > 0).all()
     # A tenth of each head stays, and it is what the queries read.
     kept = seen.free.sum(dim=1) - free.sum(dim=1)
     assert kept.tolist() == [int(0.1 * float(x)) for x in seen.free.sum(dim=1)]
