@@ -15,7 +15,7 @@ from support.thread_exchange import in_threads
 PREFILL = synthetic_prefill(kv_heads=4)
 REGION = PREFILL.spans.region(4)
 # Their scores are ranks, which rounding may exchange.
-RANKS = {"scissorhands", "lag_relative"}
+RANKS = {"scissorhands", "lag_relative", "matching_pursuit"}
 CASES = {name: {} for name in SCORERS if SCORERS.get(name).works_sharded and name not in RANKS}
 CASES["value_norm"] = {"relative": 0.5}
 CASES["replay"] = {"max_queries": 16}
