@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gracekv.kernels.intrinsics import inner, prefetch
-from gracekv.kernels.row_vectors import BLOCK, WIDTH, add_block, add_vector
+from gracekv.kernels.row_vectors import BLOCK, WIDTH, add_block, add_vector, dot_four
 
 # Keys to prefetch in a split: the first one of a thread has no predecessor that does so.
 _PREFETCH_KEYS = 12
@@ -39,6 +39,10 @@ def products(
         prefetch(keys, first + e + _PREFETCH_KEYS, 4)
         r = first + e
         for j in range(count):
+            if dim % WIDTH == 0:
+                p = j * out.shape[1] + to + e
+                dot_four(queries, j * queries.shape[1], keys, r * dim, dim, out, p)
+                continue
             t0, t1, t2, t3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
             for i in range(dim):
                 x = queries[j, i]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gracekv.kernels.intrinsics import inner
+from gracekv.kernels.row_vectors import WIDTH, largest_of
 
 LEAST = np.float32(-87.0)
 """Smaller exponents are taken as this one: e^-87 is the smallest power that a float32 holds."""
@@ -77,11 +78,12 @@ def exponentials(
     return total
 
 
-@inner(fastmath={"nnan", "nsz", "reassoc"})
+@inner()
 def largest(x: Any, count: int) -> Any:
-    """The largest of the first `count` numbers, one at least; any number if one is NaN."""
-    top = x[0]
-    for e in range(1, count):
+    """The largest of the first `count` numbers; any number or NaN if one is NaN."""
+    vectors = count // WIDTH
+    top = largest_of(x, vectors) if vectors > 0 else x[0]
+    for e in range(vectors * WIDTH, count):
         top = max(top, x[e])
     return top
 

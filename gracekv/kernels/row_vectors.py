@@ -1,8 +1,8 @@
-"""Weighted sums of rows of float32 numbers, 16 at a time, for compiled kernels.
+"""Products of rows of float32 numbers, 16 at a time, for compiled kernels.
 
-Written as vector operations, which every processor has in some width: a compiler's own spend a
-fifth of their time on stores of what the next round loads again. Indices count numbers of
-contiguous arrays.
+Written as vector operations, which every processor has in some width: over the channels of one
+head, a compiler's own spend most of their time on sums across a vector and on stores of what the
+next round loads again. Indices count numbers of contiguous arrays.
 """
 
 from __future__ import annotations
@@ -43,6 +43,82 @@ def broadcast(builder: Any, number: Any) -> Any:
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once where the processor can."""
     return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+
+def pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    """The numbers of `a` and `b`, one after the other, at `lanes`."""
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
+    return builder.shuffle_vector(a, b, mask)
+
+
+def sums_of_four(builder: Any, vectors: list[Any]) -> Any:
+    """<4 x float>: the sums of four <16 x float>."""
+    low, high = list(range(8)), list(range(8, 16))
+    halves = [builder.fadd(pick(builder, v, v, low), pick(builder, v, v, high)) for v in vectors]
+    # Neighbours are added inside quarters, so that no number crosses a 128-bit lane.
+    even, odd = [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15]
+    while len(halves) > 1:
+        pairs = zip(halves[::2], halves[1::2], strict=True)
+        halves = [
+            builder.fadd(pick(builder, a, b, even), pick(builder, a, b, odd)) for a, b in pairs
+        ]
+    (last,) = halves
+    return builder.fadd(pick(builder, last, last, low[:4]), pick(builder, last, last, low[4:]))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def dot_four(
+    context: Any, queries: Any, query: Any, keys: Any, key: Any, dim: Any, out: Any, to: Any
+) -> Any:
+    """out[to + r] = sum_i queries[query + i] keys[key + r dim + i] for r = 0, ..., 3."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kinds = signature.args
+        queries, query, keys, key, dim, out, to = arguments
+        zero = ir.Constant(FLOATS, [0.0] * WIDTH)
+        sums = [cgutils.alloca_once_value(builder, zero) for _ in range(4)]
+        with cgutils.for_range_slice(builder, _INT(0), dim, _INT(WIDTH), intp=_INT) as (i, _):
+            at = vector_at(context, builder, kinds[0], queries, builder.add(query, i))
+            q, row = builder.load(at, align=4), builder.add(key, i)
+            for total in sums:
+                at = vector_at(context, builder, kinds[2], keys, row)
+                k = builder.load(at, align=4)
+                builder.store(multiply_add(builder, q, k, builder.load(total)), total)
+                row = builder.add(row, dim)
+        four = sums_of_four(builder, [builder.load(total) for total in sums])
+        place = vector_at(context, builder, kinds[5], out, to, four.type)
+        builder.store(four, place, align=4)
+        return context.get_dummy_value()
+
+    number = types.int64
+    return types.void(queries, number, keys, number, number, out, number), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def largest_of(context: Any, x: Any, vectors: Any) -> Any:
+    """The largest of the first 16 `vectors` numbers, `vectors` > 0; any or NaN if one is NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, (x, vectors) = signature.args[0], arguments
+
+        def larger(a: Any, b: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", b, a), b, a)
+
+        first = vector_at(context, builder, array, x, _INT(0))
+        top = cgutils.alloca_once_value(builder, builder.load(first, align=4))
+        with cgutils.for_range(builder, vectors) as loop:
+            at = vector_at(context, builder, array, x, builder.mul(loop.index, _INT(WIDTH)))
+            builder.store(larger(builder.load(top), builder.load(at, align=4)), top)
+        largest, lanes = builder.load(top), WIDTH
+        while lanes > 1:
+            lanes //= 2
+            low, high = list(range(lanes)), list(range(lanes, 2 * lanes))
+            largest = larger(
+                pick(builder, largest, largest, low), pick(builder, largest, largest, high)
+            )
+        return builder.extract_element(largest, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(x, types.int64), generate
 
 
 def _adder(channels: int) -> Any:

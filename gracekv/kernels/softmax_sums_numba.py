@@ -27,6 +27,7 @@ from gracekv.kernels import (
     matmul,
     numba_softmax,
     omp_threads,
+    row_vectors,
 )
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.matmul import multiply
@@ -189,7 +190,7 @@ def pack_keys(dtype: torch.dtype) -> Any:
 @functools.cache
 def reduce_columns() -> Any:
     """The kernel that writes `total` from `panels`: a C callback, see `pack_keys`."""
-    sources = digest(intrinsics, matmul, numba_softmax)
+    sources = digest(intrinsics, matmul, numba_softmax, row_vectors)
 
     def body(address: Any) -> None:
         _ = sources
