@@ -90,6 +90,10 @@ class AnswerOutputs:
     log_probs: Tensor
     outputs: tuple[Tensor, ...]
 
+    def part(self, tokens: slice) -> AnswerOutputs:
+        """The same of some of the answer's tokens."""
+        return AnswerOutputs(self.log_probs[tokens], tuple(x[tokens] for x in self.outputs))
+
 
 @torch.no_grad()
 def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> AnswerOutputs:
@@ -129,12 +133,6 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
     return AnswerOutputs(torch.cat(logits)[-len(answer) :].float().log_softmax(-1), tuple(outputs))
 
 
-def divergences(method: AnswerOutputs, full: AnswerOutputs) -> Tensor:
-    """float64 [A]: KL(FullKV || method) at each token, nats."""
-    ours, theirs = method.log_probs.double(), full.log_probs.double()
-    return (theirs.exp() * (theirs - ours)).sum(-1)
-
-
 def compare(method: AnswerOutputs, full: AnswerOutputs, answer: Tensor) -> dict[str, float]:
     """Distances of a method from FullKV, over the same answer int64 [A].
 
@@ -148,7 +146,7 @@ def compare(method: AnswerOutputs, full: AnswerOutputs, answer: Tensor) -> dict[
     at = answer.to(ours.device)[:, None]
     nll = -ours.gather(-1, at).mean()
     full_nll = -theirs.gather(-1, at).mean()
-    kl = divergences(method, full).mean()
+    kl = (theirs.exp() * (theirs - ours)).sum(-1).mean()
     errors = [
         float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
         for a, b in zip(method.outputs, full.outputs, strict=True)

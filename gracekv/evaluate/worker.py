@@ -12,7 +12,7 @@ from gracekv import compress
 from gracekv.allocate import Budget
 from gracekv.decode import Limit
 from gracekv.errors import TaskError
-from gracekv.evaluate.answers import AnswerOutputs, compare, divergences, greedy, teacher_force
+from gracekv.evaluate.answers import AnswerOutputs, compare, greedy, teacher_force
 from gracekv.evaluate.experiment import Cell, Panel, PendingSample
 from gracekv.evaluate.long_outputs import EVERY
 from gracekv.evaluate.metrics import score
@@ -189,8 +189,11 @@ class Worker:
             forced = teacher_force(self.model, ids, answer, cache)
             measured["fidelity"] = compare(forced, question.full, answer)
             if limit is not None:
-                each = divergences(forced, question.full).split(limit.every)
-                measured["kl_by_interval"] = [float(part.mean()) for part in each]
+                steps = range(0, len(answer), limit.every)
+                measured["by_interval"] = [
+                    compare(forced.part(one), question.full.part(one), answer[one])
+                    for one in (slice(first, first + limit.every) for first in steps)
+                ]
         if panel.generate:
             cap = _cap(panel, task)
             answer_text = greedy(

@@ -81,12 +81,15 @@ def test_rows_tell_what_each_interval_lost(model, tokenizer, tmp_path):
     assert (done.written, done.failed) == (4, 0)
     rows = {row["method"]: row for row in read_rows(tmp_path)}
     assert rows["fullkv"]["fidelity"]["kl"] == 0
-    assert "kl_by_interval" not in rows["fullkv"]
+    assert "by_interval" not in rows["fullkv"]
     for name in methods:
-        parts = rows[name]["kl_by_interval"]
-        assert len(parts) == -(-rows[name]["fidelity"]["tokens"] // 64)
+        parts, whole = rows[name]["by_interval"], rows[name]["fidelity"]
+        assert [part["tokens"] for part in parts[:-1]] == [64] * (len(parts) - 1)
+        for what in ("kl", "nll", "top1"):
+            total = sum(part[what] * part["tokens"] for part in parts)
+            assert total / whole["tokens"] == pytest.approx(whole[what], abs=1e-6)
         assert rows[name]["fidelity"]["kl"] > 0
-    assert rows[methods[0]]["kl_by_interval"] != rows[methods[1]]["kl_by_interval"]
+    assert rows[methods[0]]["by_interval"] != rows[methods[1]]["by_interval"]
 
 
 def test_a_long_question_leaves_the_context_half_of_what_remains(model, tokenizer, tmp_path):
