@@ -36,33 +36,33 @@ class DistortionWork:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Context in which the work of every evaluator is counted."""
-        kinds: tuple[Any, ...] = (NumbaEvaluator, TorchEvaluator, TritonEvaluator)
-        originals = {kind: kind.__call__ for kind in kinds}
+        methods = {NumbaEvaluator: "run", TorchEvaluator: "__call__", TritonEvaluator: "__call__"}
+        originals = {kind: getattr(kind, name) for kind, name in methods.items()}
 
         def wrap(call: Any) -> Any:
-            def counted(evaluator: Any, nodes: Nodes) -> Any:
-                self._count(nodes)
-                return call(evaluator, nodes)
+            def counted(evaluator: Any, nodes: Nodes, *rest: Any) -> Any:
+                self._count(nodes, rest[-1].get("cuts") if rest else None)
+                return call(evaluator, nodes, *rest)
 
             return counted
 
-        for kind in kinds:
-            kind.__call__ = wrap(originals[kind])
+        for kind, name in methods.items():
+            setattr(kind, name, wrap(originals[kind]))
         try:
             yield
         finally:
-            for kind in kinds:
-                kind.__call__ = originals[kind]
+            for kind, name in methods.items():
+                setattr(kind, name, originals[kind])
 
-    def _count(self, nodes: Nodes) -> None:
-        """All prefixes and suffixes."""
+    def _count(self, nodes: Nodes, cuts: int | None) -> None:
+        """All prefixes and suffixes; of a splitter, at most the sides of its cuts and a token."""
         n = nodes.length.double()
-        intervals = 2 * n
+        intervals = 2 * n if cuts is None else (2 * (n - 2)).clamp(0, 2 * (cuts + 2))
         # Logits of prototypes and M.v~ of each interval; cross terms of M; the Gram matrix.
         pairs = n * n * (self.probes + self.dim / 2)
         pairs += intervals * self.probes * (self.dim + n / 2)
         self.tokens += int(n.sum())
-        self.multiply_adds += float(pairs.sum())
+        self.multiply_adds += float(torch.where(intervals > 0, pairs, 0.0).sum())
 
 
 def multiply_adds_per_second(device: str) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gracekv.kernels.ragged import offsets, rows
 from gracekv.tree.base import Forest
-from gracekv.tree.distortion import Distortion, DistortionEvaluator, Splitter
+from gracekv.tree.distortion import Distortion, DistortionEvaluator, TableSplitter
 from gracekv.tree.nodes import Nodes
 from gracekv.tree.prune import Pruner
 from gracekv.tree.refine import Refiner
@@ -160,7 +160,7 @@ def grow(
         refiner: how nodes split.
         pruner: the auction's threshold so far; the operations of these trees are added to it.
     """
-    splitter = Splitter(batch, evaluator, refiner)
+    splitter = evaluator.splitter(refiner) or TableSplitter(batch, evaluator, refiner)
     nodes = batch.roots()
     roots = splitter.roots(nodes)
     distortion, drop = roots.distortion, roots.drop

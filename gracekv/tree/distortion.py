@@ -1,4 +1,4 @@
-"""The interface of distortions (what merging or dropping costs), and who splits nodes by them."""
+"""The interface of distortions (what merging or dropping costs), and the splitter for all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gracekv.kernels.ragged import rows
 from gracekv.prefill import PrefillReader
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.cost_table import CostTable
-from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split
+from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter
 from gracekv.tree.refine import Refiner
 from gracekv.tree.tree_batch import TreeBatch, TreeContext
 from gracekv.tree.workspace import Workspace
@@ -27,6 +27,10 @@ class DistortionEvaluator(abc.ABC):
     @abc.abstractmethod
     def __call__(self, nodes: Nodes) -> IntervalCosts:
         """The costs of V >= 1 nodes, best of similar length: the longest sets the grid's width."""
+
+    def splitter(self, refiner: Refiner) -> Splitter | None:
+        """A splitter that computes costs and splits in one pass; None: there is none."""
+        return None
 
 
 class Distortion(PrefillReader, Strategy, abc.ABC):
@@ -61,8 +65,8 @@ _SMALL_GRID = 1 << 17
 _Group = tuple[Tensor, IntervalCosts]
 
 
-class Splitter:
-    """Computes the costs of all prefixes and suffixes, and lets the refiner choose.
+class TableSplitter(Splitter):
+    """Compute the costs of all prefixes and suffixes, and let the refiner choose.
 
     Args:
         batch: the nodes' trees.
@@ -74,7 +78,6 @@ class Splitter:
         self._batch, self._evaluator, self._refiner = batch, evaluator, refiner
 
     def roots(self, nodes: Nodes) -> RootCosts:
-        """The costs of all B >= 1 roots; called before any other node is split."""
         groups = self._evaluated(nodes)
         distortion = torch.empty(len(nodes), dtype=torch.float64, device=nodes.tree.device)
         drop = torch.empty_like(distortion)
@@ -88,7 +91,6 @@ class Splitter:
         return RootCosts(distortion, drop, split)
 
     def __call__(self, nodes: Nodes, distortion: Tensor) -> Split:
-        """The children of V >= 0 nodes of two tokens or more, whose D float64 [V] is known."""
         return self._refined(nodes, distortion, self._evaluated(nodes))
 
     def _evaluated(self, nodes: Nodes) -> list[_Group]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -128,3 +129,16 @@ class RootCosts:
     distortion: Tensor
     drop: Tensor
     split: Callable[[Tensor], Split]
+
+
+class Splitter(abc.ABC):
+    """Splits the nodes of some layers; deterministic, and each node on its own."""
+
+    @abc.abstractmethod
+    def roots(self, nodes: Nodes) -> RootCosts:
+        """The costs of all B >= 1 roots; called before any other node is split."""
+
+    @abc.abstractmethod
+    def __call__(self, nodes: Nodes, distortion: Tensor) -> Split:
+        """The children of V >= 0 nodes below the roots, of two tokens or more, whose D float64 [V]
+        is known."""

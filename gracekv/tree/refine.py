@@ -31,6 +31,13 @@ class Refiner(Strategy, abc.ABC):
         """Whether nodes are cut where curvature peaks, so that `table` must hold kappa."""
         return False
 
+    def rule(self) -> SplitRule | None:
+        """The refiner as a `SplitRule`, for engines that compute costs and split in one pass.
+
+        None: the refiner is called with a table of all costs.
+        """
+        return None
+
     @abc.abstractmethod
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         """The children of `nodes` (two tokens or more each), chosen by their costs."""
@@ -44,8 +51,7 @@ class RuleRefiner(Refiner):
         return self.rule().uses_curvature
 
     @abc.abstractmethod
-    def rule(self) -> SplitRule:
-        """How it splits."""
+    def rule(self) -> SplitRule: ...
 
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
         return self.rule().children(nodes, table)

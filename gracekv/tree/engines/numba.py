@@ -1,16 +1,21 @@
-"""The engine `numba`: a compiled kernel for CPUs."""
+"""The engine `numba`: a compiled kernel for CPUs, which can also choose the splits."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from gracekv.kernels import omp_threads
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs
-from gracekv.tree.nodes import IntervalCosts, Nodes
+from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter, parts_of_cuts
+from gracekv.tree.refine import Refiner
+from gracekv.tree.split_rule import SplitRule
+from gracekv.tree.tree_batch import TreeBatch
 
 
 class NumbaEvaluator(DistortionEvaluator):
@@ -46,27 +51,108 @@ class NumbaEvaluator(DistortionEvaluator):
         }
 
     def __call__(self, nodes: Nodes) -> IntervalCosts:
-        from gracekv.tree.engines.numba_kernel import DistortionArgs, distortion_kernel
+        from gracekv.tree.engines.numba_kernel import EVALUATE
 
         count, width = len(nodes), int(nodes.length.max())
         costs, mass = torch.zeros(2, count, width), torch.zeros(count, width)
-        drop, counter = torch.empty(count), ctypes.c_int64(0)
-        tensors = self._tensors | {
-            "head": self._batch.head(nodes.tree),
-            "first": self._batch.offset(nodes),
-            "length": nodes.length,
-            "prefix": costs[0],
-            "suffix": costs[1],
-            "mass": mass,
-            "drop": drop,
-        }
+        drop = torch.empty(count)
+        outputs = {"prefix": costs[0], "suffix": costs[1], "mass": mass, "drop": drop}
+        self.run(nodes, EVALUATE, outputs, {})
+        return IntervalCosts(costs, mass, drop)
+
+    def splitter(self, refiner: Refiner) -> Splitter | None:
+        rule = refiner.rule()
+        return None if rule is None else NumbaSplitter(self, self._batch, rule)
+
+    def run(
+        self, nodes: Nodes, mode: int, tensors: dict[str, Tensor], numbers: dict[str, Any]
+    ) -> None:
+        """Run the kernel on V >= 1 nodes.
+
+        Args:
+            nodes: which.
+            mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS` of `gracekv.tree.engines.numba_kernel`.
+            tensors: contiguous fields of its `DistortionArgs` for that mode, [V, ...].
+            numbers: its other fields.
+        """
+        from gracekv.tree.engines.numba_kernel import DistortionArgs, distortion_kernel
+
+        length = nodes.length
+        counter = ctypes.c_int64(0)
+        tensors = self._tensors | tensors
+        tensors["head"] = self._batch.head(nodes.tree)
+        tensors["first"] = self._batch.offset(nodes)
+        tensors["length"] = length
         arguments = DistortionArgs(
             **{name: x.data_ptr() for name, x in tensors.items()},
             **self._numbers,
+            **numbers,
             counter=ctypes.addressof(counter),
-            nodes=count,
-            max_length=width,
+            nodes=len(length),
+            max_length=int(length.max()),
+            mode=mode,
         )
         with torch.profiler.record_function("distortion (numba)"):
             omp_threads.run(distortion_kernel(), ctypes.addressof(arguments))
-        return IntervalCosts(costs, mass, drop)
+
+
+class NumbaSplitter(Splitter):
+    """Computes only the costs that the split rule compares, and splits in the same pass.
+
+    Args:
+        evaluator: of the nodes' heads.
+        batch: the nodes' trees.
+        rule: how nodes split.
+
+    Raises:
+        ConfigError: the rule reads a curvature, and none was computed.
+    """
+
+    def __init__(self, evaluator: NumbaEvaluator, batch: TreeBatch, rule: SplitRule) -> None:
+        self._evaluator = evaluator
+        self._tensors: dict[str, Tensor] = {}
+        if rule.uses_curvature:
+            self._tensors["kappa"] = batch.known_curvature().contiguous()
+        if batch.forced is not None:
+            self._tensors["forced"] = batch.forced.contiguous()
+        cuts = -1 if rule.cuts is None else rule.cuts
+        self._numbers = {"cuts": cuts, "reward": rule.reward, "extracts": rule.extracts}
+
+    def roots(self, nodes: Nodes) -> RootCosts:
+        from gracekv.tree.engines.numba_kernel import SPLIT_ROOTS
+
+        distortion = torch.empty(len(nodes), dtype=torch.float64)
+        drop = torch.empty(len(nodes))
+        outputs = {"node_cost": distortion, "drop": drop}
+        low, high, part_costs = self._cuts(nodes, SPLIT_ROOTS, outputs)
+
+        def split(chosen: Tensor) -> Split:
+            return _split(nodes[chosen], low[chosen], high[chosen], part_costs[chosen])
+
+        return RootCosts(distortion, drop.double(), split)
+
+    def __call__(self, nodes: Nodes, distortion: Tensor) -> Split:
+        from gracekv.tree.engines.numba_kernel import SPLIT
+
+        if not len(nodes):
+            none = torch.empty(0, dtype=torch.int64)
+            return Split(none, none, none, none.double())
+        return _split(nodes, *self._cuts(nodes, SPLIT, {"node_cost": distortion.contiguous()}))
+
+    def _cuts(
+        self, nodes: Nodes, mode: int, tensors: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        low, high = torch.empty_like(nodes.tree), torch.empty_like(nodes.tree)
+        part_costs = torch.empty(len(low), 2, dtype=torch.float64)
+        tensors = self._tensors | tensors | {"low": low, "high": high, "part_costs": part_costs}
+        self._evaluator.run(nodes, mode, tensors, self._numbers)
+        return low, high, part_costs
+
+
+def _split(nodes: Nodes, low: Tensor, high: Tensor, part_costs: Tensor) -> Split:
+    """Split nodes at cuts int64 [V] counted from their starts; D [V, 2] is of the outer parts."""
+    start, end, kept = parts_of_cuts(nodes, nodes.start + low, nodes.start + high)
+    # The part between two cuts is a single token.
+    middle = torch.zeros(len(low), dtype=torch.float64)
+    distortion = torch.stack([part_costs[:, 0], middle, part_costs[:, 1]], dim=1)
+    return Split(kept.sum(dim=1), start[kept], end[kept], distortion[kept])

@@ -3,7 +3,7 @@
 The equations are those of `gracekv.tree.engines.torch`. There each is a pass over memory; here a
 node's numbers stay in the cache. A node is read forwards for its prefixes and backwards for its
 suffixes. Intervals are collected, and products with all probes are made for many of them at once.
-An interval's D depends on its node alone, to the bit.
+An interval's D depends on its node alone, to the bit, not on which other intervals are computed.
 """
 
 from __future__ import annotations
@@ -109,13 +109,14 @@ def load_node(node: Any, heads: Any, scratch: Any) -> None:
 
 @inner(fastmath={"contract"})
 def add_intervals(
-    node: Any, heads: Any, scratch: Any, backwards: bool, costs: Any, pending: int
+    node: Any, heads: Any, scratch: Any, backwards: bool, wanted: Any, costs: Any, pending: int
 ) -> int:
     """Collect prefixes (or suffixes) of a loaded node; returns how many intervals are pending.
 
     Args:
         node, heads, scratch: `load_node` was called with them.
         backwards: collect suffixes.
+        wanted: bool [n]: whether to compute D of the tokens up to and including k (from k on).
         costs: float32 [2, n]: D of prefixes and suffixes, filled by this and `flush`.
         pending: how many intervals are pending in `scratch` already.
     """
@@ -140,17 +141,23 @@ def add_intervals(
     width = (n + COLUMNS - 1) // COLUMNS * COLUMNS
     dim = unrotated_keys.shape[1]
     one, two, zero = np.float32(1.0), np.float32(2.0), np.float32(0.0)
+    stop = 0
+    for j in range(1, n):
+        if wanted[n - 1 - j if backwards else j]:
+            stop = j + 1
+    if stop == 0:
+        return pending
     z[:] = zero
     m_square[:] = zero
     key_sum[:] = zero
     gram_sum[:width] = zero
     weighted_gram_sum[:width] = zero
     norm_sum, score_sum = zero, zero
-    for j in range(n):
+    for j in range(stop):
         t = n - 1 - j if backwards else j
         if j % 4 == 0:
             # Cross terms of |M|^2 of this token and the next three with the tokens before them.
-            rows = min(4, n - j)
+            rows = min(4, stop - j)
             low, high = (n - j - rows + 1, n) if backwards else (0, j + rows - 1)
             for r in range(rows):
                 token = t - r if backwards else t + r
@@ -175,7 +182,7 @@ def add_intervals(
             x = p[t, i]
             z[i] += x
             m_square[i] += x * (two * cross_terms[r, i] + x * diagonal)
-        if j == 0:
+        if j == 0 or not wanted[t]:
             continue
 
         low, high = (t, n - 1) if backwards else (0, t)

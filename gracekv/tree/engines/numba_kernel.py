@@ -1,4 +1,4 @@
-"""The prototype's distortion, compiled for CPUs.
+"""The prototype's distortion, and splits in the same pass, compiled for CPUs.
 
 All threads run the same function and take their next nodes from one counter. A node's results
 depend on nothing but the node, so they are the same to the bit on any number of threads.
@@ -15,11 +15,21 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, types  # type: ignore[import-untyped,unused-ignore]
 
-from gracekv.kernels import intrinsics, matmul, numba_softmax
+from gracekv.kernels import intrinsics, matmul, numba_softmax, row_vectors
 from gracekv.kernels.intrinsics import digest, fetch_and_add, inner, pointer
-from gracekv.tree.engines import numba_arrays, numba_interval_costs
+from gracekv.tree.engines import (
+    numba_arrays,
+    numba_interval_costs,
+    numba_split_choice,
+)
 from gracekv.tree.engines.numba_arrays import HeadArrays, Node, new_scratch
 from gracekv.tree.engines.numba_interval_costs import add_intervals, flush, load_node, token_masses
+from gracekv.tree.engines.numba_split_choice import (
+    argmax,
+    best_cut,
+    extraction_utility,
+    mark_candidates,
+)
 
 # Nodes that a thread takes at a time.
 _NODES = 4
@@ -31,25 +41,38 @@ class DistortionArgs(ctypes.Structure):
     Fields, with V nodes, U heads, N tokens a head, P probes, Q the next multiple of
     `matmul.COLUMNS`:
         exponentials ... sin: as in `numba_arrays.HeadArrays`.
+        kappa: float64 [T]; 0: it is not read.
+        forced: float64 [U, N] floor scores, -inf: no candidate; 0: no floor.
         head, first, length: int64 [V]: head, place in the region, and tokens of each node.
         counter: int64, 0.
         max_length: tokens of the longest node.
+        mode: `EVALUATE`, `SPLIT` or `SPLIT_ROOTS`.
+    `EVALUATE` also reads and writes:
         prefix, suffix, mass: float32 [V, max_length], and drop [V], as in `IntervalCosts`.
+    `SPLIT` and `SPLIT_ROOTS` also read and write:
+        node_cost: float64 [V], D of each node. `SPLIT_ROOTS` fills it, and drop float32 [V].
+        cuts, reward: as in `numba_split_choice`; cuts < 0: nodes are not cut.
+        extracts: whether a token may be extracted.
+        low, high: int64 [V], cuts counted from the node's start.
+        part_costs: float64 [V, 2], D of the tokens before `low` and of those from `high` on.
     """
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in (
             "exponentials", "probe_mass", "unrotated_keys", "key_norms", "values", "scores",
             "queries", "max_logit", "inverse_sum", "visible_probes", "first_probe", "cos", "sin",
-            "head", "first", "length", "counter", "prefix", "suffix", "mass", "drop", "heads",
-            "tokens", "probes", "padded_probes", "dim", "positions", "rotary_dim", "region_start",
-            "multiplicity", "nodes", "max_length",
+            "kappa", "forced", "head", "first", "length", "counter", "prefix", "suffix", "mass",
+            "drop", "node_cost", "low", "high", "part_costs", "heads", "tokens", "probes",
+            "padded_probes", "dim", "positions", "rotary_dim", "region_start",
+            "multiplicity", "nodes", "max_length", "mode", "cuts", "extracts",
         )),
         *((name, ctypes.c_double) for name in (
-            "lambda_z", "lambda_m", "epsilon", "uniform_base", "rule_epsilon",
+            "lambda_z", "lambda_m", "epsilon", "uniform_base", "rule_epsilon", "reward",
         )),
     ]  # fmt: skip
 
+
+EVALUATE, SPLIT, SPLIT_ROOTS = 0, 1, 2
 
 _ARGS = np.dtype(DistortionArgs)
 
@@ -83,7 +106,9 @@ def _heads(args: Any) -> Any:
 
 
 @inner(inline="always")
-def _evaluate(args: Any, v: int, node: Any, heads: Any, scratch: Any, costs: Any) -> None:
+def _evaluate(
+    args: Any, v: int, node: Any, heads: Any, scratch: Any, wanted: Any, costs: Any
+) -> None:
     """D of all prefixes and suffixes of a node."""
     n, width = node.length, args.max_length
     prefix = carray(pointer(args.prefix), (args.nodes, width), np.float32)
@@ -91,12 +116,71 @@ def _evaluate(args: Any, v: int, node: Any, heads: Any, scratch: Any, costs: Any
     mass = carray(pointer(args.mass), (args.nodes, width), np.float32)
     drop = carray(pointer(args.drop), (args.nodes,), np.float32)
     drop[v] = token_masses(node, heads, mass[v])
-    pending = add_intervals(node, heads, scratch, False, costs, np.int64(0))
-    pending = add_intervals(node, heads, scratch, True, costs, pending)
+    wanted[:n] = True
+    pending = add_intervals(node, heads, scratch, False, wanted, costs, np.int64(0))
+    pending = add_intervals(node, heads, scratch, True, wanted, costs, pending)
     flush(node, heads, scratch, costs, pending)
     costs[0, 0] = costs[1, n - 1] = np.float32(0)
     for k in range(n):
         prefix[v, k], suffix[v, k] = costs[0, k], costs[1, k]
+
+
+@inner(inline="always")
+def _split(
+    args: Any, v: int, node: Any, heads: Any, scratch: Any, is_cut: Any, wanted: Any, costs: Any,
+    mass: Any, top: Any,
+) -> None:  # fmt: skip
+    """The better of a cut and an extraction; only the costs that are compared are computed."""
+    n, tokens, roots = node.length, args.tokens, args.mode == SPLIT_ROOTS
+    kappa = carray(pointer(args.kappa), (args.positions,), np.float64)
+    forced = carray(pointer(args.forced), (args.heads * tokens,), np.float64)
+    node_cost = carray(pointer(args.node_cost), (args.nodes,), np.float64)
+    low = carray(pointer(args.low), (args.nodes,), np.int64)
+    high = carray(pointer(args.high), (args.nodes,), np.int64)
+    part_costs = carray(pointer(args.part_costs), (args.nodes, 2), np.float64)
+    drop = carray(pointer(args.drop), (args.nodes,), np.float32)
+
+    # Two tokens have only one split, and a root of one has none.
+    has_choice, position = n > 2, node.first + heads.region_start
+    cuts, token, must_extract = has_choice and args.cuts >= 0, -1, False
+    if roots or (has_choice and args.extracts != 0):
+        total = token_masses(node, heads, mass)
+        if roots:
+            drop[v] = total
+    if has_choice and args.extracts != 0:
+        token = argmax(mass, 0, n)
+        if args.forced != 0:
+            candidate = argmax(forced, node.row, n)
+            if forced[node.row + candidate] > -np.inf:
+                token, must_extract, cuts = candidate, True, False
+    is_cut[:n] = False
+    if cuts:
+        mark_candidates(kappa, position, n, args.cuts, is_cut, top)
+
+    pending = np.int64(0)
+    wanted[0] = wanted[n - 1] = False
+    for k in range(1, n - 1):
+        wanted[k] = is_cut[k + 1] or k == token - 1
+    pending = add_intervals(node, heads, scratch, False, wanted, costs, pending)
+    for k in range(1, n - 1):
+        wanted[k] = is_cut[k] or k == token + 1
+    wanted[0] = roots and n > 1
+    pending = add_intervals(node, heads, scratch, True, wanted, costs, pending)
+    flush(node, heads, scratch, costs, pending)
+    costs[0, 0] = costs[1, n - 1] = np.float32(0)
+
+    if roots:
+        node_cost[v] = costs[1, 0]
+    first = n // 2
+    gain, last = -np.inf, first
+    if cuts:
+        first, gain = best_cut(node_cost[v], costs, n, is_cut, kappa, position, args.reward)
+        last = first
+    if token >= 0 and (must_extract or extraction_utility(node_cost[v], costs, n, token) > gain):
+        first, last = token, token + 1
+    low[v], high[v] = first, last
+    part_costs[v, 0] = costs[0, first - 1] if has_choice and first > 0 else 0.0
+    part_costs[v, 1] = costs[1, last] if has_choice and last < n else 0.0
 
 
 @inner(inline="always")
@@ -107,7 +191,9 @@ def _work(args: Any) -> None:
     first = carray(pointer(args.first), (args.nodes,), np.int64)
     length = carray(pointer(args.length), (args.nodes,), np.int64)
     scratch = new_scratch(max_length, args.dim, args.padded_probes)
-    costs = np.zeros((2, max_length), np.float32)
+    is_cut, wanted = np.empty(max_length, np.bool_), np.empty(max_length, np.bool_)
+    costs, mass = np.zeros((2, max_length), np.float32), np.empty(max_length, np.float32)
+    top = np.empty(max(args.cuts, 1), np.int64)
     counter = pointer(args.counter)
     while True:
         start = fetch_and_add(counter, 0) * _NODES
@@ -116,8 +202,12 @@ def _work(args: Any) -> None:
         for v in range(start, min(start + _NODES, args.nodes)):
             row = head[v] * args.tokens + first[v]
             node = Node(head[v], first[v], length[v], row)
-            load_node(node, heads, scratch)
-            _evaluate(args, v, node, heads, scratch, costs)
+            if node.length > 2 or args.mode != SPLIT:
+                load_node(node, heads, scratch)
+            if args.mode == EVALUATE:
+                _evaluate(args, v, node, heads, scratch, wanted, costs)
+            else:
+                _split(args, v, node, heads, scratch, is_cut, wanted, costs, mass, top)
 
 
 @functools.cache
@@ -126,7 +216,15 @@ def distortion_kernel() -> Any:
 
     The first call on a machine compiles for 10 to 20 seconds; later ones find the result on disk.
     """
-    sources = digest(intrinsics, numba_interval_costs, numba_arrays, matmul, numba_softmax)
+    sources = digest(
+        numba_split_choice,
+        intrinsics,
+        numba_interval_costs,
+        numba_arrays,
+        matmul,
+        numba_softmax,
+        row_vectors,
+    )
 
     def body(address: Any) -> None:
         _ = sources

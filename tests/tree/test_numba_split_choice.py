@@ -1,0 +1,59 @@
+"""The compiled choice of a split is that of `SplitRule`, ties included."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("numba")
+
+from gracekv.segment import Partition
+from gracekv.tree import CostTable, IntervalCosts, Nodes, TreeBatch
+from gracekv.tree.engines import numba_split_choice
+from gracekv.tree.split_rule import best_cut, salient_extraction, salient_token
+from support.trees import tree_context
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    n=st.integers(3, 40),
+    cuts=st.integers(0, 20),
+    reward=st.sampled_from([0.0, 0.05, 1.0]),
+    steps=st.sampled_from([1, 3, 1000]),
+)
+def test_same_choice_with_ties(seed, n, cuts, reward, steps):
+    context = tree_context(seed % 50, context=60)
+    start = context.partition.region.start
+    rng = torch.Generator().manual_seed(seed)
+
+    def coarse(*shape):
+        return torch.randint(steps, shape, generator=rng).float()
+
+    batch = TreeBatch.of(
+        dataclasses.replace(
+            context,
+            partition=Partition(torch.tensor([start, start + n])),
+            curvature=coarse(context.prefill.spans.length),
+        ),
+        [0],
+    )
+    nodes = Nodes(torch.tensor([0]), torch.tensor([0]), torch.tensor([n]))
+    costs, mass, node_cost = coarse(2, 1, n), coarse(1, n), coarse(1).double()
+    costs[0, 0, 0] = costs[1, 0, -1] = 0.0
+    table = CostTable(nodes, batch, IntervalCosts(costs, mass, torch.zeros(1)), node_cost)
+    want = best_cut(nodes, table, cuts, reward)
+
+    kappa, found = batch.curvature.numpy(), costs[:, 0].numpy()
+    chosen = np.empty(n, np.bool_)
+    top = np.empty(max(cuts, 1), np.int64)
+    numba_split_choice.mark_candidates(kappa, start, n, cuts, chosen, top)
+    at, gain = numba_split_choice.best_cut(float(node_cost), found, n, chosen, kappa, start, reward)
+    assert (at, gain) == (int(want.low), float(want.utility))
+
+    token = numba_split_choice.argmax(mass[0].numpy(), 0, n)
+    assert token == int(salient_token(table))
+    utility = numba_split_choice.extraction_utility(float(node_cost), found, n, token)
+    assert utility == float(salient_extraction(nodes, table).utility)

@@ -1,0 +1,117 @@
+"""`NumbaSplitter` gives the same splits as `TableSplitter` on the same engine."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("numba")
+
+from gracekv.segment import Partition
+from gracekv.tree import (
+    REFINERS,
+    Binary,
+    BinaryExtract,
+    Extract,
+    Midpoint,
+    Nodes,
+    Prototype,
+    TreeContext,
+    build_forest,
+)
+from gracekv.tree.distortion import TableSplitter
+from gracekv.tree.engines.numba import NumbaSplitter
+from support.interval_costs import evaluator_of
+from support.splits import assert_same_splits
+from support.trees import tree_context
+
+REFINERS_WITH_A_RULE = [
+    BinaryExtract(),
+    BinaryExtract(candidates=3, reward=0.5),
+    BinaryExtract(candidates=0, reward=0.0),
+    Binary(candidates=5),
+    Binary(candidates=0, reward=0.3),
+    Extract(),
+    Midpoint(),
+]
+
+
+def problem(seed: int, slots: int, floor: bool, tied: bool) -> TreeContext:
+    """Slots of a few tokens up to all of them; curvatures and floor scores full of ties."""
+    context = tree_context(seed, context=70)
+    region = context.partition.region
+    rng = torch.Generator().manual_seed(seed)
+    cuts = (
+        torch.randperm(region.length - 1, generator=rng)[: slots - 1] + 1 + region.start
+    ).tolist()
+    bounds = torch.tensor(sorted({region.start, region.end, *cuts}))
+    context = dataclasses.replace(context, partition=Partition(bounds))
+    if tied:
+        assert context.curvature is not None
+        context = dataclasses.replace(context, curvature=(4 * context.curvature).round())
+    if floor:
+        score = torch.rand(context.scores.shape, generator=rng, dtype=torch.float64)
+        chosen = torch.rand(score.shape, generator=rng) < 0.1
+        context = dataclasses.replace(
+            context, forced=torch.where(chosen, (3 * score).round(), -torch.inf)
+        )
+    return context
+
+
+@pytest.mark.parametrize("refiner", REFINERS_WITH_A_RULE, ids=repr)
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 10_000), slots=st.integers(1, 12), floor=st.booleans(), tied=st.booleans()
+)
+def test_numba_splits_are_those_of_the_table(refiner, seed, slots, floor, tied):
+    context = problem(seed, slots, floor, tied)
+    evaluator, batch = evaluator_of(context, "numba")
+    splitter, table = evaluator.splitter(refiner), TableSplitter(batch, evaluator, refiner)
+    assert isinstance(splitter, NumbaSplitter)
+    roots = batch.roots()
+    one, other = splitter.roots(roots), table.roots(roots)
+    torch.testing.assert_close(one.distortion, other.distortion, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(one.drop, other.drop, rtol=1e-5, atol=1e-7)
+    rng = torch.Generator().manual_seed(seed)
+    chosen = (roots.length > 1) & (torch.rand(len(roots), generator=rng) < 0.8)
+    first = one.split(chosen)
+    reward = getattr(refiner, "reward", 0.0)
+    assert_same_splits(context, batch, roots[chosen], first, other.split(chosen), reward)
+    # Their children, and all nodes below.
+    parent = torch.repeat_interleave(roots.tree[chosen], first.count)
+    nodes, distortion = Nodes(parent, first.start, first.end), first.distortion
+    while len(nodes):
+        inner = nodes.length > 1
+        nodes, distortion = nodes[inner], distortion[inner]
+        split = splitter(nodes, distortion)
+        assert_same_splits(context, batch, nodes, split, table(nodes, distortion), reward)
+        parent = torch.repeat_interleave(nodes.tree, split.count)
+        nodes, distortion = Nodes(parent, split.start, split.end), split.distortion
+
+
+def test_only_refiners_with_a_rule_have_a_numba_splitter() -> None:
+    context = tree_context(0)
+    evaluator, _ = evaluator_of(context, "numba", layers=[0])
+    names = {name for name in REFINERS if evaluator.splitter(REFINERS.build(name)) is not None}
+    assert names == {"binary", "binary_extract", "extract", "midpoint"}
+    torch_evaluator, _ = evaluator_of(context, "torch", layers=[0])
+    assert torch_evaluator.splitter(BinaryExtract()) is None
+
+
+@pytest.mark.parametrize("refiner", ["binary_extract", "exhaustive"])
+def test_any_number_of_threads_grows_the_same_trees(refiner: str) -> None:
+    context = problem(4, 12, floor=True, tied=False)
+    before = torch.get_num_threads()
+    forests = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            forests.append(build_forest(context, Prototype(), REFINERS.build(refiner)))
+    finally:
+        torch.set_num_threads(before)
+    # To the bit: the kernels promise the same sums for any number of threads.
+    for other in forests[1:]:
+        for name in ("start", "end", "parent", "distortion", "split_gain", "add_gain"):
+            assert torch.equal(getattr(forests[0], name), getattr(other, name)), name
