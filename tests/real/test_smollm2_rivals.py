@@ -1,12 +1,15 @@
 """The rivals' invariants on one real capture."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
 
 from gracekv import Budget, Pipeline, recipes
+from gracekv.fit import NoFit
 from gracekv.prefill import Needs, Prefill
+from gracekv.value import MatchingPursuit
 from support.selections import check_best_tokens, check_selection
 
 pytestmark = [
@@ -46,14 +49,18 @@ def prefill() -> Prefill:
 @pytest.mark.parametrize("ratio", [1.5, 7.3, 24])
 @pytest.mark.parametrize("name", RIVALS)
 def test_exact_budget_and_protected_tokens(prefill: Prefill, name: str, ratio: float) -> None:
-    pipeline = Pipeline.named(name)
+    # What is fitted is no longer what was captured.
+    pipeline = replace(Pipeline.named(name), fit=NoFit())
+    if isinstance(pipeline.value, MatchingPursuit):
+        # All 1,024 steps of each head take minutes.
+        pipeline = replace(pipeline, value=replace(pipeline.value, most=32))
     run = pipeline.run(prefill, Budget.ratio(ratio))
     share = run.plan.total // (run.plan.layers * run.plan.heads)
     recent = run.accounting.recent
     if name == "streaming-llm":
         recent = min(32, share)
     elif name != "h2o-half":
-        assert recent == min(32, share)
+        assert recent == min(pipeline.window.size, share)
     check_selection(run, prefill, recent)
     if pipeline.pack.name == "evict":
         check_best_tokens(run, prefill)

@@ -54,8 +54,10 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
             starts, ends = layout.start[rows].tolist(), layout.end[rows].tolist()
             nodes = [(a, b) for a, b in zip(starts, ends, strict=True) if first <= a < last]
             assert mine == (nodes if merges else [(p, p + 1) for p in inside])
-    fitted = result.pipeline.fit.name != "none"
-    least, most = (LEAST, MOST) if fitted else (1, 1)
+    fit = result.pipeline.fit
+    least, most = (1, 1) if fit.name == "none" else (LEAST, MOST)
+    if fit.name == "least_squares":
+        least, most = fit.least, fit.most
     longest = most * entries.length.float() + 1e-3
     assert (entries.multiplicity <= longest).all()
     assert (entries.multiplicity >= least - 1e-3).all()
