@@ -191,6 +191,10 @@ def test_pages_in_a_browser(browser, server, site, built):
             tab.emulate_media(color_scheme=scheme)
             tab.wait_for_function(f"document.body.dataset.mdColorScheme === '{shown}'")
             seen = tab.evaluate(LOOK)
+            if seen["wide"] > 0:
+                # On a busy machine a page may not have its new width yet.
+                tab.wait_for_timeout(500)
+                seen = tab.evaluate(LOOK)
             if seen["wide"] > 0 or seen["flat"] or seen["broken"]:
                 faults.append((place, seen))
     context.close()
