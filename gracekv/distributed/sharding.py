@@ -30,10 +30,6 @@ def is_sharded(model: Any) -> bool:
     True for transformers' `tp_plan` (`DistributedConfig(tp_size=...)`), for FSDP, and for linear
     layers whose weight is smaller than what they say of themselves. A `device_map` does not shard.
     """
-    return distributed.is_available() and distributed.is_initialized() and _divided(model)
-
-
-def _divided(model: Any) -> bool:
     if not isinstance(model, torch.nn.Module):
         return False
     if (getattr(model, "_tp_size", None) or 1) > 1:

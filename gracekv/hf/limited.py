@@ -244,7 +244,7 @@ class LimitedCache(GraceCache):
         self.cuts += 1
         self._count()
         if self.limit.history:
-            positions = [x.packed.entries.index()[1] for x in self.grace_layers]
+            positions = [x.packed.entries.index()[1].cpu() for x in self.grace_layers]
             self._left.append(torch.cat(positions).bincount(minlength=length).int())
 
     def _held(self, row: int, seen: Tensor, ropes: Sequence[Rope], number: int) -> HeldLayer:

@@ -41,6 +41,13 @@ def test_a_whole_model_is_not_sharded():
     assert not is_sharded(tiny_llama())
 
 
+def test_a_weight_divided_by_hand_is_seen_before_any_process_has_joined():
+    assert not dist.is_initialized()
+    model = tiny_llama()
+    by_hand(model)
+    assert is_sharded(model)
+
+
 @pytest.mark.parametrize("shard", [by_plan, by_dtensor, by_hand])
 def test_a_sharded_model_is_refused_by_name(shard, one_process):
     model = tiny_llama()

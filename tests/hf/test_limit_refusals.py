@@ -1,0 +1,93 @@
+"""What is no limit, and what a cache with one refuses."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv import Limit
+from gracekv.errors import BudgetError, CacheError, ConfigError
+from gracekv.testing.models import tiny_model
+
+PROMPT = gracekv.Prompt.from_ids(torch.arange(60) * 13 % 97, (4, 50))
+SMALL = {"entries_per_head": 80, "every": 16, "window": 8}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(positions=16384)
+
+
+@pytest.fixture(scope="module")
+def result(model):
+    return gracekv.compress(model, PROMPT, ratio=2)
+
+
+REFUSED = [
+    ({"entries_per_head": 20}, BudgetError, "entries_per_head of at least"),
+    ({"ratio": 3}, BudgetError, "ratio of at most"),
+    ({"kv_bytes": 4000}, BudgetError, "kv_bytes of at least"),
+    ({"entries_per_head": 50, "strategy": "random"}, BudgetError, "keeps the prompt"),
+    ({"entries_per_head": 50}, BudgetError, "keeps the prompt"),
+    ({"entries_per_head": 50, "strategy": "attention"}, BudgetError, "has no scores"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "error", "said"), REFUSED)
+def test_a_limit_below_what_must_stay_names_the_least(model, sizes, error, said):
+    whole = gracekv.compress(model, PROMPT, ratio=1)
+    with pytest.raises(error, match=said):
+        whole.new_cache(Limit(**sizes))
+
+
+def test_the_least_that_is_named_works(model):
+    whole = gracekv.compress(model, PROMPT, ratio=1)
+    for sizes in ({"entries_per_head": 20}, {"kv_bytes": 4000}):
+        with pytest.raises(BudgetError) as failure:
+            whole.new_cache(Limit(**sizes, every=16, window=8))
+        name = next(iter(sizes))
+        least = int(str(failure.value).split(f"{name} of at least ")[1].split()[0].strip(",;."))
+        whole.new_cache(Limit(**{name: least}, every=16, window=8))
+        with pytest.raises(BudgetError):
+            whole.new_cache(Limit(**{name: least - 1}, every=16, window=8))
+
+
+@pytest.mark.parametrize(("fields", "said"), [
+    ({"entries_per_head": 90, "every": 0}, "every takes a whole number >= 1"),
+    ({"entries_per_head": 90, "window": 0}, "window takes a whole number >= 1"),
+    ({"entries_per_head": 90, "strategy": "rnd"}, "Unknown decode strategy"),
+    ({}, "exactly one budget"),
+    ({"entries_per_head": 90, "ratio": 2}, "exactly one budget"),
+])  # fmt: skip
+def test_bad_limits_are_refused(fields, said):
+    with pytest.raises((ConfigError, BudgetError), match=said):
+        Limit(**fields)
+
+
+def test_modes_that_go_back_or_are_static_are_refused_before_the_first_token(model, result):
+    calls = []
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    limit = Limit(**SMALL)
+    try:
+        with pytest.raises(CacheError, match="Assisted decoding and prompt lookup"):
+            result.generate_ids(40, limit=limit, assistant_model=tiny_model(positions=16384))
+        with pytest.raises(CacheError, match="Assisted decoding and prompt lookup"):
+            result.generate_ids(40, limit=limit, prompt_lookup_num_tokens=3)
+        with pytest.raises(CacheError, match="static tail"):
+            result.new_cache(limit).with_static_tail(64)
+    finally:
+        handle.remove()
+    assert not calls
+
+
+def test_a_step_longer_than_an_interval_names_the_chunk_size(model, result):
+    cache = result.new_cache(Limit(**SMALL))
+    with torch.no_grad(), pytest.raises(CacheError, match="prefill_chunk_size=16"):
+        model(input_ids=torch.zeros(1, 300, dtype=torch.long), past_key_values=cache)
+
+
+def test_quantised_entries_are_refused(model):
+    coded = gracekv.compress(model, PROMPT, ratio=1, pipeline=gracekv.Pipeline.named("fullkv-8bit"))
+    with pytest.raises(CacheError, match="precision='full'"):
+        coded.new_cache(Limit(entries_per_head=100))

@@ -1,0 +1,48 @@
+"""Conversations and questions within a limit."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv import Limit
+from gracekv.testing.models import tiny_model, tiny_tokenizer
+
+TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
+
+
+def test_a_chat_stays_within_its_bytes_however_long_it_gets():
+    tokenizer = tiny_tokenizer([TEXT])
+    model = tiny_model(vocabulary=len(tokenizer), positions=8192)
+    book = gracekv.compress(
+        model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=1, pipeline="fullkv"
+    )
+    size = book.packed.kv_bytes * 2
+    chat = book.chat(Limit(kv_bytes=size, every=16, window=8))
+    for turn in range(12):
+        chat.ask(f"word{turn} {TEXT[: 40 * turn + 5]}", max_new_tokens=20)
+        assert chat.accounting.most_bytes <= size
+    assert chat._cache.cuts > 5
+    before, ids = chat._cache.get_seq_length(), chat._ids.clone()
+    with pytest.raises(RuntimeError, match="stop"):
+        chat.ask(TEXT, max_new_tokens=20, stopping_criteria=[_stops])
+    assert torch.equal(chat._ids, ids)
+    # The turn was cut, so the conversation is read again.
+    assert chat._cache.get_seq_length() <= before
+    assert isinstance(chat.ask("word3", max_new_tokens=8), str)
+    assert chat.accounting.most_bytes <= size
+
+
+def _stops(ids, scores, **_):
+    raise RuntimeError("stop")
+
+
+def test_several_questions_are_answered_within_the_limit():
+    tokenizer = tiny_tokenizer([TEXT])
+    model = tiny_model(vocabulary=len(tokenizer), positions=8192)
+    book = gracekv.compress(model, gracekv.Prompt.from_chat(tokenizer, context=TEXT), ratio=2)
+    limit = Limit(entries_per_head=book.packed.length + 10, every=16, window=8)
+    questions = ["word1", "word2 and3 word4 and5 word7"]
+    together = book.ask(questions, max_new_tokens=60, limit=limit)
+    assert together == [book.ask(x, max_new_tokens=60, limit=limit) for x in questions]
