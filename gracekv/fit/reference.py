@@ -108,7 +108,9 @@ def matched_head(
     logits = asked.double() @ keys.double().T
     mass = torch.exp(logits - logits.amax(dim=1, keepdim=True))
     design, total = mass[:, kept], mass.sum(dim=1)
-    found = torch.linalg.lstsq(design, total[:, None]).solution[:, 0].clamp(least, most)
+    found = (
+        torch.linalg.lstsq(design, total[:, None], driver="gels").solution[:, 0].clamp(least, most)
+    )
     along = torch.ones_like(found)
     for _ in range(3):
         along = design.T @ (design @ along)
@@ -119,7 +121,7 @@ def matched_head(
     shares = design * found
     shares = shares / shares.sum(dim=1, keepdim=True)
     target = mass @ values.double() / total[:, None]
-    return torch.linalg.lstsq(shares, target).solution, found
+    return torch.linalg.lstsq(shares, target, driver="gels").solution, found
 
 
 def _least_squares(a: Tensor, b: Tensor, weight: Tensor, trust: float, trust_read: float) -> Tensor:
