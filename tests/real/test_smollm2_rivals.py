@@ -46,14 +46,19 @@ def prefill() -> Prefill:
     return capture(model, prompt, needs)
 
 
+def quick(name: str) -> Pipeline:
+    """The recipe; of a pursuit 32 steps, since all 1,024 in each head take minutes."""
+    pipeline = Pipeline.named(name)
+    if isinstance(pipeline.value, MatchingPursuit):
+        pipeline = replace(pipeline, value=replace(pipeline.value, most=32))
+    return pipeline
+
+
 @pytest.mark.parametrize("ratio", [1.5, 7.3, 24])
 @pytest.mark.parametrize("name", RIVALS)
 def test_exact_budget_and_protected_tokens(prefill: Prefill, name: str, ratio: float) -> None:
     # What is fitted is no longer what was captured.
-    pipeline = replace(Pipeline.named(name), fit=NoFit())
-    if isinstance(pipeline.value, MatchingPursuit):
-        # All 1,024 steps of each head take minutes.
-        pipeline = replace(pipeline, value=replace(pipeline.value, most=32))
+    pipeline = replace(quick(name), fit=NoFit())
     run = pipeline.run(prefill, Budget.ratio(ratio))
     share = run.plan.total // (run.plan.layers * run.plan.heads)
     recent = run.accounting.recent
@@ -68,7 +73,7 @@ def test_exact_budget_and_protected_tokens(prefill: Prefill, name: str, ratio: f
 
 @pytest.mark.parametrize("name", RIVALS)
 def test_ratio_one_is_full_kv_and_runs_repeat(prefill: Prefill, name: str) -> None:
-    pipeline, full = Pipeline.named(name), Pipeline.named("fullkv")
+    pipeline, full = quick(name), Pipeline.named("fullkv")
     runs = [pipeline.run(prefill, Budget.ratio(ratio)) for ratio in (1, 9, 9)]
     pairs = ((full.run(prefill, Budget.ratio(1)), runs[0]), (runs[1], runs[2]))
     for first, second in pairs:
