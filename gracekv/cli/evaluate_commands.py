@@ -50,7 +50,6 @@ class RunOptions:
     max_prompt: Annotated[int | None, Option(min=1, help="Most prompt tokens.")] = None
     shard: Annotated[str | None, Option(help="i/n; default: RANK and WORLD_SIZE.")] = None
     retry_failed: Annotated[bool, Option("--retry-failed", help="Run failed cells again.")] = False
-    ray: Annotated[int | None, Option(min=1, help="Spread over this many Ray workers.")] = None
     imports: Imports = None
 
     def experiment(self, methods: Sequence[str]) -> Experiment:
@@ -84,7 +83,6 @@ class RunOptions:
             shard=parse_shard(self.shard),
             retry_failed=self.retry_failed,
             progress=True,
-            ray_workers=self.ray,
         )
         typer.echo(
             f"{done.written} cells run, {done.kept} kept from before, {done.failed} failed; see "

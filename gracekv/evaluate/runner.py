@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -10,13 +10,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from gracekv.errors import required
-from gracekv.evaluate.experiment import Experiment, PendingSample
+from gracekv.evaluate.experiment import Experiment
 from gracekv.evaluate.row_files import Row, RowFile, note_marks, read_rows
 from gracekv.evaluate.schedule import Schedule, Shard, local_device, make_schedule
 from gracekv.evaluate.sources import Sources
 from gracekv.evaluate.worker import Worker
-from gracekv.registry.plugins import import_modules, imported_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +43,13 @@ def run(
     progress: bool = False,
     model: Any = None,
     tokenizer: Any = None,
-    ray_workers: int | None = None,
 ) -> Summary:
     """Run what is missing; every row is on the disk as soon as it exists.
 
     A run that was killed goes on where it stopped. Rows of other weights or of another tokenizer
     under the same names are never gone on from: the model is loaded, also where nothing is left to
-    run, and compared with the rows (over a cluster, as soon as a row comes back). Several processes
-    may write to one folder, each its own shard. A failed cell is recorded and does not end the run.
+    run, and compared with the rows. Several processes may write to one folder, each its own shard.
+    A failed cell is recorded and does not end the run.
 
     Args:
         experiment: what to run.
@@ -62,7 +59,6 @@ def run(
         progress: show a progress bar.
         model: a loaded model, instead of loading `experiment.model`; with its `tokenizer`.
         tokenizer: see `model`.
-        ray_workers: spread samples over this many workers of a Ray cluster.
 
     Raises `ConfigError`, `OutputError` or `TaskError` before anything is run if the experiment, its
     data or the folder cannot be used, or if the folder holds rows of another model that had the
@@ -86,18 +82,11 @@ def run(
         for row in rows:
             note_marks(row, marks)
         schedule = make_schedule(experiment, rows, sources, worker, part.owns, retry_failed)
-        if ray_workers is None:
-            note_marks(worker().named, marks)
+        note_marks(worker().named, marks)
         written = failed = 0
         if schedule.samples:
-            new: Iterator[Row] = (
-                chain.from_iterable(map(worker().rows, schedule.samples))
-                if ray_workers is None
-                else spread(experiment, schedule.samples, ray_workers)
-            )
             with _bar(schedule, progress) as tick:
-                for row in new:
-                    note_marks(row, marks)
+                for row in chain.from_iterable(map(worker().rows, schedule.samples)):
                     file.append(row)
                     written += 1
                     failed += row["error"] is not None
@@ -138,54 +127,3 @@ def _bar(schedule: Schedule, shown: bool) -> Iterator[Callable[[Row], None]]:
                 )
 
         yield tick
-
-
-class RemoteWorker:
-    """The actor: a `Worker` made on its own machine.
-
-    Args:
-        name: of the model.
-        dtype: of its weights.
-        data: folder of texts, or None.
-        imports: modules that register the strategies in the pipelines of pending samples.
-    """
-
-    def __init__(self, name: str, dtype: str, data: str | None, imports: Sequence[str]) -> None:
-        from gracekv.hf.loading import load_model
-
-        import_modules(imports)
-        sources = Sources(None if data is None else Path(data))
-        self.worker = Worker(name, dtype, *load_model(name, dtype), sources)
-
-    def rows(self, sample: PendingSample) -> list[Row]:
-        """All rows of one sample."""
-        return list(self.worker.rows(sample))
-
-
-def spread(experiment: Experiment, samples: Sequence[PendingSample], workers: int) -> Iterator[Row]:
-    """Rows of all samples, run on a Ray cluster, as they are finished, in any order.
-
-    Each worker loads the model once and takes sample after sample. Rows come back to the caller,
-    which alone writes them; the workers need no common disk, only the model and the data under the
-    same names.
-
-    Joins the cluster that RAY_ADDRESS names, or starts one on this machine. A worker that dies is
-    started again and its sample run once more. Raises `MissingDependencyError` without Ray.
-    """
-    ray, pools = required("ray", "ray"), required("ray.util", "ray")
-    started = not ray.is_initialized()
-    if started:
-        ray.init(log_to_driver=False, include_dashboard=False)
-    try:
-        gpus = 1 if ray.cluster_resources().get("GPU") else 0
-        remote = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=1)(
-            RemoteWorker
-        )
-        count = min(workers, len(samples))
-        made_of = (experiment.model, experiment.dtype, experiment.data, imported_modules())
-        pool = pools.ActorPool([remote.remote(*made_of) for _ in range(count)])
-        for rows in pool.map_unordered(lambda actor, sample: actor.rows.remote(sample), samples):
-            yield from rows
-    finally:
-        if started:
-            ray.shutdown()

@@ -28,7 +28,6 @@ _loading = False
 _loaded = False
 # Entry points that were imported, by name and value: "", or why it failed.
 _tried: dict[tuple[str, str], str] = {}
-_imported: dict[str, None] = {}
 
 
 def load_plugins() -> None:
@@ -92,7 +91,6 @@ def import_modules(names: Iterable[str]) -> None:
                 f"{_described(error)}. Install its package, or run where "
                 f"{name.partition('.')[0]}.py lies."
             ) from error
-        _imported[name] = None
 
 
 def module_list(value: object, where: str) -> tuple[str, ...]:
@@ -100,11 +98,6 @@ def module_list(value: object, where: str) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(x, str) and x for x in value):
         raise ConfigError(f"imports in {where} takes a list of modules; got {value!r}.")
     return tuple(value)
-
-
-def imported_modules() -> tuple[str, ...]:
-    """The modules that `import_modules` imported in this process, for its workers."""
-    return tuple(_imported)
 
 
 def missing_hint() -> str:

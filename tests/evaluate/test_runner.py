@@ -1,4 +1,4 @@
-"""Whole runs on a tiny model: rows, resumption after a kill, failures, shards, a cluster."""
+"""Whole runs on a tiny model: rows, resumption after a kill, failures, shards."""
 
 import os
 import shutil
@@ -237,20 +237,6 @@ def test_a_killed_run_goes_on_without_repeating_or_losing_a_row(experiment, mode
     assert path.read_bytes().startswith(survived)
     rows = read_rows(folder)
     assert len(rows) == len({row["key"] for row in rows}) == CELLS
-
-
-def test_a_ray_cluster_of_two_workers_gives_the_same_rows(experiment, model_folder, tmp_path):
-    pytest.importorskip("ray", reason="Ray is an optional extra: pip install 'gracekv[ray]'")
-    panel = replace(experiment.panels[0], methods=("fullkv", "gracekv"), ratios=(4.0,))
-    named = replace(experiment, model=str(model_folder), panels=(panel,))
-    done = run(named, tmp_path / "ray", ray_workers=2)
-    assert (done.written, done.failed) == (8, 0)
-    run(named, tmp_path / "here")
-
-    def results(folder):
-        return {row["key"]: (row["prompt_hash"], row["prediction"]) for row in read_rows(folder)}
-
-    assert results(tmp_path / "ray") == results(tmp_path / "here")
 
 
 def test_progress_shows_every_row_and_a_failure_once(experiment, tiny, tmp_path, capsys):

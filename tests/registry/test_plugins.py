@@ -103,27 +103,17 @@ import sys
 from pathlib import Path
 from gracekv.evaluate import Experiment, Panel, read_rows, run
 
-folder, model, workers = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+folder, model = Path(sys.argv[1]), sys.argv[2]
 panel = Panel(tasks=("ruler:niah_single_1",), methods=("snapkv", "rare-tokens"), ratios=(2,),
               lengths=(400,), samples=1, generate=False)
 experiment = Experiment(model=model, panels=(panel,))
-run(experiment, folder, ray_workers=int(workers) or None)
+run(experiment, folder)
 print([(row["method"], row["error"]) for row in read_rows(folder)])
 """
 
 
 def test_an_evaluation_knows_an_installed_plugin(installed, model_folder, tmp_path):
-    status, out, err = python(ABLATION, tmp_path, model_folder, 0, site=installed)
-    assert status == 0, err
-    assert "('rare-tokens', None)" in out
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None,
-    reason="Ray is an optional extra: pip install 'gracekv[ray]'",
-)
-def test_workers_of_ray_know_an_installed_plugin(installed, model_folder, tmp_path):
-    status, out, err = python(ABLATION, tmp_path, model_folder, 1, site=installed)
+    status, out, err = python(ABLATION, tmp_path, model_folder, site=installed)
     assert status == 0, err
     assert "('rare-tokens', None)" in out
 
@@ -169,7 +159,6 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(SEGMENTERS, "_classes", dict(SEGMENTERS._classes))
     monkeypatch.setattr(recipes, "RECIPES", dict(recipes.RECIPES))
-    monkeypatch.setattr(plugins, "_imported", {})
     importlib.invalidate_caches()
     yield tmp_path
     sys.modules.pop("mine", None)
@@ -182,7 +171,6 @@ def test_files_carry_the_modules_that_they_need(mine):
     (mine / "given.json").write_text(json.dumps(data))
     pipeline = load_pipeline(mine / "given.json")
     assert plugins.foreign_modules(pipeline) == {"mine": ""}
-    assert plugins.imported_modules() == ("mine",)
     for suffix in ("yaml", "toml", "json"):
         save_pipeline(pipeline, mine / f"saved.{suffix}")
         assert load_pipeline(mine / f"saved.{suffix}") == pipeline
@@ -306,4 +294,3 @@ def test_a_named_module_that_ends_the_program_is_an_error(mine):
     (mine / "quits.py").write_text("raise SystemExit(3)")
     with pytest.raises(PluginError, match=r"'quits'.*SystemExit: 3"):
         plugins.import_modules(["quits"])
-    assert plugins.imported_modules() == ()
