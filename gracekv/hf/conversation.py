@@ -17,7 +17,7 @@ from gracekv.decode import Limit
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.generation import continue_ids, decode_rows, stream_text
-from gracekv.prefill.chat_text import first_turn, next_turn
+from gracekv.prefill.chat_text import check_question, first_turn, next_turn
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
@@ -240,12 +240,6 @@ def check_context(prompt: Prompt) -> None:
             "Questions need a tokenizer. Use Prompt.from_chat(tokenizer, ...), "
             "Prompt.from_ids(..., tokenizer=tokenizer) or gracekv.load(..., tokenizer=tokenizer)."
         )
-
-
-def check_question(question: object) -> None:
-    """Raise `PromptError` unless it is a text that is not empty."""
-    if not isinstance(question, str) or not question.strip():
-        raise PromptError(f"A question is a text that is not empty; got {question!r}.")
 
 
 def check_room(model: Any, prompt: Prompt, length: int, new_tokens: int) -> None:

@@ -19,12 +19,12 @@ from gracekv.distributed.sharding import check_whole
 from gracekv.errors import ConfigError, PromptError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
-from gracekv.hf.conversation import Conversation, check_context, check_question, check_room
+from gracekv.hf.conversation import Conversation, check_context, check_room
 from gracekv.hf.extend import extended_run
 from gracekv.hf.generation import continue_ids, decode_rows, padding_id
 from gracekv.pipeline.run import Run
 from gracekv.prefill.capture_memory import trim_memory
-from gracekv.prefill.chat_text import first_turn
+from gracekv.prefill.chat_text import check_question, first_turn
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 

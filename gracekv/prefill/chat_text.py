@@ -42,6 +42,12 @@ def render(
     return before, after
 
 
+def check_question(question: object) -> None:
+    """Raise `PromptError` unless it is a text that is not empty."""
+    if not isinstance(question, str) or not question.strip():
+        raise PromptError(f"A question is a text that is not empty; got {question!r}.")
+
+
 def question_end(after: str, question: str) -> int:
     """Characters of `after` up to the question's last one; `PromptError` if it is not there."""
     wanted = question.strip()

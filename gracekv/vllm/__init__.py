@@ -1,12 +1,15 @@
 """Compressed contexts in vLLM: ragged entries outside its pages, by name in a store.
 
-`export` writes contexts, `request` asks about them, `kv_transfer_config` tells vLLM where they are;
+`Client` has a server compress documents and asks about them; `export` writes contexts that were
+compressed elsewhere, `request` asks about them; `kv_transfer_config` tells vLLM where they are, and
 the plugin does the rest. Nothing here imports vLLM before it is used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gracekv.vllm.client import Client, Context
+from gracekv.vllm.documents import document
 from gracekv.vllm.requests import Request, request
 from gracekv.vllm.serving import kv_transfer_config
 from gracekv.vllm.store import ContextStore
@@ -14,7 +17,16 @@ from gracekv.vllm.store import ContextStore
 if TYPE_CHECKING:
     from gracekv.vllm.exporting import export
 
-__all__ = ["ContextStore", "Request", "export", "kv_transfer_config", "request"]
+__all__ = [
+    "Client",
+    "Context",
+    "ContextStore",
+    "Request",
+    "document",
+    "export",
+    "kv_transfer_config",
+    "request",
+]
 
 
 def __getattr__(name: str) -> Any:

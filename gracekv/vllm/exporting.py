@@ -17,11 +17,10 @@ from gracekv.cache.base import RaggedCache
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.distributed.sharding import check_whole
-from gracekv.errors import PromptError, StoreError, UnsupportedModelError
+from gracekv.errors import StoreError, UnsupportedModelError
 from gracekv.files import VERSION, replacing
 from gracekv.hf.base_result import BaseResult
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.chat_text import render
 from gracekv.prefill.fingerprint import active_adapters, check_same_model, tokenizer_marks
 from gracekv.prefill.model_layers import (
     kept_layers,
@@ -31,11 +30,11 @@ from gracekv.prefill.model_layers import (
 )
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import sliding_window, switch_point, trained_length
+from gracekv.vllm.documents import question_text
 from gracekv.vllm.equal_shares import equal_share
 from gracekv.vllm.header import (
     HEADER,
     KINDS,
-    QUESTION,
     ContextHeader,
     check_name,
     is_ours,
@@ -223,7 +222,9 @@ def _header(
     spans, tokenizer = prompt.spans, prompt.tokenizer
     end = spans.length if prompt.has_question else spans.context_end
     marks = {} if tokenizer is None else tokenizer_marks(tokenizer)
-    as_text = not prompt.has_question and kind == "ragged"
+    text = None
+    if tokenizer is not None and not prompt.has_question and kind == "ragged":
+        text = question_text(tokenizer, prompt.separator, prompt.template)
     return ContextHeader(
         kind=kind,
         length=cache.length,
@@ -236,23 +237,12 @@ def _header(
         recipe=recipe,
         has_question=prompt.has_question,
         prompt_ids=tuple(prompt.ids[cache.length : end].tolist()),
-        question_text=_question_text(prompt) if as_text else None,
+        question_text=text,
         separator=prompt.separator,
         template=prompt.template,
         positions=trained_length(model),
         gracekv_version=VERSION,
     )
-
-
-def _question_text(prompt: Prompt) -> str | None:
-    """What follows the context as text, for clients without Python; None if it cannot be said."""
-    if prompt.tokenizer is None:
-        return None
-    chat = prompt.template and bool(getattr(prompt.tokenizer, "chat_template", None))
-    try:
-        return render(prompt.tokenizer, "", QUESTION, prompt.separator, chat)[1]
-    except PromptError:
-        return None
 
 
 def moved(model: Any, cache: RaggedCache, position: int) -> RaggedCache:

@@ -29,6 +29,9 @@ KINDS = ("ragged", "equal")
 QUESTION = "{question}"
 """Stands for the question in `ContextHeader.question_text`."""
 
+SEPARATOR = "\n\n"
+"""Between a context that vLLM makes and a question, as in `Prompt.from_chat`."""
+
 # Bytes of a header; what it holds of a prompt is what follows the context. Source: ours.
 _LARGEST = 2**24
 # More layers or heads than any model has.

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gracekv.errors import PromptError, StoreError
-from gracekv.prefill.chat_text import first_turn
+from gracekv.prefill.chat_text import check_question, first_turn
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.vllm.equal_shares import PLACEHOLDER
-from gracekv.vllm.header import PARAMETER, ContextHeader
+from gracekv.vllm.header import PARAMETER, SEPARATOR, ContextHeader
 from gracekv.vllm.store import ContextStore
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A question about a context, for vLLM's `LLM` and for its OpenAI-compatible server.
+    """What vLLM's `LLM` and its OpenAI-compatible server are asked about a context, or to make one.
 
     Attributes:
         context: the context's name.
         prompt_ids: the tokens that vLLM reads: question and chat format, not the context. Before
             them is a placeholder for each entry that is loaded into pages.
         room: tokens that prompt and answer may have together before they pass the model's
-            positions; None if its config does not say.
+            positions; None if that is not known.
+        order: what is to be done with the context, such as {"compress": {...}}; None: read it.
     """
 
     context: str
     prompt_ids: tuple[int, ...]
     room: int | None
+    order: Mapping[str, Any] | None = None
 
     @property
     def prompt(self) -> dict[str, Any]:
@@ -38,7 +41,7 @@ class Request:
     @property
     def extra_args(self) -> dict[str, Any]:
         """For `SamplingParams(extra_args=...)`: says which context is meant."""
-        return {"kv_transfer_params": {PARAMETER: self.context}}
+        return {"kv_transfer_params": {PARAMETER: self.order or self.context}}
 
     def sampling_params(self, max_tokens: int = 64, **options: Any) -> Any:
         """vLLM's `SamplingParams`, greedy unless `options` say otherwise; needs vLLM.
@@ -69,7 +72,7 @@ class Request:
             "max_tokens": max_tokens,
             "temperature": 0.0,
             **options,
-            "kv_transfer_params": {PARAMETER: self.context},
+            **self.extra_args,
         }
 
     def _check_room(self, max_tokens: int) -> None:
@@ -82,7 +85,7 @@ class Request:
 
 
 def request(
-    store: str | os.PathLike[str] | ContextStore,
+    store: str | os.PathLike[str] | ContextStore | None,
     name: str,
     question: str | None = None,
     tokenizer: Any = None,
@@ -93,16 +96,20 @@ def request(
     `llm.generate(asked.prompt, asked.sampling_params(max_tokens=32))`.
 
     Args:
-        store: the folder, or the store itself.
+        store: the folder, or the store itself; None for a context that vLLM made of a `document`,
+            which nothing is read of.
         name: of the context.
         question: a text; None for a context whose prompt had its question already.
         tokenizer: the one that made the context's ids; its vocabulary and chat template are
-            compared.
+            compared with the store's.
 
     Raises:
         StoreError: the context is missing or damaged, or the tokenizer is another one.
         PromptError: the question is empty, or missing, or the context has one already.
     """
+    if store is None:
+        check_question(question)
+        return Request(name, tuple(first_turn(tokenizer, str(question), SEPARATOR, True)), None)
     if not isinstance(store, ContextStore):
         store = ContextStore(store)
     header = store.header(name)
@@ -115,8 +122,6 @@ def request(
             else f"The context {name!r} has no question of its own; give one."
         )
     if question is not None:
-        from gracekv.hf.conversation import check_question
-
         check_question(question)
         _check_tokenizer(name, header, tokenizer)
         ids = (*ids, *first_turn(tokenizer, question, header.separator, header.template))

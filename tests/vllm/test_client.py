@@ -1,0 +1,150 @@
+"""`Client` and a server that stands in for vLLM's: what is sent, returned and raised."""
+
+import dataclasses
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("openai")
+
+from gracekv.errors import MissingDependencyError, PromptError, StoreError
+from gracekv.testing.models import tiny_tokenizer
+from gracekv.vllm import Client, Context, document, request
+from support.context_server import MODEL, context_server
+
+TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank."
+QUESTION = "Who is tired?"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    made = tiny_tokenizer(vocabulary=500)
+    made.save_pretrained(folder)
+    made.name_or_path = str(folder)
+    return made
+
+
+@pytest.fixture
+def server(tokenizer):
+    with context_server(tokenizer) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server, monkeypatch):
+    monkeypatch.setattr("gracekv.vllm.client._LOOK", 0.001)
+    return Client(server.url)
+
+
+def test_a_document_becomes_a_context(client, server, tokenizer):
+    made = client.compress("book", TEXT, ratio=4, save=True)
+    length = len(document(tokenizer, TEXT))
+    assert made == Context(
+        "book", "ready", length, 1200, 614400, 4.0, 0.5, "gracekv-agnostic", saved=True
+    )
+    assert client.list() == (made,)
+    first = server.bodies[0]
+    assert first == {
+        "model": MODEL,
+        "prompt": document(tokenizer, TEXT),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "kv_transfer_params": {"gracekv": {"compress": {"name": "book", "ratio": 4, "save": True}}},
+    }
+
+
+def test_ids_are_taken_as_they_are(client, server):
+    client.compress("book", range(5, 9), ratio=2, recipe="knorm")
+    assert server.bodies[0]["prompt"] == [5, 6, 7, 8]
+
+
+def test_nobody_has_to_wait(client):
+    made = client.compress("book", TEXT, ratio=4, wait=False)
+    assert (made.name, made.state, made.entries) == ("book", "compressing", None)
+
+
+def test_an_answer_at_once_or_in_pieces(client, server, tokenizer):
+    client.compress("book", TEXT, ratio=4)
+    assert client.ask("book", QUESTION, max_tokens=9, top_k=3) == f"book: {QUESTION}"
+    asked = server.bodies[-1]
+    assert asked["prompt"] == list(request(None, "book", QUESTION, tokenizer).prompt_ids)
+    assert (asked["max_tokens"], asked["temperature"], asked["top_k"]) == (9, 0.0, 3)
+    assert asked["kv_transfer_params"] == {"gracekv": "book"}
+    pieces = list(client.stream("book", QUESTION, temperature=0.5))
+    assert pieces == ["book:", *(f" {word}" for word in QUESTION.split())]
+    assert server.bodies[-1]["temperature"] == 0.5
+
+
+def test_a_context_that_is_deleted_is_gone(client):
+    client.compress("book", TEXT, ratio=4)
+    client.delete("book")
+    assert client.list() == ()
+    for asking in (
+        lambda: client.delete("book"),
+        lambda: client.ask("book", QUESTION),
+        lambda: list(client.stream("book", QUESTION)),
+    ):
+        with pytest.raises(StoreError, match=r"^There is no context 'book'\.$"):
+            asking()
+
+
+REFUSED = {
+    "A ratio is at least 1; got 0.5": ("book", TEXT, {"ratio": 0.5}),
+    "'speed': 3": ("book", TEXT, {"ratio": 4, "speed": 3}),
+    "'bad' is failed. Its document has one token.": ("bad", TEXT, {"ratio": 4}),
+    "The context is empty": ("book", " ", {"ratio": 4}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_the_reason_is_the_server_s(client, reason):
+    name, text, options = REFUSED[reason]
+    with pytest.raises((StoreError, PromptError)) as caught:
+        client.compress(name, text, **options)
+    assert reason in str(caught.value)
+
+
+def test_a_context_that_takes_too_long(tokenizer):
+    with context_server(tokenizer, looks=10**9) as slow:
+        hasty = Client(slow.url, timeout=0.3)
+        with pytest.raises(StoreError, match=r"'book' is compressing. Wait longer than 0\.3 s"):
+            hasty.compress("book", TEXT, ratio=4)
+
+
+def test_a_server_without_contexts(client, server):
+    server.connector = False
+    with pytest.raises(StoreError, match="says nothing of contexts"):
+        client.list()
+
+
+def test_other_errors_are_openai_s(tokenizer):
+    import openai
+
+    with context_server(tokenizer) as gone:
+        lost = Client(gone.url, MODEL, tokenizer)
+    lost.__dict__["_openai"] = lost._openai.with_options(max_retries=0)
+    with pytest.raises(openai.APIConnectionError):
+        lost.ask("book", QUESTION)
+
+
+def test_what_is_given_is_not_asked_for(server, tokenizer):
+    client = Client(server.url, "mine", tokenizer, api_key="secret")
+    client.compress("book", TEXT, ratio=4, wait=False)
+    assert server.bodies[0]["model"] == "mine"
+    assert server.headers[0]["Authorization"] == "Bearer secret"
+    assert client._tokenizer is tokenizer
+
+
+def test_clients_and_contexts_are_values(server):
+    for value in (Client(server.url), Context("book", "ready")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            value.name = value.url = "other"
+    assert Client(server.url) == Client(server.url)
+
+
+def test_openai_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(MissingDependencyError, match=r"'openai'.*gracekv\[vllm\]"):
+        Client().list()

@@ -1,0 +1,148 @@
+"""Documents that vLLM compresses, and the requests that continue them."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from tokenizers import processors
+
+from gracekv import Prompt
+from gracekv.errors import PromptError, StoreError
+from gracekv.prefill.fingerprint import tokenizer_marks
+from gracekv.testing.models import tiny_tokenizer
+from gracekv.vllm import document, request
+from gracekv.vllm.documents import continuing, opened, question_text
+
+TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank."
+SYSTEM = (
+    "<s>{% if messages[0]['role'] != 'system' %}Be kind.{% endif %}"
+    "{% for m in messages %}<|user|>\n{{ m['content'] | trim }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def made(template):
+    tokenizer = tiny_tokenizer(vocabulary=500)
+    if template != "tiny":
+        tokenizer.chat_template = template
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    return tokenizer
+
+
+TOKENIZERS = {"chat": made("tiny"), "system": made(SYSTEM), "none": made(None)}
+CHATS = ("chat", "system")
+words = st.text("aZ 0.?\nß", min_size=1, max_size=12).map(lambda text: f"Who {text}?")
+
+
+def header(made_with, **fields):
+    known = {"tokenizer": tokenizer_marks(made_with), "has_question": False}
+    return SimpleNamespace(**{**known, "separator": "\n\n", "template": True, **fields})
+
+
+def chat(tokenizer, *messages, role="user"):
+    text = tokenizer.apply_chat_template(
+        [{"role": role if n == 0 else "user", "content": m} for n, m in enumerate(messages)],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(question=words)
+def test_document_and_question_are_one_conversation(name, question):
+    tokenizer = TOKENIZERS[name]
+    ids = [*document(tokenizer, TEXT), *request(None, "book", question, tokenizer).prompt_ids]
+    whole = Prompt.from_chat(tokenizer, context=TEXT, question=question)
+    assert tokenizer.decode(ids) == tokenizer.decode(whole.ids)
+    assert ids[: whole.spans.context_end] == whole.ids[: whole.spans.context_end].tolist()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_server_finds_the_document(name):
+    tokenizer = TOKENIZERS[name]
+    ids = document(tokenizer, TEXT)
+    prompt = Prompt.from_chat(tokenizer, context=TEXT)
+    assert opened(tokenizer, ids) == (ids, prompt.spans.context_start)
+    if name in CHATS:
+        assert opened(tokenizer, chat(tokenizer, TEXT)) == (ids, prompt.spans.context_start)
+        # In no format of the tokenizer: all of it is the document.
+        plain = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+        assert opened(tokenizer, plain) == (plain, None)
+
+
+def test_a_system_prompt_of_its_own_is_part_of_the_document():
+    tokenizer = TOKENIZERS["system"]
+    given_ids = chat(tokenizer, "Be brief.", TEXT, role="system")
+    ids, start = opened(tokenizer, given_ids)
+    assert start == 0
+    assert tokenizer.decode(ids).endswith(f"<|user|>\n{TEXT}")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(question=words)
+def test_what_continues_a_context_is_left_as_it_is(name, question):
+    tokenizer = TOKENIZERS[name]
+    ids = list(request(None, "book", question, tokenizer).prompt_ids)
+    assert continuing(tokenizer, "book", header(tokenizer), ids) == ids
+
+
+@pytest.mark.parametrize("name", CHATS)
+@given(question=words)
+def test_a_chat_goes_on_in_the_turn_of_the_context(name, question):
+    tokenizer = TOKENIZERS[name]
+    ids = continuing(tokenizer, "book", header(tokenizer), chat(tokenizer, question))
+    own = request(None, "book", question, tokenizer).prompt_ids
+    assert tokenizer.decode(ids) == tokenizer.decode(own)
+
+
+def test_a_text_may_begin_as_every_text_does():
+    tokenizer = TOKENIZERS["none"]
+    ids = tokenizer("\n\nWho?")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert continuing(tokenizer, "book", header(tokenizer), ids) == ids[1:]
+
+
+OTHERS = {
+    "a text alone": lambda t: t("\n\nWho is it?", add_special_tokens=False)["input_ids"],
+    "another system prompt": lambda t: chat(t, "Be brief.", "Who is it?", role="system"),
+    "a text after the first token": lambda t: t("\n\nWho?<|end|>\n<|assistant|>\n")["input_ids"],
+    "nothing but an opened turn": lambda t: document(t, "Who is it?"),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_what_begins_or_leaves_a_turn_is_refused(how):
+    tokenizer = TOKENIZERS["system"]
+    ids = OTHERS[how](tokenizer)
+    with pytest.raises(StoreError, match="does not continue context 'book'"):
+        continuing(tokenizer, "book", header(tokenizer), ids)
+    # Of these contexts nothing is known, or another kind of question follows.
+    for fields in ({"tokenizer": {}}, {"has_question": True}):
+        assert continuing(tokenizer, "book", header(tokenizer, **fields), ids) == list(ids)
+
+
+def test_what_follows_as_text():
+    assert question_text(TOKENIZERS["none"]) == "\n\n{question}"
+    assert question_text(TOKENIZERS["chat"]) == "\n\n{question}<|end|><|assistant|>"
+
+
+def test_a_format_that_hides_the_message_is_no_format():
+    tokenizer = made("{{ messages[0]['content'] }}{{ messages[0]['content'] }}")
+    assert question_text(tokenizer) is None
+    assert opened(tokenizer, [5, 6]) == ([5, 6], 0)
+    assert continuing(tokenizer, "book", header(tokenizer), [5, 6]) == [5, 6]
+    with pytest.raises(PromptError, match="exactly once"):
+        document(tokenizer, TEXT)
+
+
+@pytest.mark.parametrize("question", ["", " ", None, 3])
+def test_a_question_is_a_text(question):
+    with pytest.raises(PromptError, match="A question is a text"):
+        request(None, "book", question, TOKENIZERS["chat"])
