@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.covering import ALL
+
 pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
@@ -71,6 +73,7 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     assert "CPU" in page
 
 
+@pytest.mark.skipif(not ALL, reason="interpreted kernels take long; run: make test-every")
 def test_what_serves_contexts_runs_interpreted(tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

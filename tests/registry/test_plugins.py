@@ -74,25 +74,41 @@ def test_the_templates_own_tests_pass(installed):
     assert status == 0, out + err
 
 
+SHELLS = """
+import json, sys
+from gracekv.cli.main import main
+for words in json.loads(sys.argv.pop()):
+    sys.argv[1:] = words
+    try:
+        main()
+    except SystemExit as end:
+        if end.code:
+            raise
+"""
+
+
+def shells(*commands, site=None):
+    """Run several commands in one fresh process, as `python`; the first that fails ends it."""
+    return python(SHELLS, json.dumps([[*map(str, words)] for words in commands]), site=site)
+
+
 def test_an_installed_plugin_is_known_in_every_process(installed, model_folder, tmp_path):
-    status, out, err = python(SHELL, "list", site=installed)
+    story = tmp_path / "story.txt"
+    story.write_text("Alice fell. The rabbit ran. Who sat there? " * 12)
+    asked = ["--context", story, "--question", "Who?", "--ratio", 2]
+    saved = tmp_path / "saved.gracekv"
+    model = ["--model", model_folder, "--max-new-tokens", 2]
+    status, out, err = shells(
+        ["list"], ["compress", *model, *asked, "--pipeline", "rare-tokens", "--save", saved],
+        site=installed,
+    )  # fmt: skip
     assert status == 0, err
     assert "rare_tokens" in out
     assert "rare-tokens" in out
-    story = tmp_path / "story.txt"
-    story.write_text("Alice fell. The rabbit ran. Who sat there? " * 12)
-    asked = ["--context", story, "--question", "Who?", "--ratio", 2, "--max-new-tokens", 2]
-    saved = tmp_path / "saved.gracekv"
-    status, _, err = python(
-        SHELL, "compress", "--model", model_folder, *asked, "--pipeline", "rare-tokens",
-        "--save", saved, site=installed,
-    )  # fmt: skip
-    assert status == 0, err
-    read = ["generate", saved, "--model", model_folder, "--max-new-tokens", 2]
-    status, _, err = python(SHELL, *read, site=installed)
+    status, _, err = shells(["generate", saved, *model], site=installed)
     assert status == 0, err
     # Where it is not installed, the file names what is missing.
-    status, _, err = python(SHELL, *read)
+    status, _, err = shells(["generate", saved, *model])
     assert status == 2
     assert "gracekv_rare_tokens.rare_tokens" in err
     assert "gracekv-rare-tokens 0.1.0" in err
