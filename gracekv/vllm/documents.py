@@ -86,7 +86,8 @@ def continuing(tokenizer: Any, name: str, header: ContextHeader, ids: Sequence[i
             f"gracekv.vllm.Client, or by /v1/chat/completions without a system message."
         )
     if opening and again:
-        between = continued(tokenizer, header.separator) if closing else []
+        # Blanks alone may be other tokens than blanks before a word.
+        between = continued(tokenizer, header.separator + "a")[:-1] if closing else []
         ids = between + ids[len(opening) :]
     return ids
 

@@ -26,7 +26,8 @@ SYSTEM = (
 
 
 def made(template):
-    tokenizer = tiny_tokenizer(vocabulary=500)
+    # Two line ends are one token where nothing follows.
+    tokenizer = tiny_tokenizer(["a\n\n"] * 200, vocabulary=500)
     if template != "tiny":
         tokenizer.chat_template = template
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -98,8 +99,7 @@ def test_what_continues_a_context_is_left_as_it_is(name, question):
 def test_a_chat_goes_on_in_the_turn_of_the_context(name, question):
     tokenizer = TOKENIZERS[name]
     ids = continuing(tokenizer, "book", header(tokenizer), chat(tokenizer, question))
-    own = request(None, "book", question, tokenizer).prompt_ids
-    assert tokenizer.decode(ids) == tokenizer.decode(own)
+    assert ids == list(request(None, "book", question, tokenizer).prompt_ids)
 
 
 def test_a_text_may_begin_as_every_text_does():
@@ -107,6 +107,15 @@ def test_a_text_may_begin_as_every_text_does():
     ids = tokenizer("\n\nWho?")["input_ids"]
     assert ids[0] == tokenizer.bos_token_id
     assert continuing(tokenizer, "book", header(tokenizer), ids) == ids[1:]
+
+
+def test_the_question_s_last_token_may_hold_a_part_of_the_template():
+    tokenizer = tiny_tokenizer(["What?? " * 200], vocabulary=500)
+    tokenizer.chat_template = "<|user|>{{ messages[0]['content'] }}?<|end|><|assistant|>"
+    ids = list(request(None, "book", "Who?", tokenizer).prompt_ids)
+    end = tokenizer.convert_ids_to_tokens(ids)[-3:]
+    assert end == ["??", "<|end|>", "<|assistant|>"]
+    assert continuing(tokenizer, "book", header(tokenizer), ids) == ids
 
 
 OTHERS = {
