@@ -6,15 +6,21 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from gracekv.errors import StoreError
+from gracekv.vllm.documents import continuing
 from gracekv.vllm.equal_shares import check_prompt
-from gracekv.vllm.header import PARAMETER, ContextHeader
+from gracekv.vllm.header import PARAMETER, ContextHeader, check_name
+from gracekv.vllm.making import Maker
+from gracekv.vllm.orders import FOLLOW, Compression, Deletion, Follow, Order, order_of
 from gracekv.vllm.serving import has_store, open_store, refusal
 from gracekv.vllm.store import ContextStore
 
 _stores: weakref.WeakKeyDictionary[Any, ContextStore] = weakref.WeakKeyDictionary()
+_makers: weakref.WeakKeyDictionary[Any, Maker] = weakref.WeakKeyDictionary()
+"""Of the fronts by which contexts were made."""
 
 
 def install(processor: type[Any]) -> None:
@@ -31,12 +37,11 @@ def install(processor: type[Any]) -> None:
     def process_inputs(
         self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        header = check(self, params)
+        found = check(self, params)
         made = stock(self, request_id, prompt, params, *args, **kwargs)
-        if header is not None and header.kind == "equal":
+        if found is not None:
             with _as_bad_request():
-                name = transfer_of(params)[PARAMETER]
-                check_prompt(header, name, made.prompt_token_ids or (), params)
+                _check_ids(self, found, made, params)
         return made
 
     processor.process_inputs = process_inputs
@@ -68,8 +73,48 @@ def refuse_beam_search(request: type[Any]) -> None:
     request.to_beam_search_params = to_beam_search_params
 
 
-def check(processor: Any, params: Any) -> ContextHeader | None:
-    """The header of the request's context, if it asks for one.
+def say_why(processor: type[Any]) -> None:
+    """Let `processor.process_outputs` end requests that the scheduler refused with its reason.
+
+    A client of the server gets an error, with status 400 or 404; `LLM.generate` an output without
+    tokens that ended by "error", whose `kv_transfer_params` hold the reason.
+
+    Args:
+        processor: vLLM's `OutputProcessor`.
+    """
+    stock = processor.process_outputs
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def process_outputs(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+        from vllm.v1.engine import FinishReason
+
+        refused = []
+        for output in outputs:
+            reply = (output.kv_transfer_params or {}).get(PARAMETER)
+            if not isinstance(reply, dict) or "status" not in reply:
+                continue
+            output.new_token_ids, output.new_logprobs = [], None
+            output.finish_reason = FinishReason.ERROR
+            kind = VLLMNotFoundError if reply["status"] == 404 else VLLMValidationError
+            state = self.request_states.get(output.request_id)
+            if state is not None and state.queue is not None:
+                refused.append((state.queue, kind(reply["reason"])))
+        made = stock(self, outputs, *args, **kwargs)
+        for queue, error in refused:
+            queue.put(error)
+        return made
+
+    processor.process_outputs = process_outputs
+
+
+def check(processor: Any, params: Any) -> ContextHeader | Follow | Order | None:
+    """The header of the request's context if it asks for one, or what else it wants of contexts.
+
+    None also for a context that is not in the store's folder while this front has let others be
+    made: the scheduler knows.
 
     Raises vLLM's error for bad requests (HTTP 400), with the `StoreError`'s text, if the context
     cannot be used.
@@ -86,7 +131,66 @@ def check(processor: Any, params: Any) -> ContextHeader | None:
         store = _stores.get(processor)
         if store is None:
             store = _stores[processor] = open_store(processor.vllm_config)
+        order = order_of(transfer[PARAMETER])
+        if isinstance(order, Compression):
+            _check_alone(params)
+            store.check_allowed(order.name, transfer)
+        if order is None:
+            return _read(processor, store, transfer)
+        if processor not in _makers:
+            _makers[processor] = Maker(processor.vllm_config)
+        if isinstance(order, Deletion):
+            _makers[processor].follows.pop(order.name, None)
+        return order
+
+
+def _read(
+    processor: Any, store: ContextStore, transfer: dict[str, Any]
+) -> ContextHeader | Follow | None:
+    """What is known of a context that is to be read."""
+    maker = _makers.get(processor)
+    parallel = getattr(processor.vllm_config, "parallel_config", None)
+    if maker is None and getattr(parallel, "_api_process_count", 1) == 1:
         return store.admit(transfer)
+    name = check_name(transfer[PARAMETER])
+    store.check_allowed(name, transfer)
+    if maker is not None and name in maker.follows:
+        return maker.follows[name]
+    # The scheduler knows what is in no file, and looks at the rest.
+    with contextlib.suppress(StoreError):
+        return store.header(name)
+    return None
+
+
+def _check_alone(params: Any) -> None:
+    """Raise `StoreError` for what a compressing request cannot have beside its document."""
+    obstacles = {
+        "n above 1": getattr(params, "n", None) != 1,
+        "logprobs": getattr(params, "logprobs", None) is not None,
+        "prompt_logprobs or echo": getattr(params, "prompt_logprobs", None) is not None,
+    }
+    found = [name for name, there in obstacles.items() if there]
+    if found:
+        raise StoreError(f"A request that compresses takes no {' and no '.join(found)}.")
+
+
+def _check_ids(processor: Any, found: Any, made: Any, params: Any) -> None:
+    """Look at the prompt's ids; let a question go on after its context, and a document be read."""
+    ids, transfer = made.prompt_token_ids, transfer_of(params)
+    tokenizer = getattr(processor, "tokenizer", None)
+    if isinstance(found, Order):
+        made.params.max_tokens, made.params.min_tokens = 1, 0
+        if isinstance(found, Compression):
+            if ids is None or made.mm_features:
+                raise StoreError("A document is text, without embeddings, images and sound.")
+            made.prompt_token_ids, follow = _makers[processor].document(found, ids, tokenizer)
+            extra = made.params.extra_args
+            extra = extra | {"kv_transfer_params": transfer | {FOLLOW: asdict(follow)}}
+            made.params.extra_args = extra
+    elif found.kind == "equal":
+        check_prompt(found, transfer[PARAMETER], ids or (), params)
+    elif tokenizer is not None and ids is not None:
+        made.prompt_token_ids = continuing(tokenizer, transfer[PARAMETER], found, ids)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gracekv.vllm.stored_context import StoredContext
+
+if TYPE_CHECKING:
+    from gracekv.vllm.recording import Recording
 
 
 class Asking(NamedTuple):
@@ -42,16 +45,34 @@ class LayerCall(NamedTuple):
     output: Tensor
 
 
+class Reading(NamedTuple):
+    """A request of a step whose prompt is recorded, to be compressed.
+
+    Attributes:
+        recording: what it is written to.
+        block: index of the first of its pages.
+        start: position of its first token of the step.
+        tokens: how many it computes in the step.
+    """
+
+    recording: Recording
+    block: int
+    start: int
+    tokens: int
+
+
 class Step:
     """The contexts of one step, and the work that they are.
 
     Args:
         asking: requests that have a context, by the first block of their pages.
+        reading: a request whose tokens are recorded.
     """
 
-    def __init__(self, asking: dict[int, Asking]) -> None:
-        self.asking = asking
+    def __init__(self, asking: dict[int, Asking], reading: Reading | None) -> None:
+        self.asking, self.reading = asking, reading
         self._planned: tuple[Any, Any] | None = None
+        self._found: tuple[Any, int] | None = None
 
     def plan(self, metadata: Any, make: Callable[[], Any]) -> Any:
         """The work over contexts; made in the first layer and the same in all of them.
@@ -65,14 +86,35 @@ class Step:
                 self._planned = metadata, make()
         return self._planned[1]
 
+    def record(
+        self, layer: int, call: tuple[Tensor, Tensor, Tensor], metadata: Any, scale: float
+    ) -> None:
+        """Show the recording its tokens of `layer`.
+
+        Args:
+            layer: 0-based.
+            call: query [tokens of the step, H, d], key and value [tokens, G, d].
+            metadata: vLLM's, of the step's attention.
+            scale: factor of q . k.
+        """
+        if self.reading is None:
+            return
+        recording, block, start, tokens = self.reading
+        if self._found is None or self._found[0] is not metadata:
+            row = (metadata.block_table[:, 0] == block).nonzero()[0, 0]
+            self._found = metadata, int(metadata.query_start_loc[row])
+        first = self._found[1]
+        query, key, value = (x[first : first + tokens] for x in call)
+        recording.add(layer, start, query, key, value, scale)
+
 
 _current: Step | None = None
 
 
-def begin_step(asking: dict[int, Asking]) -> None:
-    """Let attention see these contexts; see `Step`."""
+def begin_step(asking: dict[int, Asking], reading: Reading | None = None) -> None:
+    """Let attention see these contexts, and record what `reading` says; see `Step`."""
     global _current
-    _current = Step(asking) if asking else None
+    _current = Step(asking, reading) if asking or reading else None
 
 
 def end_step() -> None:
@@ -81,7 +123,7 @@ def end_step() -> None:
 
 
 def current_step() -> Step | None:
-    """The step that runs, or None if none of its requests has a context."""
+    """The step that runs, or None if none of its requests has a context or is recorded."""
     return _current
 
 
@@ -129,7 +171,9 @@ class ContextAttention(abc.ABC):
         """
         running = None if attn_metadata is None else current_step()
         batch = None
-        if running is not None:
+        if running is not None and running.reading is not None:
+            self._record(running, layer, query, key, value, attn_metadata)
+        if running is not None and running.asking:
             batch = running.plan(attn_metadata, lambda: self.plan(running, attn_metadata, kv_cache))
         if batch is None or not batch.covers_all:
             stock: Any = super()
@@ -142,6 +186,19 @@ class ContextAttention(abc.ABC):
             asked = (query.view(heads), kv_cache, attn_metadata, output.view(heads))
             self.attend(batch, LayerCall(layer, *asked))
         return output
+
+    def _record(
+        self, running: Step, layer: Any, query: Tensor, key: Tensor, value: Tensor, metadata: Any
+    ) -> None:
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        shaped = (
+            query.view(-1, self.num_heads, self.head_size),
+            key.view(-1, self.num_kv_heads, self.head_size),
+            value.view(-1, self.num_kv_heads, self.head_size),
+        )
+        number = extract_layer_index(layer.layer_name)
+        running.record(number, shaped, metadata, self.scale)
 
     @abc.abstractmethod
     def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,9 @@ from torch import Tensor
 from gracekv import recipes
 from gracekv.cache.base import RaggedCache
 from gracekv.cache.quantised import dequantised
-from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.distributed.sharding import check_whole
 from gracekv.errors import StoreError, UnsupportedModelError
-from gracekv.files import VERSION, replacing
+from gracekv.files import VERSION
 from gracekv.hf.base_result import BaseResult
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.fingerprint import active_adapters, check_same_model, tokenizer_marks
@@ -30,16 +27,10 @@ from gracekv.prefill.model_layers import (
 )
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import sliding_window, switch_point, trained_length
+from gracekv.vllm.context_folder import check_replaceable, write_context
 from gracekv.vllm.documents import question_text
 from gracekv.vllm.equal_shares import equal_share
-from gracekv.vllm.header import (
-    HEADER,
-    KINDS,
-    ContextHeader,
-    check_name,
-    is_ours,
-    is_served,
-)
+from gracekv.vllm.header import KINDS, ContextHeader, check_name
 from gracekv.vllm.model_facts import model_facts
 
 
@@ -84,7 +75,7 @@ def export(
     names = [f"{path.name}-{number}" for number in range(1, count + 1)] if result.is_batch else None
     folders = [path.parent / check_name(name) for name in names or [path.name]]
     for folder in folders:
-        _check_replaceable(folder)
+        check_replaceable(folder)
     # vLLM computes with numbers in the model's dtype.
     caches = [dequantised(result.packed.sequence(number)) for number in range(count)]
     if shares == "equal":
@@ -153,72 +144,30 @@ def check_served(model: Any) -> None:
         )
 
 
-def _check_replaceable(folder: Path) -> None:
-    """Raise `StoreError` unless nothing is there, or a folder with the files of exports only."""
-    if not os.path.lexists(folder):
-        return
-    if folder.is_symlink() or not folder.is_dir():
-        raise StoreError(f"{folder} is no folder, and is not replaced. Choose another name.")
-    for path in folder.iterdir():
-        if not is_ours(path.name) or path.is_symlink() or path.is_dir():
-            raise StoreError(
-                f"{folder} holds {path.name!r}, which no export wrote, and is not replaced. Choose "
-                f"another name, or move it away."
-            )
-
-
 def _write(
     model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, kind: str, folder: Path
 ) -> None:
     """The context, complete or not at all; one that is there already is replaced."""
     # In pages the question comes after as many tokens as a head holds entries.
     rotated = moved(model, cache, (equal_share(cache) or 0) if kind == "equal" else 0)
-    with _alone_in(folder):
-        try:
-            # The context is the new one from when its header takes the old one's place: the header
-            # names its entries, and the old ones stay until then.
-            with replacing(folder / HEADER) as header_file:
-                entries, old = folder / "new.safetensors", folder / HEADER
-                # Whoever may not read the old context may not read the new one.
-                entries.touch(mode=old.stat().st_mode & 0o666 if old.exists() else 0o666)
-                write_cache(entries, rotated, {"engine": "vllm"}, {})
-                header = _header(model, prompt, cache, recipe, kind, read_digest(entries))
-                header_file.write_text(header.to_json(), encoding="utf-8")
-                os.replace(entries, folder / header.entries_file)
-        except BaseException:
-            _delete(folder, lambda name: not is_served(name))
-            raise
-        _delete(folder, lambda name: name not in (HEADER, header.entries_file))
+    write_context(
+        rotated, lambda digest: describe(model, prompt, cache, recipe, kind, digest), folder
+    )
 
 
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep other exports to it waiting; it goes if it ends up empty."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        # Ends with the process, however it ends. Some systems cannot.
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        os.close(handle)
-
-
-def _delete(folder: Path, unneeded: Callable[[str], bool]) -> None:
-    """Delete those of our files, also of exports that were killed."""
-    for path in folder.iterdir():
-        if is_ours(path.name) and unneeded(path.name):
-            path.unlink()
-
-
-def _header(
+def describe(
     model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, kind: str, digest: str
 ) -> ContextHeader:
+    """The header of a context.
+
+    Args:
+        model: made it.
+        prompt: of which it was made.
+        cache: its entries.
+        recipe: the pipeline's name.
+        kind: see `KINDS`.
+        digest: of the entries' file, or what stands for it.
+    """
     spans, tokenizer = prompt.spans, prompt.tokenizer
     end = spans.length if prompt.has_question else spans.context_end
     marks = {} if tokenizer is None else tokenizer_marks(tokenizer)

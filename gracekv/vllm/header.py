@@ -73,6 +73,11 @@ def is_ours(name: str) -> bool:
     return is_served(name) or _UNFINISHED.fullmatch(name) is not None
 
 
+def is_missing(error: BaseException) -> bool:
+    """Whether `ContextHeader.read` raised it since there is no such context."""
+    return isinstance(error.__cause__, FileNotFoundError)
+
+
 @dataclass(frozen=True, slots=True)
 class ContextHeader:
     """A context without its entries.

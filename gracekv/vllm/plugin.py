@@ -28,11 +28,13 @@ def register() -> None:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
         from vllm.v1.engine.input_processor import InputProcessor
+        from vllm.v1.engine.output_processor import OutputProcessor
 
         from gracekv.vllm import admission
         from gracekv.vllm.serving import replacements
 
         admission.install(InputProcessor)
+        admission.say_why(OutputProcessor)
         for request in (ChatCompletionRequest, CompletionRequest):
             admission.refuse_beam_search(request)
         for name, path in replacements().items():

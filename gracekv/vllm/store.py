@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import stat
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,10 @@ import torch
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_cache
 from gracekv.errors import StoreError
+from gracekv.vllm.context_folder import files_state, is_of_system
 from gracekv.vllm.equal_shares import equal_share
-from gracekv.vllm.header import HEADER, PARAMETER, ContextHeader, check_name, is_name, is_served
+from gracekv.vllm.header import HEADER, PARAMETER, ContextHeader, check_name, is_name
+from gracekv.vllm.loaded_contexts import LoadedContexts
 from gracekv.vllm.model_facts import differences
 from gracekv.vllm.stored_context import StoredContext, of_heads
 
@@ -47,7 +47,7 @@ class _Known:
 
 
 class ContextStore:
-    """The contexts in a folder, by name.
+    """The contexts in a folder, by name, and those that were made here and are in no file.
 
     Files are read again when they change, refused ones too. Entries are read into memory of their
     own, once, and shared; the least recently used are dropped beyond the limit, but for those that
@@ -65,6 +65,11 @@ class ContextStore:
             are written into pages.
         allow: which context a request may use, from its name and the request's
             `kv_transfer_params`; None: every one.
+
+    Attributes:
+        model: as given.
+        ragged: as given.
+        loaded: the contexts in memory.
     """
 
     def __init__(
@@ -79,20 +84,16 @@ class ContextStore:
         allow: Callable[[str, Mapping[str, Any]], object] | None = None,
     ) -> None:
         self.root = Path(root)
-        self._model, self._heads, self._allow = model, heads, allow
-        self.ragged, self._device = ragged, device or torch.device("cpu")
-        self.limit = _default_limit(self._device) if limit is None else limit
+        self.model, self._heads, self._allow = model, heads, allow
+        self.ragged, device = ragged, device or torch.device("cpu")
+        self.loaded = LoadedContexts(_default_limit(device) if limit is None else limit, device)
         self._known: dict[str, _Known] = {}
-        # By digest, with the name under which it was read; the digest last read of a name.
-        self._loaded: OrderedDict[str, tuple[str, StoredContext]] = OrderedDict()
-        self._newest: dict[str, str] = {}
-        self._used: Collection[str] = ()
         self._lock = threading.RLock()
 
     def names(self) -> list[str]:
-        """Of all contexts in the folder."""
-        found = self.root.glob(f"*/{HEADER}")
-        return sorted(p.parent.name for p in found if is_name(p.parent.name))
+        """Of all contexts in the folder, and of those that are in memory alone."""
+        found = {path.parent.name for path in self.root.glob(f"*/{HEADER}")}
+        return sorted({name for name in found if is_name(name)} | self.loaded.made.keys())
 
     def folder(self, name: object) -> Path:
         """Where the context lies; raises `StoreError` if its name leads outside the store."""
@@ -108,9 +109,56 @@ class ContextStore:
         whatever `allow` raises.
         """
         name = check_name(parameters.get(PARAMETER))
+        self.check_allowed(name, parameters)
+        return self.verify(name)
+
+    def check_allowed(self, name: str, parameters: Mapping[str, Any]) -> None:
+        """Raise `StoreError` if a request with these `kv_transfer_params` may not use `name`."""
         if self._allow is not None and not self._allow(name, parameters):
             raise StoreError(f"This request may not use the context {name!r}.")
-        return self.verify(name)
+
+    def put(
+        self,
+        header: ContextHeader,
+        name: str,
+        context: StoredContext | None = None,
+        saved: bool = False,
+    ) -> None:
+        """Serve a context that was made here, in the place of what the name meant before.
+
+        Args:
+            header: of the context.
+            name: of the context.
+            context: it; None where only headers are read. It goes as others that were read do, and
+                if it is not saved, it is gone then: see `dropped`.
+            saved: whether its files are in the folder.
+
+        Raises `StoreError` if it is larger than the limit.
+        """
+        with self._lock:
+            if context is not None:
+                self.loaded.hold(name, context)
+            if saved:
+                self.loaded.made.pop(name, None)
+            else:
+                self.loaded.made[name] = header
+
+    def forget(self, name: str, digest: str | None = None) -> bool:
+        """Whether the name meant a context in no file, with this digest if one is given.
+
+        It means what is in the folder now, which is read again when it is asked for.
+        """
+        with self._lock:
+            made = self.loaded.made.get(name)
+            if digest is not None and (made is None or made.digest != digest):
+                return False
+            return self.loaded.forget(name)
+
+    def dropped(self) -> dict[str, str]:
+        """Digests of contexts in no file that went for want of room since the last call."""
+        with self._lock:
+            found, self.loaded.dropped = self.loaded.dropped, {}
+            return found
 
     def header(self, name: object) -> ContextHeader:
         """The context's header.
@@ -130,7 +178,9 @@ class ContextStore:
     def _look(self, name: object, entries: bool) -> ContextHeader:
         with self._lock:
             folder = self.folder(name)
-            state = _state(folder)
+            if folder.name in self.loaded.made:
+                return self.loaded.made[folder.name]
+            state = files_state(folder)
             known = self._known.get(folder.name)
             if known is None or known.state != state:
                 known = _Known(state)
@@ -146,11 +196,11 @@ class ContextStore:
                     self._read(folder.name, known.header)
                     known.whole = True
             except StoreError as error:
-                if _state(folder) != state:
+                if files_state(folder) != state:
                     # Replaced while it was read.
                     return self._look(name, entries)
                 # That files are missing or cannot be opened may pass.
-                if not _is_of_system(error):
+                if not is_of_system(error):
                     known.refusal = str(error)
                 raise
             return known.header
@@ -158,7 +208,7 @@ class ContextStore:
     def _checked_header(self, folder: Path) -> ContextHeader:
         known = folder.name
         header = ContextHeader.read(folder / HEADER, known)
-        other = differences(header.model, self._model or {})
+        other = differences(header.model, self.model or {})
         if other:
             raise StoreError(
                 f"Context {known!r} was made with another model: {', '.join(other)} differ. Serve "
@@ -188,12 +238,12 @@ class ContextStore:
         """
         with self._lock:
             meant = digest
-            if digest is None or digest not in self._loaded:
+            if digest is None or digest not in self.loaded.digests:
                 header = self.header(name)
                 digest = header.digest
                 if meant not in (None, digest):
                     raise StoreError(f"Context {name!r} was replaced while a request was using it.")
-                if digest not in self._loaded:
+                if digest not in self.loaded.digests:
                     try:
                         context = self._read(str(name), header)
                     except StoreError:
@@ -201,42 +251,14 @@ class ContextStore:
                             raise
                         # Replaced between its header and its entries.
                         return self.load(name, meant, keep)
-                    self._make_room(context.bytes, keep)
-                    if header.kind == "ragged":
-                        context = context.to(self._device)
-                    self._loaded[digest] = str(name), context
-                self._newest[str(name)] = digest
-                self._drop_replaced(keep)
-            self._loaded.move_to_end(digest)
-            return self._loaded[digest][1]
+                    self.loaded.hold(str(name), context, keep)
+                self.loaded.rename(str(name), digest, keep)
+            return self.loaded.get(digest)
 
     def retain(self, used: Collection[str]) -> None:
         """Keep replaced contexts as long as their digests are in `used`, and no longer."""
         with self._lock:
-            self._used = used
-            self._drop_replaced()
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Of the entries in memory."""
-        return sum(context.bytes for _, context in self._loaded.values())
-
-    def _is_replaced(self, digest: str) -> bool:
-        return self._newest[self._loaded[digest][0]] != digest
-
-    def _drop_replaced(self, keep: Collection[str] = ()) -> None:
-        for digest in list(self._loaded):
-            if self._is_replaced(digest) and digest not in self._used and digest not in keep:
-                del self._loaded[digest]
-
-    def _make_room(self, room: int, keep: Collection[str]) -> None:
-        """Drop contexts until `room` more bytes are below the limit."""
-        for digest in list(self._loaded):
-            if self.loaded_bytes + room <= self.limit:
-                return
-            # A replaced one could not be read again.
-            if digest not in keep and not (self._is_replaced(digest) and digest in self._used):
-                del self._loaded[digest]
+            self.loaded.retain(used)
 
     def _read(self, name: str, header: ContextHeader) -> StoredContext:
         path = self.folder(name) / header.entries_file
@@ -258,11 +280,7 @@ class ContextStore:
         if self._heads is not None:
             layers = tuple(of_heads(layer, *self._heads) for layer in layers)
         context = StoredContext(header, layers)
-        if context.bytes > self.limit:
-            raise StoreError(
-                f"Context {name!r} takes {context.bytes:,} bytes of memory, and contexts have "
-                f"{self.limit:,}. Compress it more, or start with a larger limit_bytes."
-            )
+        self.loaded.check_size(name, context)
         return context
 
 
@@ -270,27 +288,3 @@ def _default_limit(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory // _SHARE_OF_GPU
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE
-
-
-def _state(folder: Path) -> object:
-    """Changes when a file of the context is replaced or written to; false if there is none.
-
-    Raises `StoreError` if one is no regular file: a link leads out of the store, a pipe waits.
-    """
-    try:
-        with os.scandir(folder) as files:
-            found = [(x.name, x.stat(follow_symlinks=False)) for x in files if is_served(x.name)]
-    except OSError:
-        return ()
-    if not all(stat.S_ISREG(x.st_mode) for _, x in found):
-        raise StoreError(f"Context {folder.name!r} holds links or devices. Use copies of files.")
-    return sorted((n, x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns) for n, x in found)
-
-
-def _is_of_system(error: BaseException | None) -> bool:
-    """Whether a file that is missing or cannot be opened is behind an error."""
-    while error is not None:
-        if isinstance(error, OSError):
-            return True
-        error = error.__cause__
-    return False

@@ -21,6 +21,7 @@ def test_a_context_that_cannot_be_loaded_fails_the_blocks_of_its_requests():
     used = []
     connector._store = SimpleNamespace(load=load, retain=used.append)
     connector._failed_blocks = set()
+    connector._compressor = SimpleNamespace(begin=lambda chunk, current: None)
     asked = {7: ("gone", "0", 1), 9: ("book", "1", 3)}
     connector.bind_connector_metadata(StepContexts(asked, used={"0", "1", "2"}))
     assert used == [{"0", "1", "2"}]
@@ -38,15 +39,21 @@ def test_any_error_refuses_that_request_and_the_scheduler_goes_on(error):
     def admit(transfer):
         raise error
 
-    connector = object.__new__(GraceConnector)
-    connector._store, connector._refused = SimpleNamespace(admit=admit), set()
-    request = SimpleNamespace(
-        request_id="0", kv_transfer_params={"gracekv": ["book"]}, cache_salt=None,
-        skip_reading_prefix_cache=True, update_block_hashes=list,
-    )  # fmt: skip
-    connector.on_new_request(request)
-    assert connector.get_num_new_matched_tokens(request, 0) == (1, True)
-    assert request.cache_salt == "gracekv:0:"
+    for plugin in (False, True):
+        connector = object.__new__(GraceConnector)
+        connector.begin(SimpleNamespace(admit=admit, ragged=plugin), 32)
+        request = SimpleNamespace(
+            request_id="0", kv_transfer_params={"gracekv": ["book"]}, cache_salt=None,
+            skip_reading_prefix_cache=True, update_block_hashes=list, num_prompt_tokens=3,
+        )  # fmt: skip
+        connector.on_new_request(request)
+        assert connector.get_num_new_matched_tokens(request, 0) == (
+            (0, False) if plugin else (1, True)
+        )
+        assert request.cache_salt == "gracekv:0:"
+        _, reply = connector.request_finished(request, [])
+        assert reply is None or "cannot be used" in reply["gracekv"]["reason"]
+        assert (reply is not None) is plugin
 
 
 def test_an_engine_without_a_store_refuses_requests_about_contexts():

@@ -186,7 +186,7 @@ def test_two_exports_and_a_reader_see_whole_contexts_only(book, tmp_path):
 
 
 def test_a_failed_export_leaves_nothing(book, tmp_path, monkeypatch):
-    monkeypatch.setattr("gracekv.vllm.exporting._header", lambda *_: 1 / 0)
+    monkeypatch.setattr("gracekv.vllm.exporting.describe", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export(book, tmp_path / "book")
     assert not list(tmp_path.iterdir())

@@ -242,13 +242,13 @@ def test_entries_are_in_memory_of_their_own(root):
 
 def test_memory_has_a_bound_also_by_default(root):
     store = ContextStore(root)
-    assert store.loaded_bytes < store.limit < 2**50
+    assert store.loaded.bytes < store.loaded.limit < 2**50
     size = store.load("c0").bytes
     small = ContextStore(root, limit=size - 1)
     for use in (small.verify, small.load):
         with pytest.raises(StoreError, match=rf"takes {size:,} bytes .* larger limit_bytes"):
             use("c0")
-    assert small.loaded_bytes == 0
+    assert small.loaded.bytes == 0
 
 
 def test_replaced_contexts_go_when_no_request_reads_them(root):
@@ -260,8 +260,8 @@ def test_replaced_contexts_go_when_no_request_reads_them(root):
             store.retain(digests[:1])
         digests.append(store.load("book").header.digest)
     # The first is still read, and stays in spite of the limit; the second is not.
-    assert list(store._loaded) == [digests[0], digests[2]]
-    store.limit = store.loaded_bytes // 2 + 1
+    assert store.loaded.digests == [digests[0], digests[2]]
+    store.loaded.limit = store.loaded.bytes // 2 + 1
     store.load("c1")
     assert store.load("book", digests[0]).header.digest == digests[0]
     store.retain([])
@@ -275,7 +275,7 @@ def test_the_least_recently_used_is_dropped_but_not_what_must_stay(root):
     first, second = store.load("c0"), store.load("c1")
     assert store.load("c0") is first
     store.load("c2")
-    assert store.loaded_bytes <= 2.5 * size
+    assert store.loaded.bytes <= 2.5 * size
     assert store.load("c0", first.header.digest) is first
     assert store.load("c1") is not second
     kept = store.load("c2")

@@ -1,0 +1,195 @@
+"""`Compressor`: makes contexts in a worker, of prompts that its attention layers show."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from gracekv.cache.quantised import dequantised
+from gracekv.errors import GracekvError, StoreError
+from gracekv.prefill.prompt import Prompt
+from gracekv.vllm.context_folder import write_context
+from gracekv.vllm.exporting import describe, moved
+from gracekv.vllm.header import PARAMETER, ContextHeader
+from gracekv.vllm.orders import FOLLOW, Compression, order_of
+from gracekv.vllm.recording import Recording
+from gracekv.vllm.served_model import ServedModel
+from gracekv.vllm.serving import LOG, refusal
+from gracekv.vllm.store import ContextStore
+from gracekv.vllm.stored_context import StoredContext
+
+# Running requests go first: of a core that both want, the thread gets a tenth. Source: ours.
+_NICE = 10
+# Seconds that an engine with nothing else to do waits for the thread at a time.
+_PAUSE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of a compressing request in a step, as the scheduler names them.
+
+    Attributes:
+        request: its id.
+        parameters: its `kv_transfer_params`.
+        block: index of the first of its pages.
+        start: position of the first token.
+        count: tokens of the step.
+        length: T, of the whole prompt.
+    """
+
+    request: str
+    parameters: dict[str, Any]
+    block: int
+    start: int
+    count: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a compressing request.
+
+    Attributes:
+        request: its id.
+        header: of the context; None if it failed.
+        seconds: from the first token to the stored context.
+        reason: why it failed.
+    """
+
+    request: str
+    header: ContextHeader | None
+    seconds: float
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Job:
+    request: str
+    recording: Recording
+    thread: threading.Thread | None = None
+    context: StoredContext | None = None
+    failure: Exception | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+class Compressor:
+    """One prompt at a time: recorded step by step, then compressed in a thread of its own.
+
+    Args:
+        vllm_config: vLLM's.
+        store: of the worker; made contexts go there.
+        device: of the worker.
+    """
+
+    def __init__(self, vllm_config: Any, store: ContextStore, device: torch.device) -> None:
+        self._config, self._store, self._device = vllm_config, store, device
+        self._served: ServedModel | None = None
+        self._job: _Job | None = None
+        self._failed: Outcome | None = None
+
+    def begin(self, chunk: Chunk | None, current: str | None) -> Recording | None:
+        """The recording that the step's tokens belong to.
+
+        Args:
+            chunk: tokens of a compressing request in the step.
+            current: id of the request whose turn it is; what another one left is dropped.
+        """
+        job = self._job
+        if job is not None and job.thread is None and job.request != current:
+            self._job = None
+        if chunk is None:
+            return None
+        try:
+            if chunk.start == 0:
+                # Also after a preemption, when all tokens are computed again.
+                self._job = _Job(chunk.request, self._recording(chunk))
+        except Exception as error:
+            self._job, self._failed = None, Outcome(chunk.request, None, 0.0, _reason(error))
+        return self._job.recording if self._job and self._job.thread is None else None
+
+    def _recording(self, chunk: Chunk) -> Recording:
+        order = order_of(chunk.parameters[PARAMETER], chunk.parameters.get(FOLLOW))
+        assert isinstance(order, Compression)  # the scheduler looked at it
+        if self._served is None:
+            self._served = ServedModel.of(self._config)
+        return Recording(order, chunk.length, self._served, self._device)
+
+    def outcome(self, idle: bool) -> Outcome | None:
+        """What ended since the last call; called after each step.
+
+        Args:
+            idle: whether the step had no tokens, so that the engine may wait a little.
+        """
+        failed, self._failed = self._failed, None
+        job = self._job
+        if job is None or failed is not None:
+            return failed
+        if job.thread is None and job.recording.complete:
+            # On the stream of the model, so that nothing is freed that is still read.
+            stream = None
+            if self._device.type == "cuda":
+                stream = torch.cuda.current_stream(self._device)
+            job.thread = threading.Thread(target=self._run, args=(job, stream), daemon=True)
+            job.thread.start()
+        if job.thread is None or not job.ended.wait(_PAUSE if idle else 0):
+            return None
+        self._job = None
+        order, seconds = job.recording.order, time.monotonic() - job.recording.started
+        try:
+            if job.failure is not None or job.context is None:
+                raise job.failure or StoreError("The thread that compresses ended.")
+            self._store.put(job.context.header, order.name, job.context, saved=order.save)
+        except Exception as error:
+            return Outcome(job.request, None, seconds, _reason(error))
+        return Outcome(job.request, job.context.header, seconds)
+
+    def _run(self, job: _Job, stream: Any) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            with torch.inference_mode(), torch.cuda.stream(stream):
+                job.context = self._made(job.recording)
+        # The engine goes on, whatever happens to one context.
+        except Exception as error:
+            job.failure = error
+        finally:
+            job.ended.set()
+
+    def _made(self, recording: Recording) -> StoredContext:
+        order, served = recording.order, self._served
+        assert served is not None  # it made the recording
+        run = order.pipeline.run(recording.prefill(), order.budget)
+        cache = dequantised(run.cache)
+        rotated, follow = moved(served.model, cache, 0), order.follow
+        ids = torch.zeros(recording.spans.length, dtype=torch.int64)
+        prompt = Prompt(ids, recording.spans, separator=follow.separator, template=follow.template)
+
+        def header(digest: str) -> ContextHeader:
+            made = describe(served.model, prompt, cache, order.recipe, "ragged", digest)
+            return replace(
+                made,
+                model=dict(self._store.model or made.model),
+                tokenizer=follow.tokenizer,
+                question_text=follow.question_text,
+            )
+
+        if order.save:
+            written = write_context(rotated, header, self._store.folder(order.name))
+        else:
+            # Nobody reads a file of it, so a number that no other context has will do.
+            written = header(secrets.token_hex(32))
+        return StoredContext(written, rotated.layers)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, GracekvError):
+        return str(error)
+    LOG.error("A document could not be compressed.", exc_info=error)
+    return refusal(error)

@@ -1,0 +1,227 @@
+"""`Jobs`: what the scheduler knows of contexts that are made, listed and deleted on request."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gracekv.errors import StoreError
+from gracekv.vllm.compressing import Outcome
+from gracekv.vllm.context_folder import delete_context
+from gracekv.vllm.header import PARAMETER, ContextHeader
+from gracekv.vllm.orders import Compression, Deletion, Order
+from gracekv.vllm.store import ContextStore
+
+WAIT = 600.0
+"""Seconds that a request waits for a context that is being made. Source: ours."""
+
+# Failures and seconds that are remembered. Source: ours.
+_REMEMBERED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A context that is to be made.
+
+    Attributes:
+        request: id of the request whose prompt it is made of.
+        order: what was asked for.
+        parameters: the request's `kv_transfer_params`.
+        length: T, tokens of the prompt.
+        read: whether all its tokens are computed, so that it goes on without the request.
+    """
+
+    request: str
+    order: Compression
+    parameters: Mapping[str, Any]
+    length: int
+    read: bool = False
+
+
+class Jobs:
+    """Contexts in the making, one after the other, and what is known of those that were made.
+
+    Args:
+        store: the scheduler's; it gets the headers of contexts that are in no file.
+    """
+
+    def __init__(self, store: ContextStore) -> None:
+        self._store = store
+        # By request id, in the order in which they came: the first one has its turn.
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._expiry: dict[str, tuple[float, str]] = {}
+        self.forgotten: set[str] = set()
+
+    @property
+    def current(self) -> str | None:
+        """Id of the request whose turn it is."""
+        return next(iter(self._jobs), None)
+
+    @property
+    def pending(self) -> bool:
+        """Whether something is made that no request waits for."""
+        return any(job.read for job in self._jobs.values())
+
+    def get(self, request: str) -> Job | None:
+        """The job of a request."""
+        return self._jobs.get(request)
+
+    def is_making(self, name: str) -> bool:
+        """Whether a context of that name is on its way."""
+        return any(job.order.name == name for job in self._jobs.values())
+
+    def add(self, request: str, order: Order, parameters: Mapping[str, Any], length: int) -> None:
+        """Take a request's order in; a deletion is done at once.
+
+        Args:
+            request: its id.
+            order: what it asks.
+            parameters: its `kv_transfer_params`.
+            length: tokens of its prompt.
+
+        Raises `StoreError` if the request may not use the name, or there is nothing to delete.
+        """
+        if isinstance(order, Compression | Deletion):
+            self._store.check_allowed(order.name, parameters)
+        if isinstance(order, Compression):
+            order.spans(length)
+            self._jobs[request] = Job(request, order, parameters, length)
+        elif isinstance(order, Deletion):
+            in_memory = self._forget(order.name)
+            known = self._done.pop(order.name, None) is not None
+            if not (delete_context(self._store.folder(order.name)) or in_memory or known):
+                raise StoreError(
+                    f"There is no context {order.name!r} in the store to delete."
+                ) from FileNotFoundError()
+
+    def _forget(self, name: str) -> bool:
+        self.forgotten.add(name)
+        self._expiry.pop(name, None)
+        return self._store.forget(name)
+
+    def expire(self) -> None:
+        """Let go of the contexts whose time is over."""
+        now = time.monotonic()
+        for name, (end, digest) in list(self._expiry.items()):
+            if now >= end:
+                del self._expiry[name]
+                if self._store.forget(name, digest):
+                    self._forget(name)
+
+    def finished(
+        self, request: str, computed: int, parameters: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What is replied to a request with an order, which has ended.
+
+        One that ended before all tokens of its prompt were computed makes nothing.
+
+        Args:
+            request: its id.
+            computed: tokens of it that were computed.
+            parameters: its `kv_transfer_params`.
+        """
+        order = parameters[PARAMETER]
+        if "list" in order:
+            return {"contexts": self.listing(parameters)}
+        if "delete" in order:
+            return {"name": order["delete"], "state": "deleted"}
+        job = self._jobs.get(request)
+        if job is None:
+            name = order["compress"]["name"]
+            return {"name": name, **self._done.get(name, {}), "state": "failed"}
+        if computed < job.length:
+            del self._jobs[request]
+            return failed("The request ended before its prompt was computed.", 400)
+        self._jobs[request] = replace(job, read=True)
+        return {"name": job.order.name, "state": "compressing"}
+
+    def update(self, outcome: Outcome | None, dropped: Mapping[str, str]) -> None:
+        """Take in what a worker tells.
+
+        Args:
+            outcome: of the current job.
+            dropped: digests of contexts that went for want of room, by name.
+        """
+        for name, digest in dropped.items():
+            self._store.forget(name, digest)
+        job = None if outcome is None else self._jobs.pop(outcome.request, None)
+        if outcome is None or job is None:
+            return
+        name, header, order = job.order.name, outcome.header, job.order
+        known: dict[str, Any] = {"seconds": round(outcome.seconds, 3)}
+        if header is None:
+            known |= {"name": name, "state": "failed", "reason": outcome.reason}
+            known["recipe"] = order.recipe
+        else:
+            known["digest"] = header.digest
+            self._expiry.pop(name, None)
+            if order.save:
+                self._store.forget(name)
+            else:
+                self._store.put(header, name)
+            if order.expires is not None:
+                self._expiry[name] = time.monotonic() + order.expires, header.digest
+        self._done[name] = known
+        self._done.move_to_end(name)
+        while len(self._done) > _REMEMBERED:
+            self._done.popitem(last=False)
+
+    def why_missing(self, name: str, said: str) -> str:
+        """Why the context of that name could not be made; else what is `said` of one missing."""
+        reason = self._done.get(name, {}).get("reason")
+        return said if reason is None else f"Context {name!r} could not be made. {reason}"
+
+    def listing(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What a request with these `kv_transfer_params` may know of each context."""
+        self.expire()
+        found = {name: self._described(name) for name in self._store.names()}
+        # Where a new one is on its way, or failed, requests are answered from the old one.
+        for name, known in self._done.items():
+            if "reason" in known:
+                found[name] = found.get(name, {}) | known
+        for job in self._jobs.values():
+            name, recipe = job.order.name, job.order.recipe
+            made = {"name": name, "state": "compressing", "recipe": recipe}
+            found[name] = found.get(name, {}) | made
+        return [found[name] for name in sorted(found) if self._may_see(name, parameters)]
+
+    def _may_see(self, name: str, parameters: Mapping[str, Any]) -> bool:
+        try:
+            self._store.check_allowed(name, parameters)
+        # Whatever the operator's function raises: it does not say yes.
+        except Exception:
+            return False
+        return True
+
+    def _described(self, name: str) -> dict[str, Any]:
+        try:
+            header = self._store.header(name)
+        except StoreError as error:
+            return {"name": name, "state": "failed", "reason": str(error)}
+        known = self._done.get(name, {})
+        mine = known.get("digest") == header.digest
+        return {
+            "name": name,
+            "state": "ready",
+            "entries": header.entries,
+            "bytes": header.bytes,
+            "length": header.length,
+            "ratio": round(_whole(header) / max(1, header.entries), 3),
+            "seconds": known["seconds"] if mine else None,
+            "recipe": header.recipe,
+            "saved": name not in self._store.loaded.made,
+        }
+
+
+def failed(reason: str, status: int) -> dict[str, Any]:
+    """The reply to a request that is refused after it was taken in, with its HTTP status."""
+    return {"state": "failed", "reason": reason, "status": status}
+
+
+def _whole(header: ContextHeader) -> int:
+    """Entries of an uncompressed context."""
+    return header.length * int(header.model["layers"] * header.model["kv_heads"])

@@ -1,0 +1,116 @@
+"""`Recording`: what a worker keeps of a prompt that is to be compressed, chunk by chunk."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.errors import StoreError
+from gracekv.kernels.rope import Rope
+from gracekv.prefill import Prefill
+from gracekv.prefill.needs import CaptureSizes, held_positions
+from gracekv.prefill.observations import Observations
+from gracekv.prefill.observer import TokenRun
+from gracekv.vllm.orders import Compression
+from gracekv.vllm.served_model import ServedModel
+
+
+class Recording:
+    """Keys, values and chosen queries of a prompt; observers see every run of its tokens.
+
+    They lie outside vLLM's pages, which are freed as after any request.
+
+    Args:
+        order: what shall be made of it.
+        length: T, tokens of the prompt and the one that is read after it.
+        served: the model.
+        device: of the worker.
+    """
+
+    def __init__(
+        self, order: Compression, length: int, served: ServedModel, device: torch.device
+    ) -> None:
+        needs = order.pipeline.needs()
+        self.order, self.spans, self.started = order, order.spans(length), time.monotonic()
+        # An engine computes nothing again: what is known only later is held from the start.
+        once = CaptureSizes(kv=0, queries=0, again=False)
+        self._positions = held_positions(needs, self.spans, once, None)
+        self._observations = Observations(needs.observers, served.layers, self.spans)
+        self._rope, self._unrotated = served.rope(length, device), served.unrotated()
+        self._scale = 0.0
+        # Of each layer keys and values [G, T, d] and queries [H, n, d]; how far they are written.
+        self._parts: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * served.layers
+        self._ends = [0] * served.layers
+
+    def add(
+        self, layer: int, start: int, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> None:
+        """Write a run of C tokens of `layer` from position `start` on, and show it.
+
+        Args:
+            layer: 0-based.
+            start: of the first token.
+            query: [C, H, d], rotated.
+            key: [C, G, d], rotated.
+            value: [C, G, d].
+            scale: of the logits.
+        """
+        length, end = self.spans.length, start + len(query)
+        if start != self._ends[layer] or end > length:
+            return
+        keys, values, queries = self._parts[layer] or (
+            key.new_empty(key.shape[1], length, key.shape[2]),
+            value.new_empty(value.shape[1], length, value.shape[2]),
+            query.new_empty(query.shape[1], len(self._positions), query.shape[2]),
+        )
+        self._parts[layer], self._ends[layer], self._scale = (keys, values, queries), end, scale
+        keys[:, start:end], values[:, start:end] = key.transpose(0, 1), value.transpose(0, 1)
+        rows = query.transpose(0, 1)
+        first, last = torch.searchsorted(self._positions, torch.tensor([start, end])).tolist()
+        at = self._positions[first:last] - start
+        queries[:, first:last] = rows if len(at) == len(query) else rows[:, at.to(rows.device)]
+
+        def run() -> TokenRun:
+            rope = self._rope
+            if layer in self._unrotated:
+                rope = Rope.none(length, keys.device)
+            return TokenRun(start, rows, keys, values, rope, scale)
+
+        self._observations.add(layer, run)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every layer holds all tokens."""
+        return all(end == self.spans.length for end in self._ends)
+
+    @property
+    def bytes(self) -> int:
+        """Of keys, values and queries."""
+        return sum(x.nbytes for parts in self._parts if parts is not None for x in parts)
+
+    def prefill(self) -> Prefill:
+        """The prefill that it amounts to; called once.
+
+        Raises `StoreError` if tokens are missing.
+        """
+        if not self.complete:
+            raise StoreError(
+                "The engine did not compute all tokens of the document. Send it again."
+            )
+        parts: Any = zip(*filter(None, self._parts), strict=True)
+        keys, values, queries = (tuple(x) for x in parts)
+        self._parts.clear()
+        return Prefill(
+            spans=self.spans,
+            keys=keys,
+            values=values,
+            queries=queries,
+            query_positions=self._positions,
+            rope=self._rope,
+            scale=self._scale,
+            unrotated=self._unrotated,
+            observed=self._observations.results(keys[0].device, None),
+        )

@@ -1,0 +1,78 @@
+"""`ServedModel`: what headers and rotations need of the model that vLLM serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gracekv.errors import StoreError, UnsupportedModelError
+from gracekv.kernels.rope import Rope
+from gracekv.prefill.model_layers import model_layers, rope_of_table, rotating
+from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model
+from gracekv.vllm.exporting import check_served
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedModel:
+    """The model of transformers for the config that vLLM serves, without weights.
+
+    Attributes:
+        model: on the device "meta", but for its rotations.
+    """
+
+    model: Any
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> ServedModel:
+        """Raises `StoreError` if an engine cannot compress for this model or this configuration."""
+        parallel = vllm_config.parallel_config
+        if parallel.world_size_across_dp > 1:
+            raise StoreError(
+                f"This engine runs in {parallel.world_size_across_dp} processes, and compresses in "
+                f"one only. Serve without tensor and data parallelism, or compress with "
+                f"transformers and export."
+            )
+        try:
+            return cls._of(vllm_config)
+        except UnsupportedModelError as error:
+            raise StoreError(str(error)) from error
+
+    @classmethod
+    def _of(cls, vllm_config: Any) -> ServedModel:
+        from transformers import AutoModelForCausalLM
+
+        served = vllm_config.model_config
+        config = served.hf_text_config
+        if config.model_type not in TESTED_MODEL_TYPES:
+            raise UnsupportedModelError(
+                f"Models of the family {config.model_type!r} were not compressed inside vLLM. "
+                f"Compress with transformers and export; there they are tried first."
+            )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=served.dtype).eval()
+        decoder = model.get_decoder()
+        if getattr(decoder, "rotary_emb", None) is not None:
+            decoder.rotary_emb = type(decoder.rotary_emb)(config=config)
+        check_model(model)
+        check_served(model)
+        return cls(model)
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(model_layers(self.model))
+
+    def rope(self, length: int, device: torch.device) -> Rope:
+        """The rotations of positions 0..length - 1, on `device`."""
+        with torch.inference_mode():
+            places = torch.arange(length)[None]
+            cos, sin = self.model.get_decoder().rotary_emb(torch.zeros(()), places)
+        cos, sin = (x[0].float().to(device) for x in (cos, sin))
+        return rope_of_table(cos, sin, rotating(model_layers(self.model)))
+
+    def unrotated(self) -> frozenset[int]:
+        """Layers without RoPE."""
+        layers = enumerate(model_layers(self.model))
+        return frozenset(number for number, layer in layers if layer.rotation == "none")

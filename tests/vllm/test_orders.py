@@ -1,0 +1,75 @@
+"""What requests ask beside questions, as it comes over HTTP."""
+
+import pytest
+
+from gracekv.errors import StoreError
+from gracekv.vllm.orders import Compression, Deletion, Listing, order_of
+
+
+def compress(**fields):
+    return {"compress": {"name": "book", "ratio": 4, **fields}}
+
+
+def test_names_are_no_orders():
+    assert order_of("book") is None
+    assert order_of(["book"]) is None
+    assert order_of({"list": True}) == Listing()
+    assert order_of({"delete": "book"}) == Deletion("book")
+
+
+def test_an_order_says_how_to_compress():
+    follow = {"start": 3, "tokenizer": {"tokenizer": "0"}, "question_text": "{question}"}
+    order = order_of(compress(recipe="knorm", expires=60.0), follow)
+    assert order.follow.template
+    assert isinstance(order, Compression)
+    assert (order.recipe, order.expires, order.follow.start) == ("knorm", 60.0, 3)
+    spans = order.spans(10)
+    # The last token is read after the context, so that all before it have entries.
+    assert (spans.context_start, spans.context_end, spans.length) == (3, 9, 10)
+    assert order_of(compress(save=True)).recipe == "gracekv-agnostic"
+    by_bytes = {"compress": {"name": "book", "kv_bytes": "1MiB"}}
+    assert order_of(by_bytes).budget.kind == "kv_bytes"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["gracekv-agnostic", "knorm", "keydiff", "snapkv", "expected-attention", "fullkv-8bit"],
+)
+def test_recipes_that_read_queries_keys_and_values_are_taken(recipe):
+    assert order_of(compress(recipe=recipe)).pipeline
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "A request names a context"),
+        ({"list": 1, "delete": "x"}, "A request names a context"),
+        ({"delete": "../x"}, "context's name"),
+        ({"compress": "book"}, "A request names a context"),
+        (compress(name="../x"), "context's name"),
+        (compress(name=None), "context's name"),
+        (compress(ratio=0.5), "at least 1"),
+        (compress(ratio="much"), "ratio"),
+        (compress(kv_bytes=4096), "exactly one budget"),
+        ({"compress": {"name": "book"}}, "exactly one budget"),
+        (compress(recipe="gracekv-agnostik"), "Unknown recipe"),
+        (compress(recipe=["knorm"]), "A recipe is a name"),
+        (compress(recipe="gracekv"), "hidden states, and an engine"),
+        (compress(recipe="kvzip-two-pass"), "further passes"),
+        (compress(window=3), "takes .*recipe.*; got window"),
+        (compress(save="yes"), "save"),
+        (compress(expires=0), "above 0"),
+        (compress(expires=True), "expires"),
+        (compress(expires=5.0, save=True), "stays until it is deleted"),
+        (compress(follow={"start": 3}), "got follow"),
+    ],
+)
+def test_what_is_no_order_is_refused_by_name(given, said):
+    with pytest.raises(StoreError, match=said):
+        order_of(given)
+
+
+@pytest.mark.parametrize(("start", "length"), [(0, 2), (8, 10), (20, 10), (-1, 10)])
+def test_a_document_of_less_than_two_tokens_is_refused(start, length):
+    with pytest.raises(StoreError, match="nothing to compress"):
+        order_of(compress(), {"start": start}).spans(length)

@@ -1,0 +1,99 @@
+"""What a worker records of a prompt is what a capture of transformers keeps."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gracekv
+from gracekv.errors import StoreError
+from gracekv.hf import capture
+from gracekv.kernels.ragged import rows
+from gracekv.pipeline import Pipeline
+from gracekv.testing.models import tiny_model
+from gracekv.vllm.orders import order_of
+from gracekv.vllm.recording import Recording
+from gracekv.vllm.served_model import ServedModel
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def served(model):
+    return ServedModel.of(engine(model))
+
+
+def engine(model, **parallel):
+    served = SimpleNamespace(hf_text_config=model.config, dtype=model.dtype)
+    parallel = {"world_size_across_dp": 1, **parallel}
+    return SimpleNamespace(model_config=served, parallel_config=SimpleNamespace(**parallel))
+
+
+def prompt(length, start):
+    ids = torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length))
+    return gracekv.Prompt.from_ids(ids, (start, length - 1), question_end=length - 1)
+
+
+def recorded(served, prefill, order, pieces, begin=0):
+    """A recording of a prefill with all queries, shown as an engine shows it."""
+    made = Recording(order, prefill.spans.length, served, CPU)
+    edges = [begin, *pieces, prefill.spans.length]
+    for start, end in itertools.pairwise(edges):
+        for layer in range(prefill.layers):
+            q, k, v = (x[layer][:, start:end].transpose(0, 1)
+                       for x in (prefill.queries, prefill.keys, prefill.values))  # fmt: skip
+            made.add(layer, start, q, k, v, prefill.scale)
+    return made
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "expected-attention", "snapkv", "h2o"])
+@pytest.mark.parametrize("pieces", [[], [7, 8, 61]])
+def test_a_recording_compresses_as_a_capture(model, served, recipe, pieces):
+    read = prompt(90, 5)
+    pipeline = Pipeline.named(recipe)
+    everything = gracekv.prefill.Needs(later_queries=True)
+    prefill = capture.capture(model, read, pipeline.needs() | everything)
+    given = {"compress": {"name": "book", "ratio": 3, "recipe": recipe}}
+    order = order_of(given, {"start": 5})
+    made = recorded(served, prefill, order, pieces)
+    assert made.complete
+    found = made.prefill()
+    assert found.spans == prefill.spans
+    assert torch.equal(found.rope.cos[:90], prefill.rope.cos[:90])
+    mine, theirs = (pipeline.run(x, order.budget) for x in (found, prefill))
+    kept = [
+        {(x, *y) for x, layer in enumerate(run.cache.layers) for y in tokens(layer)}
+        for run in (mine, theirs)
+    ]
+    assert len(kept[0]) == len(kept[1])
+    assert len(kept[0] & kept[1]) >= 0.99 * len(kept[1])
+
+
+def tokens(layer):
+    """(head, position) of each entry."""
+    return zip(rows(layer.lengths).tolist(), layer.positions.tolist(), strict=True)
+
+
+def test_tokens_that_do_not_follow_are_not_written(model, served):
+    prefill = capture.capture(model, prompt(30, 0), gracekv.prefill.Needs(later_queries=True))
+    order = order_of({"compress": {"name": "book", "ratio": 2}})
+    made = recorded(served, prefill, order, [], begin=10)
+    assert not made.complete
+    with pytest.raises(StoreError, match="did not compute all tokens"):
+        made.prefill()
+
+
+def test_models_and_engines_that_cannot_be_compressed_for_are_refused(model):
+    with pytest.raises(StoreError, match="2 processes"):
+        ServedModel.of(engine(model, world_size_across_dp=2))
+    config = type(model.config)(**{**model.config.to_dict(), "model_type": "llama"})
+    config.model_type = "unheard"
+    other = SimpleNamespace(config=config, dtype=model.dtype)
+    with pytest.raises(StoreError, match="family 'unheard'"):
+        ServedModel.of(engine(other))
