@@ -117,3 +117,35 @@ def test_an_unusable_context_is_a_client_s_error(client, server):
         ask(client, server, use_beam_search=True)
     plain = client.completions.create(model=NAME, prompt="Alice was", max_tokens=4, temperature=0)
     assert plain.choices[0].text
+
+
+def test_a_client_compresses_asks_and_deletes(client, server):
+    """The server makes the context itself; a chat request goes on in the document's turn."""
+    from importlib.resources import files
+
+    import gracekv
+    from gracekv.errors import StoreError
+    from gracekv.vllm import Client
+
+    text = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")[:1500]
+    mine = Client(f"{server.url}/v1", tokenizer=server.tokenizer)
+    made = mine.compress("own", text, ratio=2)
+    assert (made.state, made.saved) == ("ready", False)
+    assert made.ratio == pytest.approx(2, 0.05)
+    answer = mine.ask("own", QUESTION, TOKENS)
+    prompt = gracekv.Prompt.from_chat(server.tokenizer, context=text)
+    own = gracekv.compress(server.book.model, prompt, ratio=2).ask(QUESTION, TOKENS)
+    assert answer[:30] == own[:30]
+    chat = client.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": QUESTION}],
+        max_tokens=TOKENS,
+        temperature=0,
+        extra_body={"kv_transfer_params": {"gracekv": "own"}},
+    )
+    assert chat.choices[0].message.content == answer
+    assert [one.name for one in mine.list()] == ["book", "own"]
+    mine.delete("own")
+    for call in (lambda: mine.ask("own", QUESTION), lambda: mine.delete("own")):
+        with pytest.raises(StoreError, match="There is no context 'own'"):
+            call()

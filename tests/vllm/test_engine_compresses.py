@@ -1,0 +1,252 @@
+"""A stock vLLM compresses prompts itself: its contexts are those that transformers makes.
+
+One engine of a tiny model with few pages and short steps, so that documents are read in chunks and
+preempted.
+"""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support.engine_answers import MARGIN
+
+pytestmark = pytest.mark.vllm
+
+TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
+QUESTION = "Why is she tired?"
+TOKENS = 12
+PAGE, PAGES = 32, 30
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A tiny model, and an engine with a store that is empty."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    from gracekv.testing.models import tiny_llama, tiny_tokenizer
+    from gracekv.vllm import kv_transfer_config
+
+    model, tokenizer = tiny_llama(vocabulary=500, dim=32), tiny_tokenizer(vocabulary=500)
+    folder = tmp_path_factory.mktemp("made")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "store").mkdir()
+    engine = LLM(
+        str(folder / "model"),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_seqs=12,
+        max_num_batched_tokens=64,
+        block_size=PAGE,
+        num_gpu_blocks_override=PAGES,
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(**kv_transfer_config(folder / "store")),
+    )
+    yield SimpleNamespace(model=model, tokenizer=tokenizer, engine=engine, store=folder / "store")
+    engine.llm_engine.engine_core.shutdown()
+
+
+def params(order=None, tokens=1, **options):
+    from vllm import SamplingParams
+
+    extra = None if order is None else {"kv_transfer_params": {"gracekv": order}}
+    return SamplingParams(temperature=0.0, max_tokens=tokens, extra_args=extra, **options)
+
+
+def run(made, *requests):
+    """The outputs of (ids, sampling parameters), all at once."""
+    prompts = [{"prompt_token_ids": list(ids)} for ids, _ in requests]
+    return made.engine.generate(prompts, [x for _, x in requests], use_tqdm=False)
+
+
+def said(output):
+    return output.kv_transfer_params["gracekv"]
+
+
+def listing(made):
+    (output,) = run(made, ([0], params({"list": True})))
+    return {one["name"]: one for one in said(output)["contexts"]}
+
+
+def wait(made, name):
+    """The listing's member, once the context is made or has failed."""
+    for _ in range(600):
+        one = listing(made)[name]
+        if one["state"] != "compressing":
+            return one
+        time.sleep(0.1)
+    raise AssertionError(one)
+
+
+def compress(name, **options):
+    return params({"compress": {"name": name, "ratio": 4, **options}})
+
+
+def asking(name):
+    return params(name, TOKENS, logprobs=0, ignore_eos=True)
+
+
+def question(made):
+    return made.tokenizer(QUESTION).input_ids
+
+
+def by_transformers(made, ids, **options):
+    """The result of the same document: one token is read after it."""
+    import gracekv
+
+    prompt = gracekv.Prompt.from_ids([*ids, ids[-1]], (0, len(ids)), question_end=len(ids))
+    return gracekv.compress(made.model, prompt, **{"ratio": 4, **options})
+
+
+def check(made, answer, result):
+    """Log-probabilities of an answer are those over a result's cache."""
+    asked, tokens = question(made), list(answer.token_ids)
+    with torch.inference_mode():
+        ids = torch.tensor([asked + tokens[:-1]])
+        logits = made.model(ids, past_key_values=result.new_cache()).logits[0, len(asked) - 1 :]
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    got = torch.tensor([next(iter(step.values())).logprob for step in answer.logprobs])
+    assert len(got) == TOKENS
+    assert (got - own).abs().max() < MARGIN
+    assert (logprobs.max(-1).values - own).max() < MARGIN
+
+
+def tokens_of(layers):
+    """(layer, head, position) of each entry."""
+    from gracekv.kernels.ragged import rows
+
+    return {
+        (number, head, place)
+        for number, layer in enumerate(layers)
+        for head, place in zip(rows(layer.lengths).tolist(), layer.positions.tolist(), strict=True)
+    }
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "knorm", "snapkv", "expected-attention"])
+def test_a_context_is_that_of_transformers(made, recipe):
+    from gracekv.vllm import ContextStore
+
+    ids = made.tokenizer(TEXT).input_ids
+    order = compress(recipe, recipe=recipe, save=True)
+    first, answer = run(made, (ids, order), (question(made), asking(recipe)))
+    assert said(first) == {"name": recipe, "state": "compressing"}
+    result = by_transformers(made, ids, pipeline=recipe)
+    check(made, answer.outputs[0], result)
+    stored = tokens_of(ContextStore(made.store).load(recipe).layers)
+    kept = tokens_of(result.packed.layers)
+    assert len(stored) == len(kept)
+    assert len(stored & kept) >= 0.99 * len(kept)
+    one = listing(made)[recipe]
+    assert (one["state"], one["saved"], one["recipe"]) == ("ready", True, recipe)
+    assert (one["length"], one["entries"], one["ratio"]) == (
+        len(ids),
+        len(kept),
+        pytest.approx(4, 0.1),
+    )
+    assert one["seconds"] > 0
+
+
+def usage(made, name):
+    return sum(x.value for x in made.engine.get_metrics() if x.name == f"vllm:{name}")
+
+
+def test_documents_questions_and_ordinary_requests_at_once(made):
+    """Questions come before their contexts are there; documents are preempted on the way."""
+    rng = torch.Generator().manual_seed(0)
+    documents = {
+        f"d{number}": torch.randint(5, 400, (100 + 7 * number,), generator=rng).tolist()
+        for number in range(20)
+    }
+    plain = [torch.randint(5, 400, (20,), generator=rng).tolist() for _ in range(20)]
+    ordinary = params(None, 60, ignore_eos=True)
+    alone = [list(x.outputs[0].token_ids) for x in run(made, *((ids, ordinary) for ids in plain))]
+    before = usage(made, "num_preemptions")
+    requests = []
+    for (name, ids), other in zip(documents.items(), plain, strict=True):
+        requests += [(ids, compress(name)), (question(made), asking(name)), (other, ordinary)]
+    outputs = run(made, *requests)
+    assert usage(made, "num_preemptions") > before, "the pages were enough for all"
+    for (name, ids), answer in zip(documents.items(), outputs[1::3], strict=True):
+        check(made, answer.outputs[0], by_transformers(made, ids))
+        assert listing(made)[name]["state"] == "ready"
+    assert [list(x.outputs[0].token_ids) for x in outputs[2::3]] == alone
+    for metric in ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"):
+        assert usage(made, metric) == 0
+
+
+def test_a_new_document_takes_the_old_one_s_place(made):
+    for text in (TEXT, TEXT[::-1]):
+        ids = made.tokenizer(text).input_ids
+        run(made, (ids, compress("book")))
+        assert wait(made, "book")["saved"] is False
+        (answer,) = run(made, (question(made), asking("book")))
+        check(made, answer.outputs[0], by_transformers(made, ids))
+    (gone,) = run(made, ([0], params({"delete": "book"})))
+    assert said(gone) == {"name": "book", "state": "deleted"}
+    for order in ({"delete": "book"}, "book"):
+        (refused,) = run(made, (question(made), params(order)))
+        assert refused.outputs[0].finish_reason == "error"
+        assert not refused.outputs[0].token_ids
+        assert (said(refused)["state"], said(refused)["status"]) == ("failed", 404)
+        assert "There is no context 'book'" in said(refused)["reason"]
+
+
+def test_a_context_expires(made):
+    ids = made.tokenizer(TEXT).input_ids
+    run(made, (ids, compress("brief", expires=0.5)))
+    wait(made, "brief") if "brief" in listing(made) else None
+    time.sleep(0.6)
+    assert "brief" not in listing(made)
+    (refused,) = run(made, (question(made), params("brief")))
+    assert said(refused)["status"] == 404
+
+
+def test_an_aborted_document_leaves_the_next_one_alone(made):
+    core, ids = made.engine.llm_engine, made.tokenizer(TEXT).input_ids
+    core.add_request("0", {"prompt_token_ids": ids}, compress("aborted"))
+    core.add_request("1", {"prompt_token_ids": ids}, compress("after"))
+    core.step()
+    core.abort_request(["0"])
+    while core.has_unfinished_requests():
+        core.step()
+    assert wait(made, "after")["state"] == "ready"
+    assert "aborted" not in listing(made)
+    assert usage(made, "kv_cache_usage_perc") == 0
+
+
+@pytest.mark.parametrize(
+    ("order", "length", "said"),
+    [
+        ({"ratio": 0.5}, 50, "at least 1"),
+        ({"recipe": "gracekv"}, 50, "an engine gives none of it"),
+        ({"recipe": "unheard"}, 50, "Unknown recipe"),
+        ({"name": ".."}, 50, "context's name"),
+        ({"ratio": 1000}, 50, "below the smallest"),
+        ({}, 1, "nothing to compress"),
+        ({}, PAGE * PAGES, "Send a shorter one"),
+    ],
+)
+def test_what_cannot_be_compressed_is_refused_by_name(made, order, length, said):
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match=said):
+        run(made, ([7] * length, compress(**{"name": "bad", **order})))
+    assert "bad" not in listing(made)
+
+
+@pytest.mark.parametrize(
+    "options", [{"n": 2, "temperature": 1.0}, {"logprobs": 1}, {"prompt_logprobs": 0}]
+)
+def test_what_a_compressing_request_cannot_have_is_refused(made, options):
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    extra = {"kv_transfer_params": {"gracekv": {"compress": {"name": "bad", "ratio": 4}}}}
+    asked = SamplingParams(max_tokens=1, extra_args=extra, **options)
+    with pytest.raises(VLLMValidationError, match="takes no"):
+        run(made, ([7] * 50, asked))
