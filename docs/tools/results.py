@@ -4,7 +4,8 @@
 
 Every file there becomes a section with its plots: evaluations first, then those that `KNOWN` does
 not name, then timings. A result must say where it was measured: "- machine: ..." and
-"- commit: ..." above its tables.
+"- commit: ..." above its tables. A section has means, standings and short tables; every table of
+the file, those of single tasks among them, is in the section's data file (`result_data`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from result_data import parts, to_csv
+
 from gracekv.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
-PLOTS = ROOT / "docs" / "assets" / "results"
+ASSETS = ROOT / "docs" / "assets" / "results"
 
 _INTRO = (
     "<!-- Written by docs/tools/results.py from benchmarks/results; change those. -->\n\n"
@@ -26,7 +29,10 @@ _INTRO = (
     "What was measured, where, and by which command. Nothing here is typed by hand: "
     "`make results-page` writes this page from the files in `benchmarks/results/`, and a test "
     "fails if it is out of date. What the figures mean for you is under "
-    "[Limits and failure cases](limits.md).\n"
+    "[Keeping the answers](quality.md) and [Limits and failure cases](limits.md).\n\n"
+    "A section shows means, standings and short tables. **All tables** leads to everything that "
+    "was measured, task by task and with intervals in brackets: one CSV file a result, whose head "
+    'says machine, commit and settings (`pandas.read_csv(path, comment="#")`).\n'
 )
 
 
@@ -36,13 +42,15 @@ class Known:
 
     Attributes:
         command: what measures it again.
-        page: another page that has its tables and says what they mean; they are folded here.
+        page: another page that says what its tables mean.
+        tables: whether they are shown here, not on that page alone.
         figure: name of what docs/figures draws of it, or None.
         alt: what that figure shows, in words.
     """
 
     command: str
     page: str | None = None
+    tables: bool = True
     figure: str | None = None
     alt: str = ""
 
@@ -68,6 +76,7 @@ KNOWN = {
         "python benchmarks/compare_runs.py BEFORE:gracekv-plus-no-fit AFTER:gracekv-plus-allocated "
         "AFTER:gracekv-plus-8bit AFTER:gracekv-plus-4bit --out precision",
         page="stages/precision.md",
+        tables=False,
     ),
     "coarse_entries": Known("python benchmarks/coarse_entries.py --data FOLDER", page="quality.md"),
     "construction-cpu": Known(
@@ -82,21 +91,25 @@ KNOWN = {
         figure="decode",
         alt="Speed-up of attention beside the factor of fewer bytes, and of whole steps",
     ),
-    "limit-cost": Known("python benchmarks/limit_cost.py", "long-answers.md"),
+    "limit-cost": Known("python benchmarks/limit_cost.py", "long-answers.md", tables=False),
     "decode-bits": Known(
         "python benchmarks/decode.py --parts attention --dtype float32,bfloat16 --lengths 8192 "
-        "--ratios 1,4,8 --skews 3 --rounds 41 --least --out benchmarks/results/decode-bits.md"
+        "--ratios 1,4,8 --skews 3 --rounds 41 --least --out benchmarks/results/decode-bits.md",
+        page="stages/precision.md",
+        tables=False,
     ),
     "rivals": Known("python benchmarks/rivals.py"),
-    "allocation_quality": Known("python benchmarks/allocation_quality.py", "allocation.md"),
+    "allocation_quality": Known(
+        "python benchmarks/allocation_quality.py", "allocation.md", tables=False
+    ),
     "allocate": Known("python benchmarks/allocate.py"),
     "vllm": Known("python benchmarks/vllm_serving.py"),
 }
 
+# A longer note, such as a whole pipeline, is in the head of the data file only.
+_LONGEST_NOTE = 60
 _FIRST_TIMING = "construction-cpu"
 _PLOT = re.compile(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*")
-# A heading whose text is what a program printed.
-_OUTPUT = re.compile(r"^##+ ([^\n]+)\n\n```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class ResultError(ValueError):
@@ -153,6 +166,16 @@ class Result:
         return next(found, "").removeprefix(f"{name}:").strip()
 
     @property
+    def data(self) -> str:
+        """The name of its file of tables."""
+        return f"{self.name}.csv"
+
+    @property
+    def csv(self) -> str:
+        """What is in that file."""
+        return to_csv(self.title, self.notes, parts(_PLOT.sub("", self.body)))
+
+    @property
     def anchor(self) -> str:
         """What a link to its section ends in."""
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
@@ -178,29 +201,30 @@ def page(results: list[Result]) -> str:
     rows = ["| result | machine | commit |", "|---|---|---|"]
     for result in results:
         machine = result.fact("machine").partition(";")[0]
-        rows.append(
-            f"| [{result.title}](#{result.anchor}) | {machine} | `{result.fact('commit')}` |"
-        )
+        rows.append(f"| [{result.title}](#{result.anchor}) | {machine} | {result.fact('commit')} |")
     return "\n".join([_INTRO, *rows, "", *(_section(result) for result in results)])
 
 
 def _section(result: Result) -> str:
     known = KNOWN.get(result.name)
-    parts = [f"## {result.title} {{ #{result.anchor} }}"]
+    data = f"assets/results/{result.data}"
+    shown = [f"## {result.title} {{ #{result.anchor} }}"]
+    links = [f"[All tables]({data})"]
     if known is not None:
-        parts.append(f"`{known.command}`")
+        shown.append(f"`{known.command}`")
+        if known.page is not None:
+            links.append(f"[what they mean]({known.page})")
+    shown.append(", ".join(links) + ".")
     if known is not None and known.figure is not None:
-        parts.append(_figure(known.figure, known.alt))
-    parts += [f"![{result.title}](assets/results/{plot.name})" for plot in result.plots]
-    parts.append(_folded("How it was measured", "\n".join(f"- {note}" for note in result.notes)))
-    # The plots stand above, from where the site can show them.
-    whole = _PLOT.sub("", result.body)
-    whole = _OUTPUT.sub(lambda x: _folded(x[1], f"```text\n{x[2]}```"), whole)
-    whole = re.sub(r"^##+ (.+)$", r"### \1", whole, flags=re.MULTILINE)
-    if known is not None and known.page is not None:
-        parts.append(f"What it means is told on [a page of its own]({known.page}).")
-        whole = _folded("All tables", re.sub(r"^### (.+)$", r"**\1**", whole, flags=re.MULTILINE))
-    return "\n\n".join([*parts, whole.strip(), ""])
+        shown.append(_figure(known.figure, known.alt))
+    shown += [f"![{result.title}](assets/results/{plot.name})" for plot in result.plots]
+    short = [note for note in result.notes if len(note.split()) <= _LONGEST_NOTE]
+    shown.append(_folded("How it was measured", "\n".join(f"- {note}" for note in short)))
+    if known is None or known.tables:
+        found = (part.shown(data) for part in parts(_PLOT.sub("", result.body)))
+        # The plots stand above, from where the site can show them.
+        shown += [text for text in found if text]
+    return "\n\n".join([*shown, ""])
 
 
 def _figure(name: str, alt: str) -> str:
@@ -215,11 +239,12 @@ def _folded(title: str, text: str) -> str:
 
 
 def main() -> None:
-    """Write the page and copy its plots to where the site finds them."""
+    """Write the page, its data files and its plots to where the site finds them."""
     results = read_all(RESULTS)
     for result in results:
+        write_atomically(ASSETS / result.data, result.csv.encode())
         for plot in result.plots:
-            write_atomically(PLOTS / plot.name, plot.read_bytes())
+            write_atomically(ASSETS / plot.name, plot.read_bytes())
     write_atomically(PAGE, page(results).encode())
     print(f"{PAGE.relative_to(ROOT)}: {', '.join(result.name for result in results)}")
 

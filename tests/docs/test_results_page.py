@@ -30,9 +30,18 @@ def measured(tmp_path):
 def test_the_page_is_up_to_date(results):
     found = results.read_all(results.RESULTS)
     assert results.PAGE.read_text(encoding="utf-8") == results.page(found), "run: make results-page"
-    for plot in (plot for result in found for plot in result.plots):
-        copy = results.PLOTS / plot.name
-        assert copy.read_bytes() == plot.read_bytes(), "run: make results-page"
+    for result in found:
+        written = (results.ASSETS / result.data).read_text(encoding="utf-8")
+        assert written == result.csv, "run: make results-page"
+        for plot in result.plots:
+            copy = results.ASSETS / plot.name
+            assert copy.read_bytes() == plot.read_bytes(), "run: make results-page"
+    names = {name for r in found for name in (r.data, *(plot.name for plot in r.plots))}
+    assert {path.name for path in results.ASSETS.iterdir()} == names
+
+
+def test_the_page_can_be_read_to_its_end(results):
+    assert len(results.PAGE.read_text(encoding="utf-8").split()) <= 10_000
 
 
 def test_every_known_command_exists(results):
@@ -51,25 +60,50 @@ def test_evaluations_come_first_and_timings_last(results, measured):
 
 
 def test_a_section_shows_machine_commit_and_tables(results, measured):
-    page = results.page(results.read_all(measured("a-study")))
-    assert "| [About a-study](#a-study) | two cores | `abc` |" in page
+    notes = ("machine: two cores; torch", "commit: abc", f"config: {'word ' * 60}")
+    page = results.page(results.read_all(measured("a-study", notes)))
+    assert "| [About a-study](#a-study) | two cores | abc |" in page
     assert "## About a-study { #a-study }" in page
     assert "    - machine: two cores; torch" in page
     assert TABLE in page
+    assert "config:" not in page
 
 
-def test_headings_go_down_and_output_is_folded(results, measured):
-    body = f"{TABLE}\n## Profile\n\n```\nname  time\n```\n\n## More\n\n### Deep\n\n{TABLE}"
-    page = results.page(results.read_all(measured("a-study", body=body)))
-    assert '??? note "Profile"\n\n    ```text\n    name  time\n    ```' in page
-    assert "### More" in page
+def test_headings_go_down_and_output_is_in_the_data(results, measured):
+    body = f"{TABLE}\n## Profile\n\n```\n# name  time\n```\n\n## More\n\n{TABLE}"
+    [result] = results.read_all(measured("a-study", body=body))
+    page = results.page([result])
+    assert "### Profile\n\n[A profile](assets/results/a-study.csv)." in page
+    assert f"### More\n\n{TABLE}" in page
     assert re.findall(r"^## .*", page, re.MULTILINE) == ["## About a-study { #a-study }"]
+    assert "# # name  time\n" in result.csv
 
 
-def test_tables_with_a_page_of_their_own_are_folded(results, measured):
-    page = results.page(results.read_all(measured("allocation_quality")))
-    assert "(allocation.md)" in page
-    assert '??? note "All tables"\n\n    | tokens | s |' in page
+def test_tables_that_another_page_has_are_in_the_data(results, measured):
+    [result] = results.read_all(measured("allocation_quality"))
+    page = results.page([result])
+    assert (
+        "[All tables](assets/results/allocation_quality.csv), [what they mean](allocation.md)"
+        in page
+    )
+    assert TABLE not in page
+    assert "About allocation_quality,1,2\n" in result.csv
+
+
+def test_long_tables_and_those_of_single_tasks_are_in_the_data(results, measured):
+    long = TABLE + "| 3 | 4 |\n" * 20
+    single = "| method | 8x |\n|---|--:|\n| **a** | <u>-1</u> [-2, `0`] |\n"
+    body = f"## All\n\n{long}\n## Tasks\n\n### A task\n\nOf 3 samples.\n\n{single}"
+    [result] = results.read_all(measured("a-study", body=body))
+    page = results.page([result])
+    assert "### All\n\n[A table of 21 rows](assets/results/a-study.csv)." in page
+    assert "| 3 | 4 |" not in page
+    assert "task" not in page.partition("## About")[2].lower()
+    lines = result.csv.splitlines()
+    assert lines[:3] == ["# About a-study", "# machine: two cores; torch", "# commit: abc"]
+    assert lines[3] == "table,tokens,s,method,8x"
+    assert lines.count("All,3,4,,") == 20
+    assert lines[-2:] == ["# Of 3 samples.", 'A task,,,a,"-1 [-2, 0]"']
 
 
 def test_a_plot_belongs_to_the_longest_name(results, measured):
