@@ -1,4 +1,4 @@
-# make demo | test | test-every | test-vllm | gpu | format | docs | figures | clean. Everything runs in .venv, made on first use.
+# make demo | test | test-every | test-vllm | gpu | format | docs | figures | package | clean. Everything runs in .venv, made on first use.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 lowest suite test-vllm: export OMP_WAIT_POLICY=passive
 
 .PHONY: demo test test-vllm vllm-environment test-long test-every lint types browser kernels interpreted \
-	suite lowest gpu format docs figures results-page clean
+	suite lowest gpu format docs figures results-page package clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -124,5 +124,10 @@ figures: $(STAMP)
 results-page: $(STAMP)
 	$(BIN)/python docs/tools/results.py
 
+# Wheel and sdist in dist/, and the wheel tried without the checkout. What it asks for is linked in
+# from .venv; make package REGISTRY=1 installs it, a gigabyte.
+package: $(STAMP)
+	.ci/package $(PYTHON) "$(if $(REGISTRY),,$(VENV))" $(MODEL)
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) site demo-out
+	rm -rf $(VENV) $(VLLM_VENV) site demo-out dist

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gracekv.errors import ConfigError, OutputError
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 """Of gracekv; what is written says it."""
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import auction
+import closeness
 import construction
 import decode
 import entries
@@ -22,6 +23,7 @@ import tree
 
 FIGURES = {
     "auction": auction.draw,
+    "closeness": closeness.draw,
     "construction": construction.draw,
     "decode": decode.draw,
     "entries": entries.draw,

@@ -95,7 +95,7 @@ KNOWN = {
     "decode-bits": Known(
         "python benchmarks/decode.py --parts attention --dtype float32,bfloat16 --lengths 8192 "
         "--ratios 1,4,8 --skews 3 --rounds 41 --least --out benchmarks/results/decode-bits.md",
-        page="stages/precision.md",
+        page="stages/backends.md",
         tables=False,
     ),
     "rivals": Known("python benchmarks/rivals.py"),

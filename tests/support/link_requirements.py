@@ -1,0 +1,66 @@
+"""Give a new environment what a package of it asks for, from another environment on this machine.
+
+    NEW/bin/python link_requirements.py gracekv[cli,cpu] OTHER/lib/python3.11/site-packages
+
+What the package's metadata asks for, and what that asks for, is linked in from the other
+environment; nothing else is. So a dependency that the metadata lacks is missing here, as it would
+be after an installation from a registry, but a gigabyte need not be installed again. A requirement
+that the other environment does not meet ends the program.
+"""
+
+import sys
+import sysconfig
+from importlib.metadata import Distribution, distribution, distributions
+from pathlib import Path
+
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+
+
+def needed(package: str, others: dict[str, Distribution]) -> dict[str, Distribution]:
+    """{name: what it is} of all that `package`, given as "name[extra,...]", asks for."""
+    first = Requirement(package)
+    found: dict[str, Distribution] = {}
+    seen: set[tuple[str, str]] = set()
+    waiting = [first]
+    while waiting:
+        wanted = waiting.pop()
+        name = canonicalize_name(wanted.name)
+        own = name == canonicalize_name(first.name)
+        if not own and name not in others:
+            sys.exit(f"{wanted} is not in the other environment.")
+        made = distribution(name) if own else others[name]
+        if not wanted.specifier.contains(made.version, prereleases=True):
+            sys.exit(f"{wanted} is asked for; the other environment has {made.version}.")
+        if not own:
+            found[name] = made
+        for extra in {"", *wanted.extras} - {extra for known, extra in seen if known == name}:
+            seen.add((name, extra))
+            for line in made.requires or []:
+                further = Requirement(line)
+                if further.marker is None or further.marker.evaluate({"extra": extra}):
+                    waiting.append(further)
+    return found
+
+
+def link(made: Distribution, target: Path) -> None:
+    """Link what the distribution put into its site-packages."""
+    for name in {file.parts[0] for file in made.files or []} - {"..", "__pycache__"}:
+        place = target / name
+        if not place.exists():
+            place.symlink_to(Path(str(made.locate_file(name))).resolve())
+
+
+def main() -> None:
+    """Link, and say how many packages."""
+    package, other = sys.argv[1:]
+    others = {canonicalize_name(d.name): d for d in distributions(path=[other])}
+    found = needed(package, others)
+    target = Path(sysconfig.get_path("purelib"))
+    for made in found.values():
+        link(made, target)
+    print(f"{package} asks for {len(found)} packages: {', '.join(sorted(found))}")
+
+
+if __name__ == "__main__":
+    main()
