@@ -11,7 +11,9 @@ from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.decode.base import DECODERS, Decoder, HeldLayer
-from gracekv.decode.refit import refitted
+from gracekv.fit.attended import KeptMass
+from gracekv.fit.values import value_change
+from gracekv.fit.values_and_mass import multiplicities
 from gracekv.registry import bounded
 
 
@@ -59,6 +61,25 @@ class Fitted(Decoder):
         return torch.maximum(read, self.memory * level[:, None] * before)
 
     def fit(self, held: HeldLayer, kept: Tensor, packed: RaggedEntries) -> RaggedEntries:
+        """`packed` with values and masses that give the references what all of `held` gave."""
         step = max(1, held.moved.shape[2] // self.references)
         held = dataclasses.replace(held, moved=held.moved[:, :, ::step])
-        return refitted(held, kept, packed, self.trust, self.mass_trust, self.trust_read)
+        if not held.moved.shape[2]:
+            return packed
+        logits, sink = held.logits(), held.sinks()
+        top = torch.maximum(logits.amax(dim=-1), sink)
+        chance = logits.sub_(top[..., None]).exp_()
+        sink = (sink - top).exp()
+        total = chance.sum(dim=-1) + sink
+        weights = total.new_full((total.shape[1],), 1 / total.shape[1])
+        # Every column, those that are dropped without mass: hardly any are, and nothing is copied.
+        attention = KeptMass(kept, chance * kept[:, None], total, sink, weights)
+        factor = multiplicities(attention, self.mass_trust, self.trust_read)
+        shares = attention.shares(factor)
+        error = chance.div_(total[..., None]).sub_(shares) @ held.values.float()
+        change = value_change(attention, shares, error, self.trust, self.trust_read)
+        return dataclasses.replace(
+            packed,
+            values=(packed.values + change[kept]).to(packed.dtype),
+            log_multiplicity=packed.log_multiplicity + factor[kept].log(),
+        )

@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracekv.decode import Attention
+from gracekv.decode import Attention, Fitted
 from gracekv.decode.cut import packed_entries
-from gracekv.decode.refit import refitted
 from gracekv.fit.values_and_mass import LEAST, MOST
 from support.held_layers import held_layer
 
@@ -57,7 +56,8 @@ def test_fitted_entries_are_those_of_plain_least_squares(queries, seed, capped, 
     kept = held.used & (torch.rand(held.used.shape, generator=rng) < 0.7)
     kept[:, 0] = True
     packed = packed_entries(held, kept, Attention())
-    fitted = refitted(held, kept, packed, TRUST, MASS_TRUST, TRUST_READ)
+    strategy = Fitted(references=64, trust=TRUST, mass_trust=MASS_TRUST, trust_read=TRUST_READ)
+    fitted = strategy.fit(held, kept, packed)
     assert torch.equal(fitted.keys, packed.keys)
     assert torch.equal(fitted.offsets, packed.offsets)
     for g in range(2):
