@@ -15,17 +15,14 @@ from torch import Tensor
 from gracekv import recipes
 from gracekv.cache import Accounting, CompressedCache, Timings
 from gracekv.decode import Limit
-from gracekv.distributed.agreement import in_step
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache, held_memory
 from gracekv.hf.generation import continue_ids, padded_inputs
 from gracekv.hf.limited import LimitedCache
-from gracekv.hf.saving import SavedPrompt, save_result
+from gracekv.hf.saving import save_result
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
-from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
-from gracekv.registry.plugins import foreign_modules
 from gracekv.report.recording import entry_scores
 
 
@@ -68,19 +65,18 @@ class BaseResult(ABC):
             prompts: one per run.
             runs: what the pipeline made of each prompt.
             pipeline: the pipeline; its backend reads the cache.
-            packed: the caches of `runs` as one, if they are views of it already.
+            packed: the caches of `runs` as one, or this process's heads of them, if known.
             keep_run: keep what the stages made, for `details`.
         """
         attach(model)
-        if packed is None and not cls.is_batch:
-            packed = runs[0].cache
-        elif packed is None:
-            packed = CompressedCache.stack([run.cache for run in runs])
-            # The prompts' own copies would double the memory.
-            runs = [
-                dataclasses.replace(run, cache=packed.sequence(number))
-                for number, run in enumerate(runs)
-            ]
+        if packed is None:
+            caches = [run.cache for run in runs]
+            packed = CompressedCache.stack(caches) if cls.is_batch else caches[0]
+        # The prompts' own copies would double the memory.
+        runs = [
+            dataclasses.replace(run, cache=packed.sequence(number))
+            for number, run in enumerate(runs)
+        ]
         cache = GraceCache(packed, pipeline.backend)
         cache.warm_up(model)
         if not cls.is_batch:
@@ -161,23 +157,7 @@ class BaseResult(ABC):
         way. It is written completely or not at all. Where the model's heads are spread over
         processes, all of them call this, and process 0 writes the one file of all heads.
         """
-        saved = [
-            SavedPrompt(prompt, run.plan, run.accounting, run.timings)
-            for prompt, run in zip(self.prompts, self._runs, strict=True)
-        ]
-        pipeline = self.pipeline.to_dict()
-        with in_step(self.model):
-            save_result(
-                path,
-                self.model,
-                # A prefill that was built from tensors says nothing of its model.
-                {**fingerprint(self.model, self.tokenizer), **self.fingerprint},
-                saved,
-                self.packed,
-                pipeline,
-                foreign_modules(self.pipeline),
-                is_batch=self.is_batch,
-            )
+        save_result(path, self)
 
     def generate_ids(
         self, max_new_tokens: int = 64, *, limit: Limit | None = None, **kwargs: Any

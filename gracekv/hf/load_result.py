@@ -20,13 +20,14 @@ from gracekv.distributed import head_shard
 from gracekv.distributed.agreement import in_step
 from gracekv.errors import ConfigError, PromptError, SavedCacheError, ShapeError
 from gracekv.hf.result import BatchResult, CompressionResult
-from gracekv.hf.saving import SavedPrompt
+from gracekv.hf.saving import saved_prompt, saved_run
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.fingerprint import differences, even_digest, fingerprint
 from gracekv.prefill.kept import bytes_by_kind
 from gracekv.prefill.model_layers import head_sizes
+from gracekv.prefill.prompt import Prompt
 from gracekv.registry.plugins import missing_modules
 
 # What every file says of its model.
@@ -78,18 +79,15 @@ def _loaded(
     if backend is not None:
         pipeline = dataclasses.replace(pipeline, backend=BACKENDS.parse(backend))
     vocabulary = model.get_input_embeddings().num_embeddings
-    saved = _prompts(path, header, tensors, packed, tokenizer, vocabulary)
+    with refusing(path, "whole prompts"):
+        prompts, runs = _prompts(header, tensors, packed, tokenizer, now)
+        for prompt, run in zip(prompts, runs, strict=True):
+            _check_entries(prompt, run, vocabulary)
     shard = head_shard(model)
     if shard is not None:
         packed = own_cache(packed, shard)
     result = BatchResult if header["batch"] else CompressionResult
-    return result.from_runs(
-        model,
-        [one.prompt for one in saved],
-        [_run(one, packed.sequence(number), now) for number, one in enumerate(saved)],
-        pipeline,
-        packed=packed,
-    )
+    return result.from_runs(model, prompts, runs, pipeline, packed=packed)
 
 
 def layer_devices(model: Any) -> list[torch.device]:
@@ -119,27 +117,23 @@ def _checked_model(
 
 
 def _prompts(
-    path: Path,
     header: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     packed: CompressedCache,
     tokenizer: Any,
-    vocabulary: int,
-) -> list[SavedPrompt]:
-    """The prompts, checked against one another and against the entries."""
-    with refusing(path, "whole prompts"):
-        saved = [
-            SavedPrompt.from_header(facts, tensors[f"prompts.{number}.ids"], tokenizer)
-            for number, facts in enumerate(header["prompts"])
-        ]
-        lengths = [packed.length - padding + 1 for padding in packed.padding]
-        if [one.prompt.without_tail().spans.length for one in saved] != lengths:
-            raise PromptError(f"what was read of the prompts does not have the lengths {lengths}")
-        if type(header["batch"]) is not bool or not (header["batch"] or len(saved) == 1):
-            raise ConfigError(f"batch is {header['batch']!r} for {len(saved)} prompts")
-        for number, one in enumerate(saved):
-            _check_entries(one, packed.sequence(number), vocabulary)
-    return saved
+    made: Mapping[str, str],
+) -> tuple[list[Prompt], list[Run]]:
+    """The prompts, whose lengths are those of the entries, and their runs."""
+    facts = header["prompts"]
+    prompts = [
+        saved_prompt(one, tensors[f"prompts.{n}.ids"], tokenizer) for n, one in enumerate(facts)
+    ]
+    lengths = [packed.length - padding + 1 for padding in packed.padding]
+    if [one.without_tail().spans.length for one in prompts] != lengths:
+        raise PromptError(f"what was read of the prompts does not have the lengths {lengths}")
+    if type(header["batch"]) is not bool or not (header["batch"] or len(prompts) == 1):
+        raise ConfigError(f"batch is {header['batch']!r} for {len(prompts)} prompts")
+    return prompts, [saved_run(one, packed.sequence(n), made) for n, one in enumerate(facts)]
 
 
 def _check_heads(path: Path, packed: CompressedCache, model: Any) -> None:
@@ -152,9 +146,9 @@ def _check_heads(path: Path, packed: CompressedCache, model: Any) -> None:
             )
 
 
-def _check_entries(saved: SavedPrompt, packed: CompressedCache, vocabulary: int) -> None:
+def _check_entries(prompt: Prompt, run: Run, vocabulary: int) -> None:
     """Raise `ShapeError` unless the accounting counts the entries, and ids are the model's."""
-    spans, kept = saved.prompt.without_tail().spans, saved.accounting
+    spans, kept, packed = prompt.without_tail().spans, run.accounting, run.cache
     # Prefix and suffix, whose last token is fed again and has no entry.
     uncompressed = spans.length - 1 - spans.context_length
     if not torch.equal(packed.entries() - uncompressed, kept.entries):
@@ -165,8 +159,7 @@ def _check_entries(saved: SavedPrompt, packed: CompressedCache, vocabulary: int)
         raise ShapeError("the accounting counts other layers than the cache holds")
     if kept.spent != int(kept.entries.sum()) or kept.bytes != packed.kv_bytes or not widths:
         raise ShapeError("the accounting's sums are not those of the cache")
-    ids = saved.prompt.ids
-    if bool(((ids < 0) | (ids >= vocabulary)).any()):
+    if bool(((prompt.ids < 0) | (prompt.ids >= vocabulary)).any()):
         raise ShapeError(f"token ids are not from 0 to {vocabulary - 1}")
 
 
@@ -179,7 +172,3 @@ def _pipeline(path: Path, header: Mapping[str, Any]) -> Pipeline:
         raise SavedCacheError(
             f"The pipeline of {path} cannot be made here.{missing} {error}"
         ) from error
-
-
-def _run(saved: SavedPrompt, cache: CompressedCache, made: Mapping[str, str]) -> Run:
-    return Run(saved.plan, cache, saved.accounting, saved.timings, made)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,111 +15,96 @@ from gracekv.allocate.plan import BudgetPlan
 from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
 from gracekv.cache.serialization import write_cache
 from gracekv.cache.sharding import whole_cache
-from gracekv.distributed import head_shard
+from gracekv.distributed.agreement import in_step
 from gracekv.files import VERSION
+from gracekv.pipeline.run import Run
+from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt, PromptSpans
 from gracekv.registry import check_values
+from gracekv.registry.plugins import foreign_modules
+
+if TYPE_CHECKING:
+    from gracekv.hf.base_result import BaseResult
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedPrompt:
-    """What a file holds of one prompt, but for its entries.
+def save_result(path: str | os.PathLike[str], result: BaseResult) -> None:
+    """Write what `gracekv.load` needs to go on in another process, atomically.
 
-    Attributes:
-        prompt: ids, spans and format; its text and tokenizer are not saved.
-        plan: the budget in entries.
-        accounting: entries and bytes.
-        timings: seconds.
+    The processes of a sharded model write together.
     """
-
-    prompt: Prompt
-    plan: BudgetPlan
-    accounting: Accounting
-    timings: Timings
-
-    def header(self) -> dict[str, Any]:
-        """Everything but the ids, ready for JSON."""
-        kept = self.accounting
-        entries = {
-            "entries": kept.entries.tolist(),
-            "backend_bytes": 0,
-            "widths": [dataclasses.asdict(share) for share in kept.widths],
+    with in_step(result.model) as shard:
+        header = {
+            "gracekv_version": VERSION,
+            "batch": result.is_batch,
+            # A prefill that was built from tensors says nothing of its model.
+            "model": {**fingerprint(result.model, result.tokenizer), **result.fingerprint},
+            "pipeline": result.pipeline.to_dict(),
+            "modules": foreign_modules(result.pipeline),
+            "prompts": [
+                _facts(prompt, run)
+                for prompt, run in zip(result.prompts, result._runs, strict=True)
+            ],
         }
-        return {
-            "spans": dataclasses.asdict(self.prompt.spans),
-            "format": [self.prompt.separator, self.prompt.template],
-            "plan": dataclasses.asdict(self.plan),
-            "accounting": {f.name: getattr(kept, f.name) for f in fields(kept)} | entries,
-            "timings": dict(self.timings.as_dict()),
-        }
+        # Views of one tensor could not be saved side by side.
+        ids = {f"prompts.{n}.ids": prompt.ids.clone() for n, prompt in enumerate(result.prompts)}
+        packed = result.packed
+        if shard is not None:
+            packed = whole_cache(packed, shard)
+        if shard is None or shard.rank == 0:
+            write_cache(Path(path), packed, header, ids)
+        if shard is not None:
+            # Until the file is there, or process 0 has failed.
+            shard.total(1)
 
-    @classmethod
-    def from_header(cls, header: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> SavedPrompt:
-        """The inverse of `header`; `ids` int64 [T] are kept apart.
 
-        Raises `ConfigError` or another `ValueError` or `TypeError` if it is not what `header` made.
-        """
-        kept = header["accounting"]
-        counts = {
-            "entries": torch.tensor(kept["entries"]),
-            "widths": tuple(_made_of(WidthShare, share) for share in kept.get("widths", ())),
-        }
-        separator, template = header.get("format", ("\n\n", True))
-        prompt = {"separator": separator, "template": template}
-        check_values(Prompt, prompt)
-        return cls(
-            Prompt(ids, _made_of(PromptSpans, header["spans"]), None, tokenizer, **prompt),
-            _made_of(BudgetPlan, header["plan"]),
-            _made_of(Accounting, {**kept, **counts}),
-            _made_of(Timings, header["timings"]),
-        )
+def _facts(prompt: Prompt, run: Run) -> dict[str, Any]:
+    """What a file holds of one prompt, but for its ids and entries; ready for JSON.
+
+    Its text and tokenizer are not saved.
+    """
+    kept = run.accounting
+    entries = {
+        "entries": kept.entries.tolist(),
+        "backend_bytes": 0,
+        "widths": [dataclasses.asdict(share) for share in kept.widths],
+    }
+    return {
+        "spans": dataclasses.asdict(prompt.spans),
+        "format": [prompt.separator, prompt.template],
+        "plan": dataclasses.asdict(run.plan),
+        "accounting": {f.name: getattr(kept, f.name) for f in dataclasses.fields(kept)} | entries,
+        "timings": dict(run.timings.as_dict()),
+    }
+
+
+def saved_prompt(facts: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> Prompt:
+    """The prompt that a file's `facts` describe; `ids` int64 [T] are kept apart.
+
+    Raises `ConfigError` or another `ValueError` or `TypeError` if no result wrote them.
+    """
+    separator, template = facts.get("format", ("\n\n", True))
+    written = {"separator": separator, "template": template}
+    check_values(Prompt, written)
+    return Prompt(ids, _made_of(PromptSpans, facts["spans"]), None, tokenizer, **written)
+
+
+def saved_run(
+    facts: Mapping[str, Any], packed: CompressedCache, identity: Mapping[str, str]
+) -> Run:
+    """The run that a file's `facts` describe, with its entries and the model's fingerprint.
+
+    Raises as `saved_prompt` does.
+    """
+    kept = facts["accounting"]
+    counts = {
+        "entries": torch.tensor(kept["entries"]),
+        "widths": tuple(_made_of(WidthShare, share) for share in kept.get("widths", ())),
+    }
+    accounting = _made_of(Accounting, {**kept, **counts})
+    timings = _made_of(Timings, facts["timings"])
+    return Run(_made_of(BudgetPlan, facts["plan"]), packed, accounting, timings, identity)
 
 
 def _made_of(cls: Any, data: Mapping[str, Any]) -> Any:
     check_values(cls, data)
     return cls(**data)
-
-
-def save_result(
-    path: str | os.PathLike[str],
-    model: Any,
-    fingerprint: Mapping[str, str],
-    prompts: Sequence[SavedPrompt],
-    packed: CompressedCache,
-    pipeline: Mapping[str, Any],
-    modules: Mapping[str, str],
-    *,
-    is_batch: bool,
-) -> None:
-    """Write what `gracekv.load` needs to go on in another process, atomically.
-
-    Args:
-        path: the file.
-        model: whose processes write together.
-        fingerprint: of the model and tokenizer that the cache was made with.
-        prompts: one per sequence of `packed`.
-        packed: the entries.
-        pipeline: what made them, as plain data.
-        modules: of other packages that define its strategies; see `plugins.foreign_modules`.
-        is_batch: whether the prompts were given as a list.
-    """
-    header = {
-        "gracekv_version": VERSION,
-        "batch": is_batch,
-        "model": dict(fingerprint),
-        "pipeline": pipeline,
-        "modules": modules,
-        "prompts": [saved.header() for saved in prompts],
-    }
-    # Views of one tensor could not be saved side by side.
-    ids = {
-        f"prompts.{number}.ids": saved.prompt.ids.clone() for number, saved in enumerate(prompts)
-    }
-    shard = head_shard(model)
-    if shard is not None:
-        packed = whole_cache(packed, shard)
-    if shard is None or shard.rank == 0:
-        write_cache(Path(path), packed, header, ids)
-    if shard is not None:
-        # Until the file is there, or process 0 has failed.
-        shard.total(1)
