@@ -65,17 +65,10 @@ class Conversation:
 
     @overload
     def ask(
-        self,
-        question: str,
-        max_new_tokens: int = 64,
-        *,
-        stream: Literal[False] = False,
-        **kwargs: Any,
-    ) -> str: ...
-    @overload
-    def ask(
         self, question: str, max_new_tokens: int = 64, *, stream: Literal[True], **kwargs: Any
     ) -> Iterator[str]: ...
+    @overload
+    def ask(self, question: str, max_new_tokens: int = 64, **kwargs: Any) -> str: ...
     def ask(
         self, question: str, max_new_tokens: int = 64, *, stream: bool = False, **kwargs: Any
     ) -> str | Iterator[str]:

@@ -100,26 +100,14 @@ class CompressionResult(BaseResult):
 
     @overload
     def ask(
-        self,
-        question: str,
-        max_new_tokens: int = 64,
-        *,
-        stream: Literal[False] = False,
-        **kwargs: Any,
-    ) -> str: ...
-    @overload
-    def ask(
-        self,
-        question: Sequence[str],
-        max_new_tokens: int = 64,
-        *,
-        stream: Literal[False] = False,
-        **kwargs: Any,
-    ) -> list[str]: ...
-    @overload
-    def ask(
         self, question: str, max_new_tokens: int = 64, *, stream: Literal[True], **kwargs: Any
     ) -> Iterator[str]: ...
+    @overload
+    def ask(self, question: str, max_new_tokens: int = 64, **kwargs: Any) -> str: ...
+    @overload
+    def ask(
+        self, question: Sequence[str], max_new_tokens: int = 64, **kwargs: Any
+    ) -> list[str]: ...
     def ask(
         self,
         question: str | Sequence[str],
