@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from gracekv.cli.commands import Imports
+from gracekv.cli.options import with_shared_options
 from gracekv.errors import ConfigError
 from gracekv.files import check_output, write_atomically
 
@@ -94,34 +94,9 @@ class RunOptions:
 
 def register(app: typer.Typer) -> None:
     """Add the three commands to the console application."""
-    app.command()(_with_run_options(evaluate))
+    app.command()(with_shared_options(evaluate))
     app.command()(table)
-    app.command()(_with_run_options(ablate))
-
-
-def _with_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as the console sees it: the fields of its first argument, then its other ones."""
-    hints = get_type_hints(RunOptions, include_extras=True)
-    keyword, shared = inspect.Parameter.KEYWORD_ONLY, fields(RunOptions)
-    parameters = [
-        inspect.Parameter(
-            field.name,
-            keyword,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in shared
-    ]
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-
-    def called(**given: Any) -> None:
-        command(RunOptions(**{field.name: given.pop(field.name) for field in shared}), **given)
-
-    called.__name__, called.__doc__ = command.__name__, command.__doc__
-    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [*parameters, *(parameter.replace(kind=keyword) for parameter in own)]
-    )
-    return called
+    app.command()(with_shared_options(ablate))
 
 
 def evaluate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import typer
 
 import gracekv
 from gracekv.cli.commands import Imports
+from gracekv.cli.options import with_shared_options
 from gracekv.errors import CacheError, PromptError
 
 if TYPE_CHECKING:
@@ -23,39 +25,60 @@ class Engine(StrEnum):
     vllm = "vllm"
 
 
-Cache = Annotated[Path, typer.Argument(help="What gracekv compress --save wrote.")]
-Model = Annotated[
-    str | None,
-    typer.Option(help="'smollm2', or a name or folder; default: the file's, if it is here."),
-]
 Tokens = Annotated[int, typer.Option(min=1, help="Length of an answer.")]
-Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16; default: the file's.")
-]
 
 
-def generate(
-    cache: Cache,
-    model: Model = None,
-    max_new_tokens: Tokens = 64,
-    dtype: Dtype = None,
-    imports: Imports = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A saved cache and the model that reads it: each field is an argument of all four commands."""
+
+    cache: Annotated[Path, typer.Argument(help="What gracekv compress --save wrote.")]
+    model: Annotated[
+        str | None,
+        typer.Option(help="'smollm2', or a name or folder; default: the file's, if it is here."),
+    ] = None
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; default: the file's.")
+    ] = None
+    imports: Imports = None
+
+    def load(self) -> CompressionResult | BatchResult:
+        """The result in the file, with its model."""
+        from gracekv.cache.serialization import read_header
+        from gracekv.hf import loading
+
+        # Reading it first refuses a file that is no cache before a model is loaded.
+        saved = read_header(self.cache).get("model")
+        facts = saved if isinstance(saved, dict) else {}
+        name = self.model or loading.name_of(facts.get("model_name"))
+        loaded, tokenizer = loading.load_model(name, self.dtype or facts.get("dtype", "float32"))
+        return gracekv.load(self.cache, loaded, tokenizer=tokenizer)
+
+    def load_one(self) -> CompressionResult:
+        """A result of one context; raises `PromptError` for a batch."""
+        result = self.load()
+        if isinstance(result, gracekv.BatchResult):
+            raise PromptError(
+                f"{self.cache} holds {len(result.prompts)} contexts, so it is not clear which one "
+                f"is asked. Save each by itself; gracekv generate answers the prompts' own "
+                f"questions."
+            )
+        return result
+
+
+def generate(saved: Saved, max_new_tokens: Tokens = 64) -> None:
     """Answer a saved prompt's own question again, without reading its context."""
-    answer = _load(cache, model, dtype).generate(max_new_tokens=max_new_tokens)
+    answer = saved.load().generate(max_new_tokens=max_new_tokens)
     typer.echo(answer if isinstance(answer, str) else "\n\n".join(answer))
 
 
 def ask(
-    cache: Cache,
+    saved: Saved,
     questions: Annotated[list[str], typer.Argument(help="What to ask; may be repeated.")],
-    model: Model = None,
     max_new_tokens: Tokens = 64,
-    dtype: Dtype = None,
-    imports: Imports = None,
 ) -> None:
     """Ask a context that was saved without a question; it is not read again."""
-    answers = _load_one(cache, model, dtype).ask(questions, max_new_tokens)
+    answers = saved.load_one().ask(questions, max_new_tokens)
     if len(questions) == 1:
         typer.echo(answers[0])
         return
@@ -63,19 +86,13 @@ def ask(
         typer.echo(f"> {question}\n{answer}\n")
 
 
-def chat(
-    cache: Cache,
-    model: Model = None,
-    max_new_tokens: Tokens = 256,
-    dtype: Dtype = None,
-    imports: Imports = None,
-) -> None:
+def chat(saved: Saved, max_new_tokens: Tokens = 256) -> None:
     """Talk about a context that was saved without a question.
 
     Ctrl-C stops an answer; at the prompt, Ctrl-C or Ctrl-D ends the conversation.
     """
     terminal = sys.stdin.isatty()
-    with _load_one(cache, model, dtype).chat() as conversation:
+    with saved.load_one().chat() as conversation:
         while True:
             try:
                 question = input("> " if terminal else "")
@@ -96,7 +113,7 @@ def chat(
 
 
 def export(
-    cache: Cache,
+    saved: Saved,
     store: Annotated[Path, typer.Option(help="Folder of contexts that the engine reads.")],
     name: Annotated[
         str | None, typer.Option(help="The context's name there; default: the file's.")
@@ -105,46 +122,18 @@ def export(
     shares: Annotated[
         str, typer.Option(help="ragged, or equal to go into the engine's own pages.")
     ] = "ragged",
-    model: Model = None,
-    dtype: Dtype = None,
-    imports: Imports = None,
 ) -> None:
     """Put a saved cache where an inference engine finds it by name."""
     import gracekv.vllm
     from gracekv.vllm.header import check_name
 
-    path = store / check_name(name or cache.stem)
-    made = gracekv.vllm.export(_load(cache, model, dtype), path, shares=shares)
+    path = store / check_name(name or saved.cache.stem)
+    made = gracekv.vllm.export(saved.load(), path, shares=shares)
     for folder in made if isinstance(made, list) else [made]:
         typer.echo(f"{folder}")
 
 
 def register(app: typer.Typer) -> None:
     """Add the four commands to the console application."""
-    app.command()(generate)
-    app.command()(ask)
-    app.command()(chat)
-    app.command()(export)
-
-
-def _load(cache: Path, model: str | None, dtype: str | None) -> CompressionResult | BatchResult:
-    from gracekv.cache.serialization import read_header
-    from gracekv.hf import loading
-
-    # Reading it first refuses a file that is no cache before a model is loaded.
-    saved = read_header(cache).get("model")
-    facts = saved if isinstance(saved, dict) else {}
-    name = model or loading.name_of(facts.get("model_name"))
-    loaded, tokenizer = loading.load_model(name, dtype or facts.get("dtype", "float32"))
-    return gracekv.load(cache, loaded, tokenizer=tokenizer)
-
-
-def _load_one(cache: Path, model: str | None, dtype: str | None) -> CompressionResult:
-    """A result of one context; raises `PromptError` for a batch."""
-    result = _load(cache, model, dtype)
-    if isinstance(result, gracekv.BatchResult):
-        raise PromptError(
-            f"{cache} holds {len(result.prompts)} contexts, so it is not clear which one is asked. "
-            f"Save each by itself; gracekv generate answers the prompts' own questions."
-        )
-    return result
+    for command in (generate, ask, chat, export):
+        app.command()(with_shared_options(command))

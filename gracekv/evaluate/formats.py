@@ -7,7 +7,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 from gracekv.evaluate.measures import Measure
 from gracekv.evaluate.row_files import Row, latest
@@ -28,7 +28,7 @@ def markdown(found: Sequence[Table], measure: Measure) -> str:
     parts = []
     for table in found:
         header = ["method", *(table.columns or (FULL,))]
-        body = _body(table, measure, _markdown_cell)
+        body = _body(table, _ranked(table, measure, _markdown_cell))
         # FullKV has one cell, whatever the budget; a table wants as many as its header.
         body = [[*cells, *[""] * (len(header) - len(cells))] for cells in body]
         parts += [f"### {table.title}: {measure.title}", _about(table), _grid(header, body)]
@@ -53,7 +53,7 @@ def latex(found: Sequence[Table], measure: Measure) -> str:
             " & ".join([r"\textbf{Method}", *map(_latex_column, columns)]) + r" \\",
             r"\midrule",
         ]
-        for cells in _body(table, measure, _latex_cell, _escape):
+        for cells in _body(table, _ranked(table, measure, _latex_cell), _escape):
             if len(cells) == 2 and len(columns) > 1:
                 lines.append(rf"{cells[0]} & \multicolumn{{{len(columns)}}}{{c}}{{{cells[1]}}} \\")
                 lines.append(r"\midrule")
@@ -89,18 +89,17 @@ def deltas(rows: Sequence[Row], base: str, measure: Measure) -> str:
     """
     parts = []
     for table in make_tables(rows, measure, base):
-        body = []
-        for method in (base, *(m for m in table.methods if m != base)):
-            if (method, FULL) in table.cells:
-                continue
-            cells = []
-            for column in table.columns:
-                versus = table.against.get((method, column))
-                text = "–" if versus is None else difference(versus.delta, measure.digits)
-                if method == base and (base, column) in table.cells:
-                    text = f"{table.cells[base, column].mean:.{measure.digits}f}"
-                cells.append(f"**{text}**" if versus is not None and versus.p < 0.05 else text)
-            body.append([method, *cells])
+
+        def shown(method: str, column: str, table: Table = table) -> str:
+            if method == base:
+                return f"{table.cells[base, column].mean:.{measure.digits}f}"
+            versus = table.against.get((method, column))
+            text = "–" if versus is None else difference(versus.delta, measure.digits)
+            return f"**{text}**" if versus is not None and versus.p < 0.05 else text
+
+        methods = (base, *(m for m in table.methods if m != base))
+        varied = tuple(m for m in methods if (m, FULL) not in table.cells)
+        body = _body(replace(table, methods=varied), shown)
         parts.append(f"### {table.title}: {measure.title}, difference from {base}")
         parts.append(_grid(["method", *table.columns], body))
     return "\n\n".join(parts) + "\n"
@@ -132,24 +131,28 @@ def footer(rows: Sequence[Row]) -> str:
 
 
 def _body(
-    table: Table,
-    measure: Measure,
-    cell: Callable[[Interval, int, int], str],
-    name: Callable[[str], str] = str,
+    table: Table, shown: Callable[[str, str], str], name: Callable[[str], str] = str
 ) -> list[list[str]]:
-    ranks = {column: table.ranks(column, measure.higher) for column in table.columns}
+    """Each method's name and what is `shown` of its cells; FullKV has one cell."""
     body = []
     for method in table.methods:
-        if (method, FULL) in table.cells:
-            body.append([name(method), cell(table.cells[method, FULL], measure.digits, 0)])
-            continue
-        line = [name(method)]
-        for column in table.columns:
-            found = table.cells.get((method, column))
-            rank = ranks[column].get(method, 0)
-            line.append("–" if found is None else cell(found, measure.digits, rank))
-        body.append(line)
+        columns = (FULL,) if (method, FULL) in table.cells else table.columns
+        cells = (shown(method, c) if (method, c) in table.cells else "–" for c in columns)
+        body.append([name(method), *cells])
     return body
+
+
+def _ranked(
+    table: Table, measure: Measure, cell: Callable[[Interval, int, int], str]
+) -> Callable[[str, str], str]:
+    """Shows a mean by `cell`, which is told the rank in its column, 0 for none."""
+    ranks = {c: table.ranks(c, measure.higher) for c in table.columns}
+
+    def shown(method: str, column: str) -> str:
+        rank = ranks.get(column, {}).get(method, 0)
+        return cell(table.cells[method, column], measure.digits, rank)
+
+    return shown
 
 
 def _markdown_cell(cell: Interval, digits: int, rank: int) -> str:
