@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gracekv.evaluate.sample import Sample
+from gracekv.hf.generation import continue_ids
 from gracekv.prefill.model_layers import attention_module, model_layers
 
 
@@ -33,7 +34,6 @@ class Answer(NamedTuple):
     seconds: float
 
 
-@torch.no_grad()
 def greedy(
     model: Any, tokenizer: Any, ids: Tensor, cache: Any, sample: Sample, max_new_tokens: int
 ) -> Answer:
@@ -41,34 +41,20 @@ def greedy(
 
     `ids` is the whole prompt, int64 [T], and `cache` a fresh `GraceCache` of it, used up here.
     """
-    device = model.get_input_embeddings().weight.device
-    prompt = ids[None].to(device)
-    # The model's own sampling settings would only raise warnings here.
-    options: dict[str, Any] = {"temperature": None, "top_p": None, "top_k": None}
-    ends = model.generation_config.eos_token_id
-    ends = [] if ends is None else list(ends) if isinstance(ends, list | tuple) else [ends]
+    options: dict[str, Any] = {}
     if sample.stop is not None:
         # As LongBench does it: the first token may not be an end, and a text that is one token
         # ends the answer as that token.
         stop = tokenizer(sample.stop, add_special_tokens=False)["input_ids"]
-        options["min_new_tokens"] = 1
+        options = {"min_new_tokens": 1, "stop_strings": [sample.stop]}
         if len(stop) == 1:
-            ends = [*ends, stop[0]]
-        else:
-            options |= {"stop_strings": [sample.stop], "tokenizer": tokenizer}
-    if ends:
-        options |= {"eos_token_id": ends, "pad_token_id": ends[0]}
+            ends = model.generation_config.eos_token_id
+            ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+            options = {"min_new_tokens": 1, "eos_token_id": [*ends, stop[0]]}
+    device = model.get_input_embeddings().weight.device
     start = _now(device)
-    output = model.generate(
-        prompt,
-        past_key_values=cache,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        **options,
-    )
+    new = continue_ids(model, [ids], cache, tokenizer, max_new_tokens, options)[0]
     seconds = _now(device) - start
-    new = output[0, len(ids) :]
     return Answer(tokenizer.decode(new, skip_special_tokens=True), len(new), seconds)
 
 

@@ -10,10 +10,11 @@ from typing import Any, Literal, Self
 
 from gracekv.allocate import Budget
 from gracekv.errors import ConfigError
-from gracekv.evaluate.methods import Method, parse_method
+from gracekv.evaluate.methods import parse_method
 from gracekv.evaluate.rendering import Truncate
 from gracekv.evaluate.tasks import SHARED, Task, expand
-from gracekv.files import read_text
+from gracekv.pipeline import Pipeline
+from gracekv.pipeline.config import parsed
 from gracekv.registry import Configurable, bounded
 from gracekv.registry.plugins import import_modules, module_list
 
@@ -26,11 +27,13 @@ class Cell:
     """One method at one budget: a cell of a table.
 
     Attributes:
-        method: the pipeline and its name.
+        method: what tables call it: the text that named it.
+        pipeline: what runs.
         budget: of the context; None for a method that keeps everything.
     """
 
-    method: Method
+    method: str
+    pipeline: Pipeline
     budget: Budget | None
 
     @property
@@ -108,7 +111,7 @@ class Panel(Configurable):
                 f"The methods {', '.join(self.methods)} need a budget. Give ratios such as 4,8,16 "
                 f"or entries such as 512."
             )
-        labels = [cell.method.label for cell in cells if cell.column == cells[-1].column]
+        labels = [cell.method for cell in cells if cell.column == cells[-1].column]
         if len(set(labels)) != len(labels):
             raise ConfigError(f"A method is named twice: {', '.join(self.methods)}.")
 
@@ -118,9 +121,9 @@ class Panel(Configurable):
         budgets += [Budget.entries_per_head(entries) for entries in self.entries]
         cells = []
         for spec in self.methods:
-            method = parse_method(spec, self.recent_share)
-            full = method.pipeline.keep_all
-            cells += [Cell(method, None)] if full else [Cell(method, b) for b in budgets]
+            pipeline = parse_method(spec, self.recent_share)
+            own: list[Budget | None] = [None] if pipeline.keep_all else [*budgets]
+            cells += [Cell(spec.strip(), pipeline, budget) for budget in own]
         return cells
 
     def all_tasks(self) -> Iterator[Task]:
@@ -196,10 +199,5 @@ class Experiment(Configurable):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """An experiment from a YAML file; `ConfigError` if it cannot be read."""
-        import yaml
-
-        try:
-            return cls.from_dict(yaml.safe_load(read_text(path)))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        """An experiment from a YAML, TOML or JSON file; `ConfigError` if it cannot be read."""
+        return cls.from_dict(parsed(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gracekv import recipes
@@ -15,23 +15,10 @@ from gracekv.pipeline.config import load_pipeline
 _SPEC = re.compile(r"(?P<base>[^\[\]]+?)(?:\[(?P<changes>[^\[\]]*)\])?")
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """A pipeline and what the tables call it.
+def parse_method(spec: str, recent_share: float | None = None) -> Pipeline:
+    """The pipeline of ``recipe``, ``file.yaml``, or ``recipe[stage.field=value;stage=name]``.
 
-    Attributes:
-        label: the text that named it.
-        pipeline: what runs.
-    """
-
-    label: str
-    pipeline: Pipeline
-
-
-def parse_method(spec: str, recent_share: float | None = None) -> Method:
-    """A method from ``recipe``, ``file.yaml``, or ``recipe[stage.field=value;stage=name]``.
-
-    The label is the text as given. `recent_share` replaces the share of the budget that the recent
+    `recent_share` replaces the share of the budget that the recent
     window may take, in every method alike. Raises `ConfigError` if it cannot be read,
     `UnknownStrategyError` for an unknown recipe or strategy.
     """
@@ -46,7 +33,7 @@ def parse_method(spec: str, recent_share: float | None = None) -> Method:
         pipeline = changed(pipeline, change)
     if recent_share is not None:
         pipeline = replace(pipeline, window=replace(pipeline.window, share=recent_share))
-    return Method(spec.strip(), pipeline)
+    return pipeline
 
 
 def changed(pipeline: Pipeline, change: str) -> Pipeline:

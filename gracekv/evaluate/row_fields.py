@@ -49,8 +49,8 @@ def cell_fields(sample: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
     Rows of the same key measure the same thing.
     """
     fields = {
-        "method": cell.method.label,
-        "pipeline": cell.method.pipeline.to_dict(),
+        "method": cell.method,
+        "pipeline": cell.pipeline.to_dict(),
         "column": cell.column,
     }
     return {"key": sample_key({**sample, **fields}), **fields}

@@ -128,7 +128,7 @@ class Worker:
                 question_end=spans.context_end,
                 tokenizer=self.tokenizer,
             )
-        needs = reduce(or_, (cell.method.pipeline.needs() for cell in pending.cells), Needs())
+        needs = reduce(or_, (cell.pipeline.needs() for cell in pending.cells), Needs())
         prefill = capture(self.model, compressed, needs)
         full: list[AnswerOutputs | None] = [None] * len(rendered)
         if panel.fidelity:
@@ -157,7 +157,7 @@ class Worker:
         }
 
     def _measure(self, panel: Panel, task: Task, prepared: _Prepared, cell: Cell) -> dict[str, Any]:
-        pipeline, spans = cell.method.pipeline, prepared.questions[0].rendered.prompt.spans
+        pipeline, spans = cell.pipeline, prepared.questions[0].rendered.prompt.spans
         budget, limit = cell.budget or Budget.ratio(1), None
         if task.name in LONG and cell.budget is not None:
             budget, limit = _within(cell.budget, prepared, pipeline)

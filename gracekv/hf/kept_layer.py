@@ -91,7 +91,7 @@ class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
     def fit(self, rows: int) -> None:
         """Repeat the states for samples and beams; raises `CacheError` if `rows` do not fit."""
         known = len(next(iter(self.state().values())))
-        self.repeat_states(repeats(known, rows))
+        KeptStates.batch_repeat_interleave(self, repeats(known, rows))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises `CacheError` if tokens are to be removed that were not recorded."""
@@ -108,21 +108,13 @@ class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
         """Recurrent states record nothing: single tokens take the model's own single steps."""
         self.record_past = self.is_croppable
 
-    def repeat_states(self, repeats: int) -> None:
-        """Repeat each row's states."""
+    def batch_repeat_interleave(self, repeats: int) -> None:
         if repeats > 1:
             states = self.state().items()
             self.set_state({name: x.repeat_interleave(repeats, dim=0) for name, x in states})
 
-    def select_states(self, indices: Tensor) -> None:
-        """Take the states of the rows `indices`, int64 [B]."""
-        self.set_state({name: x[indices.to(x.device)] for name, x in self.state().items()})
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.repeat_states(repeats)
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.select_states(indices)
+        self.set_state({name: x[indices.to(x.device)] for name, x in self.state().items()})
 
     def state(self) -> Any:
         """What `set_state` takes to come back here; copies, since steps change the states."""
@@ -168,15 +160,14 @@ class HybridLayer(KeptStates, LinearAttentionAndFullAttentionLayer):  # type: ig
         self.attention.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.select_states(beam_idx)
-        self.attention.reorder_cache(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.repeat_states(repeats)
+        super().batch_repeat_interleave(repeats)
         self.attention.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.select_states(indices)
+        super().batch_select_indices(indices)
         self.attention.batch_select_indices(indices)
 
 

@@ -27,9 +27,8 @@ def load_pipeline(spec: str | Path) -> Pipeline:
     path = Path(spec)
     if path.suffix not in FORMATS:
         return Pipeline.named(str(spec))
-    text = read_text(path)
     try:
-        data = _parse(path, text)
+        data = parsed(path)
         if isinstance(data, dict):
             import_modules(module_list(data.pop("imports", ()), str(path)))
         return Pipeline.from_dict({} if data is None else data)
@@ -65,7 +64,9 @@ def save_pipeline(pipeline: Pipeline, path: str | Path) -> None:
     write_atomically(path, text.encode())
 
 
-def _parse(path: Path, text: str) -> Any:
+def parsed(path: Path) -> Any:
+    """What a .yaml, .toml or .json file holds; `ConfigError` if it cannot be read."""
+    text = read_text(path)
     try:
         if path.suffix == ".toml":
             return tomllib.loads(text)

@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,17 @@ def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
 def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
     """The bounds that `bounded` declared on a dataclass field, or None."""
     return field.metadata.get(_KEY)
+
+
+def held_dataclasses(value: Any) -> Iterator[Any]:
+    """`value` and all that its fields hold, in tuples too, as far as they are dataclasses."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from held_dataclasses(item)
+    elif dataclasses.is_dataclass(value):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from held_dataclasses(getattr(value, field.name))
 
 
 def check_fields(instance: Any) -> None:

@@ -7,7 +7,6 @@ registers its strategies and recipes. They are loaded the first time a registry 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import os
@@ -19,6 +18,7 @@ from importlib import metadata
 from typing import Any
 
 from gracekv.errors import ConfigError, PluginError, PluginWarning
+from gracekv.registry.hyperparameter import held_dataclasses
 
 GROUP = "gracekv.strategies"
 """The entry-point group; each entry names a module."""
@@ -117,26 +117,14 @@ def foreign_modules(value: Any) -> dict[str, str]:
     Returns module to the name and version of the distribution that it belongs to; "" if none is
     known.
     """
-    modules: dict[str, str] = {}
-
-    def visit(part: Any) -> None:
-        if isinstance(part, tuple):
-            for item in part:
-                visit(item)
-        elif dataclasses.is_dataclass(part):
-            module = type(part).__module__
-            if module.partition(".")[0] != "gracekv":
-                modules[module] = ""
-            for field in dataclasses.fields(part):
-                visit(getattr(part, field.name))
-
-    visit(value)
+    homes = {type(part).__module__ for part in held_dataclasses(value)}
+    modules = {home: "" for home in sorted(homes) if home.partition(".")[0] != "gracekv"}
     if modules:
         owners = metadata.packages_distributions()
         for module in modules:
             for owner in owners.get(module.partition(".")[0], ())[:1]:
                 modules[module] = f"{owner} {metadata.version(owner)}"
-    return dict(sorted(modules.items()))
+    return modules
 
 
 def missing_modules(modules: object) -> str:

@@ -38,7 +38,7 @@ def test_round_trip_and_panels():
 
 def test_cells_are_methods_times_budgets_and_fullkv_once():
     cells = Experiment.from_dict(FLAT).panels[0].cells()
-    assert [(c.method.label, c.column) for c in cells] == [
+    assert [(c.method, c.column) for c in cells] == [
         ("fullkv", "full"),
         ("gracekv-plus", "1.5x"),
         ("gracekv-plus", "8x"),
@@ -78,10 +78,9 @@ def test_methods_are_recipes_with_changes():
     expected = Pipeline.from_dict(
         {"floor": {"name": "singleton", "alpha": 0.2}, "quota": "per_head"}
     )
-    assert plain.pipeline == expected
-    assert plain.label == "gracekv[floor.alpha=0.2;quota=per_head]"
-    assert parse_method("gracekv-no-floor", 0.5).pipeline.window.share == 0.5
-    assert parse_method("gracekv").pipeline.window.share == 1.0
+    assert plain == expected
+    assert parse_method("gracekv-no-floor", 0.5).window.share == 0.5
+    assert parse_method("gracekv").window.share == 1.0
     assert split_methods("fullkv, gracekv[value.hops=1,floor=none],h") == [
         "fullkv",
         "gracekv[value.hops=1,floor=none]",
@@ -100,7 +99,7 @@ def test_methods_that_cannot_be_read(spec):
 def test_methods_come_from_files(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("floor: none\n")
-    assert parse_method(str(path)).pipeline == Pipeline.from_dict({"floor": "none"})
+    assert parse_method(str(path)) == Pipeline.from_dict({"floor": "none"})
 
 
 def test_sweeps_change_one_thing_at_a_time():
@@ -110,7 +109,7 @@ def test_sweeps_change_one_thing_at_a_time():
         "gracekv[segment.target_length=32]",
     ]
     both = sweep("gracekv", ["distortion.lambda_z;distortion.lambda_m=0.5:0.5"])
-    assert parse_method(both[0]).pipeline.distortion.lambda_m == 0.5
+    assert parse_method(both[0]).distortion.lambda_m == 0.5
     for bad in ("floor.alpha", "floor.alpha=", "a;b=1"):
         with pytest.raises(ConfigError):
             sweep("gracekv", [bad])
