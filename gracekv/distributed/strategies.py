@@ -5,7 +5,7 @@ from __future__ import annotations
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import ConfigError
 from gracekv.registry import Configurable, Strategy
-from gracekv.registry.hyperparameter import held_dataclasses
+from gracekv.registry.hyperparameter import parts_of
 
 
 def check_works_sharded(pipeline: Configurable, shard: HeadShard | None) -> None:
@@ -14,7 +14,7 @@ def check_works_sharded(pipeline: Configurable, shard: HeadShard | None) -> None
         return
     names = [
         f"{x.registry.stage} {x.name!r}"
-        for x in held_dataclasses(pipeline)
+        for x in parts_of(pipeline)
         if isinstance(x, Strategy) and not x.works_sharded
     ]
     if getattr(pipeline, "certify", False):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from gracekv.hf.kept_layer import KeptStates, is_kept, kept_layer
 from gracekv.hf.layer import GraceLayer
 from gracekv.hf.packed_layer import PackedLayer
 from gracekv.hf.static_layer import StaticGraceLayer
+from gracekv.registry.hyperparameter import parts_of
 from gracekv.report.history import CutHistory
 
 
@@ -224,7 +224,7 @@ def held_memory(cache: GraceCache, *parts: Any) -> dict[str, int]:
     once. What the backend holds counts where its layer lies.
     """
     storages = {}
-    for tensor in _tensors((cache.packed, *parts)):
+    for tensor in (x for x in parts_of((cache.packed, *parts)) if isinstance(x, Tensor)):
         storage = tensor.untyped_storage()
         storages[(str(tensor.device), storage.data_ptr())] = storage.nbytes()
     total: Counter[str] = Counter()
@@ -234,17 +234,3 @@ def held_memory(cache: GraceCache, *parts: Any) -> dict[str, int]:
         backend, prepared = layer.packed.backend, layer.packed.prepared
         total[str(layer.packed.entries.device)] += backend.held_bytes(prepared)
     return dict(total)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))

@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,15 +82,18 @@ def bounds_of(field: dataclasses.Field[Any]) -> Bounds | None:
     return field.metadata.get(_KEY)
 
 
-def held_dataclasses(value: Any) -> Iterator[Any]:
-    """`value` and all that its fields hold, in tuples too, as far as they are dataclasses."""
-    if isinstance(value, tuple):
-        for item in value:
-            yield from held_dataclasses(item)
-    elif dataclasses.is_dataclass(value):
-        yield value
-        for field in dataclasses.fields(value):
-            yield from held_dataclasses(getattr(value, field.name))
+def parts_of(value: Any) -> Iterator[Any]:
+    """`value` and all in it: items of tuples, lists and mappings, fields of dataclasses."""
+    yield value
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, tuple | list):
+        items = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = (getattr(value, field.name) for field in dataclasses.fields(value))
+    for item in items:
+        yield from parts_of(item)
 
 
 def check_fields(instance: Any) -> None:

@@ -7,6 +7,7 @@ registers its strategies and recipes. They are loaded the first time a registry 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -18,7 +19,7 @@ from importlib import metadata
 from typing import Any
 
 from gracekv.errors import ConfigError, PluginError, PluginWarning
-from gracekv.registry.hyperparameter import held_dataclasses
+from gracekv.registry.hyperparameter import parts_of
 
 GROUP = "gracekv.strategies"
 """The entry-point group; each entry names a module."""
@@ -117,7 +118,7 @@ def foreign_modules(value: Any) -> dict[str, str]:
     Returns module to the name and version of the distribution that it belongs to; "" if none is
     known.
     """
-    homes = {type(part).__module__ for part in held_dataclasses(value)}
+    homes = {type(x).__module__ for x in parts_of(value) if dataclasses.is_dataclass(x)}
     modules = {home: "" for home in sorted(homes) if home.partition(".")[0] != "gracekv"}
     if modules:
         owners = metadata.packages_distributions()
