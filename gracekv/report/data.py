@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,49 +16,20 @@ from gracekv.cache import Accounting, Timings
 from gracekv.errors import ReportError
 from gracekv.prefill import PromptSpans
 from gracekv.report.auction import AuctionCurve
-from gracekv.report.entries import KeptEntries, kept_entries
+from gracekv.report.entries import KeptEntries, Result, kept_entries
 from gracekv.report.history import CutHistory
 from gracekv.report.record import CodedRelevance
 from gracekv.report.recording import record_of
 
-if TYPE_CHECKING:
-    from gracekv.pipeline import Pipeline
-    from gracekv.pipeline.run import Run
-    from gracekv.prefill.prompt import Prompt
-
 # How decoders show bytes of an incomplete character.
 _INCOMPLETE = "\ufffd"
-
-
-class Result(Protocol):
-    """What a report reads of a `gracekv.CompressionResult`."""
-
-    @property
-    def model(self) -> Any:
-        """The model of the cache."""
-
-    @property
-    def prompt(self) -> Prompt:
-        """What was compressed."""
-
-    @property
-    def _run(self) -> Run:
-        """What each stage computed."""
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The stages' strategies."""
-
-    @property
-    def accounting(self) -> Accounting:
-        """Entries and bytes."""
 
 
 # What results that are shown side by side have in common.
 _SAME: dict[str, Callable[[Result], object]] = {
     "token ids": lambda result: result.prompt.ids.tolist(),
     "contexts": lambda result: result.prompt.spans,
-    "layers and KV heads": lambda result: list(result.accounting.entries.shape),
+    "layers and KV heads": lambda result: list(result._run.accounting.entries.shape),
 }
 
 
@@ -166,8 +137,7 @@ class ReportData:
             # A loaded prompt may have no tokenizer.
             tokens=tuple(token_texts(main.prompt.ids, tokenizer)),
             columns=tuple(
-                report_column(label, r._run, r.prompt.spans, r.pipeline, answers.get(label))
-                for label, r in results.items()
+                report_column(label, r, answers.get(label)) for label, r in results.items()
             ),
         )
 
@@ -189,17 +159,14 @@ class ReportData:
         return dataclasses.replace(self, history=history, written=tuple(texts))
 
 
-def report_column(
-    label: str, run: Run, spans: PromptSpans, pipeline: Pipeline, answer: str | None = None
-) -> ReportColumn:
-    """The column of a prompt's `run`. Raises `ReportError` as `kept_entries` does."""
-    entries = kept_entries(run, spans, pipeline.pack.represents)
-    record = record_of(run)
+def report_column(label: str, result: Result, answer: str | None = None) -> ReportColumn:
+    """The column of one result. Raises `ReportError` as `kept_entries` does."""
+    run, record = result._run, record_of(result._run)
     return ReportColumn(
         label=label,
-        pipeline=pipeline.to_dict(),
-        represents=pipeline.pack.represents,
-        entries=entries,
+        pipeline=result.pipeline.to_dict(),
+        represents=result.pipeline.pack.represents,
+        entries=kept_entries(result),
         slots=None if record is None else record.slots,
         relevance=None if record is None else record.relevance,
         curve=None if record is None else record.curve,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +11,32 @@ from torch import Tensor
 from gracekv.cache import CompressedCache
 from gracekv.errors import ReportError
 from gracekv.kernels.ragged import offsets, rows
-from gracekv.pipeline.run import Run
-from gracekv.prefill import PromptSpans
 from gracekv.report.recording import record_of
+
+if TYPE_CHECKING:
+    from gracekv.pipeline import Pipeline
+    from gracekv.pipeline.run import Run
+    from gracekv.prefill.prompt import Prompt
+
+
+class Result(Protocol):
+    """What a report reads of a `gracekv.CompressionResult`."""
+
+    @property
+    def model(self) -> Any:
+        """The model of the cache."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """What was compressed."""
+
+    @property
+    def _run(self) -> Run:
+        """What each stage computed."""
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages' strategies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,19 +111,13 @@ class KeptEntries:
         return steps.cumsum(1)[:, :-1]
 
 
-def kept_entries(
-    run: Run, spans: PromptSpans, represents: Literal["node", "token", "mixture"]
-) -> KeptEntries:
-    """What the packed entries of `run` stand for.
+def kept_entries(result: Result) -> KeptEntries:
+    """What the packed entries of one prompt's `result` stand for.
 
-    Args:
-        run: one prompt's.
-        spans: of that prompt.
-        represents: of its packer, `Packer.represents`.
-
-    Raises `ReportError` if entries are merged and `run` does not say of what (a loaded result), or
+    Raises `ReportError` if entries are merged and `result` does not say of what (it was loaded), or
     if the packer did not pack the selected entries in order.
     """
+    run, spans, represents = result._run, result.prompt.spans, result.pipeline.pack.represents
     cache, record = run.cache, record_of(run)
     region = (spans.context_start, min(spans.context_end, cache.length))
     change = None if record is None else record.value_change

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from gracekv.errors import ReportError, required
-from gracekv.report.data import Result, report_column
-from gracekv.report.entries import kept_entries
+from gracekv.report.data import report_column
+from gracekv.report.entries import Result, kept_entries
 from gracekv.report.page import default_label, labelled
 from gracekv.report.recording import record_of
 
@@ -35,7 +35,7 @@ def plot_entries(results: Result | Mapping[str, Result]) -> Figure:
     from matplotlib.colors import LogNorm
 
     named = _named(results)
-    tables = [result.accounting.entries for result in named.values()]
+    tables = [result._run.accounting.entries for result in named.values()]
     scale = LogNorm(
         max(1, min(int(t.min()) for t in tables)), max(2, max(int(t.max()) for t in tables))
     )
@@ -68,7 +68,7 @@ def plot_resolution(results: Result | Mapping[str, Result]) -> Figure:
     axis = figure.subplots()
     width = 0.8 / len(named)
     for number, (label, result) in enumerate(named.items()):
-        made = report_column(label, result._run, result.prompt.spans, result.pipeline)
+        made = report_column(label, result)
         counts = made.resolution().double()
         length = torch.arange(len(counts))
         place = torch.bucketize(length, torch.tensor((0, 1, *_BINS)))
@@ -98,7 +98,7 @@ def plot_map(result: Result) -> Figure:
     matplotlib.
     """
     figure = _figure(8.0, 4.2)
-    entries = kept_entries(result._run, result.prompt.spans, result.pipeline.pack.represents)
+    entries = kept_entries(result)
     lengths = entries.entry_lengths()
     share = torch.where(lengths > 0, 1.0 / lengths.clamp(min=1), 0.0)
     first, last = entries.region

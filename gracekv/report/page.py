@@ -17,8 +17,9 @@ from typing import Any
 from gracekv import recipes
 from gracekv.errors import ReportError
 from gracekv.files import VERSION, write_atomically
-from gracekv.report.data import ReportData, Result
+from gracekv.report.data import ReportData
 from gracekv.report.encoding import encode
+from gracekv.report.entries import Result
 
 # In order of dependence; they share one scope.
 _SCRIPTS = ("codec.js", "view.js", "charts.js", "cuts.js", "text.js", "inspector.js", "main.js")
@@ -88,10 +89,8 @@ def write_all(
     path, written = Path(path), []
     for number, (prompt, run) in enumerate(zip(batch.prompts, batch._runs, strict=True)):
         page = path.with_name(f"{path.stem}-{number + 1}{path.suffix}")
-        row: Any = SimpleNamespace(
-            model=batch.model, prompt=prompt, _run=run, pipeline=batch.pipeline,
-            accounting=run.accounting,
-        )  # fmt: skip
+        shared = {"model": batch.model, "pipeline": batch.pipeline}
+        row: Any = SimpleNamespace(prompt=prompt, _run=run, **shared)
         write(page, row, answer=None if answers is None else answers[number])
         written.append(page)
     return tuple(written)
@@ -99,7 +98,7 @@ def write_all(
 
 def default_label(result: Result) -> str:
     """Such as "snapkv 8x": the recipe's name, and how many times fewer entries are kept."""
-    kept, name = result.accounting, recipes.label(result.pipeline)
+    kept, name = result._run.accounting, recipes.label(result.pipeline)
     full = kept.entries.numel() * result.prompt.spans.context_length
     ratio = f"{full / max(1, kept.spent):.1f}".removesuffix(".0")
     return name if kept.spent >= full else f"{name} {ratio}x"

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gracekv.errors import ReportError
-from gracekv.report.data import Result
-from gracekv.report.entries import kept_entries
+from gracekv.report.entries import Result, kept_entries
 from gracekv.report.recording import record_of
 
 
@@ -105,7 +104,7 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
             f"The prompt has the tokens 0 to {spans.length - 1}; got {given}. Negative positions "
             f"count from the end."
         )
-    entries = kept_entries(run, spans, result.pipeline.pack.represents)
+    entries = kept_entries(result)
     first, last = entries.region
     if not first <= position < last:
         holder = torch.full((entries.layers * entries.heads,), -2)

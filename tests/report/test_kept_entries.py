@@ -16,7 +16,7 @@ RECIPES = [name for name in recipes.names() if not Pipeline.named(name).keep_all
 
 
 def entries_of(result):
-    return kept_entries(result._run, result.prompt.spans, result.pipeline.pack.represents)
+    return kept_entries(result)
 
 
 def plain(entries):

@@ -40,7 +40,7 @@ def test_resolution(pair, tmp_path):
     for bars, result in zip(axis.containers, pair.values(), strict=True):
         heights = [bar.get_height() for bar in bars]
         assert sum(heights) == pytest.approx(100)
-        made = report_column("x", result._run, result.prompt.spans, result.pipeline)
+        made = report_column("x", result)
         counts = made.resolution().double()
         shares = counts / counts.sum() * 100
         assert heights[:3] == pytest.approx(torch.cat([shares, torch.zeros(1)])[:3].tolist())
@@ -51,11 +51,8 @@ def test_resolution(pair, tmp_path):
 
 def test_resolution_counts_every_token_of_every_head(pair):
     for result in pair.values():
-        spans = result.prompt.spans
-        counts = report_column("x", result._run, spans, result.pipeline).resolution()
-        lengths_of = kept_entries(
-            result._run, spans, result.pipeline.pack.represents
-        ).entry_lengths()
+        counts = report_column("x", result).resolution()
+        lengths_of = kept_entries(result).entry_lengths()
         assert torch.equal(counts, torch.bincount(lengths_of.flatten(), minlength=len(counts)))
 
 
@@ -63,7 +60,7 @@ def test_map(pair, tmp_path):
     result = pair["Grace"]
     figure = plot_map(result)
     (image,) = figure.axes[0].images
-    lengths_of = kept_entries(result._run, result.prompt.spans, "node").entry_lengths()
+    lengths_of = kept_entries(result).entry_lengths()
     expected = torch.where(lengths_of > 0, 1.0 / lengths_of.clamp(min=1), 0.0)
     shown = torch.from_numpy(image.get_array().filled().copy())
     torch.testing.assert_close(shown.float(), expected)
