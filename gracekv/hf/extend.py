@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.allocate import Budget, BudgetPlan
 from gracekv.cache import Accounting, CompressedCache, LayerEntries, Timings
-from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.cache.base import RaggedEntries
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.distributed import HeadShard, head_shard
@@ -104,13 +104,14 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard | None) -> Run:
     packed = _joined_cache(old, run.cache, places, shard)
     sizes = physical_sizes(packed, shard)
     plans, kept = (before.plan, run.plan), (before.accounting, run.accounting)
+    in_bytes = [x.bytes for x in plans if x.bytes is not None]
     plan = BudgetPlan(
         run.plan.layers,
         run.plan.heads,
         sum(x.context for x in plans),
         sum(x.total for x in plans),
         run.plan.recent,
-        _sum([x.bytes for x in plans]),
+        sum(in_bytes) if len(in_bytes) == len(plans) else None,
     )
     spent = None if kept[1].spent_bytes is None else kept[0].spent_bytes
     accounting = dataclasses.replace(
@@ -128,40 +129,28 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard | None) -> Run:
     return Run(plan, packed, accounting, timings, before.fingerprint)
 
 
-def _sum(parts: Sequence[Any]) -> Any:
-    """The sum of `parts`, None if one is None."""
-    return None if None in parts else sum(parts)
-
-
 def _joined_cache(
     old: CompressedCache, new: CompressedCache, places: int, shard: HeadShard | None
 ) -> CompressedCache:
     """The entries of `old`, then those of `new` after the `places` that stand for them."""
-    shift, pairs = old.length - places, list(zip(old.layers, new.layers, strict=True))
-    length, kept = new.length + shift, new.kept
-    coded = [
-        (one, other)
-        for one, other in pairs
-        if isinstance(one, QuantisedEntries) and isinstance(other, QuantisedEntries)
+    shift = old.length - places
+    pairs = [
+        (_parts(one), _parts(other)) for one, other in zip(old.layers, new.layers, strict=True)
     ]
-    if not coded:
-        plain = (
-            _joined_layer(one, other, places, shift)
-            for one, other in pairs
-            if isinstance(one, RaggedEntries) and isinstance(other, RaggedEntries)
-        )
-        return RaggedCache(tuple(plain), length, kept=kept)
     # A width that the passage uses nowhere, in no process, needs no part.
-    counts = torch.tensor([[part.entries for part in layer.coded] for _, layer in coded]).sum(0)
+    counts = torch.tensor([[part.entries for part in codes] for _, (_, codes) in pairs]).sum(0)
     used = (counts if shard is None else shard.sum(counts)).nonzero().flatten().tolist()
-    layers = (
-        QuantisedEntries(
-            _joined_layer(one.exact, other.exact, places, shift),
-            _joined_codes(one.coded, [other.coded[n] for n in used], shift),
-        )
-        for one, other in coded
-    )
-    return CompressedCache(tuple(layers), length, kept=kept)
+    layers = list[LayerEntries]()
+    for (exact, codes), (added, added_codes) in pairs:
+        joined = _joined_layer(exact, added, places, shift)
+        parts = _joined_codes(codes, [added_codes[n] for n in used], shift)
+        layers.append(QuantisedEntries(joined, parts) if parts else joined)
+    return dataclasses.replace(new, layers=tuple(layers), length=new.length + shift)
+
+
+def _parts(layer: Any) -> tuple[RaggedEntries, tuple[CodedEntries, ...]]:
+    """The entries of a layer as they are, and those of fewer bits."""
+    return (layer.exact, layer.coded) if isinstance(layer, QuantisedEntries) else (layer, ())
 
 
 def _joined_layer(old: RaggedEntries, new: RaggedEntries, places: int, shift: int) -> RaggedEntries:
