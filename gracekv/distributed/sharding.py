@@ -1,4 +1,4 @@
-"""Whether and how a model's weights are sharded over processes."""
+"""Whether and how a model's weights are sharded over processes, and what works where they are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor, distributed
 
 from gracekv.distributed.head_shard import HeadShard
 from gracekv.errors import ConfigError, UnsupportedModelError
+from gracekv.registry import Configurable, Strategy
+from gracekv.registry.hyperparameter import parts_of
 
 # Seconds. Processes of one model do the same work, so they are seldom far apart.
 _TIMEOUT = 300.0
@@ -101,6 +103,26 @@ def check_whole(model: Any, call: str) -> None:
             f"{call} needs all attention heads in one process, and those of this model are spread "
             f"over several. Save the result, load it with the whole model in one process, and call "
             f"{call} there."
+        )
+
+
+def check_works_sharded(pipeline: Configurable, shard: HeadShard | None) -> None:
+    """Raise `ConfigError` if a strategy of `pipeline` needs all heads, and `shard` holds some."""
+    if shard is None:
+        return
+    names = [
+        f"{x.registry.stage} {x.name!r}"
+        for x in parts_of(pipeline)
+        if isinstance(x, Strategy) and not x.works_sharded
+    ]
+    if getattr(pipeline, "certify", False):
+        names.append("certify=True")
+    if names:
+        raise ConfigError(
+            f"This model's attention heads are spread over processes, and {', '.join(names)} would "
+            f"need all of them in one. Take a recipe that works on such models, among them "
+            f"'gracekv-plus', 'gracekv-agnostic', 'gracekv' and 'snapkv', or load the model with "
+            f"device_map in one process."
         )
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import Budget
-from gracekv.distributed.sharding import head_shard
-from gracekv.distributed.strategies import check_works_sharded
+from gracekv.distributed.sharding import check_works_sharded, head_shard
 from gracekv.errors import (
     CaptureMemoryError,
     ConfigError,

@@ -12,7 +12,7 @@ from gracekv import recipes
 from gracekv.allocate import Budget, BudgetOptions
 from gracekv.backends import BACKENDS, Backend
 from gracekv.distributed.agreement import call_facts, in_step
-from gracekv.distributed.strategies import check_works_sharded
+from gracekv.distributed.sharding import check_works_sharded
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.capture import prefilled_run
 from gracekv.hf.result import BatchResult, CompressionResult

@@ -24,7 +24,7 @@ from gracekv.backends import Auto, Backend
 from gracekv.cache import Packer, RaggedCache, Timings
 from gracekv.decode import Decoder, NoCut
 from gracekv.distributed.head_shard import all_heads
-from gracekv.distributed.strategies import check_works_sharded
+from gracekv.distributed.sharding import check_works_sharded
 from gracekv.errors import ConfigError, ShapeError
 from gracekv.fit import Fitter, NoFit
 from gracekv.pipeline.auction import Auction
