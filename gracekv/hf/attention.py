@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,13 +18,10 @@ from gracekv.errors import CacheError
 from gracekv.hf.input_checks import before_forward, check_positions
 from gracekv.hf.layer import PackedStates
 from gracekv.hf.static_layer import tail_is_full
-from gracekv.prefill.attention_patch import base_attention, remember_base
+from gracekv.prefill.attention_patch import attached_bases, base_attention
 from gracekv.prefill.supported import check_model
 
 NAME = "gracekv"
-
-# What attached models used before. Models may share a config, and so the implementation too.
-_before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def attach(model: Any) -> None:
@@ -39,17 +35,13 @@ def attach(model: Any) -> None:
     its attention is neither "sdpa" nor "eager".
     """
     check_model(model)
-    others = [base for other, base in _before.items() if other.config is model.config]
+    base = base_attention(model)
     if model.config._attn_implementation != NAME:
-        base = base_attention(model)
         AttentionInterface.register(NAME, attention)
         # An attention name without a mask of the same name would silently get no mask at all.
         AttentionMaskInterface.register(NAME, tail_mask)
         model.set_attn_implementation(NAME)
-    else:
-        base = others[0] if others else base_attention(model)
-    _before[model] = base
-    remember_base(model, base)
+    attached_bases[model] = base
     if not _hooks(model):
         model.get_decoder().register_forward_pre_hook(before_forward, with_kwargs=True)
 
@@ -60,13 +52,13 @@ def detach(model: Any) -> None:
     Where an attached model shares the config, both keep gracekv's attention, which does what sdpa
     does without a compressed cache.
     """
-    base = _before.pop(model, "sdpa")
+    base = attached_bases.pop(model, "sdpa")
     decoder = model.get_decoder()
     # A deep copy of an attached model has copies of its hooks, too.
     for key in _hooks(model):
         del decoder._forward_pre_hooks[key]
         decoder._forward_pre_hooks_with_kwargs.pop(key, None)
-    shared = any(other.config is model.config for other in _before)
+    shared = any(other.config is model.config for other in attached_bases)
     if model.config._attn_implementation == NAME and not shared:
         model.set_attn_implementation(base)
 

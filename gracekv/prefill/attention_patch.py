@@ -19,8 +19,8 @@ BASE_ATTENTION = ("sdpa", "eager")
 
 _numbers = itertools.count()
 
-# What attached models used before.
-_stock: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+attached_bases: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+"""What models that are attached (`gracekv.hf.attach`) used before."""
 
 
 @contextmanager
@@ -62,18 +62,16 @@ def base_attention(model: Any) -> str:
     Raises `UnsupportedModelError` if it is another one.
     """
     name = model.config._attn_implementation
-    name = _stock.get(model, "sdpa") if name == "gracekv" else name
+    if name == "gracekv":
+        # Models may share a config, and so the implementation too.
+        alike = (base for other, base in attached_bases.items() if other.config is model.config)
+        name = attached_bases.get(model) or next(alike, "sdpa")
     if name not in BASE_ATTENTION:
         raise UnsupportedModelError(
             f"The model's attention implementation is {name!r}; gracekv works on top of "
             f"{' or '.join(BASE_ATTENTION)}. Call model.set_attn_implementation('sdpa') first."
         )
     return str(name)
-
-
-def remember_base(model: Any, base: str) -> None:
-    """`base_attention` of `model` while it is attached."""
-    _stock[model] = base
 
 
 def attention_function(model: Any, base: str) -> Any:
