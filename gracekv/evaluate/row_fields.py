@@ -8,7 +8,7 @@ import platform
 import traceback
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 import gracekv
@@ -123,10 +123,5 @@ def error_fields(error: Exception) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what can change a result."""
-    installed = {"gracekv": gracekv.__version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            installed[package] = version(package)
-        except PackageNotFoundError:
-            installed[package] = "unknown"
-    return installed
+    own = {"gracekv": gracekv.__version__, "python": platform.python_version()}
+    return own | {package: version(package) for package in _PACKAGES}
