@@ -28,11 +28,6 @@ def test_every_registered_strategy_keeps_its_promises(stage, name):
     contracts.check(strategy, seeds=range(2))
 
 
-class TestMeanAttention(contracts.StrategyContract):
-    strategy = MeanAttention()
-    seeds = range(1)
-
-
 @dataclass(frozen=True)
 class Spoiled(Scorer):
     """Mean attention with a fault."""

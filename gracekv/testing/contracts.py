@@ -3,10 +3,8 @@
     from gracekv.testing import contracts
     from gracekv.value import WindowAttention  # or a strategy of your own
 
-    contracts.check(WindowAttention(window=16))
-
-    class TestMine(contracts.StrategyContract):  # the same under pytest
-        strategy = WindowAttention(window=16)
+    def test_window_attention_keeps_its_promises():
+        contracts.check(WindowAttention(window=16))
 
 Every check raises `AssertionError` that names the broken promise. Source: ours.
 """
@@ -16,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,27 +35,6 @@ from gracekv.testing.prefills import synthetic_prefill
 from gracekv.testing.promises import hold
 from gracekv.testing.selections import check_partition, check_run
 from gracekv.value import Scorer, Sensitivity
-
-
-class StrategyContract:
-    """Tests of one strategy: subclass it under a name that begins with "Test", set `strategy`.
-
-    Attributes:
-        strategy: what is tested, with the fields that are tested.
-        seeds: of the random inputs.
-    """
-
-    strategy: ClassVar[Strategy]
-    seeds: ClassVar[range] = range(3)
-
-    def test_is_a_value(self) -> None:
-        """See `check_value`."""
-        check_value(self.strategy)
-
-    def test_keeps_the_promises_of_its_stage(self) -> None:
-        """See `check_stage`."""
-        for seed in self.seeds:
-            check_stage(self.strategy, seed)
 
 
 def check(strategy: Strategy, seeds: range = range(3)) -> None:

@@ -8,8 +8,8 @@ from gracekv.testing import contracts, synthetic_prefill
 from gracekv_rare_tokens import RareTokens
 
 
-class TestContract(contracts.StrategyContract):
-    strategy = RareTokens()
+def test_the_strategy_keeps_the_promises_of_its_stage():
+    contracts.check(RareTokens())
 
 
 def test_what_occurs_once_beats_what_occurs_twice():

@@ -9,8 +9,8 @@ from gracekv.testing.models import tiny_llama
 from gracekv_rare_tokens.turning_values import TurningValues, ValueTurns
 
 
-class TestContract(contracts.StrategyContract):
-    strategy = TurningValues()
+def test_the_strategy_keeps_the_promises_of_its_stage():
+    contracts.check(TurningValues())
 
 
 @pytest.mark.parametrize("seed", range(4))
