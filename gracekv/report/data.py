@@ -29,7 +29,7 @@ _INCOMPLETE = "\ufffd"
 _SAME: dict[str, Callable[[Result], object]] = {
     "token ids": lambda result: result.prompt.ids.tolist(),
     "contexts": lambda result: result.prompt.spans,
-    "layers and KV heads": lambda result: list(result._run.accounting.entries.shape),
+    "layers and KV heads": lambda result: list(result.accounting.entries.shape),
 }
 
 

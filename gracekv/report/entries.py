@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from gracekv.cache import CompressedCache
+from gracekv.cache import Accounting, CompressedCache
 from gracekv.errors import ReportError
 from gracekv.kernels.ragged import offsets, rows
 from gracekv.report.recording import record_of
@@ -37,6 +37,10 @@ class Result(Protocol):
     @property
     def pipeline(self) -> Pipeline:
         """The stages' strategies."""
+
+    @property
+    def accounting(self) -> Accounting:
+        """Entries and bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -35,7 +35,7 @@ def plot_entries(results: Result | Mapping[str, Result]) -> Figure:
     from matplotlib.colors import LogNorm
 
     named = _named(results)
-    tables = [result._run.accounting.entries for result in named.values()]
+    tables = [result.accounting.entries for result in named.values()]
     scale = LogNorm(
         max(1, min(int(t.min()) for t in tables)), max(2, max(int(t.max()) for t in tables))
     )

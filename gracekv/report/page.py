@@ -90,7 +90,7 @@ def write_all(
     for number, (prompt, run) in enumerate(zip(batch.prompts, batch._runs, strict=True)):
         page = path.with_name(f"{path.stem}-{number + 1}{path.suffix}")
         shared = {"model": batch.model, "pipeline": batch.pipeline}
-        row: Any = SimpleNamespace(prompt=prompt, _run=run, **shared)
+        row: Any = SimpleNamespace(prompt=prompt, _run=run, accounting=run.accounting, **shared)
         write(page, row, answer=None if answers is None else answers[number])
         written.append(page)
     return tuple(written)
@@ -98,7 +98,7 @@ def write_all(
 
 def default_label(result: Result) -> str:
     """Such as "snapkv 8x": the recipe's name, and how many times fewer entries are kept."""
-    kept, name = result._run.accounting, recipes.label(result.pipeline)
+    kept, name = result.accounting, recipes.label(result.pipeline)
     full = kept.entries.numel() * result.prompt.spans.context_length
     ratio = f"{full / max(1, kept.spent):.1f}".removesuffix(".0")
     return name if kept.spent >= full else f"{name} {ratio}x"
