@@ -20,6 +20,11 @@ from gracekv.files import check_output, read_text, write_atomically
 if TYPE_CHECKING:
     from gracekv import CompressionResult, Pipeline, Prompt
 
+# Fields of `Accounting` that --json writes under their own names.
+_ACCOUNTING = (
+    "budget", "spent", "floor_spent", "recent", "metadata_bytes", "full_bytes", "utility", "bound",
+)  # fmt: skip
+
 app = typer.Typer(
     help="Compress a language model's KV cache once after prefill.",
     no_args_is_help=True,
@@ -290,17 +295,10 @@ def _facts(result: CompressionResult) -> dict[str, Any]:
     kept = result.accounting
     context = result.prompt.spans.context_length
     return {
-        "budget": kept.budget,
-        "spent": kept.spent,
-        "floor_spent": kept.floor_spent,
-        "recent": kept.recent,
+        **{name: getattr(kept, name) for name in _ACCOUNTING},
         "full_entries": kept.entries.numel() * context,
         "entries_per_head": kept.entries.tolist(),
         "kv_bytes": kept.bytes,
-        "metadata_bytes": kept.metadata_bytes,
-        "full_bytes": kept.full_bytes,
-        "utility": kept.utility,
-        "bound": kept.bound,
         "seconds": dict(result.timings.as_dict()),
         "construction_seconds": result.timings.construction,
     }
