@@ -12,19 +12,21 @@ from gracekv.files import VERSION as __version__
 if TYPE_CHECKING:
     from gracekv import recipes as recipes
     from gracekv import report as report
-    from gracekv.allocate import Budget
-    from gracekv.decode import Limit
-    from gracekv.hf.attention import attached
-    from gracekv.hf.capture import capture
-    from gracekv.hf.compress import compress
-    from gracekv.hf.load_result import load
-    from gracekv.hf.result import BatchResult, CompressionResult
-    from gracekv.pipeline import Pipeline
-    from gracekv.pipeline.run import Run
-    from gracekv.pipeline.stages import strategies
-    from gracekv.prefill import Prefill, PromptSpans
-    from gracekv.prefill.options import CaptureOptions
-    from gracekv.prefill.prompt import Prompt
+    from gracekv.allocate import Budget as Budget
+    from gracekv.decode import Limit as Limit
+    from gracekv.hf.attention import attached as attached
+    from gracekv.hf.capture import capture as capture
+    from gracekv.hf.compress import compress as compress
+    from gracekv.hf.load_result import load as load
+    from gracekv.hf.result import BatchResult as BatchResult
+    from gracekv.hf.result import CompressionResult as CompressionResult
+    from gracekv.pipeline import Pipeline as Pipeline
+    from gracekv.pipeline.run import Run as Run
+    from gracekv.pipeline.stages import strategies as strategies
+    from gracekv.prefill import Prefill as Prefill
+    from gracekv.prefill import PromptSpans as PromptSpans
+    from gracekv.prefill.options import CaptureOptions as CaptureOptions
+    from gracekv.prefill.prompt import Prompt as Prompt
 
 _HOMES = {
     "BatchResult": "gracekv.hf.result",
@@ -44,25 +46,7 @@ _HOMES = {
     "strategies": "gracekv.pipeline.stages",
 }
 
-__all__ = [
-    "BatchResult",
-    "Budget",
-    "CaptureOptions",
-    "CompressionResult",
-    "Limit",
-    "Pipeline",
-    "Prefill",
-    "Prompt",
-    "PromptSpans",
-    "Run",
-    "__version__",
-    "attached",
-    "capture",
-    "compress",
-    "load",
-    "recipes",
-    "strategies",
-]
+__all__ = ["__version__", "recipes", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -177,9 +177,13 @@ def undocumented(classes, functions):
 def exported(path):
     """The names that a module exports: those of its `__all__`, else `name as name` of imports."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
+    values = {ast.unparse(n.targets[0]): n.value for n in tree.body if isinstance(n, ast.Assign)}
+    if "__all__" in values:
+        names = []
+        for item in values["__all__"].elts:
+            starred = isinstance(item, ast.Starred)
+            names += ast.literal_eval(values[item.value.id] if starred else ast.List([item]))
+        return names
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     return [x.name for node in imports for x in node.names if x.name == x.asname]
 
