@@ -75,11 +75,7 @@ def described(text, name):
 
 def public_files():
     """Every module, but the commands', whose docstrings are what --help prints."""
-    return [
-        p
-        for p in sorted(PACKAGE.rglob("*.py"))
-        if p.name not in ("commands.py", "evaluate_commands.py")
-    ]
+    return [p for p in sorted(PACKAGE.rglob("*.py")) if not p.name.endswith("commands.py")]
 
 
 def classes_and_functions(files=None):
