@@ -61,7 +61,10 @@ class Fitted(Decoder):
         return torch.maximum(read, self.memory * level[:, None] * before)
 
     def fit(self, held: HeldLayer, kept: Tensor, packed: RaggedEntries) -> RaggedEntries:
-        """`packed` with values and masses that give the references what all of `held` gave."""
+        """`packed` with values and masses that give the references what all of `held` gave.
+
+        `kept` is bool [G, N], the entries of `packed`.
+        """
         step = max(1, held.moved.shape[2] // self.references)
         held = dataclasses.replace(held, moved=held.moved[:, :, ::step])
         if not held.moved.shape[2]:

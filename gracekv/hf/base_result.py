@@ -7,6 +7,7 @@ import os
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -14,15 +15,21 @@ from torch import Tensor
 
 from gracekv import recipes
 from gracekv.cache import Accounting, CompressedCache, Timings
+from gracekv.cache.serialization import write_cache
+from gracekv.cache.sharding import whole_cache
 from gracekv.decode import Limit
+from gracekv.distributed.agreement import in_step
+from gracekv.files import VERSION
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache, held_memory
 from gracekv.hf.generation import continue_ids, padded_inputs
 from gracekv.hf.limited import LimitedCache
-from gracekv.hf.saving import save_result
+from gracekv.hf.saving import prompt_facts
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
+from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
+from gracekv.registry.plugins import foreign_modules
 from gracekv.report.recording import entry_scores
 
 
@@ -157,7 +164,25 @@ class BaseResult(ABC):
         way. It is written completely or not at all. Where the model's heads are spread over
         processes, all of them call this, and process 0 writes the one file of all heads.
         """
-        save_result(path, self)
+        with in_step(self.model) as shard:
+            runs = zip(self.prompts, self._runs, strict=True)
+            header = {
+                "gracekv_version": VERSION,
+                "batch": self.is_batch,
+                # A prefill that was built from tensors says nothing of its model.
+                "model": {**fingerprint(self.model, self.tokenizer), **self.fingerprint},
+                "pipeline": self.pipeline.to_dict(),
+                "modules": foreign_modules(self.pipeline),
+                "prompts": [prompt_facts(prompt, run) for prompt, run in runs],
+            }
+            # Views of one tensor could not be saved side by side.
+            ids = {f"prompts.{n}.ids": row.clone() for n, row in enumerate(self._rows)}
+            packed = self.packed if shard is None else whole_cache(self.packed, shard)
+            if shard is None or shard.rank == 0:
+                write_cache(Path(path), packed, header, ids)
+            if shard is not None:
+                # Until the file is there, or process 0 has failed.
+                shard.total(1)
 
     def generate_ids(
         self, max_new_tokens: int = 64, *, limit: Limit | None = None, **kwargs: Any

@@ -3,61 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gracekv.allocate.plan import BudgetPlan
 from gracekv.cache import Accounting, CompressedCache, Timings, WidthShare
-from gracekv.cache.serialization import write_cache
-from gracekv.cache.sharding import whole_cache
-from gracekv.distributed.agreement import in_step
-from gracekv.files import VERSION
 from gracekv.pipeline.run import Run
-from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt, PromptSpans
 from gracekv.registry import check_values
-from gracekv.registry.plugins import foreign_modules
-
-if TYPE_CHECKING:
-    from gracekv.hf.base_result import BaseResult
 
 
-def save_result(path: str | os.PathLike[str], result: BaseResult) -> None:
-    """Write what `gracekv.load` needs to go on in another process, atomically.
-
-    The processes of a sharded model write together.
-    """
-    with in_step(result.model) as shard:
-        header = {
-            "gracekv_version": VERSION,
-            "batch": result.is_batch,
-            # A prefill that was built from tensors says nothing of its model.
-            "model": {**fingerprint(result.model, result.tokenizer), **result.fingerprint},
-            "pipeline": result.pipeline.to_dict(),
-            "modules": foreign_modules(result.pipeline),
-            "prompts": [
-                _facts(prompt, run)
-                for prompt, run in zip(result.prompts, result._runs, strict=True)
-            ],
-        }
-        # Views of one tensor could not be saved side by side.
-        ids = {f"prompts.{n}.ids": prompt.ids.clone() for n, prompt in enumerate(result.prompts)}
-        packed = result.packed
-        if shard is not None:
-            packed = whole_cache(packed, shard)
-        if shard is None or shard.rank == 0:
-            write_cache(Path(path), packed, header, ids)
-        if shard is not None:
-            # Until the file is there, or process 0 has failed.
-            shard.total(1)
-
-
-def _facts(prompt: Prompt, run: Run) -> dict[str, Any]:
+def prompt_facts(prompt: Prompt, run: Run) -> dict[str, Any]:
     """What a file holds of one prompt, but for its ids and entries; ready for JSON.
 
     Its text and tokenizer are not saved.
