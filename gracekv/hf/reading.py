@@ -209,7 +209,7 @@ class Reading:
         """The model records what it computes; afterwards it is as it was."""
         model, past, start = self.model, self._past, self.prompt.spans.past
         with ExitStack() as undo:
-            undo.enter_context(patched_attention(model, self.record.wrap))
+            undo.enter_context(patched_attention(model, self.record.attend))
             undo.enter_context(self.record.hooks(model))
             if self._in_parts and has_rope(model):
                 whole = self._places

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.prefill.model_layers import attention_module
@@ -23,10 +25,51 @@ attached_bases: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """What models that are attached (`gracekv.hf.attach`) used before."""
 
 
-@contextmanager
-def patched_attention(model: Any, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace the model's attention function by `wrap(stock)` inside the `with` block.
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """What an attention module hands to its attention function.
 
+    Attributes:
+        stock: the model's own function.
+        module: that calls it.
+        query: [1, H, C, d].
+        key: [1, G, S, d].
+        value: [1, G, S, d].
+        mask: as the stock function takes it.
+        options: what else it takes, by name.
+    """
+
+    stock: Callable[..., Any]
+    module: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    options: Mapping[str, Any]
+
+    @property
+    def layer(self) -> int:
+        """Number of the model's layer."""
+        return int(self.module.layer_idx)
+
+    @property
+    def scale(self) -> float:
+        """Factor of q . k."""
+        return float(self.options["scaling"])
+
+    @property
+    def logits(self) -> dict[str, Any]:
+        """The logits' `softcap` and `sinks` [H], None where there are none."""
+        return {"softcap": self.options.get("softcap"), "sinks": self.options.get("s_aux")}
+
+    def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Any:
+        """What the stock function returns for these in place of the call's own."""
+        return self.stock(self.module, query, key, value, mask, **self.options)
+
+
+@contextmanager
+def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Iterator[None]:
+    """Replace the model's attention function by `attend` inside the `with` block.
     Afterwards, or if the pass fails, the model and transformers' registries are as before. Raises
     `UnsupportedModelError` as `base_attention` does.
     """
@@ -36,13 +79,13 @@ def patched_attention(model: Any, wrap: Callable[[Any], Any]) -> Iterator[None]:
     base = base_attention(model)
     name = f"gracekv_capture_{next(_numbers)}"
     masks = AttentionMaskInterface._global_mapping
-    wrapped = wrap(attention_function(model, base))
+    stock = attention_function(model, base)
 
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
     ) -> Any:
         # Some families pass the mask by name.
-        return wrapped(module, query, key, value, attention_mask, **kwargs)
+        return attend(AttentionCall(stock, module, query, key, value, attention_mask, kwargs))
 
     AttentionInterface.register(name, attention)
     # An attention name without a mask of the same name would silently get no mask at all.

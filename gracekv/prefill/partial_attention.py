@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gracekv.errors import UnsupportedModelError
+from gracekv.prefill.attention_patch import AttentionCall
 
 # Elements of the mask of a second pass, which every layer reads, and its least and most tokens.
 _MASK, _LEAST, _MOST = 2**25, 128, 1024
@@ -70,13 +71,10 @@ class PartialAttention:
         self._base, self._positions, self._masks = base, positions, masks
         self._made: dict[tuple[torch.device, torch.dtype, int], Tensor] = {}
 
-    def __call__(
-        self, stock: Any, module: Any, query: Tensor, keys: Tensor, values: Tensor, **kwargs: Any
-    ) -> Any:
+    def __call__(self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor) -> Any:
         """What the model's attention function returns for query [1, H, C, d].
 
-        `keys` and `values` are [G, T, d] at least up to the last position; `stock` is the model's
-        own function.
+        `keys` and `values` are [G, T, d] at least up to the last position.
         """
         size = chunk_length(keys.shape[1])
         if query.device.type == "cpu":
@@ -87,23 +85,15 @@ class PartialAttention:
         ):
             stop = int(self._positions[first + rows.shape[2] - 1]) + 1
             mask = self._mask(rows, first, stop)
-            some = (rows, keys[:, :stop], values[:, :stop], mask)
-            outputs.append(self._attend(stock, module, *some, **kwargs))
+            outputs.append(self._attend(call, rows, keys[:, :stop], values[:, :stop], mask))
         return torch.cat(outputs, dim=1), None
 
     def _attend(
-        self,
-        stock: Any,
-        module: Any,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor,
-        **kwargs: Any,
+        self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
     ) -> Tensor:
         """[1, n, H, d]."""
         if self._base == "eager":
-            eager: Tensor = stock(module, query, keys[None], values[None], mask, **kwargs)[0]
+            eager: Tensor = call.output(query, keys[None], values[None], mask)[0]
             return eager
         # KV heads as the batch and their query heads as views of one key: stock sdpa would copy
         # keys and values once per query head.
@@ -115,7 +105,7 @@ class PartialAttention:
             keys[:, None].expand(size),
             values[:, None].expand(size),
             attn_mask=mask,
-            scale=kwargs["scaling"],
+            scale=call.scale,
         )
         return output.reshape(1, -1, query.shape[2], dim).transpose(1, 2)
 

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
+from gracekv.prefill.attention_patch import (
+    AttentionCall,
+    base_attention,
+    input_device,
+    patched_attention,
+)
 from gracekv.prefill.observer import TokenRun
+from gracekv.prefill.partial_attention import CausalMasks
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import longest_sequence
 
@@ -80,53 +86,24 @@ class _ModelContinuation:
     def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
         """As `Continuation.run`. Holds one layer's keys and values once more."""
         model, start = self._passes.model, self._end + self._count
-        base, device = base_attention(model), input_device(model)
+        device, masks = input_device(model), CausalMasks(base_attention(model), start)
 
-        def continuing(own: Any) -> Any:
-            def attention(
-                module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-            ) -> Any:
-                layer = module.layer_idx
-                whole = []
-                for parts, new in ((self._keys[layer], key[0]), (self._values[layer], value[0])):
-                    parts.append(new)
-                    whole.append(torch.cat(parts, dim=1))
-                observe(
-                    layer,
-                    TokenRun(
-                        start=start,
-                        queries=query[0],
-                        keys=whole[0],
-                        values=whole[1],
-                        rope=self._passes.rope(layer),
-                        scale=float(kwargs["scaling"]),
-                        softcap=kwargs.get("softcap"),
-                        sinks=kwargs.get("s_aux"),
-                    ),
-                )
-                # One query that sees every key needs no mask.
-                allowed = None if len(ids) == 1 else _causal(query, start, base)
-                return own(module, query, whole[0][None], whole[1][None], allowed, **kwargs)
-
-            return attention
+        def attend(call: AttentionCall) -> Any:
+            layer, query = call.layer, call.query
+            self._keys[layer].append(call.key[0])
+            self._values[layer].append(call.value[0])
+            keys, values = (torch.cat(x[layer], dim=1) for x in (self._keys, self._values))
+            rope = self._passes.rope(layer)
+            observe(layer, TokenRun(start, query[0], keys, values, rope, call.scale, **call.logits))
+            # One query that sees every key needs no mask.
+            allowed = None if len(ids) == 1 else masks(query, start)
+            return call.output(query, keys[None], values[None], allowed)
 
         places = torch.arange(start, start + len(ids), device=device)[None]
-        with patched_attention(model, continuing):
+        with patched_attention(model, attend):
             states = model.get_decoder()(
                 input_ids=ids[None].to(device), position_ids=places, use_cache=False
             ).last_hidden_state
         self._count += len(ids)
         last: Tensor = states[0, -1]
         return last
-
-
-def _causal(query: Tensor, before: int, base: str) -> Tensor:
-    """[1, 1, Q, before + Q]: `before` earlier keys, then causal within this run."""
-    count = query.shape[2]
-    place = torch.arange(-before, count, device=query.device)
-    allowed = (place <= torch.arange(count, device=query.device)[:, None])[None, None]
-    if base != "eager":
-        return allowed
-    return torch.zeros_like(allowed, dtype=query.dtype).masked_fill_(
-        ~allowed, torch.finfo(query.dtype).min
-    )

@@ -11,12 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
+from gracekv.prefill.attention_patch import (
+    AttentionCall,
+    base_attention,
+    input_device,
+    patched_attention,
+)
 from gracekv.prefill.model_layers import compressed_layers, rotating, table_of_rope
 from gracekv.prefill.partial_attention import PartialAttention, chunk_length, rotations
 from gracekv.prefill.past import widened
@@ -63,34 +69,22 @@ class QueryPass:
             cos, sin = table_of_rope(prefill.rope, rotating(compressed))
             return cos[None].to(x.device, x.dtype), sin[None].to(x.device, x.dtype)
 
+        def attend(rows: slice, attention: PartialAttention, call: AttentionCall) -> Any:
+            layer, dim = call.layer, call.query.shape[-1]
+            query = widened(call.query, prefill.head_dim, 1 / prefill.scale)
+            if layer in wanted:
+                made[layer][:, rows] = query[0]
+            if layer == layers[-1]:
+                raise _LastLayer
+            output, *rest = attention(call, query, prefill.keys[layer], prefill.values[layer])
+            return output[..., :dim], *rest
+
         size = chunk_length(prefill.spans.length)
         for first in range(0, len(positions), size):
             some = positions[first : first + size]
-            attend = PartialAttention(base, some)
-
-            def wrap(
-                stock: Any,
-                attend: PartialAttention = attend,
-                rows: slice = slice(first, first + size),
-            ) -> Any:
-                def attention(
-                    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-                ) -> Any:
-                    layer, dim = module.layer_idx, query.shape[-1]
-                    query = widened(query, prefill.head_dim, 1 / prefill.scale)
-                    if layer in wanted:
-                        made[layer][:, rows] = query[0]
-                    if layer == layers[-1]:
-                        raise _LastLayer
-                    output, *rest = attend(
-                        stock, module, query, prefill.keys[layer], prefill.values[layer], **kwargs
-                    )
-                    return output[..., :dim], *rest
-
-                return attention
-
+            pass_of_some = partial(attend, slice(first, first + size), PartialAttention(base, some))
             with (
-                patched_attention(self._model, wrap),
+                patched_attention(self._model, pass_of_some),
                 rotations(decoder, table),
                 suppress(_LastLayer),
             ):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
+from gracekv.prefill.attention_patch import AttentionCall
 from gracekv.prefill.model_layers import (
     ModelLayer,
     attention_module,
@@ -85,40 +86,30 @@ class Recorder:
         """The tokens of `chunk` run next; without `partial` by the model's own attention."""
         self._chunk, self._partial = chunk, partial
 
-    def wrap(self, stock: Any) -> Any:
-        """The attention function of the capture; `stock` is the model's own."""
-
-        def attention(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-        ) -> Any:
-            """query [1, H, C, d], key and value [1, G, C, d]."""
-            if module.layer_idx not in self._index:
-                return stock(module, query, key, value, mask, **kwargs)
-            layer, self.scale = self._index[module.layer_idx], float(kwargs["scaling"])
-            self.softcap = kwargs.get("softcap")
-            if kwargs.get("s_aux") is not None:
-                self.sinks[layer] = kwargs["s_aux"].detach().float()
-            dim = query.shape[-1]
-            past = self._past
-            wide = dim if past is None else past.keys[layer].shape[-1]
-            query = widened(query, wide, 1 / self.scale)
-            key, value = widened(key, wide), widened(value, wide)
-            chunk = slice(self._chunk.start, self._chunk.end)
-            for place, new, part in ((self.keys, key, "keys"), (self.values, value, "values")):
-                known = None if past is None else getattr(past, part)[layer]
-                self._at(place, layer, new[0], self._spans.length, known)[:, chunk] = new[0]
-            if self._partial is None:
-                output = stock(module, query, key, value, mask, **kwargs)
-            else:
-                output, *rest = self._partial(
-                    stock, module, query, self.keys[layer], self.values[layer], **kwargs
-                )
-                output = output[..., :dim], *rest
-            self._keep(layer, query[0])
-            self._observations.add(layer, lambda: self._run(module, layer, query[0], output[0]))
-            return output
-
-        return attention
+    def attend(self, call: AttentionCall) -> Any:
+        """The attention of the capture."""
+        if call.layer not in self._index:
+            return call.output(call.query, call.key, call.value, call.mask)
+        layer, self.scale = self._index[call.layer], call.scale
+        self.softcap, sinks = call.logits["softcap"], call.logits["sinks"]
+        if sinks is not None:
+            self.sinks[layer] = sinks.detach().float()
+        dim, past = call.query.shape[-1], self._past
+        wide = dim if past is None else past.keys[layer].shape[-1]
+        query = widened(call.query, wide, 1 / self.scale)
+        key, value = widened(call.key, wide), widened(call.value, wide)
+        chunk = slice(self._chunk.start, self._chunk.end)
+        for place, new, part in ((self.keys, key, "keys"), (self.values, value, "values")):
+            known = None if past is None else getattr(past, part)[layer]
+            self._at(place, layer, new[0], self._spans.length, known)[:, chunk] = new[0]
+        if self._partial is None:
+            output = call.output(query, key, value, call.mask)
+        else:
+            output, *rest = self._partial(call, query, self.keys[layer], self.values[layer])
+            output = output[..., :dim], *rest
+        self._keep(layer, query[0])
+        self._observations.add(layer, lambda: self._run(call.module, layer, query[0], output[0]))
+        return output
 
     def _run(self, module: Any, layer: int, queries: Tensor, outputs: Tensor) -> TokenRun:
         """What observers see of the chunk: `queries` [H, C, d], `outputs` [1, C, H, d]."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError, UntestedModelWarning
 from gracekv.kernels.logits import capped, softmax
-from gracekv.prefill.attention_patch import input_device, patched_attention
+from gracekv.prefill.attention_patch import AttentionCall, input_device, patched_attention
 from gracekv.prefill.model_layers import (
     ROTATIONS,
     Rotation,
@@ -76,7 +76,7 @@ def self_check(model: Any) -> None:
     ids = ids[None].to(input_device(model))
     seen = _Seen()
     hooks = ExitStack()
-    with hooks, patched_attention(model, seen.wrap):
+    with hooks, patched_attention(model, seen.attend):
         for number, attention in attending.items():
             hook = attention.register_forward_pre_hook(seen.before(number), with_kwargs=True)
             hooks.callback(hook.remove)
@@ -128,33 +128,24 @@ class _Seen:
 
         return hook
 
-    def wrap(self, own: Any) -> Any:
-        def attention(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-        ) -> Any:
-            layer = module.layer_idx
-            self.keys[layer], self.values[layer] = key, value
-            output = own(module, query, key, value, mask, **kwargs)
-            plain = _softmax_attention(query, key, value, **kwargs)
-            self.differences[layer] = _difference(plain, output[0])
-            return output
-
-        return attention
+    def attend(self, call: AttentionCall) -> Any:
+        self.keys[call.layer], self.values[call.layer] = call.key, call.value
+        output = call.output(call.query, call.key, call.value, call.mask)
+        plain = _softmax_attention(call.query, call.key, call.value, call)
+        self.differences[call.layer] = _difference(plain, output[0])
+        return output
 
 
 def _rotations(model: Any, seen: _Seen) -> dict[int, Rotation]:
     """How each layer rotates: which rotation makes its keys of those without one."""
     plain: dict[int, Tensor] = {}
 
-    def catching(own: Any) -> Any:
-        def attention(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-            plain[module.layer_idx] = key
-            raise _Enough
-
-        return attention
+    def catch(call: AttentionCall) -> Any:
+        plain[call.layer] = call.key
+        raise _Enough
 
     rotations: dict[int, Rotation] = {}
-    with patched_attention(model, catching):
+    with patched_attention(model, catch):
         for number, (args, kwargs) in seen.inputs.items():
             pair = kwargs.get("position_embeddings")
             if pair is None and not has_rope(model):
@@ -209,49 +200,33 @@ def _last_step(model: Any, ids: Tensor, seen: _Seen) -> Tensor:
             ) from error
         others.read(1)
 
-    def stepping(own: Any) -> Any:
-        def attention(
-            module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-        ) -> Any:
-            layer = module.layer_idx
-            if layer in by_hand:
-                key, value = (
-                    torch.cat([known[layer][:, :, :-1], new], dim=2)
-                    for known, new in ((keys, key), (values, value))
-                )
-            output = _softmax_attention(query, key, value, **kwargs)
-            return output.to(query.dtype), None
+    def step(call: AttentionCall) -> Any:
+        key, value = call.key, call.value
+        if call.layer in by_hand:
+            key, value = (
+                torch.cat([known[call.layer][:, :, :-1], new], dim=2)
+                for known, new in ((keys, key), (values, value))
+            )
+        output = _softmax_attention(call.query, key, value, call)
+        return output.to(call.query.dtype), None
 
-        return attention
-
-    with patched_attention(model, stepping):
+    with patched_attention(model, step):
         place = torch.tensor([[count - 1]], device=ids.device)
         output = model(input_ids=ids[:, -1:], position_ids=place, **options)
     logits: Tensor = output.logits[0, -1]
     return logits
 
 
-def _softmax_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> Tensor:
+def _softmax_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
     """float32 [B, Q, H, d]; the queries are the last of the keys' tokens."""
+    sinks, window = call.logits["sinks"], call.options.get("sliding_window")
     group, count, length = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     key, value = (x.float().repeat_interleave(group, dim=1) for x in (key, value))
-    logits = capped(scaling * query.float() @ key.mT, softcap)
+    logits = capped(call.scale * query.float() @ key.mT, call.logits["softcap"])
     hidden = torch.ones(count, length, dtype=torch.bool, device=key.device)
-    hidden = hidden.triu(length - count + 1) | hidden.tril(
-        length - count - (sliding_window or length)
-    )
+    hidden = hidden.triu(length - count + 1) | hidden.tril(length - count - (window or length))
     shares = softmax(
-        logits.masked_fill_(hidden, -torch.inf), None if s_aux is None else s_aux[:, None, None]
+        logits.masked_fill_(hidden, -torch.inf), None if sinks is None else sinks[:, None, None]
     )
     return (shares @ value).transpose(1, 2)
 
