@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,14 @@ MAX_PENDING = 32
 """Intervals whose products are made together: their numbers fit a core's own cache."""
 
 
-class HeadArrays(NamedTuple):
+class HeadArrays(
+    namedtuple(
+        "HeadArrays",
+        "exponentials mass unrotated_keys key_norms values scores queries max_logit "
+        "inverse_sum visible_probes first_probe cos sin region_start lambda_z lambda_m "
+        "epsilon uniform_base rule_epsilon multiplicity",
+    )
+):
     """U heads: `gracekv.tree.probes.ProbeAttention`, and the distortion's weights.
 
     Attributes:
@@ -39,29 +47,8 @@ class HeadArrays(NamedTuple):
         multiplicity: of the same.
     """
 
-    exponentials: Any
-    mass: Any
-    unrotated_keys: Any
-    key_norms: Any
-    values: Any
-    scores: Any
-    queries: Any
-    max_logit: Any
-    inverse_sum: Any
-    visible_probes: Any
-    first_probe: Any
-    cos: Any
-    sin: Any
-    region_start: Any
-    lambda_z: Any
-    lambda_m: Any
-    epsilon: Any
-    uniform_base: Any
-    rule_epsilon: Any
-    multiplicity: Any
 
-
-class Node(NamedTuple):
+class Node(namedtuple("Node", "head first length row")):
     """One node.
 
     Attributes:
@@ -71,13 +58,15 @@ class Node(NamedTuple):
         row: of its first token in arrays over all heads' tokens.
     """
 
-    head: Any
-    first: Any
-    length: Any
-    row: Any
 
-
-class Scratch(NamedTuple):
+class Scratch(
+    namedtuple(
+        "Scratch",
+        "p gram values_t scores cross cross_terms z m_square key_sum gram_sum "
+        "weighted_gram_sum pending_z pending_m_square logits m_dot_v v_products mean_keys "
+        "log_m v_square spans bits",
+    )
+):
     """Scratch memory of a thread, for nodes of up to w tokens (W: the next multiple of 16).
 
     Attributes:
@@ -103,28 +92,6 @@ class Scratch(NamedTuple):
         spans: int64 [R, 4], first and last token, row and column of `costs`.
         bits: int32 [R, Q], scratch of `exponential`.
     """
-
-    p: Any
-    gram: Any
-    values_t: Any
-    scores: Any
-    cross: Any
-    cross_terms: Any
-    z: Any
-    m_square: Any
-    key_sum: Any
-    gram_sum: Any
-    weighted_gram_sum: Any
-    pending_z: Any
-    pending_m_square: Any
-    logits: Any
-    m_dot_v: Any
-    v_products: Any
-    mean_keys: Any
-    log_m: Any
-    v_square: Any
-    spans: Any
-    bits: Any
 
 
 @inner()
