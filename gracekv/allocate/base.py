@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.plan import BudgetPlan
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.base import Forest
 
@@ -93,11 +93,11 @@ class Floor(Strategy, abc.ABC):
 
     @abc.abstractmethod
     def candidates(
-        self, scores: Tensor, plan: BudgetPlan, shard: HeadShard | None = None
+        self, scores: Tensor, plan: BudgetPlan, shard: HeadShard = WHOLE
     ) -> Tensor | None:
         """Score f of each candidate token, -inf elsewhere: [L, G, N] float64; None: no floor.
 
-        `scores` is R^tok [L, G, N], of the heads that `shard` says; None: of all.
+        `scores` is R^tok [L, G, N], of the heads that `shard` says.
         """
 
     @abc.abstractmethod

@@ -13,7 +13,7 @@ from torch import Tensor
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.ranking import dense_rank, descending, first_fitting, first_offer, where_true
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.kernels.ragged import offsets
 
 
@@ -59,87 +59,56 @@ class Greedy(Allocator):
     elastic: bool = False
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
-        ops = Operations.of(start.forest)
+        ops, shard = Operations.of(start.forest), start.forest.shard
         left = RemainingBudget.of(ops, start, quota)
-        executed, shard = ops.executed(start), start.forest.shard
-        if shard is not None:
-            # What the floors of all processes left over.
-            total = start.budget - shard.total(start.budget - left.total)
-            left = dataclasses.replace(left, total=total)
-            return ops.frontier(
-                start, auction_over_processes(ops, executed, left, shard, elastic=self.elastic)
-            )
-        return ops.frontier(start, auction(ops, executed, left, elastic=self.elastic))
+        # What the floors of all processes left over.
+        total = start.budget - shard.total(start.budget - left.total)
+        left = dataclasses.replace(left, total=total)
+        return ops.frontier(start, auction(ops, ops.executed(start), left, elastic=self.elastic))
 
 
 def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic: bool) -> Tensor:
-    """bool [M]: `executed` and everything that the greedy auction adds to it within `left`."""
-    if left.total == 0:
-        return executed
-    key = ops.path_minimum(executed)
-    # Elastic: at key 0 the path holds an operation without gain, which is never bought.
-    wanted = (key > 0) & ~executed if elastic else ~executed
-    if left.per_head is None:
-        limit = torch.tensor([left.total], device=key.device)
-        bought = _cut(ops, wanted, key, limit)
-        return _finish(ops, executed | bought, left.after(ops, bought), elastic)
-    bought = _cut(ops, wanted, key, left.per_head)
-    # The costs of all operations together: a budget that cannot refuse any.
-    unlimited = RemainingBudget(int(ops.cost.sum()), left.per_head)
-    by_quota = _finish(ops, executed | bought, unlimited.after(ops, bought), elastic)
-    bought = by_quota & ~executed
-    if left.after(ops, bought).total >= 0:
-        return by_quota
-    bought = _cut(ops, bought, key, torch.tensor([left.total], device=key.device))
-    return _finish(ops, executed | bought, left.after(ops, bought), elastic)
+    """bool [M]: `executed` and everything that the greedy auction adds to it within `left`.
 
-
-def auction_over_processes(
-    ops: Operations, executed: Tensor, left: RemainingBudget, shard: HeadShard, *, elastic: bool
-) -> Tensor:
-    """`auction` of one budget in all processes; bool [M], of this process's operations.
-
-    The cut is found among the operations of all, and the queues of all go on as one: the first of
-    their first operations is bought, in turn.
-
-    Args:
-        ops: of this process's heads.
-        executed: bool [M].
-        left: `total` of all processes, `per_head` of this one's heads.
-        shard: reaches the other processes.
-        elastic: whether operations of gain <= 0 are never bought.
+    Where heads are spread over processes, `left.total` is that of all of them: the cut is found
+    among the operations of all, and the queues of all go on as one.
     """
     if left.total == 0:
         return executed
-    key = ops.path_minimum(executed)
+    key, shard = ops.path_minimum(executed), ops.forest.shard
+    # Elastic: at key 0 the path holds an operation without gain, which is never bought.
     wanted = (key > 0) & ~executed if elastic else ~executed
     if left.per_head is not None:
-        # What the quotas alone would allow needs no other process.
-        unlimited = RemainingBudget(int(ops.cost.sum()), left.per_head)
-        wanted = auction(ops, executed, unlimited, elastic=elastic) & ~executed
-    at = where_true(wanted)
-    tree, slots = ops.tree[at], ops.forest.slots
-    place = shard.among_all(tree // slots, ops.forest.heads) * slots + tree % slots
-    fits = first_fitting(key[at], place, ops.cost[at], left.total, shard)
-    bought = torch.zeros_like(executed)
-    bought[at[fits]] = True
+        # What the quotas alone would allow needs no other process. The costs of all operations
+        # together are a budget that cannot refuse any.
+        bought = _cut(ops, wanted, key, left.per_head)
+        unlimited = RemainingBudget(int(ops.cost.sum()), left.per_head).after(ops, bought)
+        by_quota = _finish(ops, executed | bought, unlimited, elastic, WHOLE)
+        wanted = by_quota & ~executed
+        if _after(left, ops, wanted).total >= 0:
+            return by_quota
+    if shard.ranks == 1:
+        bought = _cut(ops, wanted, key, torch.tensor([left.total], device=key.device))
+    else:
+        at = where_true(wanted)
+        place = _tree_among_all(ops, at, shard)
+        fits = first_fitting(key[at], place, ops.cost[at], left.total, shard)
+        bought = torch.zeros_like(executed)
+        bought[at[fits]] = True
+    return _finish(ops, executed | bought, _after(left, ops, bought), elastic, shard)
+
+
+def _after(left: RemainingBudget, ops: Operations, bought: Tensor) -> RemainingBudget:
+    """What is left after the operations `bought` (bool [M]) of each process."""
     own = left.after(ops, bought)
-    total = left.total - shard.total(left.total - own.total)
-    queue = PurchaseQueue(ops, executed | bought, RemainingBudget(total, own.per_head), elastic)
-    while total > 0:
-        best, offer = queue.first(total), None
-        if best is not None:
-            unit, number, cost = best
-            head = shard.among_all(torch.tensor(number // slots), ops.forest.heads)
-            offer = unit, int(head) * slots + number % slots, cost
-        first = first_offer(offer, shard)
-        if first is None:
-            break
-        rank, price = first
-        total -= price
-        if rank == shard.rank:
-            queue.buy()
-    return queue.executed()
+    paid = ops.forest.shard.total(left.total - own.total)
+    return dataclasses.replace(own, total=left.total - paid)
+
+
+def _tree_among_all(ops: Operations, index: Tensor, shard: HeadShard) -> Tensor:
+    """int64 [n]: the trees of the operations at `index` [n], numbered over all processes."""
+    tree, slots = ops.tree[index], ops.forest.slots
+    return shard.among_all(tree // slots, ops.forest.heads) * slots + tree % slots
 
 
 def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor:
@@ -181,14 +150,21 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
     return above | (tied & fits.index_select(0, tree))
 
 
-def _finish(ops: Operations, executed: Tensor, left: RemainingBudget, elastic: bool) -> Tensor:
-    """bool [M]: what the priority queue makes of `executed`, run on a shortlist."""
+def _finish(
+    ops: Operations, executed: Tensor, left: RemainingBudget, elastic: bool, shard: HeadShard
+) -> Tensor:
+    """bool [M]: what the priority queue makes of `executed`, run on a shortlist.
+
+    The first of the first operations of all processes of `shard` is bought, in turn.
+    """
     if left.total == 0:
         return executed
-    queue, total = PurchaseQueue(ops, executed, left, elastic), left.total
-    while (best := queue.first(total)) is not None:
-        queue.buy()
-        total -= best[2]
+    queue, total = PurchaseQueue(ops, executed, left, elastic, shard), left.total
+    while (first := first_offer(queue.first(total), shard)) is not None:
+        rank, price = first
+        total -= price
+        if rank == shard.rank:
+            queue.buy()
     return queue.executed()
 
 
@@ -202,10 +178,16 @@ class PurchaseQueue:
         executed: bool [M], what is bought already.
         left: what is left to spend.
         elastic: whether operations of gain <= 0 are never bought.
+        shard: numbers the trees of all processes.
     """
 
     def __init__(
-        self, ops: Operations, executed: Tensor, left: RemainingBudget, elastic: bool
+        self,
+        ops: Operations,
+        executed: Tensor,
+        left: RemainingBudget,
+        elastic: bool,
+        shard: HeadShard,
     ) -> None:
         index = _shortlist(ops, executed, left, elastic)
         # Only these trees can still change, so only they go to the host.
@@ -214,7 +196,8 @@ class PurchaseQueue:
         self._local = local = where_true(touched.index_select(0, ops.tree))
         parent = ops.parent[local]
         self._unit, self._cost = ops.unit[local].tolist(), ops.cost[local].tolist()
-        self._tree, self._head = ops.tree[local].tolist(), ops.head(local).tolist()
+        self._tree = _tree_among_all(ops, local, shard).tolist()
+        self._head = ops.head(local).tolist()
         self._first_token = ops.forest.start[ops.node[local]].tolist()
         # Parents never decrease, so an operation's children are a range.
         self._child_begin = torch.searchsorted(parent, local).tolist()

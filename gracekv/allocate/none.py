@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import FLOORS, Floor, Frontier
 from gracekv.allocate.plan import BudgetPlan
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.tree.base import Forest
 
 
@@ -27,7 +27,7 @@ class NoFloor(Floor):
     works_sharded: ClassVar[bool] = True
 
     def candidates(
-        self, scores: Tensor, plan: BudgetPlan, shard: HeadShard | None = None
+        self, scores: Tensor, plan: BudgetPlan, shard: HeadShard = WHOLE
     ) -> Tensor | None:
         return None
 

@@ -154,6 +154,8 @@ def first_offer(offer: tuple[float, int, int] | None, shard: HeadShard) -> tuple
         offer: key, tie and price; the larger key comes first, of equal keys the smaller tie.
         shard: reaches the other processes.
     """
+    if shard.ranks == 1:
+        return None if offer is None else (0, offer[2])
     own = (-1.0, 0, 0) if offer is None else offer
     offers = shard.gather(torch.tensor(own, dtype=torch.float64)).tolist()
     first = min(range(shard.ranks), key=lambda rank: (-offers[rank][0], offers[rank][1]))

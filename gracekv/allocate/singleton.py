@@ -17,7 +17,7 @@ from gracekv.allocate.base import FLOORS, Floor, Frontier
 from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.plan import BudgetPlan
 from gracekv.allocate.ranking import first_fitting, first_offer, where_true
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.errors import ShapeError
 from gracekv.kernels.ragged import rows_and_steps
 from gracekv.registry import bounded
@@ -70,7 +70,7 @@ class Singleton(Floor):
         return math.floor(caps * plan.base / (plan.layers * plan.heads))
 
     def candidates(
-        self, scores: Tensor, plan: BudgetPlan, shard: HeadShard | None = None
+        self, scores: Tensor, plan: BudgetPlan, shard: HeadShard = WHOLE
     ) -> Tensor | None:
         limit = self.limit(plan)
         if limit <= 0:
@@ -82,20 +82,16 @@ class Singleton(Floor):
         before = relevance.gather(-1, order.indices).cumsum(-1) <= self.eta
         # Scores fall and sums rise along the order, so both conditions hold on a prefix.
         counts = (passes & before).sum(-1).maximum(passes[..., 0].long())
-        total = int(counts.sum())
-        if shard is not None:
-            total = shard.total(total)
+        total = shard.total(int(counts.sum()))
         if total > limit:
             counts = torch.where(counts > 0, (counts * limit // total).clamp(min=1), 0)
         chosen = torch.arange(scores.shape[-1], device=relevance.device) < counts[..., None]
         kept = torch.where(chosen, order.values, -torch.inf)
         return torch.full_like(score, -torch.inf).scatter_(-1, order.indices, kept)
 
-    def _score(self, relevance: Tensor, shard: HeadShard | None) -> Tensor:
+    def _score(self, relevance: Tensor, shard: HeadShard) -> Tensor:
         """f [L, G, N]: relevance mixed with its mean over heads, then max pooled (in float64)."""
-        mean = relevance.mean(dim=(0, 1))
-        if shard is not None:
-            mean = shard.sum(mean) / shard.ranks
+        mean = shard.mean(relevance.mean(dim=(0, 1)))
         mixed = (1 - self.consensus) * relevance + self.consensus * mean
         half = self.pool // 2
         return torch.nn.functional.max_pool1d(mixed, self.pool, stride=1, padding=half)
@@ -184,13 +180,14 @@ def _buy_paths(
         x.cpu().numpy() for x in (number[last], parent, ops.cost[local], ops.head(local))
     )
     done, shard = np.zeros(len(local), dtype=bool), ops.forest.shard
-    if shard is None and len(local) >= _COMPILED and importlib.util.find_spec("numba") is not None:
+    many = shard.ranks == 1 and len(local) >= _COMPILED
+    if many and importlib.util.find_spec("numba") is not None:
         from gracekv.allocate.paths_numba import buy_paths
 
         buy_paths(order, parents, costs, heads, budget, np.array(caps), done)
         return local[torch.from_numpy(done).to(local.device)]
     paths, lowest = _Paths(parents.tolist(), costs.tolist(), heads.tolist()), order.tolist()
-    if shard is None:
+    if shard.ranks == 1:
         done[:] = paths.alone(lowest, caps, budget)[0]
     else:
         tokens = int(ops.forest.end.max() - ops.forest.start.min())

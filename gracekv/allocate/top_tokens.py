@@ -15,7 +15,7 @@ from torch import Tensor
 from gracekv.allocate.operations import check_quota
 from gracekv.allocate.ranking import first_fitting, weighted_cut, where_true
 from gracekv.allocate.selection import Selection
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.errors import NonFiniteError
 
 
@@ -26,7 +26,7 @@ def top_tokens(
     quota: Tensor | None,
     *,
     elastic: bool = False,
-    shard: HeadShard | None = None,
+    shard: HeadShard = WHOLE,
 ) -> Tensor:
     """bool [L, G, N]: the tokens that the greedy auction keeps.
 
@@ -39,7 +39,7 @@ def top_tokens(
         budget: most entries in all heads, those of other processes included.
         quota: int64 [L, G] most entries of each head, or None.
         elastic: leave out tokens of gain <= 0.
-        shard: which heads these are; None: all.
+        shard: which heads these are; by default all.
 
     Raises:
         NonFiniteError: a gain is NaN or infinite.
@@ -55,11 +55,11 @@ def top_tokens(
         caps = None if quota is None else quota[layer]
         rough[layer], kept[layer] = candidates(scores[layer], omega[layer], caps, elastic)
     wanted = int(torch.count_nonzero(kept))
-    if (wanted if shard is None else shard.total(wanted)) <= budget:
+    if shard.total(wanted) <= budget:
         return kept
     if budget == 0:
         return torch.zeros_like(kept)
-    if shard is not None:
+    if shard.ranks > 1:
         return _cut_over_processes(scores, omega, rough, kept, budget, shard)
     # Gains are at least 0, so what is out already comes last.
     flat = rough.masked_fill_(~kept, -1.0).flatten()
@@ -154,8 +154,8 @@ def largest(values: Tensor, count: int) -> Tensor:
     `count` is from 0 to the number of values. Linear in time; holds one copy of the values.
     """
     flat = values.flatten()
-    if count == 0:
-        return torch.zeros_like(values, dtype=torch.bool)
+    if count in (0, len(flat)):
+        return torch.full_like(values, count > 0, dtype=torch.bool)
     cut = kth_largest(flat, count)
     kept = flat > cut
     tied = where_true(flat == cut)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.entries import CompressedCache
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 
 # Bits that a number may take.
 _WIDTHS = range(1, 65)
@@ -32,19 +32,13 @@ class WidthShare:
     bytes: int
 
     @classmethod
-    def of(cls, cache: CompressedCache) -> tuple[WidthShare, ...]:
-        """The shares of all widths in `cache`, the widest first."""
-        return cls.summed(
-            cls(bits, *share) for layer in cache.layers for bits, share in layer.widths().items()
-        )
-
-    @classmethod
-    def over_processes(
-        cls, shares: Sequence[WidthShare], shard: HeadShard
-    ) -> tuple[WidthShare, ...]:
-        """The `shares` of all processes added up, the widest first."""
-        own = {share.bits: (share.entries, share.bytes) for share in shares}
-        every = shard.sum(torch.tensor([own.get(bits, (0, 0)) for bits in _WIDTHS]))
+    def of(cls, cache: CompressedCache, shard: HeadShard = WHOLE) -> tuple[WidthShare, ...]:
+        """The shares of all widths in `cache`, in all processes, the widest first."""
+        own = torch.zeros(len(_WIDTHS), 2, dtype=torch.int64)
+        for layer in cache.layers:
+            for bits, share in layer.widths().items():
+                own[_WIDTHS.index(bits)] += torch.tensor(share)
+        every = shard.sum(own)
         return cls.summed(map(cls, _WIDTHS, *every.T.tolist()))
 
     @classmethod

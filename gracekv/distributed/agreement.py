@@ -12,21 +12,19 @@ from gracekv.errors import RankError
 
 
 @contextmanager
-def in_step(model: Any) -> Iterator[HeadShard | None]:
+def in_step(model: Any) -> Iterator[HeadShard]:
     """A block that all processes of a sharded `model` run together; yields its `head_shard`.
 
     If the block fails on one process, the others raise `RankError` at their next exchange.
     """
     shard = head_shard(model)
-    if shard is None:
-        yield None
-        return
     try:
         yield shard
     except RankError:
         raise
     except Exception:
-        shard.exchange.fail()
+        if shard.exchange is not None:
+            shard.exchange.fail()
         raise
 
 

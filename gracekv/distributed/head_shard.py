@@ -26,11 +26,6 @@ class Exchange(Protocol):
         """Tell the others, at their next exchange, that this process has failed; does not wait."""
 
 
-def all_heads(own: int, shard: HeadShard | None) -> int:
-    """Heads of all processes together, of which this one has `own`."""
-    return own if shard is None else own * shard.ranks
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadShard:
     """The part of a model's KV heads that this process holds.
@@ -41,21 +36,27 @@ class HeadShard:
     Attributes:
         rank: r, from 0.
         ranks: R.
-        exchange: reaches the other processes.
+        exchange: reaches the other processes; None: there are none, as by default.
     """
 
-    rank: int
-    ranks: int
-    exchange: Exchange
+    rank: int = 0
+    ranks: int = 1
+    exchange: Exchange | None = None
 
     def gather(self, tensor: Tensor) -> Tensor:
         """[R, ...]: `tensor` [...] of every process, on its device."""
+        if self.exchange is None:
+            return tensor[None]
         parts = self.exchange(tensor.detach().cpu().contiguous())
         return torch.stack(parts).to(tensor.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over processes, as `tensor` [...]."""
         return self.gather(tensor).sum(dim=0)
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean over processes, as `tensor` [...]."""
+        return self.sum(tensor) / self.ranks
 
     def total(self, count: int) -> int:
         """The sum of a whole number over processes."""
@@ -102,3 +103,7 @@ class HeadShard:
                     f"{', '.join(map(str, others))} is not that of process 0. Give every process "
                     f"the same arguments."
                 )
+
+
+WHOLE = HeadShard()
+"""All KV heads, of a model in one process."""

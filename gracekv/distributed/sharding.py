@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, distributed
 
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.errors import ConfigError, UnsupportedModelError
 from gracekv.registry import Configurable, Strategy
 from gracekv.registry.hyperparameter import parts_of
@@ -45,13 +45,13 @@ def is_sharded(model: Any) -> bool:
     )
 
 
-def head_shard(model: Any) -> HeadShard | None:
-    """Which KV heads this process holds; None for a model that is not sharded.
+def head_shard(model: Any) -> HeadShard:
+    """Which KV heads this process holds: all of a model that is not sharded.
 
     The first call connects the processes, see `connect`. Raises `UnsupportedModelError` as
     `check_sharding` does.
     """
-    return (_shards.get(model) or connect(model)) if is_sharded(model) else None
+    return (_shards.get(model) or connect(model)) if is_sharded(model) else WHOLE
 
 
 def connect(model: Any, *, timeout: float = _TIMEOUT) -> HeadShard:
@@ -106,9 +106,9 @@ def check_whole(model: Any, call: str) -> None:
         )
 
 
-def check_works_sharded(pipeline: Configurable, shard: HeadShard | None) -> None:
-    """Raise `ConfigError` if a strategy of `pipeline` needs all heads, and `shard` holds some."""
-    if shard is None:
+def check_works_sharded(pipeline: Configurable, shard: HeadShard) -> None:
+    """Raise `ConfigError` if a strategy of `pipeline` needs all heads, and `shard` holds a part."""
+    if shard.ranks == 1:
         return
     names = [
         f"{x.registry.stage} {x.name!r}"

@@ -177,12 +177,11 @@ class BaseResult(ABC):
             }
             # Views of one tensor could not be saved side by side.
             ids = {f"prompts.{n}.ids": row.clone() for n, row in enumerate(self._rows)}
-            packed = self.packed if shard is None else whole_cache(self.packed, shard)
-            if shard is None or shard.rank == 0:
+            packed = whole_cache(self.packed, shard) if shard.ranks > 1 else self.packed
+            if shard.rank == 0:
                 write_cache(Path(path), packed, header, ids)
-            if shard is not None:
-                # Until the file is there, or process 0 has failed.
-                shard.total(1)
+            # Until the file is there, or process 0 has failed.
+            shard.total(1)
 
     def generate_ids(
         self, max_new_tokens: int = 64, *, limit: Limit | None = None, **kwargs: Any

@@ -197,9 +197,7 @@ class GraceCache(Cache):  # type: ignore[misc]
 
         Otherwise the first step does.
         """
-        heads = model.config.get_text_config().num_attention_heads
-        shard = head_shard(model)
-        heads //= 1 if shard is None else shard.ranks
+        heads = model.config.get_text_config().num_attention_heads // head_shard(model).ranks
         for layer in self.grace_layers:
             layer.packed.backend.warm_up(layer.packed.prepared, heads)
 

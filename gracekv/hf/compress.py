@@ -116,7 +116,7 @@ def compress(
         if is_batch and prefill is not None:
             prefills = prefill  # type: ignore[assignment]
         _check_inputs(model, prompts, prefills, pipe, chosen)
-        if shard is not None:
+        if shard.ranks > 1:
             check_works_sharded(pipe, shard)
             limits = ([x is not None for x in prefills], capture.chunk, capture.memory_limit)
             others = {"prefill, chunk or memory_limit": limits}

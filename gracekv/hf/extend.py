@@ -63,7 +63,7 @@ def extended_run(
             f"multiplicities of what is packed. Compress the whole text anew."
         )
     shard = head_shard(model)
-    if shard is not None:
+    if shard.ranks > 1:
         others = {
             "result": run.accounting.entries.tolist(),
             "limits": (capture.chunk, capture.memory_limit),
@@ -98,7 +98,7 @@ def _check_length(model: Any, before: int, length: int, capture: CaptureOptions)
     check_prompt_length(model, length, beyond_positions=capture.beyond_positions)
 
 
-def _joined(before: Run, run: Run, places: int, shard: HeadShard | None) -> Run:
+def _joined(before: Run, run: Run, places: int, shard: HeadShard) -> Run:
     """The entries of `before`, bit for bit, and behind them in each head those of the passage."""
     old = before.cache
     packed = _joined_cache(old, run.cache, places, shard)
@@ -130,7 +130,7 @@ def _joined(before: Run, run: Run, places: int, shard: HeadShard | None) -> Run:
 
 
 def _joined_cache(
-    old: CompressedCache, new: CompressedCache, places: int, shard: HeadShard | None
+    old: CompressedCache, new: CompressedCache, places: int, shard: HeadShard
 ) -> CompressedCache:
     """The entries of `old`, then those of `new` after the `places` that stand for them."""
     shift = old.length - places
@@ -139,7 +139,7 @@ def _joined_cache(
     ]
     # A width that the passage uses nowhere, in no process, needs no part.
     counts = torch.tensor([[part.entries for part in codes] for _, (_, codes) in pairs]).sum(0)
-    used = (counts if shard is None else shard.sum(counts)).nonzero().flatten().tolist()
+    used = shard.sum(counts).nonzero().flatten().tolist()
     layers = list[LayerEntries]()
     for (exact, codes), (added, added_codes) in pairs:
         joined = _joined_layer(exact, added, places, shift)

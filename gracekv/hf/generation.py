@@ -75,7 +75,7 @@ def continue_ids(
                 f"cache of your own call model.generate with result.new_cache()."
             )
         check_continuation(model, [len(row) for row in rows], max_new_tokens)
-        if shard is not None:
+        if shard.ranks > 1:
             ids = repr([row.tolist() for row in rows])
             shard.agree(ids=ids.encode(), max_new_tokens=repr(max_new_tokens).encode())
     attach(model)
@@ -92,7 +92,7 @@ def continue_ids(
     new_tokens = inputs["attention_mask"][:, cache.packed_length :]
     even = len(rows) == len(cache.padding) and bool(new_tokens.all())
     limit, ahead = cache.limit, inputs["input_ids"].shape[1] - int(cache.get_seq_length())
-    replays = even and not keep_cache and shard is None and limit is None
+    replays = even and not keep_cache and shard.ranks == 1 and limit is None
     if limit is not None and ahead > limit.every:
         options = {"prefill_chunk_size": limit.every} | options
     with ExitStack() as stack:

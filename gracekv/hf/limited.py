@@ -67,7 +67,7 @@ class LimitedCache(GraceCache):
             return rotations_up_to(model, now)
 
         self._rotations = rotations
-        if head_shard(model) is not None:
+        if head_shard(model).ranks > 1:
             raise CacheError(
                 "The model's heads are spread over processes, and a cut compares all of them. "
                 "Generate without a limit, or load the model without tp_plan."

@@ -63,8 +63,7 @@ def load(
     """
     path = Path(path)
     with in_step(model) as shard, opened(path) as saved:
-        if shard is not None:
-            shard.agree(file=saved.digest.encode())
+        shard.agree(file=saved.digest.encode())
         return _loaded(path, saved, model, tokenizer, backend)
 
 
@@ -84,7 +83,7 @@ def _loaded(
         for prompt, run in zip(prompts, runs, strict=True):
             _check_entries(prompt, run, vocabulary)
     shard = head_shard(model)
-    if shard is not None:
+    if shard.ranks > 1:
         packed = own_cache(packed, shard)
     result = BatchResult if header["batch"] else CompressionResult
     return result.from_runs(model, prompts, runs, pipeline, packed=packed)

@@ -19,7 +19,7 @@ from gracekv.allocate import (
 )
 from gracekv.allocate.plan import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains, token_gains, top_tokens
-from gracekv.distributed import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.precision import Precision
 from gracekv.precision.base import EXACT
 from gracekv.prefill import Prefill, Region
@@ -70,7 +70,7 @@ class Auction:
         relevance: token scores and head sensitivity.
         forest: the trees; None: every token is a slot that stays or goes.
         candidates: [L, G, N] float64 as `Floor.candidates` returns them, or None.
-        shard: which heads these are; None: all.
+        shard: which heads these are; by default all.
     """
 
     floor: Floor
@@ -81,7 +81,7 @@ class Auction:
     relevance: Relevance
     forest: Forest | None
     candidates: Tensor | None
-    shard: HeadShard | None = None
+    shard: HeadShard = WHOLE
 
     @property
     def elastic(self) -> bool:
@@ -114,7 +114,7 @@ class Auction:
     def choose(self, plan: BudgetPlan) -> AuctionResult:
         """Spend `plan.base` entries, which are those of the heads of all processes."""
         quota = self.quota(plan)
-        if self.shard is not None and quota is not None:
+        if quota is not None:
             quota = self.shard.own_heads(quota, 1)
         if self.forest is None:
             prices = (self.relevance.scores, self.relevance.sensitivity)
@@ -143,9 +143,7 @@ class Auction:
         widths = precision.allocate(prefill, measured, selection, gains, plan)
         kept = widths > 0
         selection = selection.where(kept)
-        total = selection.entries
-        if self.shard is not None:
-            total = self.shard.total(total)
+        total = self.shard.total(selection.entries)
         return replace(
             offered,
             plan=replace(plan, total=plan.layers * plan.heads * plan.recent + total),
@@ -159,7 +157,7 @@ def within_bytes(
     plan: BudgetPlan,
     costs: EntryBytes,
     choose: Callable[[BudgetPlan], AuctionResult],
-    shard: HeadShard | None = None,
+    shard: HeadShard = WHOLE,
 ) -> AuctionResult:
     """The selection of the most entries that take at most `plan.bytes`.
 
@@ -174,7 +172,7 @@ def within_bytes(
         plan: with `bytes`; its `total` is an upper bound.
         costs: bytes of the entries.
         choose: the selection for a plan of fewer entries.
-        shard: which heads the selections are of; None: all.
+        shard: which heads the selections are of; by default all.
     """
     limit = plan.bytes
     if limit is None:
@@ -206,18 +204,16 @@ def within_bytes(
 
 
 def selection_bytes(
-    selection: Selection, plan: BudgetPlan, costs: EntryBytes, shard: HeadShard | None
+    selection: Selection, plan: BudgetPlan, costs: EntryBytes, shard: HeadShard
 ) -> int:
     """Bytes of the context's entries: those of `selection`, and the recent window of `plan`.
 
-    With `shard`, of the selections of all processes.
+    Of the selections of all processes of `shard`.
     """
     counts, exact = selection.offsets.diff(), 0
     if costs.sinks:
         stays = (selection.start < selection.region[0] + costs.sinks).cpu()
         own = torch.bincount(selection.head_of_entry()[stays], minlength=len(counts))
         counts, exact = counts - own, int(own.sum())
-    size = costs.heads(exact, counts)
-    if shard is not None:
-        size = shard.total(size)
+    size = shard.total(costs.heads(exact, counts))
     return plan.layers * plan.heads * plan.recent * costs.exact + size

@@ -99,7 +99,7 @@ class LayerwiseCompression:
                 self._measured.append(pipe.precision.measured(prefill, layer, region))
         with stage("allocate"):
             caps = pipe.quota.layer(scores, layer, plan)
-            if caps is not None and prefill.shard is not None:
+            if caps is not None:
                 caps = prefill.shard.own_heads(caps, 0)
             gains, kept = candidates(scores, pipe.sensitivity(prefill)[layer], caps, self._elastic)
             # Decoding feeds the last prompt token again, so it is no entry.
@@ -128,15 +128,13 @@ class LayerwiseCompression:
         takes rounds of 128 bytes, see `gracekv.allocate.ranking`.
         """
         gains, places = torch.cat(self._gains), torch.cat(self._places)
-        if prefill.shard is not None:
+        if prefill.shard.ranks > 1:
             heads, length = prefill.kv_heads, prefill.spans.length
             ties = prefill.shard.among_all(places // length, heads) * length + places % length
             stays = first_fitting(gains, ties, torch.ones_like(ties), budget, prefill.shard)
-        elif len(gains) > budget:
-            # Layer, head and token ascend, so ties go to the earlier.
-            stays = largest(gains, budget)
         else:
-            stays = torch.ones_like(gains, dtype=torch.bool)
+            # Layer, head and token ascend, so ties go to the earlier.
+            stays = largest(gains, min(budget, len(gains)))
         masks = list(stays.split([len(x) for x in self._gains]))
         for held in (self._gains, self._places):
             held[:] = [own[mask] for own, mask in zip(held, masks, strict=True)]

@@ -23,7 +23,6 @@ from gracekv.allocate import (
 from gracekv.backends import Auto, Backend
 from gracekv.cache import Packer, RaggedCache, Timings
 from gracekv.decode import Decoder, NoCut
-from gracekv.distributed.head_shard import all_heads
 from gracekv.distributed.sharding import check_works_sharded
 from gracekv.errors import ConfigError, ShapeError
 from gracekv.fit import Fitter, NoFit
@@ -143,7 +142,7 @@ class Pipeline(Configurable):
 
     def plan(self, prefill: Prefill, budget: Budget) -> BudgetPlan:
         """What `budget` comes to for this prefill; raises `BudgetError` if it is too small."""
-        heads, size = all_heads(prefill.kv_heads, prefill.shard), prefill.keys[0].element_size()
+        heads, size = prefill.kv_heads * prefill.shard.ranks, prefill.keys[0].element_size()
         return self._plan(prefill.layers, heads, prefill.entry_dim, size, prefill.spans, budget)
 
     def plan_for(self, model: Any, spans: PromptSpans, budget: Budget) -> BudgetPlan:

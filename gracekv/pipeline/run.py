@@ -22,7 +22,7 @@ from gracekv.cache import (
     Timings,
     WidthShare,
 )
-from gracekv.distributed.head_shard import HeadShard, all_heads
+from gracekv.distributed.head_shard import HeadShard
 from gracekv.fit import Fitter, NoFit
 from gracekv.fit.base import value_change
 from gracekv.kernels.linalg import full_float32
@@ -197,7 +197,7 @@ def accounted(
 
     Where heads are spread over processes, those of all of them are counted.
     """
-    spans, units = prefill.spans, prefill.layers * all_heads(prefill.kv_heads, prefill.shard)
+    spans, units = prefill.spans, prefill.layers * prefill.kv_heads * prefill.shard.ranks
     sizes = physical_sizes(cache, prefill.shard)
     entries, utility, floor_spent, bound = (
         torch.full((prefill.layers, prefill.kv_heads), spans.context_length), 0.0, 0, None,
@@ -206,10 +206,9 @@ def accounted(
         entries, utility = bought.selection.per_head() + plan.recent, bought.utility
         if bought.frontier is not None:
             floor_spent, bound = bought.frontier.floor_spent, bought.frontier.bound
-    if prefill.shard is not None:
-        entries = prefill.shard.all_heads(entries, dim=1)
-        utility = float(prefill.shard.sum(torch.tensor([utility], dtype=torch.float64)))
-        floor_spent = prefill.shard.total(floor_spent)
+    entries = prefill.shard.all_heads(entries, dim=1)
+    utility = float(prefill.shard.sum(torch.tensor([utility], dtype=torch.float64)))
+    floor_spent = prefill.shard.total(floor_spent)
     covered = spans.length - 1
     fixed = spans.context_start + max(0, covered - spans.context_end)
     spent = None if plan.bytes is None else sizes["bytes"] - units * fixed * prefill.entry_bytes
@@ -229,17 +228,18 @@ def accounted(
     )
 
 
-def physical_sizes(cache: CompressedCache, shard: HeadShard | None) -> dict[str, Any]:
-    """What `Accounting` says of the tensors of `cache`, by its names; all heads with `shard`."""
-    sizes, widths = [cache.kv_bytes, cache.metadata_bytes], WidthShare.of(cache)
-    if shard is not None:
-        sizes = shard.sum(torch.tensor(sizes)).tolist()
-        widths = WidthShare.over_processes(widths, shard)
+def physical_sizes(cache: CompressedCache, shard: HeadShard) -> dict[str, Any]:
+    """What `Accounting` says of the tensors of `cache`, by its names; all heads."""
     kept = bytes_by_kind(cache.kept)
     for kind in {layer.kind for layer in cache.kept if layer.window is not None}:
         # Of the states of linear layers every process holds all.
-        kept[kind] = all_heads(kept[kind], shard)
-    return {"bytes": sizes[0], "metadata_bytes": sizes[1], "widths": widths, "kept_bytes": kept}
+        kept[kind] *= shard.ranks
+    return {
+        "bytes": shard.total(cache.kv_bytes),
+        "metadata_bytes": shard.total(cache.metadata_bytes),
+        "widths": WidthShare.of(cache, shard),
+        "kept_bytes": kept,
+    }
 
 
 @contextmanager

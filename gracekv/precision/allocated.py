@@ -118,7 +118,7 @@ def _places(head: Tensor, prefill: Prefill) -> Tensor | None:
 
     None without other processes.
     """
-    if prefill.shard is None:
+    if prefill.shard.ranks == 1:
         return None
     counts = torch.bincount(head, minlength=prefill.layers * prefill.kv_heads)
     most = int(prefill.shard.maximum(counts.max()))

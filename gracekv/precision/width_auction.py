@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.ranking import affordable, first_offer
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.kernels import ragged
 
 _NEVER = -1.0
@@ -60,7 +60,7 @@ class Entries:
 
 
 def allocated_widths(
-    entries: Entries, costs: WidthCosts, budget: int, shard: HeadShard | None = None
+    entries: Entries, costs: WidthCosts, budget: int, shard: HeadShard = WHOLE
 ) -> Tensor:
     """int64 [E]: 0 for what is dropped, else 1 + the index of its width in `costs.bits`.
 
@@ -79,7 +79,7 @@ def allocated_widths(
     """
     operation = _Operations.of(entries, costs)
     change = operation.bytes(entries, costs)
-    if shard is None:
+    if shard.ranks == 1:
         # Moving to a wider block may free bytes: what counts is the first sum above the budget.
         over = (change.cumsum(0) > budget).nonzero()
         bought = int(over[0]) if len(over) else len(change)
@@ -88,8 +88,7 @@ def allocated_widths(
         bought, left = affordable(operation.rate, operation.tie, change, max(0, budget), shard)
     level = torch.zeros_like(entries.head)
     level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
-    if bought < len(change) or shard is not None:
-        _finish(level, operation, bought, entries, costs, left, shard)
+    _finish(level, operation, bought, entries, costs, left, shard)
     return level
 
 
@@ -175,11 +174,11 @@ def _finish(
     entries: Entries,
     costs: WidthCosts,
     left: int,
-    shard: HeadShard | None,
+    shard: HeadShard,
 ) -> None:
     """Buy the first operation from `begin` on that fits into `left` bytes, until none does.
 
-    Changes `level` int64 [E]. With `shard`, the first of all processes.
+    Changes `level` int64 [E]. It is the first of all processes of `shard`.
     """
     entry, source = operations.entry[begin:], operations.source[begin:]
     target, head = operations.target[begin:], entries.head[operations.entry[begin:]]
@@ -200,17 +199,12 @@ def _finish(
             chosen = int(fits[0])
             rate, tie = operations.rate[begin + chosen], operations.tie[begin + chosen]
             offer = float(rate), int(tie), int(cost[kind[chosen]])
-        if shard is not None:
-            winner = first_offer(offer, shard)
-            if winner is None:
-                return
-            left -= winner[1]
-            if winner[0] != shard.rank:
-                continue
-        elif offer is None:
+        winner = first_offer(offer, shard)
+        if winner is None:
             return
-        else:
-            left -= offer[2]
+        left -= winner[1]
+        if winner[0] != shard.rank:
+            continue
         level[entry[chosen]] = target[chosen]
         counts[head[chosen], source[chosen]] -= 1
         counts[head[chosen], target[chosen]] += 1

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, Self
 import torch
 from torch import Tensor
 
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.errors import MissingCaptureError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.kept import KeptLayer
@@ -58,7 +58,7 @@ class Prefill:
         logits: [vocab] of the last position, or None for a prefill built from tensors.
         token_ids: int64 [T], or None for a prefill built from tensors.
         fingerprint: identifies model and tokenizer (names, config hash), for saved caches.
-        shard: which of all processes' KV heads these are, which G and H count; None: all.
+        shard: which of all processes' KV heads these are, which G and H count; by default all.
         seconds: wall seconds of the forward pass ("prefill"), and of each observer beside it.
 
     Needs no model: build one from plain tensors to test an algorithm.
@@ -84,7 +84,7 @@ class Prefill:
     logits: Tensor | None = None
     token_ids: Tensor | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-    shard: HeadShard | None = None
+    shard: HeadShard = WHOLE
     seconds: Mapping[str | Observer, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

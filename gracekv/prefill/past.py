@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.prefill.kept import KeptLayer
 
 # Coordinates added to a head; GPUs want a multiple of 8.
@@ -57,15 +57,14 @@ class Past:
         layers: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]],
         length: int,
         kept: tuple[KeptLayer, ...] = (),
-        shard: HeadShard | None = None,
+        shard: HeadShard = WHOLE,
     ) -> Self:
         """From each layer's heads as keys [E_g, d], values [E_g, d] and log m [E_g].
 
-        With `shard`, padded to the longest head of all processes.
+        Padded to the longest head of all processes of `shard`.
         """
         places = max(len(keys) for heads in layers for keys, _, _ in heads)
-        if shard is not None:
-            places = int(shard.maximum(torch.tensor(places)))
+        places = int(shard.maximum(torch.tensor(places)))
         keys, values = [], []
         for heads in layers:
             like = heads[0][0]

@@ -99,9 +99,8 @@ class CurvatureDP(Segmenter):
             ],
         )
         _, bounds = best_partition(profit, self.min_length)
-        if prefill.shard is not None:
-            # All processes see the same hidden states; that they cut alike must not rest on it.
-            bounds, kappa = map(prefill.shard.from_first, (bounds, kappa))
+        # All processes see the same hidden states; that they cut alike must not rest on it.
+        bounds, kappa = map(prefill.shard.from_first, (bounds, kappa))
         return Partition(bounds + region.start, curvature=kappa)
 
     def boundary_score(self, kappa: Tensor, surprisal: Tensor | None = None) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class Forest:
             prototype or singleton; its token count for a node kept as its original tokens.
         add_gain: float64 [R], Delta_add, Eq. (A5) (not clipped).
         split_gain: float64 [V], Delta_split (not clipped); 0 for leaves.
-        shard: which of all processes' KV heads these are, which G counts; None: all.
+        shard: which of all processes' KV heads these are, which G counts; by default all.
     """
 
     layers: int
@@ -57,7 +57,7 @@ class Forest:
     entries: Tensor
     add_gain: Tensor
     split_gain: Tensor
-    shard: HeadShard | None = None
+    shard: HeadShard = WHOLE
 
     @property
     def nodes(self) -> int:

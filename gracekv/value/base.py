@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.errors import NonFiniteError, ShapeError
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Prefill, PrefillReader, Region
@@ -35,7 +35,7 @@ class TokenScores:
     seed_scores: Tensor
 
     @classmethod
-    def from_scores(cls, scores: Tensor, shard: HeadShard | None = None) -> Self:
+    def from_scores(cls, scores: Tensor, shard: HeadShard = WHOLE) -> Self:
         """Scores [L, G, N] with their mean over heads as seed scores, see `mean_seed_scores`."""
         return cls(scores, mean_seed_scores(scores, shard=shard))
 
@@ -52,19 +52,15 @@ class TokenScores:
             )
 
 
-def mean_seed_scores(
-    scores: Tensor, epsilon: float = 1e-12, shard: HeadShard | None = None
-) -> Tensor:
+def mean_seed_scores(scores: Tensor, epsilon: float = 1e-12, shard: HeadShard = WHOLE) -> Tensor:
     """S-hat [N]: scores [L, G, N] averaged over all heads and normalised to sum 1.
 
-    `epsilon` keeps the denominator from 0; a score that is 0 everywhere stays 0. With `shard` the
-    heads of all processes count.
+    `epsilon` keeps the denominator from 0; a score that is 0 everywhere stays 0. The heads of
+    all processes of `shard` count.
 
     Source: Eq. (V3), whose scores are the direct relevance; the same rule for other scores is ours.
     """
-    mean = scores.mean(dim=(0, 1))
-    if shard is not None:
-        mean = shard.sum(mean) / shard.ranks
+    mean = shard.mean(scores.mean(dim=(0, 1)))
     return mean / (mean.sum() + epsilon)
 
 

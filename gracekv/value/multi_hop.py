@@ -123,9 +123,8 @@ class MultiHop(Scorer):
             seeds = select_seeds(score, self.seed_mass, self.max_seeds)
             if not len(seeds):
                 break
-            if prefill.shard is not None:
-                # The processes run these tokens together, so the positions must not differ.
-                seeds = prefill.shard.from_first(seeds)
+            # Processes run these tokens together, so the positions must not differ.
+            seeds = prefill.shard.from_first(seeds)
             reached[seeds] = True
             weights = score[seeds] / score[seeds].sum()
             positions = seeds.cpu() + region.start
@@ -134,9 +133,7 @@ class MultiHop(Scorer):
                 attention_sums(view, layer, positions, region, weights) for layer in layers
             ]
             score = torch.stack([per_head.sum(0).to(score.device) for per_head in per_layer]).sum(0)
-            if prefill.shard is not None:
-                score = prefill.shard.sum(score)
-            score = score.masked_fill(reached, 0)  # only new tokens count
+            score = prefill.shard.sum(score).masked_fill(reached, 0)  # only new tokens count
             total = total + self.decay**hop * score
         return total
 

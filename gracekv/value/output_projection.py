@@ -120,10 +120,7 @@ class OutputProjection(Sensitivity):
         static = reduce(squares, "l (g n) -> l g", "sum", g=prefill.kv_heads).sqrt()
         projected = prefill.observation(ProjectedNorms())
         raw = (static * projected.to(device).float().mean(dim=-1)).sqrt()
-        mean = raw.mean()
-        if prefill.shard is not None:
-            mean = prefill.shard.sum(mean) / prefill.shard.ranks
-        return raw / (mean + self.epsilon)
+        return raw / (prefill.shard.mean(raw.mean()) + self.epsilon)
 
 
 def projected_norms(projection: Projection, outputs: Tensor, groups: int) -> Tensor:

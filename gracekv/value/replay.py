@@ -114,10 +114,8 @@ class Replay(LayerScorer):
         weights += self.uniform_weight * _normalised(uniform)
         at = chosen.nonzero()[:, 0]
         positions, weights = at + region.start, _normalised(weights[at]).float()
-        if shard is not None:
-            # The processes run these tokens together, so the positions must not differ.
-            positions, weights = shard.from_first(positions), shard.from_first(weights)
-        return positions, weights
+        # Processes run these tokens together, so the positions must not differ.
+        return shard.from_first(positions), shard.from_first(weights)
 
     def _likely(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """float32 [N]: how likely each token is to appear in the answer, as seen by `layer`."""
@@ -125,9 +123,7 @@ class Replay(LayerScorer):
         count = prefill.layers if self.likely_in == "all_layers" else layer + 1
         while len(rows) < count:
             best = self.query_scorer.layer(prefill, len(rows), region, memory).amax(dim=0)
-            if prefill.shard is not None:
-                best = prefill.shard.maximum(best)
-            rows.append(best.to(prefill.keys[0].device))
+            rows.append(prefill.shard.maximum(best).to(prefill.keys[0].device))
         return torch.stack(rows[:count]).mean(dim=0)
 
 

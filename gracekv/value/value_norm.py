@@ -60,9 +60,7 @@ class ValueNorm(LayerScorer):
         scores = self.scorer.layer(prefill, layer, region, memory)
         norms = prefill.values[layer][:, region.start : region.end].float().norm(dim=-1)
         if self.relative > 0:
-            mean = norms.mean()
-            if prefill.shard is not None:
-                mean = prefill.shard.sum(mean) / prefill.shard.ranks
+            mean = prefill.shard.mean(norms.mean())
             norms = norms / mean.clamp_min(1e-12) ** self.relative
         if self.power != 1:
             norms = norms**self.power
