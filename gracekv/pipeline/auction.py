@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gracekv.allocate import (
-    Allocator,
     BudgetPlan,
-    Floor,
     Frontier,
     Selection,
     upper_bound,
@@ -25,6 +23,9 @@ from gracekv.precision.base import EXACT
 from gracekv.prefill import Prefill, Region
 from gracekv.tree import Forest
 from gracekv.value import Relevance
+
+if TYPE_CHECKING:
+    from gracekv.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,88 +63,65 @@ class Auction:
     """Floor and allocator over the trees of one prompt, or a top-k where there are none.
 
     Attributes:
-        floor: protects tokens before the auction.
-        allocate: spends the rest.
+        pipeline: whose budget is spent.
+        prefill: one sequence, of which tokens may be gone.
         quota: int64 [L, G] most entries of each head under a plan, or None.
-        certify: also bound what any allocation could reach.
-        origin: the first compressible position.
         relevance: token scores and head sensitivity.
         forest: the trees; None: every token is a slot that stays or goes.
         candidates: [L, G, N] float64 as `Floor.candidates` returns them, or None.
-        shard: which heads these are; by default all.
+        measured: of each layer what the pipeline's precision measured, where it allocates.
     """
 
-    floor: Floor
-    allocate: Allocator
+    pipeline: Pipeline
+    prefill: Prefill
     quota: Callable[[BudgetPlan], Tensor | None]
-    certify: bool
-    origin: int
     relevance: Relevance
-    forest: Forest | None
-    candidates: Tensor | None
-    shard: HeadShard = WHOLE
+    forest: Forest | None = None
+    candidates: Tensor | None = None
+    measured: Sequence[Any] = ()
 
     @property
     def elastic(self) -> bool:
         """Whether budget is left unspent rather than buy what gains nothing."""
-        return bool(getattr(self.allocate, "elastic", False))
+        return bool(getattr(self.pipeline.allocate, "elastic", False))
 
-    def spend(
-        self,
-        plan: BudgetPlan,
-        costs: EntryBytes | None,
-        precision: Precision,
-        prefill: Prefill,
-        measured: Sequence[Any],
-    ) -> AuctionResult:
-        """Spend the budget, in entries or in bytes.
-
-        Args:
-            plan: the budget; where it counts bytes, its entries are the most that could fit.
-            costs: bytes of the entries; None: all are as they are.
-            precision: how entries are stored.
-            prefill: one sequence, of which tokens may be gone.
-            measured: of each layer what `precision` measured, where it allocates.
-        """
-        if precision.allocates:
-            return self._with_widths(self.choose(plan), precision, prefill, measured)
+    def spend(self, plan: BudgetPlan) -> AuctionResult:
+        """Spend the budget; where it counts bytes, its entries are the most that could fit."""
+        if self.pipeline.precision.allocates:
+            return self._with_widths(self.choose(plan))
+        costs = self.pipeline.costs(self.prefill)
         if costs is None or plan.bytes is None:
             return self.choose(plan)
-        return within_bytes(plan, costs, self.choose, self.shard)
+        return within_bytes(plan, costs, self.choose, self.prefill.shard)
 
     def choose(self, plan: BudgetPlan) -> AuctionResult:
         """Spend `plan.base` entries, which are those of the heads of all processes."""
-        quota = self.quota(plan)
+        pipeline, shard, quota = self.pipeline, self.prefill.shard, self.quota(plan)
         if quota is not None:
-            quota = self.shard.own_heads(quota, 1)
+            quota = shard.own_heads(quota, 1)
         if self.forest is None:
             prices = (self.relevance.scores, self.relevance.sensitivity)
-            kept = top_tokens(*prices, plan.base, quota, elastic=self.elastic, shard=self.shard)
-            selection = Selection.of_tokens(kept, self.origin)
+            kept = top_tokens(*prices, plan.base, quota, elastic=self.elastic, shard=shard)
+            selection = Selection.of_tokens(kept, self.prefill.spans.context_start)
             return AuctionResult(plan, selection, float(token_gains(*prices, selection).sum()))
-        floor = self.floor.realize(self.forest, self.candidates, plan, quota)
-        frontier = self.allocate(floor, quota)
-        if self.certify:
+        floor = pipeline.floor.realize(self.forest, self.candidates, plan, quota)
+        frontier = pipeline.allocate(floor, quota)
+        if pipeline.certify:
             empty = Frontier.empty(self.forest, plan.base)
             bound = upper_bound(empty, quota, elastic=self.elastic)
             frontier = replace(frontier, bound=max(bound, frontier.utility))
         selection = Selection.of_frontier(frontier, floor)
         return AuctionResult(plan, selection, frontier.utility, floor, frontier)
 
-    def _with_widths(
-        self,
-        offered: AuctionResult,
-        precision: Precision,
-        prefill: Prefill,
-        measured: Sequence[Any],
-    ) -> AuctionResult:
+    def _with_widths(self, offered: AuctionResult) -> AuctionResult:
         """Of the entries that are offered, those that get bits."""
         plan, selection = offered.plan, offered.selection
         gains = entry_gains(self.relevance.scores, self.relevance.sensitivity, selection)
-        widths = precision.allocate(prefill, measured, selection, gains, plan)
+        precision, prefill = self.pipeline.precision, self.prefill
+        widths = precision.allocate(prefill, self.measured, selection, gains, plan)
         kept = widths > 0
         selection = selection.where(kept)
-        total = self.shard.total(selection.entries)
+        total = prefill.shard.total(selection.entries)
         return replace(
             offered,
             plan=replace(plan, total=plan.layers * plan.heads * plan.recent + total),

@@ -150,10 +150,7 @@ class LayerwiseCompression:
             omega = pipe.sensitivity(prefill)
             relevance = Relevance(scored.scores, scored.seed_scores, omega)
         quota = partial(pipe.quota, relevance.scores)
-        auction = Auction(
-            pipe.floor, pipe.allocate, quota, False, region.start, relevance, None, None,
-            prefill.shard,
-        )  # fmt: skip
+        auction = Auction(pipe, prefill, quota, relevance, measured=self._measured)
 
         def packed(selection: Selection) -> RaggedCache:
             devices = [x.device for x in prefill.keys]
@@ -170,8 +167,8 @@ class LayerwiseCompression:
             layers = (pipe.fit.layer(*pair, region) for pair in pairs)
             return replace(cache, layers=tuple(layers))
 
-        stages = (self._measured, packed, fitted, self._seconds)
-        return finished(pipe, prefill, plan, pipe.segment(prefill, region), auction, *stages)
+        partition = pipe.segment(prefill, region)
+        return finished(auction, plan, partition, packed, fitted, self._seconds)
 
 
 def _place(prefill: Prefill, layer: int, head: Tensor, position: Tensor) -> Tensor:

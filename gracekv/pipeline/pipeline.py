@@ -20,6 +20,7 @@ from gracekv.allocate import (
     RecentWindow,
     Selection,
 )
+from gracekv.allocate.plan import EntryBytes
 from gracekv.backends import Auto, Backend
 from gracekv.cache import Packer, RaggedCache, Timings
 from gracekv.decode import Decoder, NoCut
@@ -164,6 +165,11 @@ class Pipeline(Configurable):
             costs=self.precision.entry_bytes(dim, size, spans),
         )
 
+    def costs(self, prefill: Prefill) -> EntryBytes | None:
+        """What entries cost, if budgets count bytes; None: they count entries."""
+        size = prefill.keys[0].element_size()
+        return self.precision.entry_bytes(prefill.entry_dim, size, prefill.spans)
+
     def run(self, prefill: Prefill, budget: Budget, partition: Partition | None = None) -> Run:
         """Compress one prefill: segment, value, tree, allocate, pack, fit, precision.
 
@@ -175,13 +181,12 @@ class Pipeline(Configurable):
         """
         check_works_sharded(self, prefill.shard)
         plan, first = self.plan(prefill, budget), prefill.keys[0]
-        costs = self.precision.entry_bytes(prefill.entry_dim, first.element_size(), prefill.spans)
         seconds: dict[str, float] = {}
         stage = partial(timed, first.device, seconds)
         if self.keep_all or self.precision.keeps_all(plan, prefill.entry_bytes):
             stored = whole_cache(prefill, plan, self.precision, stage, quantise=self.keep_all)
             timings = Timings(**prefill.seconds_for(Needs()), **seconds)
-            kept = accounted(prefill, plan, stored, None, costs)
+            kept = accounted(prefill, plan, stored, None, self.costs(prefill))
             return Run(plan, stored, kept, timings, prefill.fingerprint)
         region = prefill.spans.region(plan.recent)
         with stage("segment"):
@@ -199,21 +204,18 @@ class Pipeline(Configurable):
             # Freed unless the caller holds the prefill, too.
             prefill = prefill.without(BlockInput)
             forest, candidates = self._trees(prefill, partition, relevance, curvature, plan, quota)
-        auction = Auction(
-            self.floor, self.allocate, quota, self.certify, region.start, relevance, forest,
-            candidates, prefill.shard,
-        )  # fmt: skip
         measured = []
         if self.precision.allocates:
             with stage("precision"):
                 layers = range(prefill.layers)
                 measured = [self.precision.measured(prefill, x, region) for x in layers]
+        auction = Auction(self, prefill, quota, relevance, forest, candidates, measured)
 
         def packed(selection: Selection) -> RaggedCache:
             return self.pack(prefill, selection, relevance.scores, self.prototype, columns)
 
         fitted = partial(self.fit, prefill, region)
-        return finished(self, prefill, plan, partition, auction, measured, packed, fitted, seconds)
+        return finished(auction, plan, partition, packed, fitted, seconds)
 
     def _segment(self, prefill: Prefill, region: Region, given: Partition | None) -> Partition:
         """The slots of `region`, which `given` has to cover."""

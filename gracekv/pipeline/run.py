@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +23,12 @@ from gracekv.cache import (
     WidthShare,
 )
 from gracekv.distributed.head_shard import HeadShard
-from gracekv.fit import Fitter, NoFit
+from gracekv.fit import NoFit
 from gracekv.fit.base import value_change
 from gracekv.kernels.linalg import full_float32
 from gracekv.pipeline.auction import Auction, AuctionResult
 from gracekv.precision import Precision
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import Prefill, Region
 from gracekv.prefill.kept import bytes_by_kind
 from gracekv.segment import Partition
 from gracekv.tree import Forest
@@ -113,28 +113,10 @@ def whole_cache(
         return precision(cache, widths).with_kept(prefill.kept)
 
 
-class LastStages(Protocol):
-    """What `finished` reads of a `Pipeline`."""
-
-    @property
-    def fit(self) -> Fitter:
-        """Fits what was kept."""
-
-    @property
-    def precision(self) -> Precision:
-        """Stores it."""
-
-    def needs(self) -> Needs:
-        """What the prefill had to hold."""
-
-
 def finished(
-    pipeline: LastStages,
-    prefill: Prefill,
+    auction: Auction,
     plan: BudgetPlan,
     partition: Partition,
-    auction: Auction,
-    measured: Sequence[Any],
     pack: Callable[[Selection], RaggedCache],
     fit: Callable[[RaggedCache], RaggedCache],
     seconds: dict[str, float],
@@ -142,21 +124,18 @@ def finished(
     """What is left to do once tokens have scores: allocate, pack, fit, precision.
 
     Args:
-        pipeline: what compresses.
-        prefill: one sequence, of which tokens may be gone.
+        auction: has the scores.
         plan: the budget.
         partition: slots.
-        auction: has the scores.
-        measured: of each layer what `precision` measured, where it allocates.
         pack: the entries of a selection.
         fit: those entries, fitted.
         seconds: of each stage so far.
     """
-    first, region = prefill.keys[0], prefill.spans.region(plan.recent)
-    costs = pipeline.precision.entry_bytes(prefill.entry_dim, first.element_size(), prefill.spans)
-    stage = partial(timed, first.device, seconds)
+    pipeline, prefill = auction.pipeline, auction.prefill
+    region = prefill.spans.region(plan.recent)
+    stage = partial(timed, prefill.keys[0].device, seconds)
     with stage("allocate"):
-        bought = auction.spend(plan, costs, pipeline.precision, prefill, measured)
+        bought = auction.spend(plan)
     with stage("pack"):
         packed = pack(bought.selection)
     with stage("precision"):
@@ -172,7 +151,7 @@ def finished(
     return Run(
         plan=bought.plan,
         cache=stored,
-        accounting=accounted(prefill, bought.plan, stored, bought, costs),
+        accounting=accounted(prefill, bought.plan, stored, bought, pipeline.costs(prefill)),
         timings=Timings(**prefill.seconds_for(pipeline.needs()), **seconds),
         fingerprint=prefill.fingerprint,
         partition=partition,
