@@ -13,7 +13,7 @@ from torch import Tensor
 from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.errors import NonFiniteError, ShapeError
 from gracekv.kernels.softmax_sums import softmax_columns
-from gracekv.prefill import Prefill, PrefillReader, Region
+from gracekv.prefill import Needs, Prefill, PrefillReader, PromptSpans, Region
 from gracekv.registry import Registry, Strategy
 
 
@@ -200,6 +200,46 @@ class LayerScorer(Scorer):
         return TokenScores.from_scores(
             torch.stack([x.to(device) for x in scores]), shard=prefill.shard
         )
+
+
+class DerivedScorer(LayerScorer):
+    """Makes its scores of another scorer's; reads and asks what that one does."""
+
+    scorer: Scorer
+
+    @property
+    def by_layer(self) -> bool:
+        return self.scorer.by_layer
+
+    def needs(self) -> Needs:
+        """What the other scorer needs."""
+        return self.scorer.needs()
+
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """What the other scorer asks, int64 [P]."""
+        return self.scorer.asks(prefill, region, memory)
+
+
+class TokenColumns:
+    """An `Accumulator` of numbers [n, T], which subclasses write into as runs come.
+
+    Args:
+        spans: of the prompt, T tokens.
+    """
+
+    def __init__(self, spans: PromptSpans) -> None:
+        self.spans, self._columns = spans, torch.empty(0)
+
+    def columns(self, rows: Tensor) -> Tensor:
+        """The numbers so far, float32 [n, T]; at first zeros, for n `rows`, on their device."""
+        if not self._columns.numel():
+            shape = (len(rows), self.spans.length)
+            self._columns = torch.zeros(shape, dtype=torch.float32, device=rows.device)
+        return self._columns
+
+    def result(self) -> Tensor:
+        """The numbers [n, T]."""
+        return self._columns
 
 
 class Sensitivity(PrefillReader, Strategy, abc.ABC):

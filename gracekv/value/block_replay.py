@@ -30,7 +30,7 @@ from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, Sizes, TokenRun
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, LayerScorer, Memory, TokenColumns
 
 # First tokens of the prompt, which many heads attend to when they look for nothing.
 SINKS = 4
@@ -115,19 +115,17 @@ class BlockReplaySums(LayerObserver):
         )
 
 
-class _BlockSums:
+class _BlockSums(TokenColumns):
     """The sums of one layer. Queries wait until their block is complete: at most one is held."""
 
     def __init__(self, replay: BlockReplaySums, spans: PromptSpans) -> None:
-        self._replay, self._spans = replay, spans
+        super().__init__(spans)
+        self._replay = replay
         self._waiting: Tensor | None = None
-        self._total = torch.empty(0)
 
     def add(self, run: TokenRun) -> None:
-        if not self._total.numel():
-            size = (len(run.keys), self._spans.length)
-            self._total = run.keys.new_zeros(size, dtype=torch.float32)
-        for block in self._replay.blocks(self._spans):
+        total = self.columns(run.keys)
+        for block in self._replay.blocks(self.spans):
             start, stop = max(block.start, run.start), min(block.end, run.end)
             if start >= stop:
                 continue
@@ -136,7 +134,7 @@ class _BlockSums:
                 rows = self._collected(rows, start - block.start, block.length)
             if stop == block.end:
                 self._replay.add_block(
-                    self._total, rows, run.keys, block, run.rope, run.scale, **run.logits
+                    total, rows, run.keys, block, run.rope, run.scale, **run.logits
                 )
                 self._waiting = None
 
@@ -146,9 +144,6 @@ class _BlockSums:
             self._waiting = rows.new_empty(rows.shape[0], length, rows.shape[2])
         self._waiting[:, at : at + rows.shape[1]] = rows
         return self._waiting
-
-    def result(self) -> Tensor:
-        return self._total
 
 
 @final

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory, Scorer, rank_scores
+from gracekv.value.base import SCORERS, DerivedScorer, Memory, Scorer, rank_scores
 from gracekv.value.window_attention import WindowAttention
 
 
 @final
 @SCORERS.register("chunk_order")
 @dataclass(frozen=True, slots=False)
-class ChunkOrder(LayerScorer):
+class ChunkOrder(DerivedScorer):
     """Tokens by the mean score of their chunk of 10, inside it by their own (ChunkKV).
 
     The b best tokens are whole chunks, then the best tokens of the next chunk, so that any b is met
@@ -44,18 +44,6 @@ class ChunkOrder(LayerScorer):
     chunk_size: int = bounded(10, at_least=1, hint="ChunkKV's is 10.")
     share_heads: bool = True
     reuse_layers: int = bounded(1, at_least=1, hint="1 ranks every layer by its own scores.")
-
-    @property
-    def by_layer(self) -> bool:
-        return self.scorer.by_layer
-
-    def needs(self) -> Needs:
-        """What the token scores need."""
-        return self.scorer.needs()
-
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """What the token scores ask, int64 [P]."""
-        return self.scorer.asks(prefill, region, memory)
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]."""

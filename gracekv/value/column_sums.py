@@ -12,7 +12,7 @@ from torch import Tensor
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, Sizes, TokenRun
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, LayerScorer, Memory, TokenColumns
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,13 @@ class ReceivedAttention(LayerObserver):
         return _Columns(spans)
 
 
-class _Columns:
-    def __init__(self, spans: PromptSpans) -> None:
-        self._spans, self._total = spans, torch.empty(0)
-
+class _Columns(TokenColumns):
     def add(self, run: TokenRun) -> None:
-        if not self._total.numel():
-            size = (len(run.queries), self._spans.length)
-            self._total = run.queries.new_zeros(size, dtype=torch.float32)
         seen = torch.arange(run.start + 1, run.end + 1)
         keys = run.keys[:, : run.end]
-        self._total[:, : run.end] += softmax_columns(
+        self.columns(run.queries)[:, : run.end] += softmax_columns(
             run.queries.float() * run.scale, keys, seen, **run.logits
         )
-
-    def result(self) -> Tensor:
-        return self._total
 
 
 @final

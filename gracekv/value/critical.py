@@ -21,7 +21,7 @@ from gracekv.prefill.observer import (
     TokenRun,
 )
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory, Scorer, rank_scores
+from gracekv.value.base import SCORERS, DerivedScorer, Memory, Scorer, TokenColumns, rank_scores
 from gracekv.value.window_attention import WindowAttention
 
 # Rows that go through a projection at once.
@@ -46,26 +46,18 @@ class WrittenNorms(LayerObserver):
         return _Norms(spans)
 
 
-class _Norms:
-    def __init__(self, spans: PromptSpans) -> None:
-        self._spans, self._norms = spans, torch.empty(0)
-
+class _Norms(TokenColumns):
     def add(self, run: TokenRun) -> None:
         assert run.projection is not None  # it is read
         values = run.values[:, run.start : run.end]
-        if not self._norms.numel():
-            self._norms = torch.zeros(len(values), self._spans.length, device=values.device)
         written = written_norms(run.projection, values, len(run.queries))
-        self._norms[:, run.start : run.end] = written
-
-    def result(self) -> Tensor:
-        return self._norms
+        self.columns(values)[:, run.start : run.end] = written
 
 
 @final
 @SCORERS.register("critical")
 @dataclass(frozen=True, slots=False)
-class Critical(LayerScorer):
+class Critical(DerivedScorer):
     """Half of a head's tokens by a score, the rest by (score + epsilon) |W_O v|_1 (CriticalKV).
 
     The norm is the mean over a KV head's query heads. The choice of a budget holds that of every
@@ -88,17 +80,9 @@ class Critical(LayerScorer):
     first_stage: float = bounded(0.5, at_least=0, at_most=1, hint="The published share is 0.5.")
     epsilon: float = bounded(1e-4, at_least=0, hint="The published value is 1e-4.")
 
-    @property
-    def by_layer(self) -> bool:
-        return self.scorer.by_layer
-
     def needs(self) -> Needs:
         """What the score needs, and the norms."""
         return self.scorer.needs() | Needs.observed(WrittenNorms())
-
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """What the score asks, int64 [P]."""
-        return self.scorer.asks(prefill, region, memory)
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]; `MissingCaptureError` without the norms of projected values."""

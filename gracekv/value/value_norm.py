@@ -7,16 +7,16 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import Prefill, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory, Scorer
+from gracekv.value.base import SCORERS, DerivedScorer, Memory, Scorer
 from gracekv.value.read_ahead import ReadAhead
 
 
 @final
 @SCORERS.register("value_norm")
 @dataclass(frozen=True, slots=False)
-class ValueNorm(LayerScorer):
+class ValueNorm(DerivedScorer):
     """Another score times ||v||: how much dropping a token changes the head's output.
 
     Norms of values grow with depth, and so does the residual stream. Absolute norms drop the
@@ -42,18 +42,6 @@ class ValueNorm(LayerScorer):
     relative: float = bounded(
         0.0, at_least=0, at_most=1, hint="0: absolute norms; 1: relative to the layer's mean."
     )
-
-    @property
-    def by_layer(self) -> bool:
-        return self.scorer.by_layer
-
-    def needs(self) -> Needs:
-        """What the scorer needs."""
-        return self.scorer.needs()
-
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """What the scorer asks, int64 [P]."""
-        return self.scorer.asks(prefill, region, memory)
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Weighted scores [G, N], not normalised."""
