@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal, final
 
@@ -18,7 +17,6 @@ from gracekv.registry import bounded
 
 @final
 @QUOTAS.register("adaptive_heads")
-@dataclass(frozen=True, slots=False)
 class AdaptiveHeads(Quota):
     """A layer's heads get what they win in its common top-k, mixed with equal parts (Ada-KV).
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, final
 
@@ -18,7 +17,6 @@ from gracekv.registry import bounded
 
 @final
 @QUOTAS.register("density")
-@dataclass(frozen=True, slots=False)
 class Density(Quota):
     """Layers whose heads spread attention evenly get more, by a softmax over layers (D2O).
 

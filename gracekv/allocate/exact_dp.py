@@ -18,7 +18,6 @@ from gracekv.registry import bounded
 
 @final
 @ALLOCATORS.register("exact_dp")
-@dataclass(frozen=True, slots=False)
 class ExactDP(Allocator):
     """The optimum by a tree knapsack over all budgets (small forests; a check on the others).
 

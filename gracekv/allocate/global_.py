@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from gracekv.allocate.plan import BudgetPlan
 
 @final
 @QUOTAS.register("global")
-@dataclass(frozen=True, slots=False)
 class Global(Quota):
     """No cap per head: layers and heads compete for one budget.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -19,7 +18,6 @@ from gracekv.kernels.ragged import offsets
 
 @final
 @ALLOCATORS.register("greedy")
-@dataclass(frozen=True, slots=False)
 class Greedy(Allocator):
     """Best utility per entry first: the paper's auction, all at once.
 

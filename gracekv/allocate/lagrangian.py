@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
@@ -22,7 +21,6 @@ _ITERATIONS = 60
 
 @final
 @ALLOCATORS.register("lagrangian")
-@dataclass(frozen=True, slots=False)
 class Lagrangian(Allocator):
     """Best subtrees at one price per entry, filled up greedily; certifies how good it is.
 

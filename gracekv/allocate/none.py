@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -15,7 +14,6 @@ from gracekv.tree.base import Forest
 
 @final
 @FLOORS.register("none")
-@dataclass(frozen=True, slots=False)
 class NoFloor(Floor):
     """Protect nothing: the whole budget goes to the auction.
 

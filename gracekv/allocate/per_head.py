@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -14,7 +13,6 @@ from gracekv.allocate.plan import BudgetPlan, equal_shares
 
 @final
 @QUOTAS.register("per_head")
-@dataclass(frozen=True, slots=False)
 class PerHead(Quota):
     """Each (layer, KV head) holds at most its equal share, B_base // (L G), floor included.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, final
 
@@ -16,7 +15,6 @@ from gracekv.registry import bounded
 
 @final
 @QUOTAS.register("pyramid")
-@dataclass(frozen=True, slots=False)
 class Pyramid(Quota):
     """Shares fall linearly with depth; the last layer's is 1/20 of the mean (PyramidKV).
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, final
 
@@ -30,7 +29,6 @@ _COMPILED = 20_000
 
 @final
 @FLOORS.register("singleton")
-@dataclass(frozen=True, slots=False)
 class Singleton(Floor):
     """Protect the tokens of the highest relevance, with max pooling and consensus among heads.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -16,7 +15,6 @@ _ELSEWHERE = ("sdpa",)
 
 @final
 @BACKENDS.register("auto")
-@dataclass(frozen=True, slots=False)
 class Auto(Backend):
     """The fastest registered backend for the device that each layer lies on.
 

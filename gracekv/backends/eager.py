@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -15,7 +14,6 @@ from gracekv.kernels.logits import capped
 
 @final
 @BACKENDS.register("eager")
-@dataclass(frozen=True, slots=False)
 class Eager(AttentionBackend):
     """Loops over heads in float32, on any device; slow, for checks.
 

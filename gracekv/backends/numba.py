@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, final
 
 import torch
@@ -21,7 +21,6 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @final
 @BACKENDS.register("numba")
-@dataclass(frozen=True, slots=False)
 class Numba(AttentionBackend):
     """Fused kernel for CPUs: every entry read once, no padding; needs numba (gracekv[cpu]).
 

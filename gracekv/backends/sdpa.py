@@ -87,7 +87,6 @@ class HeadViews:
 
 @final
 @BACKENDS.register("sdpa")
-@dataclass(frozen=True, slots=False)
 class Sdpa(AttentionBackend):
     """Head by head: fused attention on the CPU, matrix products elsewhere.
 

@@ -55,7 +55,6 @@ class TritonEntries:
 
 @final
 @BACKENDS.register("triton")
-@dataclass(frozen=True, slots=False)
 class Triton(AttentionBackend):
     """Ragged split-KV kernel for NVIDIA GPUs: no padding, work balanced over uneven heads.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import numpy as np
@@ -27,7 +26,6 @@ _BLOCK = 128
 
 @final
 @PACKERS.register("cam")
-@dataclass(frozen=True)
 class CamPacker(Packer):
     r"""Dropped values are added at random to the 32 context tokens after them; keys stay (CaM).
 

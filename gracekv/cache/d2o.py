@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
@@ -20,7 +19,6 @@ _BLOCK = 64 * 2**20
 
 @final
 @PACKERS.register("d2o")
-@dataclass(frozen=True)
 class D2OPacker(Packer):
     r"""Dropped tokens merge into the kept token of the most similar key, if similar enough (D2O).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
@@ -13,7 +12,6 @@ from gracekv.kernels import ragged
 
 @final
 @PACKERS.register("evict")
-@dataclass(frozen=True)
 class EvictPacker(Packer):
     """Tokens are kept or dropped; of a coarse node the token of the highest score stays (eviction).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -14,7 +13,6 @@ from gracekv.tree.merge import merge
 
 @final
 @PACKERS.register("prototype")
-@dataclass(frozen=True)
 class PrototypePacker(Packer):
     """A node of several tokens becomes one merged entry with its log multiplicity (the paper's).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from gracekv.registry import bounded
 
 @final
 @DECODERS.register("attention")
-@dataclass(frozen=True)
 class Attention(Decoder):
     """What the queries of the last interval looked at, on average.
 

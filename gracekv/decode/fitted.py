@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -19,7 +18,6 @@ from gracekv.registry import bounded
 
 @final
 @DECODERS.register("fitted")
-@dataclass(frozen=True)
 class Fitted(Decoder):
     """What the last queries read, and before them; values and masses then make up for the rest.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import final
 
 import torch
@@ -16,7 +16,6 @@ from gracekv.registry import bounded
 
 @final
 @DECODERS.register("guarded")
-@dataclass(frozen=True)
 class Guarded(Decoder):
     """Another strategy whose cuts never drop the values of largest norm.
 
@@ -32,8 +31,8 @@ class Guarded(Decoder):
     strategy: Decoder = field(default_factory=Attention)
     share: float = bounded(0.05, above=0, at_most=0.5)
 
-    @property
-    def queries(self) -> int:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def queries(self) -> int:
         """Those of the strategy."""
         return self.strategy.queries
 

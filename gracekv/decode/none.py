@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -12,7 +11,6 @@ from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 
 @final
 @DECODERS.register("none")
-@dataclass(frozen=True)
 class NoCut(Decoder):
     """Nothing is cut: the cache grows by every token.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -13,7 +12,6 @@ from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 
 @final
 @DECODERS.register("random")
-@dataclass(frozen=True)
 class Random(Decoder):
     """The prompt's entries and, of the others, as many as fit, drawn at random.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
@@ -12,7 +11,6 @@ from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 
 @final
 @DECODERS.register("recent")
-@dataclass(frozen=True)
 class Recent(Decoder):
     """The prompt's entries and the last tokens.
 

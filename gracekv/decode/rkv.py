@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -15,7 +14,6 @@ from gracekv.registry import bounded
 
 @final
 @DECODERS.register("rkv")
-@dataclass(frozen=True)
 class RKV(Decoder):
     """Attention of the last few queries less the similarity of keys, head by head.
 

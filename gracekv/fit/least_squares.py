@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import final
 
 import torch
@@ -23,7 +23,6 @@ from gracekv.value import Memory
 
 @final
 @FITTERS.register("least_squares")
-@dataclass(frozen=True)
 class LeastSquares(QueryFitter):
     r"""Masses by bounded least squares, then values by plain least squares (Attention Matching).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 from gracekv.cache.base import RaggedEntries
@@ -12,7 +11,6 @@ from gracekv.prefill import Region
 
 @final
 @FITTERS.register("none")
-@dataclass(frozen=True)
 class NoFit(Fitter):
     """Entries stay as they were packed, bit for bit.
 

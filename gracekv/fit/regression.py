@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import final
 
 import torch
@@ -25,7 +25,6 @@ _WEIGHT, _STEPS, _TOLERANCE = 6.0, 16, 1e-6
 
 @final
 @FITTERS.register("regression")
-@dataclass(frozen=True)
 class Regression(QueryFitter):
     r"""Ridge regression of values, then of keys, towards the full attention's output (GRKV).
 

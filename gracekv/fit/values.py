@@ -61,7 +61,6 @@ class RidgeFitter(QueryFitter):
 
 @final
 @FITTERS.register("values")
-@dataclass(frozen=True)
 class Values(RidgeFitter):
     r"""Values near the original ones that give the full attention's output for foreseen queries.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
@@ -21,7 +20,6 @@ LEAST, MOST = 0.25, 50.0
 
 @final
 @FITTERS.register("values_and_mass")
-@dataclass(frozen=True)
 class ValuesAndMass(RidgeFitter):
     r"""Multiplicities that restore the attention mass of what was dropped, then fitted values.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
@@ -24,7 +23,6 @@ from gracekv.registry import bounded
 
 @final
 @PRECISIONS.register("allocated")
-@dataclass(frozen=True)
 class AllocatedPrecision(Precision):
     """Each entry of each head at 0 (dropped), 4, 8 or all bits, by what a byte brings.
 

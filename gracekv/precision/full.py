@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -14,7 +13,6 @@ from gracekv.prefill import Region
 
 @final
 @PRECISIONS.register("full")
-@dataclass(frozen=True)
 class FullPrecision(Precision):
     """Entries stay in the model's dtype, bit for bit.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
@@ -18,7 +17,6 @@ from gracekv.registry import bounded
 
 @final
 @PRECISIONS.register("uniform")
-@dataclass(frozen=True)
 class UniformPrecision(Precision):
     """All entries of the region at 8 or 4 bits a number, in groups with a scale and a zero point.
 

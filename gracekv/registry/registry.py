@@ -68,6 +68,7 @@ class Configurable:
         return cls(**values)
 
 
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 class Strategy(Configurable):
     """One way to do one stage; registered under `name` in its stage's `Registry`.
 
@@ -102,7 +103,7 @@ class Registry(Generic[S]):
         self._classes: dict[str, type[S]] = {}
 
     def register(self, name: str) -> Callable[[type[C]], type[C]]:
-        """Class decorator: make a strategy available under `name`.
+        """Class decorator: make a strategy available under `name`, as a frozen dataclass.
 
         A class that is defined again (a notebook's cell that runs twice) takes its own place.
         Raises `ConfigError` if another class has the name.
@@ -115,6 +116,8 @@ class Registry(Generic[S]):
                     f"{self.stage} strategy {name!r} is already registered by "
                     f"{_full_name(known)}; {_full_name(cls)} needs another name."
                 )
+            if "__dataclass_params__" not in vars(cls):
+                cls = dataclasses.dataclass(frozen=True)(cls)
             cls.name = name
             cls.registry = self
             self._classes[name] = cls  # type: ignore[assignment]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, final
 
 import torch
@@ -29,7 +29,6 @@ _OFF = "0 switches the term off."
 
 @final
 @SEGMENTERS.register("curvature_dp")
-@dataclass(frozen=True, slots=False)
 class CurvatureDP(Segmenter):
     """Slots of 16 to 128 tokens cut where hidden states turn, by dynamic programming.
 

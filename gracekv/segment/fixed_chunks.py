@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -14,7 +13,6 @@ from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 
 @final
 @SEGMENTERS.register("fixed_chunks")
-@dataclass(frozen=True, slots=False)
 class FixedChunks(Segmenter):
     """Chunks of 10 tokens from the left; the last one may be shorter (ChunkKV).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -13,7 +12,6 @@ from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 
 @final
 @SEGMENTERS.register("tokens")
-@dataclass(frozen=True, slots=False)
 class Tokens(Segmenter):
     """One slot per token, which turns the auction into token selection (ours).
 

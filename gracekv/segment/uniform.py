@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -14,7 +13,6 @@ from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 
 @final
 @SEGMENTERS.register("uniform")
-@dataclass(frozen=True, slots=False)
 class Uniform(Segmenter):
     """Slots of nearly equal length, as close to 64 tokens as the context allows.
 

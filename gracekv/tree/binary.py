@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 from gracekv.registry import bounded
@@ -12,7 +11,6 @@ from gracekv.tree.split_rule import SplitRule
 
 @final
 @REFINERS.register("binary")
-@dataclass(frozen=True)
 class Binary(RuleRefiner):
     """Curvature-aligned binary splits only, no extraction.
 

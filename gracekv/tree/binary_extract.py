@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 from gracekv.registry import bounded
@@ -12,7 +11,6 @@ from gracekv.tree.split_rule import SplitRule
 
 @final
 @REFINERS.register("binary_extract")
-@dataclass(frozen=True)
 class BinaryExtract(RuleRefiner):
     """Binary cut or extraction, whichever gains more per entry (the paper's).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -16,7 +15,6 @@ from gracekv.tree.split_rule import best_cut, extraction_utilities, salient_toke
 
 @final
 @REFINERS.register("exhaustive")
-@dataclass(frozen=True)
 class Exhaustive(Refiner):
     """The best of all cuts and all extractions (ours).
 

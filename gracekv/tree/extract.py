@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 from gracekv.tree.refine import REFINERS, RuleRefiner
@@ -11,7 +10,6 @@ from gracekv.tree.split_rule import SplitRule
 
 @final
 @REFINERS.register("extract")
-@dataclass(frozen=True)
 class Extract(RuleRefiner):
     """Salient-token extraction only, no curvature cuts.
 

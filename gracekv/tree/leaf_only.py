@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -14,7 +13,6 @@ from gracekv.tree.refine import REFINERS, Refiner
 
 @final
 @REFINERS.register("leaf_only")
-@dataclass(frozen=True)
 class LeafOnly(Refiner):
     """Roots stay as their original tokens, an entry each; nothing is merged (as in ChunkKV).
 

@@ -13,7 +13,6 @@ Source: Eqs. (T5) to (T7); all prefixes and suffixes of a node at once: departur
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -32,7 +31,6 @@ from gracekv.tree.workspace import Workspace
 
 @final
 @DISTORTIONS.register("prototype")
-@dataclass(frozen=True)
 class Prototype(Distortion):
     """Attention-mass-weighted error of one prototype per interval (the paper's).
 

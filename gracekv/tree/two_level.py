@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 from gracekv.kernels.ragged import rows_and_steps
@@ -14,7 +13,6 @@ from gracekv.tree.refine import REFINERS, Refiner
 
 @final
 @REFINERS.register("two_level")
-@dataclass(frozen=True)
 class TwoLevel(Refiner):
     """A root splits into all its singletons at once (the paper's ablation w/o MR).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -33,7 +32,6 @@ class UnitEvaluator(DistortionEvaluator):
 
 @final
 @DISTORTIONS.register("unit")
-@dataclass(frozen=True)
 class Unit(Distortion):
     """D = 0 and D^drop = 1: the auction is a top-k of scores (score-based eviction).
 

@@ -148,7 +148,6 @@ class _BlockSums(TokenColumns):
 
 @final
 @SCORERS.register("block_replay")
-@dataclass(frozen=True)
 class BlockReplay(LayerScorer):
     """Power mean of the attention that all context queries pay, moved to the end of their block.
 

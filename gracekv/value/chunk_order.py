@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import final
 
 import torch
@@ -17,7 +17,6 @@ from gracekv.value.window_attention import WindowAttention
 
 @final
 @SCORERS.register("chunk_order")
-@dataclass(frozen=True, slots=False)
 class ChunkOrder(DerivedScorer):
     """Tokens by the mean score of their chunk of 10, inside it by their own (ChunkKV).
 

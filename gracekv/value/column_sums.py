@@ -41,7 +41,6 @@ class _Columns(TokenColumns):
 
 @final
 @SCORERS.register("column_sums")
-@dataclass(frozen=True, slots=False)
 class ColumnSums(LayerScorer):
     """Sum of the causal attention from all prompt queries, mean over a KV head's group (H2O).
 

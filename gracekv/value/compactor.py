@@ -7,7 +7,6 @@ others do. Both scores are z-scores over a layer's heads and tokens, and leverag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -22,7 +21,6 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 @final
 @SCORERS.register("compactor")
-@dataclass(frozen=True, slots=False)
 class Compactor(LayerScorer):
     """Leverage scores of keys, blended with non-causal attention in chunks of 256 (Compactor).
 

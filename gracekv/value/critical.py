@@ -56,7 +56,6 @@ class _Norms(TokenColumns):
 
 @final
 @SCORERS.register("critical")
-@dataclass(frozen=True, slots=False)
 class Critical(DerivedScorer):
     """Half of a head's tokens by a score, the rest by (score + epsilon) |W_O v|_1 (CriticalKV).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -22,7 +21,6 @@ _RANKS = 1e-2
 
 @final
 @SCORERS.register("defensive")
-@dataclass(frozen=True, slots=False)
 class Defensive(LayerScorer):
     """The largest attention from a window's queries and a group's heads, at least its mean.
 

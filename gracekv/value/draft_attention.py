@@ -68,7 +68,6 @@ class Draft(PassObserver):
 
 @final
 @SCORERS.register("draft_attention")
-@dataclass(frozen=True, slots=False)
 class DraftAttention(LayerScorer):
     """Mean attention of the first 16 answer tokens, drafted greedily over the full cache.
 

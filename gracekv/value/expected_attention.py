@@ -92,7 +92,6 @@ class _QuerySums:
 
 @final
 @SCORERS.register("expected_attention")
-@dataclass(frozen=True, slots=False)
 class ExpectedAttention(LayerScorer):
     """Expected attention of unknown future queries times the value's norm; ignores the question.
 

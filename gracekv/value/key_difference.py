@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -14,7 +13,6 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 @final
 @SCORERS.register("key_difference")
-@dataclass(frozen=True, slots=False)
 class KeyDifference(LayerScorer):
     """1 - cos(k, mean of the normalised keys): what is unlike the rest stays (KeyDiff).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 @final
 @SCORERS.register("key_norm")
-@dataclass(frozen=True, slots=False)
 class KeyNorm(LayerScorer):
     """1 / |k|: keys of small norm attract attention, whatever the query (Knorm).
 

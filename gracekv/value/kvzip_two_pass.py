@@ -74,7 +74,6 @@ def _attend(best: list[Tensor], part: Region, end: int, layer: int, run: TokenRu
 
 @final
 @SCORERS.register("kvzip_two_pass")
-@dataclass(frozen=True, slots=False)
 class KVzipTwoPass(Scorer):
     """Maximum attention received while the model repeats the context in a second pass (KVzip).
 

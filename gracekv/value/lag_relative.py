@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -15,7 +14,6 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 @final
 @SCORERS.register("lag_relative")
-@dataclass(frozen=True, slots=False)
 class LagRelative(LayerScorer):
     """Spread of a token's channels, on the scale of the next 128 tokens' channels (LagKV).
 

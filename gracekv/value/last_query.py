@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -14,7 +13,6 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
 
 @final
 @SCORERS.register("last_query")
-@dataclass(frozen=True, slots=False)
 class LastQuery(LayerScorer):
     """Attention of the prompt's last position, the mean over all heads of a layer (TOVA).
 

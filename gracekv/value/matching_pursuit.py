@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -20,7 +19,6 @@ from gracekv.value.repeated_attention import RepeatedQueries
 
 @final
 @SCORERS.register("matching_pursuit")
-@dataclass(frozen=True, slots=False)
 class MatchingPursuit(LayerScorer):
     """Orthogonal matching pursuit of a repetition's attention mass, head by head.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 from einops import reduce
@@ -16,7 +15,6 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
 
 @final
 @SCORERS.register("mean_attention")
-@dataclass(frozen=True, slots=False)
 class MeanAttention(LayerScorer):
     """Mean causal attention from the prompt's queries, at most 1,024 of them, evenly spaced.
 

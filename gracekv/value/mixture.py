@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import reduce
 from operator import or_
 from typing import ClassVar, Literal, final
@@ -21,7 +21,6 @@ Rule = Literal["sum", "rms", "geometric", "max"]
 
 @final
 @SCORERS.register("mixture")
-@dataclass(frozen=True, slots=False)
 class Mixture(LayerScorer):
     """Sum, root of summed squares, geometric mean or maximum of other scores.
 

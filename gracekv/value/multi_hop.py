@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -17,7 +16,6 @@ from gracekv.value.base import SCORERS, Scorer, TokenScores, attention_sums, mea
 
 @final
 @SCORERS.register("multi_hop")
-@dataclass(frozen=True, slots=False)
 class MultiHop(Scorer):
     """Attention from the question, plus two hops along the attention of the tokens it attends to.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -14,7 +13,6 @@ from gracekv.value.base import SENSITIVITIES, Sensitivity
 
 @final
 @SENSITIVITIES.register("none")
-@dataclass(frozen=True, slots=False)
 class NoSensitivity(Sensitivity):
     """Every head counts the same (omega = 1).
 

@@ -91,7 +91,6 @@ class _Dynamic:
 
 @final
 @SENSITIVITIES.register("output_projection")
-@dataclass(frozen=True, slots=False)
 class OutputProjection(Sensitivity):
     """Size of a head's output projection times size of its output at the question.
 

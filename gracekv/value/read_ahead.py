@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
@@ -20,7 +19,6 @@ Kernel = Literal["geometric", "flat"]
 
 @final
 @SCORERS.register("read_ahead")
-@dataclass(frozen=True, slots=False)
 class ReadAhead(LayerScorer):
     """Attention from the prompt's end, spread to the tokens that follow the attended ones.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -15,7 +14,6 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 @final
 @SCORERS.register("recency")
-@dataclass(frozen=True, slots=False)
 class Recency(LayerScorer):
     """The first 4 prompt tokens as sinks, then the later the better (StreamingLLM).
 

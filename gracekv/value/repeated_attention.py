@@ -67,7 +67,6 @@ def _keep(found: list[Tensor], inside: Tensor, layer: int, run: TokenRun) -> Non
 
 @final
 @SCORERS.register("repeated_attention")
-@dataclass(frozen=True, slots=False)
 class RepeatedAttention(LayerScorer):
     """Root mean square of the attention that a real repetition of the context pays.
 

@@ -8,7 +8,7 @@ including the tokens after their own. This approximates the second pass of KVzip
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, Literal, final
 
 import torch
@@ -25,7 +25,6 @@ from gracekv.value.read_ahead import ReadAhead
 
 @final
 @SCORERS.register("replay")
-@dataclass(frozen=True, slots=False)
 class Replay(LayerScorer):
     """Attention of the context's queries, moved to the prompt's end; likely answers weigh more.
 

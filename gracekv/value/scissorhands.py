@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -22,7 +21,6 @@ _ROWS = 32
 
 @final
 @SCORERS.register("scissorhands")
-@dataclass(frozen=True, slots=False)
 class Scissorhands(LayerScorer):
     """How many of the last 400 queries pay a token at least uniform attention (Scissorhands).
 

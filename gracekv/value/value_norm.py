@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, final
 
 from torch import Tensor
@@ -15,7 +15,6 @@ from gracekv.value.read_ahead import ReadAhead
 
 @final
 @SCORERS.register("value_norm")
-@dataclass(frozen=True, slots=False)
 class ValueNorm(DerivedScorer):
     """Another score times ||v||: how much dropping a token changes the head's output.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal, final
 
 import torch
@@ -20,7 +19,6 @@ Pooling = Literal["max", "avg", "none"]
 
 @final
 @SCORERS.register("window_attention")
-@dataclass(frozen=True, slots=False)
 class WindowAttention(LayerScorer):
     """Mean attention from the last 32 prompt positions, max-pooled over 7 tokens (SnapKV).
 

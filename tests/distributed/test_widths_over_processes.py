@@ -11,6 +11,7 @@ from gracekv.allocate.plan import BudgetPlan, EntryBytes
 from gracekv.allocate.ranking import affordable, first_offer
 from gracekv.allocate.selection import Selection
 from gracekv.allocate.top_tokens import top_tokens
+from gracekv.distributed.head_shard import WHOLE
 from gracekv.pipeline.auction import AuctionResult, within_bytes
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
 from support.thread_exchange import in_threads
@@ -143,7 +144,7 @@ def test_entries_within_bytes(seed, ranks, sinks):
 
         return within_bytes(plan, costs, choose, shard)
 
-    want = chosen(scores, None)
+    want = chosen(scores, WHOLE)
     parts = in_threads(ranks, lambda shard: chosen(shard.own_heads(scores, 1), shard))
     counts = [part.selection.per_head() for part in parts]
     assert torch.equal(torch.cat(counts, dim=1), want.selection.per_head())

@@ -54,9 +54,10 @@ class Top(Toy):
 
 
 @TOYS.register("ball")
-@dataclass(frozen=True)
 class Ball(Toy):
     """A ball."""
+
+    bounce: float = 0.5
 
 
 def test_lists_sorted_names_and_first_lines():
@@ -65,6 +66,16 @@ def test_lists_sorted_names_and_first_lines():
     assert "top" in TOYS
     assert "tip" not in TOYS
     assert Top.summary() == "A spinning top."
+
+
+def test_registering_makes_a_class_a_frozen_dataclass():
+    assert Ball() == Ball(bounce=0.5) != Ball(bounce=1.0)
+    assert hash(Ball()) == hash(Ball(bounce=0.5))
+    assert dataclasses.replace(Ball(), bounce=2.0).to_dict() == {"name": "ball", "bounce": 2.0}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Ball().bounce = 1.0
+    # A class that says so itself keeps what it says.
+    assert {field.name for field in dataclasses.fields(Top)} >= {"paint", "dice"}
 
 
 def test_unknown_name_offers_the_nearest():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
@@ -15,7 +14,6 @@ from gracekv.value import SCORERS, LayerScorer, Memory
 
 @final
 @SCORERS.register("rare_tokens")
-@dataclass(frozen=True)
 class RareTokens(LayerScorer):
     """Tokens that occur once before those that occur often; all heads alike.
 
