@@ -77,7 +77,7 @@ def test_is_a_frozen_final_dataclass_with_a_line_for_users(stage, name):
     cls = REGISTRIES[stage].get(name)
     assert dataclasses.is_dataclass(cls)
     assert cls.__dataclass_params__.frozen
-    assert getattr(cls, "__final__", False), "decorate it with typing.final"
+    assert [base for base in cls.__mro__ if vars(base).get("__final__")] == [cls]
     line = cls.summary()
     assert line.endswith(".")
     assert len(line) <= 100

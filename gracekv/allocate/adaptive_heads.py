@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from gracekv.allocate.top_tokens import largest
 from gracekv.registry import bounded
 
 
-@final
 @QUOTAS.register("adaptive_heads")
 class AdaptiveHeads(Quota):
     """A layer's heads get what they win in its common top-k, mixed with equal parts (Ada-KV).

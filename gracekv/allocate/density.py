@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from gracekv.errors import MissingCaptureError
 from gracekv.registry import bounded
 
 
-@final
 @QUOTAS.register("density")
 class Density(Quota):
     """Layers whose heads spread attention evenly get more, by a softmax over layers (D2O).

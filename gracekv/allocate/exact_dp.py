@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from gracekv.errors import ConfigError
 from gracekv.registry import bounded
 
 
-@final
 @ALLOCATORS.register("exact_dp")
 class ExactDP(Allocator):
     """The optimum by a tree knapsack over all budgets (small forests; a check on the others).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -10,7 +10,6 @@ from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.plan import BudgetPlan
 
 
-@final
 @QUOTAS.register("global")
 class Global(Quota):
     """No cap per head: layers and heads compete for one budget.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.kernels.ragged import offsets
 
 
-@final
 @ALLOCATORS.register("greedy")
 class Greedy(Allocator):
     """Best utility per entry first: the paper's auction, all at once.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
-from typing import final
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from gracekv.registry import bounded
 _ITERATIONS = 60
 
 
-@final
 @ALLOCATORS.register("lagrangian")
 class Lagrangian(Allocator):
     """Best subtrees at one price per entry, filled up greedily; certifies how good it is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -12,7 +12,6 @@ from gracekv.distributed.head_shard import WHOLE, HeadShard
 from gracekv.tree.base import Forest
 
 
-@final
 @FLOORS.register("none")
 class NoFloor(Floor):
     """Protect nothing: the whole budget goes to the auction.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.plan import BudgetPlan, equal_shares
 
 
-@final
 @QUOTAS.register("per_head")
 class PerHead(Quota):
     """Each (layer, KV head) holds at most its equal share, B_base // (L G), floor included.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from gracekv.allocate.plan import BudgetPlan, largest_remainder
 from gracekv.registry import bounded
 
 
-@final
 @QUOTAS.register("pyramid")
 class Pyramid(Quota):
     """Shares fall linearly with depth; the last layer's is 1/20 of the mean (PyramidKV).

@@ -6,7 +6,7 @@ import dataclasses
 import importlib.util
 import math
 from fractions import Fraction
-from typing import ClassVar, final
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from gracekv.tree.base import Forest
 _COMPILED = 20_000
 
 
-@final
 @FLOORS.register("singleton")
 class Singleton(Floor):
     """Protect the tokens of the highest relevance, with max pooling and consensus among heads.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 
 from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionSpec, Backend
@@ -13,7 +11,6 @@ _PREFERRED = {"cuda": ("triton", "sdpa"), "cpu": ("numba", "sdpa")}
 _ELSEWHERE = ("sdpa",)
 
 
-@final
 @BACKENDS.register("auto")
 class Auto(Backend):
     """The fastest registered backend for the device that each layer lies on.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from gracekv.cache.entries import LayerEntries
 from gracekv.kernels.logits import capped
 
 
-@final
 @BACKENDS.register("eager")
 class Eager(AttentionBackend):
     """Loops over heads in float32, on any device; slow, for checks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from dataclasses import replace
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from gracekv.kernels import omp_threads
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@final
 @BACKENDS.register("numba")
 class Numba(AttentionBackend):
     """Fused kernel for CPUs: every entry read once, no padding; needs numba (gracekv[cpu]).

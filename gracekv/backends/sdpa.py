@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import ClassVar, Literal, TypeAlias, final
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -85,7 +85,6 @@ class HeadViews:
                 yield *part.numbers(row, first, stop), part.log_multiplicity[first:stop]
 
 
-@final
 @BACKENDS.register("sdpa")
 class Sdpa(AttentionBackend):
     """Head by head: fused attention on the CPU, matrix products elsewhere.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -53,7 +53,6 @@ class TritonEntries:
     copied: int
 
 
-@final
 @BACKENDS.register("triton")
 class Triton(AttentionBackend):
     """Ragged split-KV kernel for NVIDIA GPUs: no padding, work balanced over uneven heads.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ _SINKS = 4
 _BLOCK = 128
 
 
-@final
 @PACKERS.register("cam")
 class CamPacker(Packer):
     r"""Dropped values are added at random to the 32 context tokens after them; keys stay (CaM).

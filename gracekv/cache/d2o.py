@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from gracekv.cache.evict import best_tokens
 _BLOCK = 64 * 2**20
 
 
-@final
 @PACKERS.register("d2o")
 class D2OPacker(Packer):
     r"""Dropped tokens merge into the kept token of the most similar key, if similar enough (D2O).

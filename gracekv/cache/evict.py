@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 
@@ -10,7 +10,6 @@ from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
 from gracekv.kernels import ragged
 
 
-@final
 @PACKERS.register("evict")
 class EvictPacker(Packer):
     """Tokens are kept or dropped; of a coarse node the token of the highest score stays (eviction).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 
@@ -11,7 +11,6 @@ from gracekv.kernels import ragged
 from gracekv.tree.merge import merge
 
 
-@final
 @PACKERS.register("prototype")
 class PrototypePacker(Packer):
     """A node of several tokens becomes one merged entry with its log multiplicity (the paper's).

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
-
 from torch import Tensor
 
 from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 from gracekv.registry import bounded
 
 
-@final
 @DECODERS.register("attention")
 class Attention(Decoder):
     """What the queries of the last interval looked at, on average.

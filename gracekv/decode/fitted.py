@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import final
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from gracekv.fit.values_and_mass import multiplicities
 from gracekv.registry import bounded
 
 
-@final
 @DECODERS.register("fitted")
 class Fitted(Decoder):
     """What the last queries read, and before them; values and masses then make up for the rest.

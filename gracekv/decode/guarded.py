@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import final
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 from gracekv.registry import bounded
 
 
-@final
 @DECODERS.register("guarded")
 class Guarded(Decoder):
     """Another strategy whose cuts never drop the values of largest norm.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 from torch import Tensor
 
 from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 
 
-@final
 @DECODERS.register("none")
 class NoCut(Decoder):
     """Nothing is cut: the cache grows by every token.

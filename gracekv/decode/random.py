@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from torch import Tensor
 
 from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 
 
-@final
 @DECODERS.register("random")
 class Random(Decoder):
     """The prompt's entries and, of the others, as many as fit, drawn at random.

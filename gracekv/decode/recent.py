@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import final
-
 from torch import Tensor
 
 from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 
 
-@final
 @DECODERS.register("recent")
 class Recent(Decoder):
     """The prompt's entries and the last tokens.

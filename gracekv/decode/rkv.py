@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 from gracekv.registry import bounded
 
 
-@final
 @DECODERS.register("rkv")
 class RKV(Decoder):
     """Attention of the last few queries less the similarity of keys, head by head.

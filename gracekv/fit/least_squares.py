@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import field
-from typing import final
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from gracekv.registry import bounded
 from gracekv.value import Memory
 
 
-@final
 @FITTERS.register("least_squares")
 class LeastSquares(QueryFitter):
     r"""Masses by bounded least squares, then values by plain least squares (Attention Matching).

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.base import FITTERS, Fitter
 from gracekv.prefill import Region
 
 
-@final
 @FITTERS.register("none")
 class NoFit(Fitter):
     """Entries stay as they were packed, bit for bit.

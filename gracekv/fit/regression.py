@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import field
-from typing import final
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from gracekv.value import Memory, Replay
 _WEIGHT, _STEPS, _TOLERANCE = 6.0, 16, 1e-6
 
 
-@final
 @FITTERS.register("regression")
 class Regression(QueryFitter):
     r"""Ridge regression of values, then of keys, towards the full attention's output (GRKV).

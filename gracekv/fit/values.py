@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -59,7 +59,6 @@ class RidgeFitter(QueryFitter):
     trust_read: float = bounded(0.3, at_least=0)
 
 
-@final
 @FITTERS.register("values")
 class Values(RidgeFitter):
     r"""Values near the original ones that give the full attention's output for foreseen queries.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import final
 
 from torch import Tensor
 
@@ -18,7 +17,6 @@ from gracekv.registry import bounded
 LEAST, MOST = 0.25, 50.0
 
 
-@final
 @FITTERS.register("values_and_mass")
 class ValuesAndMass(RidgeFitter):
     r"""Multiplicities that restore the attention mass of what was dropped, then fitted values.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from gracekv.precision.base import EXACT
 from gracekv.prefill import Prefill, Region
 from gracekv.tree import Forest
 from gracekv.value import Relevance
-
-if TYPE_CHECKING:
-    from gracekv.pipeline.pipeline import Pipeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +60,7 @@ class Auction:
     """Floor and allocator over the trees of one prompt, or a top-k where there are none.
 
     Attributes:
-        pipeline: whose budget is spent.
+        pipeline: the `Pipeline` whose budget is spent.
         prefill: one sequence, of which tokens may be gone.
         quota: int64 [L, G] most entries of each head under a plan, or None.
         relevance: token scores and head sensitivity.
@@ -72,7 +69,7 @@ class Auction:
         measured: of each layer what the pipeline's precision measured, where it allocates.
     """
 
-    pipeline: Pipeline
+    pipeline: Any
     prefill: Prefill
     quota: Callable[[BudgetPlan], Tensor | None]
     relevance: Relevance

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -21,7 +21,6 @@ from gracekv.prefill import Prefill, PromptSpans, Region
 from gracekv.registry import bounded
 
 
-@final
 @PRECISIONS.register("allocated")
 class AllocatedPrecision(Precision):
     """Each entry of each head at 0 (dropped), 4, 8 or all bits, by what a byte brings.

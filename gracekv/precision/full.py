@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from gracekv.precision.base import EXACT, PRECISIONS, Precision
 from gracekv.prefill import Region
 
 
-@final
 @PRECISIONS.register("full")
 class FullPrecision(Precision):
     """Entries stay in the model's dtype, bit for bit.

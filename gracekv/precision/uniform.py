@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from gracekv.prefill import PromptSpans, Region
 from gracekv.registry import bounded
 
 
-@final
 @PRECISIONS.register("uniform")
 class UniformPrecision(Precision):
     """All entries of the region at 8 or 4 bits a number, in groups with a scale and a zero point.

@@ -63,7 +63,10 @@ class AttentionCall:
         return {"softcap": self.options.get("softcap"), "sinks": self.options.get("s_aux")}
 
     def output(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Any:
-        """What the stock function returns for these in place of the call's own."""
+        """What the stock function returns for these in place of the call's own.
+
+        `query` is [1, H, C, d], `key` and `value` are [1, G, S, d].
+        """
         return self.stock(self.module, query, key, value, mask, **self.options)
 
 

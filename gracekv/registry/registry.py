@@ -103,7 +103,7 @@ class Registry(Generic[S]):
         self._classes: dict[str, type[S]] = {}
 
     def register(self, name: str) -> Callable[[type[C]], type[C]]:
-        """Class decorator: make a strategy available under `name`, as a frozen dataclass.
+        """Class decorator: make a strategy available under `name`, a frozen final dataclass.
 
         A class that is defined again (a notebook's cell that runs twice) takes its own place.
         Raises `ConfigError` if another class has the name.
@@ -118,7 +118,7 @@ class Registry(Generic[S]):
                 )
             if "__dataclass_params__" not in vars(cls):
                 cls = dataclasses.dataclass(frozen=True)(cls)
-            cls.name = name
+            typing.final(cls).name = name
             cls.registry = self
             self._classes[name] = cls  # type: ignore[assignment]
             return cls

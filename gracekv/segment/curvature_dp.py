@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import field
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from gracekv.segment.surprisal import Surprisal
 _OFF = "0 switches the term off."
 
 
-@final
 @SEGMENTERS.register("curvature_dp")
 class CurvatureDP(Segmenter):
     """Slots of 16 to 128 tokens cut where hidden states turn, by dynamic programming.

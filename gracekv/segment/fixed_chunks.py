@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 
@@ -11,7 +11,6 @@ from gracekv.registry import bounded
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 
 
-@final
 @SEGMENTERS.register("fixed_chunks")
 class FixedChunks(Segmenter):
     """Chunks of 10 tokens from the left; the last one may be shorter (ChunkKV).

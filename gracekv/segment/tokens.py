@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 
@@ -10,7 +10,6 @@ from gracekv.prefill import Prefill, Region
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 
 
-@final
 @SEGMENTERS.register("tokens")
 class Tokens(Segmenter):
     """One slot per token, which turns the auction into token selection (ours).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 
@@ -11,7 +11,6 @@ from gracekv.registry import bounded
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 
 
-@final
 @SEGMENTERS.register("uniform")
 class Uniform(Segmenter):
     """Slots of nearly equal length, as close to 64 tokens as the context allows.

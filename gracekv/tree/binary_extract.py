@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import final
-
 from gracekv.registry import bounded
 from gracekv.tree.refine import REFINERS, RuleRefiner
 from gracekv.tree.split_rule import SplitRule
 
 
-@final
 @REFINERS.register("binary_extract")
 class BinaryExtract(RuleRefiner):
     """Binary cut or extraction, whichever gains more per entry (the paper's).

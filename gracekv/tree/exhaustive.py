@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 
 from gracekv.registry import bounded
@@ -13,7 +11,6 @@ from gracekv.tree.refine import REFINERS, Refiner
 from gracekv.tree.split_rule import best_cut, extraction_utilities, salient_token
 
 
-@final
 @REFINERS.register("exhaustive")
 class Exhaustive(Refiner):
     """The best of all cuts and all extractions (ours).

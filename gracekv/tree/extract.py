@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import final
-
 from gracekv.tree.refine import REFINERS, RuleRefiner
 from gracekv.tree.split_rule import SplitRule
 
 
-@final
 @REFINERS.register("extract")
 class Extract(RuleRefiner):
     """Salient-token extraction only, no curvature cuts.

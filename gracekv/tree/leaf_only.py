@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 
@@ -11,7 +11,6 @@ from gracekv.tree.nodes import Children, Nodes
 from gracekv.tree.refine import REFINERS, Refiner
 
 
-@final
 @REFINERS.register("leaf_only")
 class LeafOnly(Refiner):
     """Roots stay as their original tokens, an entry each; nothing is merged (as in ChunkKV).

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import final
-
 from gracekv.tree.refine import REFINERS, RuleRefiner
 from gracekv.tree.split_rule import SplitRule
 
 
-@final
 @REFINERS.register("midpoint")
 class Midpoint(RuleRefiner):
     """Balanced binary trees: cut at floor((a+b)/2), whatever the data say (ours, a baseline).

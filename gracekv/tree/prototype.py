@@ -13,7 +13,7 @@ Source: Eqs. (T5) to (T7); all prefixes and suffixes of a node at once: departur
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -29,7 +29,6 @@ from gracekv.tree.tree_batch import TreeBatch, TreeContext
 from gracekv.tree.workspace import Workspace
 
 
-@final
 @DISTORTIONS.register("prototype")
 class Prototype(Distortion):
     """Attention-mass-weighted error of one prototype per interval (the paper's).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, final
+from typing import ClassVar
 
 from gracekv.kernels.ragged import rows_and_steps
 from gracekv.tree.cost_table import CostTable
@@ -11,7 +11,6 @@ from gracekv.tree.nodes import Children, Nodes
 from gracekv.tree.refine import REFINERS, Refiner
 
 
-@final
 @REFINERS.register("two_level")
 class TwoLevel(Refiner):
     """A root splits into all its singletons at once (the paper's ablation w/o MR).

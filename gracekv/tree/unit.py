@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 
@@ -30,7 +30,6 @@ class UnitEvaluator(DistortionEvaluator):
         return IntervalCosts(costs=costs, mass=mass, drop=torch.ones_like(mass[:, 0]))
 
 
-@final
 @DISTORTIONS.register("unit")
 class Unit(Distortion):
     """D = 0 and D^drop = 1: the auction is a top-k of scores (score-based eviction).

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -146,7 +146,6 @@ class _BlockSums(TokenColumns):
         return self._waiting
 
 
-@final
 @SCORERS.register("block_replay")
 class BlockReplay(LayerScorer):
     """Power mean of the attention that all context queries pay, moved to the end of their block.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import final
 
 import torch
 from torch import Tensor
@@ -15,7 +14,6 @@ from gracekv.value.base import SCORERS, DerivedScorer, Memory, Scorer, rank_scor
 from gracekv.value.window_attention import WindowAttention
 
 
-@final
 @SCORERS.register("chunk_order")
 class ChunkOrder(DerivedScorer):
     """Tokens by the mean score of their chunk of 10, inside it by their own (ChunkKV).

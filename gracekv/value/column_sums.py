@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -39,7 +39,6 @@ class _Columns(TokenColumns):
         )
 
 
-@final
 @SCORERS.register("column_sums")
 class ColumnSums(LayerScorer):
     """Sum of the causal attention from all prompt queries, mean over a KV head's group (H2O).

@@ -7,8 +7,6 @@ others do. Both scores are z-scores over a layer's heads and tokens, and leverag
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from einops import rearrange, reduce
 from torch import Tensor
@@ -19,7 +17,6 @@ from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
-@final
 @SCORERS.register("compactor")
 class Compactor(LayerScorer):
     """Leverage scores of keys, blended with non-causal attention in chunks of 256 (Compactor).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from einops import rearrange
@@ -54,7 +54,6 @@ class _Norms(TokenColumns):
         self.columns(values)[:, run.start : run.end] = written
 
 
-@final
 @SCORERS.register("critical")
 class Critical(DerivedScorer):
     """Half of a head's tokens by a score, the rest by (score + epsilon) |W_O v|_1 (CriticalKV).

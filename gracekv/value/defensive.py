@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from einops import reduce
 from torch import Tensor
@@ -19,7 +17,6 @@ from gracekv.value.scissorhands import attention_probabilities
 _RANKS = 1e-2
 
 
-@final
 @SCORERS.register("defensive")
 class Defensive(LayerScorer):
     """The largest attention from a window's queries and a group's heads, at least its mean.

@@ -10,7 +10,7 @@ Source: ours; the paper and the rivals that it names compress without having see
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -66,7 +66,6 @@ class Draft(PassObserver):
         return torch.stack(rows, dim=2)
 
 
-@final
 @SCORERS.register("draft_attention")
 class DraftAttention(LayerScorer):
     """Mean attention of the first 16 answer tokens, drafted greedily over the full cache.

@@ -12,7 +12,7 @@ These are normalised over the keys, averaged over a KV head's group, and multipl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from einops import rearrange, reduce
@@ -90,7 +90,6 @@ class _QuerySums:
         return torch.cat([(self._pivot + away).float(), covariance.float()], dim=1)
 
 
-@final
 @SCORERS.register("expected_attention")
 class ExpectedAttention(LayerScorer):
     """Expected attention of unknown future queries times the value's norm; ignores the question.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional
@@ -11,7 +11,6 @@ from gracekv.prefill import Prefill, Region
 from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
-@final
 @SCORERS.register("key_difference")
 class KeyDifference(LayerScorer):
     """1 - cos(k, mean of the normalised keys): what is unlike the rest stays (KeyDiff).

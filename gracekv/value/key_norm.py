@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -10,7 +10,6 @@ from gracekv.prefill import Prefill, Region
 from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
-@final
 @SCORERS.register("key_norm")
 class KeyNorm(LayerScorer):
     """1 / |k|: keys of small norm attract attention, whatever the query (Knorm).

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from einops import rearrange, reduce
@@ -72,7 +72,6 @@ def _attend(best: list[Tensor], part: Region, end: int, layer: int, run: TokenRu
     best.append(max_attention(run.queries, seen, own, part, run.scale))
 
 
-@final
 @SCORERS.register("kvzip_two_pass")
 class KVzipTwoPass(Scorer):
     """Maximum attention received while the model repeats the context in a second pass (KVzip).

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,6 @@ from gracekv.prefill import Needs, Prefill, Region
 from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
 
 
-@final
 @SCORERS.register("last_query")
 class LastQuery(LayerScorer):
     """Attention of the prompt's last position, the mean over all heads of a layer (TOVA).

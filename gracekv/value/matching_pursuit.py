@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from einops import rearrange
@@ -17,7 +17,6 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory
 from gracekv.value.repeated_attention import RepeatedQueries
 
 
-@final
 @SCORERS.register("matching_pursuit")
 class MatchingPursuit(LayerScorer):
     """Orthogonal matching pursuit of a repetition's attention mass, head by head.

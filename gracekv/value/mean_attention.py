@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 from einops import reduce
 from torch import Tensor
@@ -13,7 +13,6 @@ from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
 
 
-@final
 @SCORERS.register("mean_attention")
 class MeanAttention(LayerScorer):
     """Mean causal attention from the prompt's queries, at most 1,024 of them, evenly spaced.

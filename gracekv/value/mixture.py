@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from functools import reduce
 from operator import or_
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from gracekv.value.read_ahead import ReadAhead
 Rule = Literal["sum", "rms", "geometric", "max"]
 
 
-@final
 @SCORERS.register("mixture")
 class Mixture(LayerScorer):
     """Sum, root of summed squares, geometric mean or maximum of other scores.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -14,7 +14,6 @@ from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores, attention_sums, mean_seed_scores
 
 
-@final
 @SCORERS.register("multi_hop")
 class MultiHop(Scorer):
     """Attention from the question, plus two hops along the attention of the tokens it attends to.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from gracekv.prefill import Prefill
 from gracekv.value.base import SENSITIVITIES, Sensitivity
 
 
-@final
 @SENSITIVITIES.register("none")
 class NoSensitivity(Sensitivity):
     """Every head counts the same (omega = 1).

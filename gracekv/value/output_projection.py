@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from einops import rearrange, reduce
@@ -89,7 +89,6 @@ class _Dynamic:
         return projected_norms(self._projection, torch.cat(self._parts, dim=1), self._groups)
 
 
-@final
 @SENSITIVITIES.register("output_projection")
 class OutputProjection(Sensitivity):
     """Size of a head's output projection times size of its output at the question.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 from einops import reduce
@@ -17,7 +17,6 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
 Kernel = Literal["geometric", "flat"]
 
 
-@final
 @SCORERS.register("read_ahead")
 class ReadAhead(LayerScorer):
     """Attention from the prompt's end, spread to the tokens that follow the attended ones.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
-@final
 @SCORERS.register("recency")
 class Recency(LayerScorer):
     """The first 4 prompt tokens as sinks, then the later the better (StreamingLLM).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -65,7 +65,6 @@ def _keep(found: list[Tensor], inside: Tensor, layer: int, run: TokenRun) -> Non
     found.append(run.queries[:, inside.to(run.queries.device)])
 
 
-@final
 @SCORERS.register("repeated_attention")
 class RepeatedAttention(LayerScorer):
     """Root mean square of the attention that a real repetition of the context pays.

@@ -9,7 +9,7 @@ including the tokens after their own. This approximates the second pass of KVzip
 from __future__ import annotations
 
 from dataclasses import field
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 from einops import reduce
@@ -23,7 +23,6 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory
 from gracekv.value.read_ahead import ReadAhead
 
 
-@final
 @SCORERS.register("replay")
 class Replay(LayerScorer):
     """Attention of the context's queries, moved to the prompt's end; likely answers weigh more.

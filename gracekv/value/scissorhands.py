@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 from einops import rearrange, reduce
@@ -19,7 +19,6 @@ from gracekv.value.column_sums import ReceivedAttention
 _ROWS = 32
 
 
-@final
 @SCORERS.register("scissorhands")
 class Scissorhands(LayerScorer):
     """How many of the last 400 queries pay a token at least uniform attention (Scissorhands).

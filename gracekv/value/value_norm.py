@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import ClassVar, final
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from gracekv.value.base import SCORERS, DerivedScorer, Memory, Scorer
 from gracekv.value.read_ahead import ReadAhead
 
 
-@final
 @SCORERS.register("value_norm")
 class ValueNorm(DerivedScorer):
     """Another score times ||v||: how much dropping a token changes the head's output.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, final
+from typing import ClassVar, Literal
 
 import torch
 from einops import reduce
@@ -17,7 +17,6 @@ Observation = Literal["prompt_tail", "context_tail"]
 Pooling = Literal["max", "avg", "none"]
 
 
-@final
 @SCORERS.register("window_attention")
 class WindowAttention(LayerScorer):
     """Mean attention from the last 32 prompt positions, max-pooled over 7 tokens (SnapKV).

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import final
-
 from torch import Tensor
 
 from gracekv.errors import MissingCaptureError
@@ -12,7 +10,6 @@ from gracekv.registry import bounded
 from gracekv.value import SCORERS, LayerScorer, Memory
 
 
-@final
 @SCORERS.register("rare_tokens")
 class RareTokens(LayerScorer):
     """Tokens that occur once before those that occur often; all heads alike.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import Tensor
@@ -42,7 +41,6 @@ class _Turns:
         return self._turns
 
 
-@final
 @SCORERS.register("turning_values")
 @dataclass(frozen=True)
 class TurningValues(LayerScorer):
