@@ -173,9 +173,6 @@ class Allocator(Strategy, abc.ABC):
         """
 
 
-FLOORS: Registry[Floor] = Registry("floor", "which exact tokens are protected before the auction")
-Floor.registry = FLOORS
-QUOTAS: Registry[Quota] = Registry("quota", "how many entries each head may hold")
-Quota.registry = QUOTAS
-ALLOCATORS: Registry[Allocator] = Registry("allocate", "which operations the budget buys")
-Allocator.registry = ALLOCATORS
+FLOORS = Registry("floor", "which exact tokens are protected before the auction", Floor)
+QUOTAS = Registry("quota", "how many entries each head may hold", Quota)
+ALLOCATORS = Registry("allocate", "which operations the budget buys", Allocator)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,21 +168,14 @@ class Selection:
         """The entries where `mask` (bool [E]) holds."""
         inside = offsets(mask.cpu().long())
         mask = mask.to(self.start.device)
-        return replace(
-            self,
-            offsets=inside[self.offsets],
-            start=self.start[mask],
-            end=None if self.end is None else self.end[mask],
-            level=None if self.level is None else self.level[mask],
-            from_floor=None if self.from_floor is None else self.from_floor[mask],
-        )
+        return replace(self, offsets=inside[self.offsets], **self._each(lambda x: x[mask]))
 
     def cpu(self) -> Selection:
         """The same on the CPU."""
-        return replace(
-            self,
-            start=self.start.cpu(),
-            end=None if self.end is None else self.end.cpu(),
-            level=None if self.level is None else self.level.cpu(),
-            from_floor=None if self.from_floor is None else self.from_floor.cpu(),
-        )
+        return replace(self, **self._each(Tensor.cpu))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """What `change` makes of each tensor [E] that there is, by name."""
+        names = ("start", "end", "level", "from_floor")
+        held = {name: getattr(self, name) for name in names}
+        return {name: change(x) for name, x in held.items() if x is not None}

@@ -236,5 +236,4 @@ class AttentionBackend(Backend):
         """
 
 
-BACKENDS: Registry[Backend] = Registry("backend", "how decoding reads the ragged cache")
-Backend.registry = BACKENDS
+BACKENDS = Registry("backend", "how decoding reads the ragged cache", Backend)

@@ -252,5 +252,4 @@ class Packer(Strategy, abc.ABC):
         return RaggedCache(tuple(layers), length=length - 1)
 
 
-PACKERS: Registry[Packer] = Registry("pack", "how a chosen node becomes an entry")
-Packer.registry = PACKERS
+PACKERS = Registry("pack", "how a chosen node becomes an entry", Packer)

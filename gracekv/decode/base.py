@@ -108,5 +108,4 @@ class Decoder(Strategy, abc.ABC):
         return packed
 
 
-DECODERS: Registry[Decoder] = Registry("decode", "what stays while generating under a limit")
-Decoder.registry = DECODERS
+DECODERS = Registry("decode", "what stays while generating under a limit", Decoder)

@@ -57,8 +57,7 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
         return dataclasses.replace(cache, layers=tuple(layers))
 
 
-FITTERS: Registry[Fitter] = Registry("fit", "how kept entries make up for dropped ones")
-Fitter.registry = FITTERS
+FITTERS = Registry("fit", "how kept entries make up for dropped ones", Fitter)
 
 
 def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:

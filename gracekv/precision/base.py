@@ -146,7 +146,4 @@ class Precision(Strategy, abc.ABC):
         return CompressedCache(layers, cache.length, cache.padding)
 
 
-PRECISIONS: Registry[Precision] = Registry(
-    "precision", "how many bits the numbers of an entry take"
-)
-Precision.registry = PRECISIONS
+PRECISIONS = Registry("precision", "how many bits the numbers of an entry take", Precision)

@@ -95,12 +95,20 @@ C = TypeVar("C", bound=Strategy)
 
 
 class Registry(Generic[S]):
-    """Names to strategy classes, for one stage."""
+    """Names to strategy classes, for one stage.
 
-    def __init__(self, stage: str, summary: str) -> None:
+    Args:
+        stage: its name.
+        summary: what it decides.
+        interface: of its strategies; fields of this type are read from plain data.
+    """
+
+    def __init__(self, stage: str, summary: str, interface: type[S] | None = None) -> None:
         self.stage = stage
         self.summary = summary
         self._classes: dict[str, type[S]] = {}
+        if interface is not None:
+            interface.registry = self
 
     def register(self, name: str) -> Callable[[type[C]], type[C]]:
         """Class decorator: make a strategy available under `name`, a frozen final dataclass.

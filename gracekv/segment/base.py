@@ -72,5 +72,4 @@ class Segmenter(PrefillReader, Strategy, abc.ABC):
         """The slots of `region`, bounds int64 [J+1]."""
 
 
-SEGMENTERS: Registry[Segmenter] = Registry("segment", "where the context is cut into slots")
-Segmenter.registry = SEGMENTERS
+SEGMENTERS = Registry("segment", "where the context is cut into slots", Segmenter)

@@ -54,8 +54,7 @@ class Distortion(PrefillReader, Strategy, abc.ABC):
         return None
 
 
-DISTORTIONS: Registry[Distortion] = Registry("distortion", "what merging or dropping tokens costs")
-Distortion.registry = DISTORTIONS
+DISTORTIONS = Registry("distortion", "what merging or dropping tokens costs", Distortion)
 
 
 # Grids of fewer numbers are not divided by length: another call costs more than padding.

@@ -57,5 +57,4 @@ class RuleRefiner(Refiner):
         return self.rule().children(nodes, table)
 
 
-REFINERS: Registry[Refiner] = Registry("refine", "into which children a node splits")
-Refiner.registry = REFINERS
+REFINERS = Registry("refine", "into which children a node splits", Refiner)

@@ -256,7 +256,5 @@ class Sensitivity(PrefillReader, Strategy, abc.ABC):
         """omega [L, G] float32, positive, of mean 1."""
 
 
-SCORERS: Registry[Scorer] = Registry("value", "how much each token matters to the question")
-Scorer.registry = SCORERS
-SENSITIVITIES: Registry[Sensitivity] = Registry("sensitivity", "how much each KV head matters")
-Sensitivity.registry = SENSITIVITIES
+SCORERS = Registry("value", "how much each token matters to the question", Scorer)
+SENSITIVITIES = Registry("sensitivity", "how much each KV head matters", Sensitivity)

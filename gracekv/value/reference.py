@@ -75,6 +75,12 @@ def mean_over_heads(tokens: Tensor, epsilon: float) -> list[float]:
     return normalised([sum(row[t] for row in rows) / len(rows) for t in range(length)], epsilon)
 
 
+def _with_seeds(tokens: Tensor) -> TokenScores:
+    """Scores [L, G, N] with their mean over heads."""
+    seed_scores = mean_over_heads(tokens, 1e-12)
+    return TokenScores(tokens, torch.tensor(seed_scores, dtype=torch.float64))
+
+
 def seeds(scores: list[float], mass: float, limit: int) -> list[int]:
     """Best tokens until their sum reaches `mass` of the total, at most `limit`; best first."""
     target, chosen, reached = mass * sum(scores), list[int](), 0.0
@@ -144,16 +150,14 @@ def window_attention(scorer: WindowAttention, prefill: Prefill, region: Region) 
                     tokens[layer, head, t] = max(near)
                 elif scorer.pooling == "avg":
                     tokens[layer, head, t] = sum(near) / scorer.kernel
-    seed_scores = mean_over_heads(tokens, 1e-12)
-    return TokenScores(tokens, torch.tensor(seed_scores, dtype=torch.float64))
+    return _with_seeds(tokens)
 
 
 def column_sums(prefill: Prefill, region: Region) -> TokenScores:
     """H2O's score from the full T x T attention of every head; float64."""
     everyone = dict.fromkeys(range(prefill.spans.length), 1 / prefill.group)
     tokens = group_sums(prefill, everyone, region)
-    seed_scores = mean_over_heads(tokens, 1e-12)
-    return TokenScores(tokens, torch.tensor(seed_scores, dtype=torch.float64))
+    return _with_seeds(tokens)
 
 
 def chunk_order(scorer: ChunkOrder, scores: Tensor) -> list[list[list[int]]]:
@@ -211,8 +215,7 @@ def expected_attention(scorer: ExpectedAttention, prefill: Prefill, region: Regi
             tokens[layer, g] = score
         tokens[layer, :, :first] = tokens[layer, :, first:].max() + 1
     tokens = tokens[..., region.start : region.end]
-    seed_scores = mean_over_heads(tokens, 1e-12)
-    return TokenScores(tokens, torch.tensor(seed_scores, dtype=torch.float64))
+    return _with_seeds(tokens)
 
 
 def output_projection(sensitivity: OutputProjection, prefill: Prefill) -> Tensor:
