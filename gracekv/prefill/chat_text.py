@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -136,15 +136,12 @@ def _encode_whole(
 
     # A token across a border goes to the side that holds most of it; on a tie the context takes
     # it rather than the template, and the question rather than the tail.
-    before: list[Callable[[int, int], bool]] = [
-        lambda s, e: e <= borders[0] or (s < borders[0] and 2 * borders[0] > s + e),
-        lambda s, e: e <= borders[1] or (s < borders[1] and 2 * borders[1] >= s + e),
-        lambda s, e: e <= borders[2] or (s < borders[2] and 2 * borders[2] >= s + e),
-    ]
-    starts: list[int] = []
-    for belongs in before:
-        first = starts[-1] if starts else 0
-        while first < len(ids) and belongs(*offsets[first]):
+    starts, first = list[int](), 0
+    for border, least in zip(borders, (1, 0, 0), strict=True):
+        while first < len(ids):
+            start, end = offsets[first]
+            if end > border and (start >= border or 2 * border - start - end < least):
+                break
             first += 1
         starts.append(first)
     return ids, starts

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.kept import WITH_STATES, WITHOUT_CACHE
+from gracekv.prefill.kept import WITH_STATES
 
 Rotation = Literal["halves", "one_half", "interleaved", "interleaved_table", "none"]
 """How cos and sin, as a model passes them to its attention, rotate features.
@@ -65,11 +65,6 @@ class ModelLayer:
     def has_attention(self) -> bool:
         """Whether it has keys and values."""
         return self.kind in (*COMPRESSED, "sliding_attention")
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether it holds anything."""
-        return self.kind not in WITHOUT_CACHE
 
 
 def model_layers(model: Any) -> tuple[ModelLayer, ...]:

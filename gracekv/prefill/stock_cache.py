@@ -166,8 +166,6 @@ def states_of(cache: Cache, kept: Sequence[ModelLayer]) -> tuple[KeptLayer, ...]
 
 
 def _tensors(held: Any, layer: ModelLayer) -> dict[str, Tensor]:
-    if layer.has_states:
-        return read_states(held)
-    if not layer.has_cache:
-        return {}
+    if layer.window is None:
+        return read_states(held) if layer.has_states else {}
     return {"keys": held.keys.contiguous(), "values": held.values.contiguous()}
