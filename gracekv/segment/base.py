@@ -41,11 +41,6 @@ class Partition:
         return self.bounds[:-1]
 
     @property
-    def ends(self) -> Tensor:
-        """int64 [J], exclusive."""
-        return self.bounds[1:]
-
-    @property
     def lengths(self) -> Tensor:
         """int64 [J], in tokens."""
         return self.bounds.diff()
