@@ -16,7 +16,7 @@ EVERY = [(stage, name) for stage, registry in REGISTRIES.items() for name in reg
 # Not imported to look for strategies; the last ones need vLLM or lm-eval.
 ELSEWHERE = (
     "gracekv.testing", "gracekv.cli.demo", "gracekv.vllm.backend", "gracekv.vllm.connector",
-    "gracekv.vllm.gpu_backend", "gracekv.vllm.messages", "gracekv.vllm.scheduling",
+    "gracekv.vllm.gpu_backend", "gracekv.vllm.scheduling",
     "gracekv.lm_eval.model",
 )  # fmt: skip
 

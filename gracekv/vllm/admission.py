@@ -164,12 +164,8 @@ def _read(
 
 def _check_alone(params: Any) -> None:
     """Raise `StoreError` for what a compressing request cannot have beside its document."""
-    obstacles = {
-        "n above 1": getattr(params, "n", None) != 1,
-        "logprobs": getattr(params, "logprobs", None) is not None,
-        "prompt_logprobs or echo": getattr(params, "prompt_logprobs", None) is not None,
-    }
-    found = [name for name, there in obstacles.items() if there]
+    allowed = {"n": 1, "logprobs": None, "prompt_logprobs": None}
+    found = [x for x, value in allowed.items() if getattr(params, x, value) != value]
     if found:
         raise StoreError(f"A request that compresses takes no {' and no '.join(found)}.")
 

@@ -7,13 +7,14 @@ import os
 import secrets
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from gracekv.cache.quantised import dequantised
-from gracekv.errors import GracekvError, StoreError
+from gracekv.errors import GracekvError
 from gracekv.prefill.prompt import Prompt
 from gracekv.vllm.context_folder import write_context
 from gracekv.vllm.exporting import describe, moved
@@ -73,10 +74,7 @@ class Outcome:
 class _Job:
     request: str
     recording: Recording
-    thread: threading.Thread | None = None
-    context: StoredContext | None = None
-    failure: Exception | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
+    future: Future[StoredContext] | None = None
 
 
 class Compressor:
@@ -93,6 +91,7 @@ class Compressor:
         self._served: ServedModel | None = None
         self._job: _Job | None = None
         self._failed: Outcome | None = None
+        self._pool = ThreadPoolExecutor(1, "gracekv", initializer=_give_way)
 
     def begin(self, chunk: Chunk | None, current: str | None) -> Recording | None:
         """The recording that the step's tokens belong to.
@@ -102,7 +101,7 @@ class Compressor:
             current: id of the request whose turn it is; what another one left is dropped.
         """
         job = self._job
-        if job is not None and job.thread is None and job.request != current:
+        if job is not None and job.future is None and job.request != current:
             self._job = None
         if chunk is None:
             return None
@@ -112,7 +111,7 @@ class Compressor:
                 self._job = _Job(chunk.request, self._recording(chunk))
         except Exception as error:
             self._job, self._failed = None, Outcome(chunk.request, None, 0.0, _reason(error))
-        return self._job.recording if self._job and self._job.thread is None else None
+        return self._job.recording if self._job and self._job.future is None else None
 
     def _recording(self, chunk: Chunk) -> Recording:
         order = order_of(chunk.parameters[PARAMETER], chunk.parameters.get(FOLLOW))
@@ -131,38 +130,34 @@ class Compressor:
         job = self._job
         if job is None or failed is not None:
             return failed
-        if job.thread is None and job.recording.complete:
+        if job.future is None and job.recording.complete:
             # On the stream of the model, so that nothing is freed that is still read.
             stream = None
             if self._device.type == "cuda":
                 stream = torch.cuda.current_stream(self._device)
-            job.thread = threading.Thread(target=self._run, args=(job, stream), daemon=True)
-            job.thread.start()
-        if job.thread is None or not job.ended.wait(_PAUSE if idle else 0):
+            job.future = self._pool.submit(self._made, job.recording, stream)
+        if job.future is None or not wait([job.future], _PAUSE if idle else 0).done:
             return None
         self._job = None
         order, seconds = job.recording.order, time.monotonic() - job.recording.started
         try:
-            if job.failure is not None or job.context is None:
-                raise job.failure or StoreError("The thread that compresses ended.")
-            self._store.put(job.context.header, order.name, job.context, saved=order.save)
-        except Exception as error:
-            return Outcome(job.request, None, seconds, _reason(error))
-        return Outcome(job.request, job.context.header, seconds)
-
-    def _run(self, job: _Job, stream: Any) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        try:
-            with torch.inference_mode(), torch.cuda.stream(stream):
-                job.context = self._made(job.recording)
+            context = job.future.result()
+            self._store.put(context.header, order.name, context, saved=order.save)
         # The engine goes on, whatever happens to one context.
         except Exception as error:
-            job.failure = error
-        finally:
-            job.ended.set()
+            return Outcome(job.request, None, seconds, _reason(error))
+        return Outcome(job.request, context.header, seconds)
 
-    def _made(self, recording: Recording) -> StoredContext:
+    def shutdown(self) -> None:
+        """Begin nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @torch.inference_mode()
+    def _made(self, recording: Recording, stream: Any) -> StoredContext:
+        with torch.cuda.stream(stream):
+            return self._compressed(recording)
+
+    def _compressed(self, recording: Recording) -> StoredContext:
         order, served = recording.order, self._served
         assert served is not None  # it made the recording
         run = order.pipeline.run(recording.prefill(), order.budget)
@@ -186,6 +181,12 @@ class Compressor:
             # Nobody reads a file of it, so a number that no other context has will do.
             written = header(secrets.token_hex(32))
         return StoredContext(written, rotated.layers)
+
+
+def _give_way() -> None:
+    """Let running requests go first; some systems cannot."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _reason(error: Exception) -> str:

@@ -17,8 +17,7 @@ from vllm.platforms import current_platform
 from gracekv.vllm.compressing import Compressor
 from gracekv.vllm.context_attention import Asking, Reading, begin_step, end_step
 from gracekv.vllm.equal_shares import write_entries
-from gracekv.vllm.messages import StepContexts, WorkerReport
-from gracekv.vllm.scheduling import SchedulerSide
+from gracekv.vllm.scheduling import SchedulerSide, StepContexts, WorkerReport
 from gracekv.vllm.serving import (
     LOG,
     attention_layers,
@@ -134,6 +133,8 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         end_step()
+        if self.role == KVConnectorRole.WORKER:
+            self._compressor.shutdown()
 
     # Nothing is saved, and nothing is loaded while the model runs.
 

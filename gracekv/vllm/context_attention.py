@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -86,26 +86,25 @@ class Step:
                 self._planned = metadata, make()
         return self._planned[1]
 
-    def record(
-        self, layer: int, call: tuple[Tensor, Tensor, Tensor], metadata: Any, scale: float
-    ) -> None:
-        """Show the recording its tokens of `layer`.
+    def record(self, name: str, parts: Sequence[Tensor], metadata: Any, scale: float) -> None:
+        """Show the recording its tokens of a layer.
 
         Args:
-            layer: 0-based.
-            call: query [tokens of the step, H, d], key and value [tokens, G, d].
+            name: the layer's, as vLLM has it.
+            parts: query [tokens of the step, H, d], key and value [tokens, G, d].
             metadata: vLLM's, of the step's attention.
             scale: factor of q . k.
         """
-        if self.reading is None:
-            return
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        assert self.reading is not None  # it is asked before
         recording, block, start, tokens = self.reading
         if self._found is None or self._found[0] is not metadata:
             row = (metadata.block_table[:, 0] == block).nonzero()[0, 0]
             self._found = metadata, int(metadata.query_start_loc[row])
-        first = self._found[1]
-        query, key, value = (x[first : first + tokens] for x in call)
-        recording.add(layer, start, query, key, value, scale)
+        own = slice(self._found[1], self._found[1] + tokens)
+        query, key, value = (x[own] for x in parts)
+        recording.add(extract_layer_index(name), start, query, key, value, scale)
 
 
 _current: Step | None = None
@@ -172,7 +171,8 @@ class ContextAttention(abc.ABC):
         running = None if attn_metadata is None else current_step()
         batch = None
         if running is not None and running.reading is not None:
-            self._record(running, layer, query, key, value, attn_metadata)
+            parts = query, key, value
+            running.record(layer.layer_name, parts, attn_metadata, self.scale)
         if running is not None and running.asking:
             batch = running.plan(attn_metadata, lambda: self.plan(running, attn_metadata, kv_cache))
         if batch is None or not batch.covers_all:
@@ -186,19 +186,6 @@ class ContextAttention(abc.ABC):
             asked = (query.view(heads), kv_cache, attn_metadata, output.view(heads))
             self.attend(batch, LayerCall(layer, *asked))
         return output
-
-    def _record(
-        self, running: Step, layer: Any, query: Tensor, key: Tensor, value: Tensor, metadata: Any
-    ) -> None:
-        from vllm.model_executor.models.utils import extract_layer_index
-
-        shaped = (
-            query.view(-1, self.num_heads, self.head_size),
-            key.view(-1, self.num_kv_heads, self.head_size),
-            value.view(-1, self.num_kv_heads, self.head_size),
-        )
-        number = extract_layer_index(layer.layer_name)
-        running.record(number, shaped, metadata, self.scale)
 
     @abc.abstractmethod
     def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> Any:

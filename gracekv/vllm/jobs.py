@@ -46,12 +46,15 @@ class Jobs:
 
     Args:
         store: the scheduler's; it gets the headers of contexts that are in no file.
+
+    Attributes:
+        jobs: by request id, in the order in which they came: the first one has its turn.
+        forgotten: names of contexts that workers have not yet been told to delete.
     """
 
     def __init__(self, store: ContextStore) -> None:
         self._store = store
-        # By request id, in the order in which they came: the first one has its turn.
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self.jobs: OrderedDict[str, Job] = OrderedDict()
         self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._expiry: dict[str, tuple[float, str]] = {}
         self.forgotten: set[str] = set()
@@ -59,20 +62,16 @@ class Jobs:
     @property
     def current(self) -> str | None:
         """Id of the request whose turn it is."""
-        return next(iter(self._jobs), None)
+        return next(iter(self.jobs), None)
 
     @property
     def pending(self) -> bool:
         """Whether something is made that no request waits for."""
-        return any(job.read for job in self._jobs.values())
-
-    def get(self, request: str) -> Job | None:
-        """The job of a request."""
-        return self._jobs.get(request)
+        return any(job.read for job in self.jobs.values())
 
     def is_making(self, name: str) -> bool:
         """Whether a context of that name is on its way."""
-        return any(job.order.name == name for job in self._jobs.values())
+        return any(job.order.name == name for job in self.jobs.values())
 
     def add(self, request: str, order: Order, parameters: Mapping[str, Any], length: int) -> None:
         """Take a request's order in; a deletion is done at once.
@@ -89,7 +88,7 @@ class Jobs:
             self._store.check_allowed(order.name, parameters)
         if isinstance(order, Compression):
             order.spans(length)
-            self._jobs[request] = Job(request, order, parameters, length)
+            self.jobs[request] = Job(request, order, parameters, length)
         elif isinstance(order, Deletion):
             in_memory = self._forget(order.name)
             known = self._done.pop(order.name, None) is not None
@@ -129,14 +128,14 @@ class Jobs:
             return {"contexts": self.listing(parameters)}
         if "delete" in order:
             return {"name": order["delete"], "state": "deleted"}
-        job = self._jobs.get(request)
+        job = self.jobs.get(request)
         if job is None:
             name = order["compress"]["name"]
             return {"name": name, **self._done.get(name, {}), "state": "failed"}
         if computed < job.length:
-            del self._jobs[request]
+            del self.jobs[request]
             return failed("The request ended before its prompt was computed.", 400)
-        self._jobs[request] = replace(job, read=True)
+        self.jobs[request] = replace(job, read=True)
         return {"name": job.order.name, "state": "compressing"}
 
     def update(self, outcome: Outcome | None, dropped: Mapping[str, str]) -> None:
@@ -148,7 +147,7 @@ class Jobs:
         """
         for name, digest in dropped.items():
             self._store.forget(name, digest)
-        job = None if outcome is None else self._jobs.pop(outcome.request, None)
+        job = None if outcome is None else self.jobs.pop(outcome.request, None)
         if outcome is None or job is None:
             return
         name, header, order = job.order.name, outcome.header, job.order
@@ -183,7 +182,7 @@ class Jobs:
         for name, known in self._done.items():
             if "reason" in known:
                 found[name] = found.get(name, {}) | known
-        for job in self._jobs.values():
+        for job in self.jobs.values():
             name, recipe = job.order.name, job.order.recipe
             made = {"name": name, "state": "compressing", "recipe": recipe}
             found[name] = found.get(name, {}) | made

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gracekv.errors import BudgetError, StoreError
+from gracekv.errors import BudgetError, StoreError, UnsupportedModelError
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.vllm.documents import opened, question_text
 from gracekv.vllm.orders import Compression, Follow
@@ -65,7 +65,7 @@ class Maker:
         spans = replace(order, follow=follow).spans(len(found))
         try:
             order.pipeline.plan_for(self._served.model, spans, order.budget)
-        except BudgetError as error:
+        except (BudgetError, UnsupportedModelError) as error:
             raise StoreError(str(error)) from error
         self.follows[order.name] = follow
         while len(self.follows) > _REMEMBERED:

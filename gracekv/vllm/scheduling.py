@@ -1,19 +1,84 @@
-"""`SchedulerSide`: what the connector does in vLLM's scheduler. Imports vLLM."""
+"""`SchedulerSide`: what the connector does in vLLM's scheduler, and tells workers. Imports vLLM."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
 from gracekv.errors import StoreError
-from gracekv.vllm.compressing import Chunk
+from gracekv.vllm.compressing import Chunk, Outcome
 from gracekv.vllm.equal_shares import check_prompt
 from gracekv.vllm.header import PARAMETER, ContextHeader, is_missing
 from gracekv.vllm.jobs import WAIT, Jobs, failed
-from gracekv.vllm.messages import PageLoad, StepContexts
 from gracekv.vllm.orders import FOLLOW, order_of
 from gracekv.vllm.serving import LOG, refusal
 from gracekv.vllm.store import ContextStore
+
+
+@dataclass
+class PageLoad:
+    """Entries of a context with equal shares that go into a request's pages.
+
+    Attributes:
+        name: of the context.
+        digest: of the context.
+        first: of the entries, counted in each head; those before are in the pages already.
+        blocks: the pages of all its entries.
+    """
+
+    name: str
+    digest: str
+    first: int
+    blocks: list[int]
+
+
+@dataclass
+class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler tells the workers before a step.
+
+    Attributes:
+        named: (name, digest, tokens of the step) of requests with ragged contexts, by the first
+            block of their pages.
+        loads: what goes into pages before the step.
+        refused: ids of requests whose context cannot be used.
+        used: digests of the contexts of all requests that have not ended.
+        chunk: tokens of the step that are recorded, to be compressed.
+        current: id of the request whose prompt is compressed now.
+        forgotten: names of contexts that were deleted.
+        idle: whether the step has no tokens.
+    """
+
+    named: dict[int, tuple[str, str, int]] = field(default_factory=dict)
+    loads: list[PageLoad] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
+    used: set[str] = field(default_factory=set)
+    chunk: Chunk | None = None
+    current: str | None = None
+    forgotten: set[str] = field(default_factory=set)
+    idle: bool = False
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What a worker tells the scheduler after a step.
+
+    Attributes:
+        outcome: of the prompt that is compressed.
+        dropped: digests of contexts in no file that went for want of room, by name.
+    """
+
+    outcome: Outcome | None
+    dropped: dict[str, str]
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        """What both tell."""
+        return WorkerReport(self.outcome or other.outcome, self.dropped | other.dropped)
 
 
 class SchedulerSide:
@@ -104,7 +169,7 @@ class SchedulerSide:
             return 1, True
         if request.request_id in self._waiting:
             return self._wait(request), False
-        if self._jobs.get(request.request_id) is not None:
+        if request.request_id in self._jobs.jobs:
             if self._jobs.current != request.request_id:
                 return None, False
             # After a preemption, all tokens are computed again.
@@ -168,7 +233,7 @@ class SchedulerSide:
         return step_contexts
 
     def _chunk(self, scheduler_output: Any) -> Chunk | None:
-        job = self._jobs.get(self._jobs.current or "")
+        job = self._jobs.jobs.get(self._jobs.current or "")
         if job is None or job.request not in scheduler_output.num_scheduled_tokens:
             return None
         cached = scheduler_output.scheduled_cached_reqs

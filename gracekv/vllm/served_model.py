@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gracekv.errors import StoreError, UnsupportedModelError
+from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.model_layers import model_layers, rope_of_table, rotating
 from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model
@@ -26,25 +26,17 @@ class ServedModel:
 
     @classmethod
     def of(cls, vllm_config: Any) -> ServedModel:
-        """Raises `StoreError` if an engine cannot compress for this model or this configuration."""
-        parallel = vllm_config.parallel_config
+        """Raises `UnsupportedModelError` if an engine so configured cannot compress."""
+        from transformers import AutoModelForCausalLM
+
+        served, parallel = vllm_config.model_config, vllm_config.parallel_config
+        config = served.hf_text_config
         if parallel.world_size_across_dp > 1:
-            raise StoreError(
+            raise UnsupportedModelError(
                 f"This engine runs in {parallel.world_size_across_dp} processes, and compresses in "
                 f"one only. Serve without tensor and data parallelism, or compress with "
                 f"transformers and export."
             )
-        try:
-            return cls._of(vllm_config)
-        except UnsupportedModelError as error:
-            raise StoreError(str(error)) from error
-
-    @classmethod
-    def _of(cls, vllm_config: Any) -> ServedModel:
-        from transformers import AutoModelForCausalLM
-
-        served = vllm_config.model_config
-        config = served.hf_text_config
         if config.model_type not in TESTED_MODEL_TYPES:
             raise UnsupportedModelError(
                 f"Models of the family {config.model_type!r} were not compressed inside vLLM. "

@@ -144,7 +144,7 @@ def test_a_second_export_is_as_private_as_the_first(book, tmp_path):
 def test_an_export_that_is_killed_leaves_the_old_or_the_new_context(book, tmp_path):
     others = [book, gracekv.compress(book.model, book.prompt, ratio=3)]
     digests = [ContextStore(export(x, tmp_path / "want").parent).verify("want") for x in others]
-    functions = ("_write", "_alone_in", "_delete", "replacing", "write_cache")
+    functions = ("_write", "write_context", "_alone_in", "_delete", "replacing", "write_cache")
     before = tmp_path / "store" / "book"
     seen = []
     for count in killed_at_each_line(

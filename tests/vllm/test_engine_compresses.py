@@ -17,7 +17,7 @@ pytestmark = pytest.mark.vllm
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
 QUESTION = "Why is she tired?"
 TOKENS = 12
-PAGE, PAGES = 32, 30
+PAGE, PAGES, LONGEST = 32, 30, 768
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def made(tmp_path_factory):
         str(folder / "model"),
         dtype="float32",
         enforce_eager=True,
-        max_model_len=2048,
+        max_model_len=LONGEST,
         max_num_seqs=12,
         max_num_batched_tokens=64,
         block_size=PAGE,
@@ -228,7 +228,8 @@ def test_an_aborted_document_leaves_the_next_one_alone(made):
         ({"name": ".."}, 50, "context's name"),
         ({"ratio": 1000}, 50, "below the smallest"),
         ({}, 1, "nothing to compress"),
-        ({}, PAGE * PAGES, "Send a shorter one"),
+        ({}, LONGEST - 1, "Send a shorter one"),
+        ({}, LONGEST, "longer than the maximum"),
     ],
 )
 def test_what_cannot_be_compressed_is_refused_by_name(made, order, length, said):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gracekv
-from gracekv.errors import StoreError
+from gracekv.errors import StoreError, UnsupportedModelError
 from gracekv.hf import capture
 from gracekv.kernels.ragged import rows
 from gracekv.pipeline import Pipeline
@@ -90,10 +90,10 @@ def test_tokens_that_do_not_follow_are_not_written(model, served):
 
 
 def test_models_and_engines_that_cannot_be_compressed_for_are_refused(model):
-    with pytest.raises(StoreError, match="2 processes"):
+    with pytest.raises(UnsupportedModelError, match="2 processes"):
         ServedModel.of(engine(model, world_size_across_dp=2))
     config = type(model.config)(**{**model.config.to_dict(), "model_type": "llama"})
     config.model_type = "unheard"
     other = SimpleNamespace(config=config, dtype=model.dtype)
-    with pytest.raises(StoreError, match="family 'unheard'"):
+    with pytest.raises(UnsupportedModelError, match="family 'unheard'"):
         ServedModel.of(engine(other))

@@ -1,0 +1,152 @@
+"""What it costs that vLLM compresses. Prints a table and writes `results/vllm_compress.md`.
+
+    VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_compress.py
+
+Needs the environment of `make test-vllm`. Costs are CPU seconds of the engine's process on one
+thread, from the request to the stored context, so that other work on the machine does not count.
+Inter-token latency is by the clock: of a request that runs while a document is computed, or is also
+compressed; the rounds of both take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from machine import commit, threads
+
+from gracekv.hf.smollm2 import load_smollm2
+from gracekv.vllm import kv_transfer_config
+
+TOKENS = 200  # of the request that runs beside
+RATIO = 4
+
+
+def _cpu_seconds(worker: Any) -> float:
+    return time.process_time()
+
+
+def _is_making(worker: Any) -> bool:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group()._compressor._job is not None
+
+
+def parameters(order: Any, tokens: int = 1) -> Any:
+    from vllm import SamplingParams
+
+    extra = None if order is None else {"kv_transfer_params": {"gracekv": order}}
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
+
+
+def wait(llm: Any) -> None:
+    while any(llm.collective_rpc(_is_making)):
+        time.sleep(0.2)
+
+
+def cost(llm: Any, prompt: dict[str, Any], order: Any) -> float:
+    """CPU seconds of a document."""
+    (before,) = llm.collective_rpc(_cpu_seconds)
+    llm.generate(prompt, parameters(order), use_tqdm=False)
+    wait(llm)
+    (after,) = llm.collective_rpc(_cpu_seconds)
+    return after - before
+
+
+def gaps(llm: Any, prompt: dict[str, Any], order: Any) -> list[float]:
+    """Seconds between the tokens of a request that runs while a document comes in."""
+    core, seen, last = llm.llm_engine, [], 0.0
+    core.add_request("beside", {"prompt_token_ids": [5, 6, 7]}, parameters(None, TOKENS))
+    for _ in range(8):
+        core.step()
+    core.add_request("document", prompt, parameters(order))
+    last = time.perf_counter()
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.request_id.startswith("beside"):
+                now = time.perf_counter()
+                seen.append(now - last)
+                last = now
+    wait(llm)
+    return seen
+
+
+def story(tokenizer: Any, length: int) -> list[int]:
+    text = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
+    return list(tokenizer(text * (1 + length // 2000)).input_ids[:length])
+
+
+def p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100)[98]
+
+
+def rows(llm: Any, tokenizer: Any, options: argparse.Namespace) -> list[str]:
+    order = {"compress": {"name": "book", "ratio": RATIO, "recipe": options.recipe}}
+    cost(llm, {"prompt_token_ids": story(tokenizer, 300)}, order)  # compiles, loads
+    lines = []
+    for length in options.lengths:
+        taken: dict[str, list[float]] = {"plain": [], "made": []}
+        beside: dict[str, list[float]] = {"plain": [], "made": []}
+        for number in range(options.rounds):
+            ids = story(tokenizer, length)
+            ids[0] = 100 + number  # so that no page holds it
+            for way, asked in (("plain", None), ("made", order)):
+                prompt = {"prompt_token_ids": ids, "cache_salt": f"{way}{number}"}
+                taken[way].append(cost(llm, prompt, asked))
+                again = {"prompt_token_ids": ids, "cache_salt": f"{way}{number} again"}
+                beside[way] += gaps(llm, again, asked)
+        plain, made = (min(taken[way]) for way in taken)
+        slow, slower = (p99(beside[way]) for way in beside)
+        lines.append(
+            f"| {length:,} | {plain:.2f} | {made:.2f} | {made / plain:.2f} "
+            f"| {1e3 * slow:.0f} | {1e3 * slower:.0f} | {slower / slow:.2f} |"
+        )
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8000])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--recipe", default="gracekv-agnostic")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm_compress.md"))
+    options = parser.parse_args()
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the functions of collective_rpc
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    _, tokenizer = load_smollm2()
+    with tempfile.TemporaryDirectory() as store:
+        llm = LLM(
+            tokenizer.name_or_path,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=max(options.lengths) + 192,
+            max_num_seqs=8,
+            max_num_batched_tokens=1024,
+            kv_transfer_config=KVTransferConfig(**kv_transfer_config(store)),
+        )
+        lines = rows(llm, tokenizer, options)
+        llm.llm_engine.engine_core.shutdown()
+    head = (
+        f"# Compressing in vLLM\n\n`benchmarks/vllm_compress.py` at {commit()}: {threads()}, "
+        f"SmolLM2-135M in float32, `{options.recipe}` at {RATIO}x, chunks of 1,024 tokens, "
+        f"{options.rounds} rounds (the least CPU seconds; latencies of all). CPU "
+        f"seconds from the request to the stored "
+        f"context, beside those of a plain prefill; 99th percentile of the {TOKENS} inter-token "
+        f"latencies, ms by the clock, of a request that runs meanwhile.\n\n"
+        "| tokens | prefill, s | stored, s | ratio | beside a prefill | beside a compression "
+        "| ratio |\n|--:|--:|--:|--:|--:|--:|--:|\n"
+    )
+    options.out.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Contexts that a worker makes, and what the scheduler knows of them; without an engine."""
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gracekv
+from gracekv.errors import StoreError
+from gracekv.hf import capture
+from gracekv.testing.models import tiny_model
+from gracekv.vllm import ContextStore
+from gracekv.vllm.compressing import Chunk, Compressor, Outcome
+from gracekv.vllm.jobs import Jobs
+from gracekv.vllm.orders import order_of
+
+CPU = torch.device("cpu")
+LENGTH = 60
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(kv_heads=4)
+
+
+@pytest.fixture(scope="module")
+def prefill(model):
+    ids = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
+    prompt = gracekv.Prompt.from_ids(ids, (0, LENGTH - 1), question_end=LENGTH - 1)
+    return capture.capture(model, prompt, gracekv.prefill.Needs(later_queries=True))
+
+
+def asked(name, **options):
+    return {"gracekv": {"compress": {"name": name, "ratio": 3, **options}}}
+
+
+class Worker:
+    """A compressor, fed as an engine's worker feeds it."""
+
+    def __init__(self, model, root, **options):
+        served = SimpleNamespace(hf_text_config=model.config, dtype=model.dtype)
+        parallel = SimpleNamespace(world_size_across_dp=1)
+        config = SimpleNamespace(model_config=served, parallel_config=parallel)
+        self.store = ContextStore(root, **options)
+        self.compressor = Compressor(config, self.store, CPU)
+
+    def read(self, prefill, request, parameters, first=0, last=LENGTH):
+        chunk = Chunk(request, parameters, 0, first, last - first, LENGTH)
+        recording = self.compressor.begin(chunk, request)
+        for layer in range(prefill.layers if recording else 0):
+            parts = (prefill.queries[layer], prefill.keys[layer], prefill.values[layer])
+            query, key, value = (x[:, first:last].transpose(0, 1) for x in parts)
+            recording.add(layer, first, query, key, value, prefill.scale)
+        return self.compressor.outcome(idle=False)
+
+    def outcome(self):
+        for _ in range(3000):
+            found = self.compressor.outcome(idle=True)
+            if found is not None:
+                return found
+        raise AssertionError
+
+
+@pytest.mark.parametrize("save", [False, True])
+def test_a_worker_makes_the_context_that_an_export_writes(model, prefill, tmp_path, save):
+    (tmp_path / "store").mkdir()
+    worker = Worker(model, tmp_path / "store")
+    assert worker.read(prefill, "0", asked("book", save=save, recipe="knorm")) is None
+    made = worker.outcome()
+    assert made.reason == ""
+    assert made.seconds > 0
+    mine = worker.store.load("book", made.header.digest)
+    run = gracekv.Pipeline.named("knorm").run(prefill, gracekv.Budget.ratio(3))
+    for stored, packed in zip(mine.layers, run.cache.layers, strict=True):
+        assert torch.equal(stored.positions, packed.positions)
+        assert torch.equal(stored.values, packed.values)
+    assert made.header.length == LENGTH - 1
+    # Another process sees what is saved, and that only.
+    assert ContextStore(tmp_path / "store").names() == (["book"] if save else [])
+    if save:
+        assert ContextStore(tmp_path / "store").verify("book").digest == made.header.digest
+
+
+def test_a_prompt_that_was_preempted_is_recorded_again(model, prefill, tmp_path):
+    worker = Worker(model, tmp_path)
+    worker.read(prefill, "0", asked("book"), 0, 40)
+    assert worker.read(prefill, "0", asked("book"), 0, 30) is None
+    worker.read(prefill, "0", asked("book"), 30, LENGTH)
+    assert worker.outcome().header is not None
+
+
+def test_what_an_aborted_request_left_is_dropped(model, prefill, tmp_path):
+    worker = Worker(model, tmp_path)
+    worker.read(prefill, "0", asked("book"), 0, 40)
+    assert worker.compressor.begin(None, None) is None
+    # Its later tokens are not those of the next one.
+    assert worker.read(prefill, "0", asked("book"), 40, LENGTH) is None
+    assert worker.compressor.outcome(idle=True) is None
+    worker.read(prefill, "1", asked("other"))
+    assert worker.outcome().request == "1"
+
+
+def test_a_failure_is_told_and_the_next_one_goes_on(model, prefill, tmp_path, monkeypatch):
+    worker = Worker(model, tmp_path, limit=100)
+    worker.read(prefill, "0", asked("book"))
+    assert "bytes of memory" in worker.outcome().reason
+    found = worker.read(prefill, "1", {"gracekv": {"compress": {"name": "b", "ratio": 0}}})
+    assert "at least 1" in found.reason
+    worker.store.loaded.limit = 2**30
+    monkeypatch.setattr(type(worker.compressor), "_compressed", lambda *_: 1 / 0)
+    worker.read(prefill, "2", asked("book"))
+    assert "cannot be used (ZeroDivisionError)" in worker.outcome().reason
+    monkeypatch.undo()
+    worker.read(prefill, "3", asked("book"))
+    assert worker.outcome().header is not None
+
+
+@pytest.fixture
+def headers(root):
+    """Contexts that were made, under names of no files."""
+    made = [ContextStore(root).load(f"c{number}") for number in range(3)]
+    for context in made:
+        header = replace(context.header, digest=f"{len(context.header.digest)}{id(context)}")
+        object.__setattr__(context, "header", header)
+    return made
+
+
+def test_the_least_recently_used_of_what_is_in_no_file_goes_for_good(headers, root):
+    size = headers[0].bytes
+    store = ContextStore(root, limit=int(2.5 * size))
+    for number, context in enumerate(headers[:2]):
+        store.put(context.header, f"m{number}", context)
+    assert store.names() == ["c0", "c1", "c2", "m0", "m1"]
+    store.load("m0")
+    store.put(headers[2].header, "m2", headers[2])
+    assert store.dropped() == {"m1": headers[1].header.digest}
+    assert store.dropped() == {}
+    with pytest.raises(StoreError, match="There is no context 'm1'"):
+        store.load("m1")
+    # What a request reads stays.
+    store.retain({headers[0].header.digest})
+    store.load("c0")
+    assert store.load("m0") is headers[0]
+
+
+def test_a_context_in_memory_comes_before_the_folder_s_until_it_is_forgotten(headers, root):
+    store = ContextStore(root)
+    old = store.load("c0").header.digest
+    store.put(headers[1].header, "c0", headers[1])
+    assert store.verify("c0") is headers[1].header
+    assert not store.forget("c0", "another digest")
+    store.retain({headers[1].header.digest})
+    assert store.forget("c0")
+    assert store.load("c0", headers[1].header.digest) is headers[1]
+    assert store.load("c0").header.digest == old
+    store.retain(())
+    assert headers[1].header.digest not in store.loaded.digests
+
+
+@pytest.fixture
+def jobs(root):
+    return Jobs(ContextStore(root, allow=lambda name, parameters: "hidden" not in name))
+
+
+def add(jobs, request, parameters, length=10):
+    jobs.add(request, order_of(parameters["gracekv"]), parameters, length)
+
+
+def listed(jobs):
+    return {one["name"]: one for one in jobs.listing({})}
+
+
+def test_documents_have_their_turn_one_after_the_other(jobs, headers):
+    for request, name in enumerate(("a", "b", "hide")):
+        add(jobs, str(request), asked(name))
+    assert jobs.current == "0"
+    assert not jobs.pending
+    assert jobs.finished("1", 4, asked("b"))["state"] == "failed"
+    assert jobs.finished("0", 10, asked("a")) == {"name": "a", "state": "compressing"}
+    assert jobs.pending
+    assert jobs.current == "0"
+    assert listed(jobs)["a"]["state"] == "compressing"
+    jobs.update(Outcome("0", headers[0].header, 1.5), {})
+    assert jobs.current == "2"
+    assert not jobs.pending
+    found = listed(jobs)["a"]
+    assert (found["state"], found["seconds"], found["saved"]) == ("ready", 1.5, False)
+    jobs.update(Outcome("2", None, 0.5, "Too long."), {})
+    assert listed(jobs)["hide"]["reason"] == "Too long."
+    assert "Too long" in jobs.why_missing("hide", "There is none.")
+    jobs.update(None, {"a": headers[0].header.digest})
+    assert "a" not in listed(jobs)
+
+
+def test_a_context_that_is_made_anew_says_so(jobs, headers):
+    add(jobs, "0", asked("c0"))
+    assert listed(jobs)["c0"]["state"] == "compressing"
+    assert listed(jobs)["c0"]["entries"] > 0
+    jobs.update(Outcome("0", headers[1].header, 1.0), {})
+    assert listed(jobs)["c0"]["saved"] is False
+
+
+def test_deleted_and_expired_contexts_are_gone(jobs, headers, root):
+    add(jobs, "0", asked("brief", expires=0.01))
+    jobs.update(Outcome("0", headers[0].header, 1.0), {})
+    time.sleep(0.02)
+    assert "brief" not in listed(jobs)
+    assert jobs.forgotten == {"brief"}
+    add(jobs, "1", {"gracekv": {"delete": "c0"}})
+    assert sorted(x.name for x in root.iterdir()) == ["c1", "c2"]
+    with pytest.raises(StoreError, match="no context 'c0' in the store to delete"):
+        add(jobs, "2", {"gracekv": {"delete": "c0"}})
+
+
+def test_who_may_not_use_a_name_may_not_make_delete_or_see_it(jobs, root):
+    for parameters in (asked("hidden"), {"gracekv": {"delete": "hidden"}}):
+        with pytest.raises(StoreError, match="may not use the context 'hidden'"):
+            add(jobs, "0", parameters)
+    (root / "c1").rename(root / "hidden1")
+    assert sorted(listed(jobs)) == ["c0", "c2"]
