@@ -82,7 +82,8 @@ class Jobs:
             parameters: its `kv_transfer_params`.
             length: tokens of its prompt.
 
-        Raises `StoreError` if the request may not use the name, or there is nothing to delete.
+        Raises `StoreError` if the request may not use the name, or what it shall delete is not
+        there, or not yet.
         """
         if isinstance(order, Compression | Deletion):
             self._store.check_allowed(order.name, parameters)
@@ -90,6 +91,8 @@ class Jobs:
             order.spans(length)
             self.jobs[request] = Job(request, order, parameters, length)
         elif isinstance(order, Deletion):
+            if self.is_making(order.name):
+                raise StoreError(f"Context {order.name!r} is being made. Delete it afterwards.")
             in_memory = self._forget(order.name)
             known = self._done.pop(order.name, None) is not None
             if not (delete_context(self._store.folder(order.name)) or in_memory or known):
@@ -106,7 +109,7 @@ class Jobs:
         """Let go of the contexts whose time is over."""
         now = time.monotonic()
         for name, (end, digest) in list(self._expiry.items()):
-            if now >= end:
+            if now >= end and not self.is_making(name):
                 del self._expiry[name]
                 if self._store.forget(name, digest):
                     self._forget(name)

@@ -131,7 +131,7 @@ def test_a_client_compresses_asks_and_deletes(client, server):
     mine = Client(f"{server.url}/v1", tokenizer=server.tokenizer)
     made = mine.compress("own", text, ratio=2)
     assert (made.state, made.saved) == ("ready", False)
-    assert made.ratio == pytest.approx(2, 0.05)
+    assert 1.8 < made.ratio <= 2, "what opens the turn stays whole"
     answer = mine.ask("own", QUESTION, TOKENS)
     prompt = gracekv.Prompt.from_chat(server.tokenizer, context=text)
     own = gracekv.compress(server.book.model, prompt, ratio=2).ask(QUESTION, TOKENS)
