@@ -67,6 +67,13 @@ class RecentWindow(Configurable):
                 f"{self.size}."
             )
 
+    def tokens(self, size: int, heads: int, each: int = 1) -> int:
+        """r in each of `heads` heads of a budget of `size`, of which an entry takes `each`."""
+        if self.rule == "half":
+            return max(1, size // heads // 2 // each)
+        share = math.floor(Fraction(str(self.share)) * size / heads / each)
+        return max(self.minimum, min(self.size, share))
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -224,11 +231,8 @@ class Budget:
                 f"ratio of at most {largest:g}, entries_per_head of at least {least // units}, or "
                 f"kv_bytes of at least {least * entry_bytes}."
             )
-        share = math.floor(Fraction(str(window.share)) * total / units)
-        recent = max(window.minimum, min(window.size, share))
-        if window.rule == "half":
-            recent = max(1, total // units // 2)
-        return BudgetPlan(layers, heads, context, total, min(recent, context))
+        recent = min(window.tokens(total, units), context)
+        return BudgetPlan(layers, heads, context, total, recent)
 
     def _plan_of_bytes(
         self, whole: BudgetPlan, window: RecentWindow, costs: EntryBytes
@@ -247,11 +251,7 @@ class Budget:
                 f"of {whole.layers} x {whole.heads} KV heads). Use a ratio of at most "
                 f"{largest:g}, or kv_bytes of at least {least}."
             )
-        share = math.floor(Fraction(str(window.share)) * size / units / costs.exact)
-        recent = max(minimum, min(window.size, share))
-        if window.rule == "half":
-            recent = max(1, size // units // 2 // costs.exact)
-        recent = min(recent, context)
+        recent = min(window.tokens(size, units, costs.exact), context)
         left = size - units * recent * costs.exact
         rest = context - recent
         stay = min(costs.sinks, rest)
