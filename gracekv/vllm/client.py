@@ -29,7 +29,7 @@ class Context:
         entries: of all layers and heads together.
         bytes: of keys and values.
         ratio: how many times fewer entries than a full cache has.
-        seconds: from the request until it was ready.
+        seconds: from its first token until it was ready.
         recipe: the pipeline's name.
         saved: whether it lies in the store's folder too.
         reason: why it failed.

@@ -143,8 +143,8 @@ class ContextHeader:
             data = json.loads(_text(path))
         except FileNotFoundError as error:
             raise StoreError(
-                f"There is no context {name!r} in the store. Write it there with "
-                f"gracekv.vllm.export(result, 'STORE/{name}')."
+                f"There is no context {name!r} in the store. Have the server compress a document "
+                f"under that name, or write it there with gracekv.vllm.export."
             ) from error
         except (OSError, ValueError, RecursionError) as error:
             raise StoreError(

@@ -9,6 +9,8 @@ import torch
 from docs_tools import tool
 from page_blocks import ROOT
 
+from support.context_server import context_server
+
 VOCABULARY = 2000
 LONGEST = 300
 
@@ -33,6 +35,7 @@ def reader(tiny, tmp_path, monkeypatch):
     - No answer has more than `LONGEST` tokens.
     - `from_pretrained` and "smollm2" give the tiny model, whatever they are asked for.
     - `book.txt` is the beginning of the chapter that comes with gracekv.
+    - `gracekv.vllm.Client` asks a server that stands in for vLLM's.
     - An evaluation runs with all its methods, but one sample of its first task at its first
       budget and length.
     """
@@ -41,6 +44,7 @@ def reader(tiny, tmp_path, monkeypatch):
     import gracekv.cli.demo
     import gracekv.evaluate.runner
     import gracekv.hf.smollm2
+    import gracekv.vllm
 
     model, tokenizer = tiny
     model.config.name_or_path = gracekv.hf.smollm2.MODEL_NAME
@@ -79,4 +83,7 @@ def reader(tiny, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     torch.manual_seed(0)
-    return tmp_path
+    with context_server(tokenizer) as server:
+        client = gracekv.vllm.Client(server.url)
+        monkeypatch.setattr(gracekv.vllm, "Client", lambda _: client)
+        yield tmp_path

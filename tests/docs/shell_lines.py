@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from page_blocks import ROOT
@@ -36,6 +37,8 @@ def check(words, place, history):
         assert found.is_file(), f"{place}: there is no {found}"
     elif tool == "python":
         _python(words[1:], place)
+    elif tool == "mkdir":
+        Path(words[-1]).mkdir(exist_ok="-p" in words)
     else:
         assert tool in NOT_RUN, f"{place}: nothing checks {tool!r}; give it a check or a reason"
 
