@@ -19,13 +19,15 @@ from pathlib import Path
 from statistics import median
 
 import machine
+import numpy as np
 from rich.console import Console
 from suite_halves import HALVES, NEEDLES, TEXTS, Half, half_of
 
 from gracekv.evaluate.formats import footer, markdown
 from gracekv.evaluate.measures import Measure, measure
 from gracekv.evaluate.plots import plot
-from gracekv.evaluate.row_files import Row, read_rows
+from gracekv.evaluate.row_files import Row, latest, read_rows
+from gracekv.evaluate.statistics import interval
 from gracekv.evaluate.tables import Table, make_tables
 from gracekv.files import write_atomically
 
@@ -112,6 +114,41 @@ def means(
             values = [b.cells[method, column].mean for b in found if (method, column) in b.cells]
             whole = len(values) == len(found)
             cells.append(f"{sum(values) / len(values):.{shown.digits}f}" if whole else "")
+        if any(cells):
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def differences(rows: Sequence[Row], found: Sequence[Table], shown: Measure, half: Half) -> str:
+    """What each placed method lacks to ours, in the mean over the groups, with 95 % intervals.
+
+    Prompts are paired, and resampled within their group.
+    """
+    titles = [table.title for table in found if (half.ours, half.last) in table.cells]
+    whole = {(title.group, title.metric, title.length) for title in titles}
+    values: dict[tuple[str, str], dict[tuple[str, ...], dict[str, float]]] = {}
+    for row in latest(list(rows)).values():
+        group, value = (row["group"], row["metric"], row["length"]), shown.read(row)
+        if row["error"] is None and value is not None and group in whole:
+            cell = values.setdefault((row["method"], row["column"]), {})
+            cell.setdefault(group, {})[row["sample"]] = value
+    columns = sorted({c for _, c in values if c.endswith("x")}, key=lambda c: float(c[:-1]))
+    lines = [f"| method | {' | '.join(columns)} |", "|---" + "|--:" * len(columns) + "|"]
+    for method in half.placed:
+        cells = []
+        for column in columns:
+            own, other = values.get((half.ours, column), {}), values.get((method, column), {})
+            paired = [
+                np.array([other[group][x] - own[group][x] for x in sorted(own[group])])
+                for group in own
+                if own[group].keys() <= other.get(group, {}).keys()
+            ]
+            if method == half.ours or not paired or len(paired) < len(own):
+                cells.append("")
+                continue
+            delta, digits = interval(paired), shown.digits
+            ends = f"{delta.low:+.{digits}f}, {delta.high:+.{digits}f}"
+            cells.append(f"{delta.mean:+.{digits}f} [{ends}]")
         if any(cells):
             lines.append(f"| {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -212,6 +249,8 @@ def main() -> None:
                         averaged = means(tables, methods, other, half, groups)
                         parts += [f"## {other.title}: mean over {kind}", "", averaged, ""]
                         Console().print(kind, averaged, sep="\n")
+            text = differences(rows, found, shown, half)
+            parts += [f"## {shown.title}: minus `{half.ours}`, 95 % intervals", "", text, ""]
             text = standings(found, shown, half)
             parts += ["## Standings by log KL to FullKV", "", text, ""]
             Console().print(text)

@@ -77,6 +77,8 @@ def test_each_half_has_a_page_of_its_own(suite, monkeypatch, tmp_path, protocol,
     assert f"Of 8 settings `{ours}` is first in 4, tied with the first in 0 more" in page
     assert page.count("**1** |") == 4
     assert (tmp_path / f"{name}.png").is_file()
+    # log 0.02 - log 0.04 on needles, log 0.03 - log 0.01 on texts: the same on both prompts.
+    assert "| snapkv | +0.20 [+0.20, +0.20] | +0.20 [+0.20, +0.20] |" in page
     agnostic = protocol == "query_agnostic"
     assert page.count("the question not seen") > 0 if agnostic else "not seen" not in page
     assert (f"| {ours} | 0.25 | 25% |" in page) == agnostic
