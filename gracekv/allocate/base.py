@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.plan import BudgetPlan
-from gracekv.distributed.head_shard import WHOLE, HeadShard
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.base import Forest
 

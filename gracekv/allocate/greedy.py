@@ -12,7 +12,7 @@ from torch import Tensor
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.ranking import dense_rank, descending, first_fitting, first_offer, where_true
-from gracekv.distributed.head_shard import WHOLE, HeadShard
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels.ragged import offsets
 
 

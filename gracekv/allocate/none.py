@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gracekv.allocate.base import FLOORS, Floor, Frontier
 from gracekv.allocate.plan import BudgetPlan
-from gracekv.distributed.head_shard import WHOLE, HeadShard
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.tree.base import Forest
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.sharding import HeadShard
 
 _BITS = 4
 

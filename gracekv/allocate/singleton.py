@@ -16,7 +16,7 @@ from gracekv.allocate.base import FLOORS, Floor, Frontier
 from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.plan import BudgetPlan
 from gracekv.allocate.ranking import first_fitting, first_offer, where_true
-from gracekv.distributed.head_shard import WHOLE, HeadShard
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import ShapeError
 from gracekv.kernels.ragged import rows_and_steps
 from gracekv.registry import bounded

@@ -15,7 +15,7 @@ from torch import Tensor
 from gracekv.allocate.operations import check_quota
 from gracekv.allocate.ranking import first_fitting, weighted_cut, where_true
 from gracekv.allocate.selection import Selection
-from gracekv.distributed.head_shard import WHOLE, HeadShard
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import NonFiniteError
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.entries import CompressedCache
-from gracekv.distributed.head_shard import WHOLE, HeadShard
+from gracekv.distributed.sharding import WHOLE, HeadShard
 
 # Bits that a number may take.
 _WIDTHS = range(1, 65)

@@ -13,7 +13,7 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.quantised import QuantisedEntries
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.sharding import HeadShard
 from gracekv.errors import CacheError
 from gracekv.kernels.ragged import offsets, rows_and_steps
 from gracekv.prefill.kept import KeptLayer

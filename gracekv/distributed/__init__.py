@@ -4,7 +4,6 @@ Every process calls `gracekv.compress` with the same arguments, holds its own KV
 them what one process holding all heads would keep.
 """
 
-from gracekv.distributed.head_shard import HeadShard
-from gracekv.distributed.sharding import connect, head_shard, is_sharded
+from gracekv.distributed.sharding import HeadShard, connect, head_shard, is_sharded
 
 __all__ = ["HeadShard", "connect", "head_shard", "is_sharded"]

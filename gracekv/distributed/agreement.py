@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gracekv.distributed.head_shard import HeadShard
-from gracekv.distributed.sharding import head_shard
+from gracekv.distributed.sharding import HeadShard, head_shard
 from gracekv.errors import RankError
 
 

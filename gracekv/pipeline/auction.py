@@ -17,7 +17,7 @@ from gracekv.allocate import (
 )
 from gracekv.allocate.plan import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains, token_gains, top_tokens
-from gracekv.distributed.head_shard import WHOLE, HeadShard
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.precision import Precision
 from gracekv.precision.base import EXACT
 from gracekv.prefill import Prefill, Region

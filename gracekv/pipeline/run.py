@@ -22,7 +22,7 @@ from gracekv.cache import (
     Timings,
     WidthShare,
 )
-from gracekv.distributed.head_shard import HeadShard
+from gracekv.distributed.sharding import HeadShard
 from gracekv.fit import NoFit
 from gracekv.fit.base import value_change
 from gracekv.kernels.linalg import full_float32

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.ranking import affordable, first_offer
-from gracekv.distributed.head_shard import WHOLE, HeadShard
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels import ragged
 
 _NEVER = -1.0

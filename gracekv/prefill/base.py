@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, Self
 import torch
 from torch import Tensor
 
-from gracekv.distributed.head_shard import WHOLE, HeadShard
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import MissingCaptureError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.kept import KeptLayer

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.distributed.head_shard import HeadShard
-from gracekv.distributed.sharding import head_shard
+from gracekv.distributed.sharding import HeadShard, head_shard
 from gracekv.errors import CacheError
 
 # Where the model came from may differ between machines; its computation may not.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 import torch
 from torch import Tensor
 
-from gracekv.distributed.head_shard import WHOLE, HeadShard
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import NonFiniteError, ShapeError
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, PrefillReader, PromptSpans, Region

@@ -11,7 +11,7 @@ from gracekv.allocate.plan import BudgetPlan, EntryBytes
 from gracekv.allocate.ranking import affordable, first_offer
 from gracekv.allocate.selection import Selection
 from gracekv.allocate.top_tokens import top_tokens
-from gracekv.distributed.head_shard import WHOLE
+from gracekv.distributed.sharding import WHOLE
 from gracekv.pipeline.auction import AuctionResult, within_bytes
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
 from support.thread_exchange import in_threads
