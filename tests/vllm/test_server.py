@@ -1,10 +1,12 @@
 """The OpenAI-compatible server end to end: its own process, a real client, streaming."""
 
 import json
+import shlex
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -133,6 +135,7 @@ def test_a_client_compresses_asks_and_deletes(client, server):
     assert (made.state, made.saved) == ("ready", False)
     assert 1.8 < made.ratio <= 2, "what opens the turn stays whole"
     answer = mine.ask("own", QUESTION, TOKENS)
+    assert "".join(mine.stream("own", QUESTION, TOKENS)) == answer
     prompt = gracekv.Prompt.from_chat(server.tokenizer, context=text)
     own = gracekv.compress(server.book.model, prompt, ratio=2).ask(QUESTION, TOKENS)
     assert answer[:30] == own[:30]
@@ -149,3 +152,34 @@ def test_a_client_compresses_asks_and_deletes(client, server):
     for call in (lambda: mine.ask("own", QUESTION), lambda: mine.delete("own")):
         with pytest.raises(StoreError, match="There is no context 'own'"):
             call()
+
+
+def test_the_guide_s_curl_lines_do_as_they_say(server):
+    import httpx
+
+    from gracekv.errors import StoreError
+    from gracekv.vllm import Client
+
+    client = Client(f"{server.url}/v1", tokenizer=server.tokenizer)
+    guide = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    replies, asked = [], None
+    for line in guide.splitlines():
+        if not line.startswith("curl "):
+            continue
+        url, *_, data = shlex.split(line)[1:]
+        body = json.loads(data) | {"model": NAME}
+        if len(replies) == 1:
+            asked = client.ask("bank", body["messages"][0]["content"], body["max_tokens"])
+        url = url.replace("http://localhost:8000", server.url)
+        reply = httpx.post(url, json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+        replies.append(reply.json())
+    compressed, answered, listed, deleted = replies
+    said = [reply["kv_transfer_params"] for reply in (compressed, listed, deleted)]
+    assert said[0] == {"gracekv": {"name": "bank", "state": "compressing"}}
+    assert answered["choices"][0]["message"]["content"] == asked
+    found = {one["name"]: one["state"] for one in said[1]["gracekv"]["contexts"]}
+    assert found["bank"] == "ready"
+    assert said[2] == {"gracekv": {"name": "bank", "state": "deleted"}}
+    with pytest.raises(StoreError, match="There is no context 'bank'"):
+        list(client.stream("bank", QUESTION))
