@@ -19,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from machine import commit, threads
+from machine import commit, cpu, threads, versions
 
 from gracekv.hf.smollm2 import load_smollm2
 from gracekv.vllm import kv_transfer_config
@@ -136,14 +136,15 @@ def main() -> None:
         lines = rows(llm, tokenizer, options)
         llm.llm_engine.engine_core.shutdown()
     head = (
-        f"# Compressing in vLLM\n\n`benchmarks/vllm_compress.py` at {commit()}: {threads()}, "
-        f"SmolLM2-135M in float32, `{options.recipe}` at {RATIO}x, chunks of 1,024 tokens, "
-        f"{options.rounds} rounds (the least CPU seconds; latencies of all). CPU "
-        f"seconds from the request to the stored "
-        f"context, beside those of a plain prefill; 99th percentile of the {TOKENS} inter-token "
-        f"latencies, ms by the clock, of a request that runs meanwhile.\n\n"
-        "| tokens | prefill, s | stored, s | ratio | beside a prefill | beside a compression "
-        "| ratio |\n|--:|--:|--:|--:|--:|--:|--:|\n"
+        f"# Compressing in vLLM\n\n- machine: {cpu()}, {threads()}; {versions()}\n"
+        f"- commit: {commit()}\n"
+        f"- SmolLM2-135M-Instruct in float32, `{options.recipe}` at {RATIO}x, "
+        f"chunks of 1,024 tokens; {options.rounds} round(s), of which the least CPU seconds count\n"
+        f"- Stored: CPU seconds of the engine's process from the request to the stored context; "
+        f"prefill: those of a plain request. Latencies: 99th percentile of {TOKENS} tokens of a "
+        f"request that runs meanwhile, by the clock.\n\n"
+        "| tokens | prefill, s | stored, s | ratio | latency beside a prefill, ms | beside a "
+        "compression, ms | ratio |\n|--:|--:|--:|--:|--:|--:|--:|\n"
     )
     options.out.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")
 

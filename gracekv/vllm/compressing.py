@@ -29,7 +29,7 @@ from gracekv.vllm.stored_context import StoredContext
 # Running requests go first: of a core that both want, the thread gets a tenth. Source: ours.
 _NICE = 10
 # Seconds that an engine with nothing else to do waits for the thread at a time.
-_PAUSE = 0.01
+_PAUSE = 0.03
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 from gracekv.errors import StoreError
 from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.context_folder import delete_context
-from gracekv.vllm.header import PARAMETER, ContextHeader
+from gracekv.vllm.header import PARAMETER
 from gracekv.vllm.orders import Compression, Deletion, Order
 from gracekv.vllm.store import ContextStore
 
@@ -173,7 +174,9 @@ class Jobs:
             self._done.popitem(last=False)
 
     def why_missing(self, name: str, said: str) -> str:
-        """Why the context of that name could not be made; else what is `said` of one missing."""
+        """Why there is no context of that name yet, if that is known; else what was `said`."""
+        if self.is_making(name):
+            return f"Context {name!r} is still being made after {WAIT:.0f} s."
         reason = self._done.get(name, {}).get("reason")
         return said if reason is None else f"Context {name!r} could not be made. {reason}"
 
@@ -192,12 +195,11 @@ class Jobs:
         return [found[name] for name in sorted(found) if self._may_see(name, parameters)]
 
     def _may_see(self, name: str, parameters: Mapping[str, Any]) -> bool:
-        try:
+        # If the operator's function raises, it does not say yes.
+        with contextlib.suppress(Exception):
             self._store.check_allowed(name, parameters)
-        # Whatever the operator's function raises: it does not say yes.
-        except Exception:
-            return False
-        return True
+            return True
+        return False
 
     def _described(self, name: str) -> dict[str, Any]:
         try:
@@ -206,13 +208,14 @@ class Jobs:
             return {"name": name, "state": "failed", "reason": str(error)}
         known = self._done.get(name, {})
         mine = known.get("digest") == header.digest
+        whole = header.length * int(header.model["layers"] * header.model["kv_heads"])
         return {
             "name": name,
             "state": "ready",
             "entries": header.entries,
             "bytes": header.bytes,
             "length": header.length,
-            "ratio": round(_whole(header) / max(1, header.entries), 3),
+            "ratio": round(whole / max(1, header.entries), 3),
             "seconds": known["seconds"] if mine else None,
             "recipe": header.recipe,
             "saved": name not in self._store.loaded.made,
@@ -222,8 +225,3 @@ class Jobs:
 def failed(reason: str, status: int) -> dict[str, Any]:
     """The reply to a request that is refused after it was taken in, with its HTTP status."""
     return {"state": "failed", "reason": reason, "status": status}
-
-
-def _whole(header: ContextHeader) -> int:
-    """Entries of an uncompressed context."""
-    return header.length * int(header.model["layers"] * header.model["kv_heads"])

@@ -86,11 +86,6 @@ class Recording:
         """Whether every layer holds all tokens."""
         return all(end == self.spans.length for end in self._ends)
 
-    @property
-    def bytes(self) -> int:
-        """Of keys, values and queries."""
-        return sum(x.nbytes for parts in self._parts if parts is not None for x in parts)
-
     def prefill(self) -> Prefill:
         """The prefill that it amounts to; called once.
 

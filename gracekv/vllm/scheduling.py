@@ -115,23 +115,24 @@ class SchedulerSide:
         skips, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
         try:
             order = order_of(params[PARAMETER], params.get(FOLLOW))
-            if order is not None:
-                self._jobs.add(request.request_id, order, params, length)
-            elif self._jobs.is_making(params[PARAMETER]) and self._is_missing(params):
-                self._waiting[request.request_id] = time.monotonic() + WAIT, skips
+            if order is None:
+                self._ask(request, skips, time.monotonic() + WAIT)
             else:
-                self._admit(request, skips)
+                self._jobs.add(request.request_id, order, params, length)
         # In the scheduler, any other exception would end the engine for everybody.
         except Exception as error:
-            self._refuse(request, error, order is not None)
+            self._refuse(request, error)
         _hash_again(request)
 
-    def _is_missing(self, params: dict[str, Any]) -> bool:
+    def _ask(self, request: Any, skips: bool | None, end: float) -> None:
+        """Take a question in, or let it wait for its context; raises what speaks against it."""
         try:
-            self._store.admit(params)
+            self._admit(request, skips)
         except StoreError as error:
-            return is_missing(error)
-        return False
+            making = self._jobs.is_making(request.kv_transfer_params[PARAMETER])
+            if not (making and is_missing(error) and time.monotonic() < end):
+                raise
+            self._waiting[request.request_id] = end, skips
 
     def _admit(self, request: Any, skips: bool | None) -> None:
         """Take a question in; raises what speaks against it."""
@@ -147,15 +148,15 @@ class SchedulerSide:
         salt = request.cache_salt.removeprefix(f"{PARAMETER}:{request.request_id}")
         request.cache_salt = f"{PARAMETER}:{header.digest}{salt}"
 
-    def _refuse(self, request: Any, error: Exception, ordered: bool) -> None:
-        said = refusal(error)
+    def _refuse(self, request: Any, error: Exception) -> None:
+        said, status = refusal(error), 400
+        if is_missing(error):
+            name = request.kv_transfer_params[PARAMETER]
+            said, status = self._jobs.why_missing(str(name), said), 404
         LOG.error("Request %s is refused. %s", request.request_id, said)
         if self._store.ragged:
             # The plugin is there, so the front makes an error of a reply that says why.
-            name = request.kv_transfer_params[PARAMETER]
-            reason = said if ordered else self._jobs.why_missing(str(name), said)
-            status = 404 if is_missing(error) else 400
-            self._replies[request.request_id] = failed(reason, status)
+            self._replies[request.request_id] = failed(said, status)
             request.max_tokens = 1
         else:
             self._refused.add(request.request_id)
@@ -168,30 +169,20 @@ class SchedulerSide:
         if request.request_id in self._refused:
             return 1, True
         if request.request_id in self._waiting:
-            return self._wait(request), False
+            end, skips = self._waiting.pop(request.request_id)
+            try:
+                self._ask(request, skips, end)
+            except Exception as error:
+                self._refuse(request, error)
+            # Its pages were looked up without the context: once more.
+            _hash_again(request)
+            return None, False
         if request.request_id in self._jobs.jobs:
             if self._jobs.current != request.request_id:
                 return None, False
             # After a preemption, all tokens are computed again.
             request.skip_reading_prefix_cache = True
         return max(0, self._share(request.request_id) - num_computed_tokens), False
-
-    def _wait(self, request: Any) -> int | None:
-        """None while the context is being made, and once more when pages were looked up without."""
-        end, skips = self._waiting[request.request_id]
-        name = request.kv_transfer_params[PARAMETER]
-        making = self._jobs.is_making(name)
-        if making and time.monotonic() < end:
-            return None
-        del self._waiting[request.request_id]
-        try:
-            if making:
-                raise StoreError(f"Context {name!r} is still being made after {WAIT:.0f} s.")
-            self._admit(request, skips)
-        except Exception as error:
-            self._refuse(request, error, making)
-        _hash_again(request)
-        return None
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note how many of its last external tokens a request loads."""
