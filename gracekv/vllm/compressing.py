@@ -74,6 +74,7 @@ class Outcome:
 class _Job:
     request: str
     recording: Recording
+    is_read: bool = False
     future: Future[StoredContext] | None = None
 
 
@@ -111,7 +112,11 @@ class Compressor:
                 self._job = _Job(chunk.request, self._recording(chunk))
         except Exception as error:
             self._job, self._failed = None, Outcome(chunk.request, None, 0.0, _reason(error))
-        return self._job.recording if self._job and self._job.future is None else None
+        job = self._job
+        if job is None or job.future is not None:
+            return None
+        job.is_read = chunk.start + chunk.count == chunk.length
+        return job.recording
 
     def _recording(self, chunk: Chunk) -> Recording:
         order = order_of(chunk.parameters[PARAMETER], chunk.parameters.get(FOLLOW))
@@ -130,7 +135,7 @@ class Compressor:
         job = self._job
         if job is None or failed is not None:
             return failed
-        if job.future is None and job.recording.complete:
+        if job.future is None and job.is_read:
             # On the stream of the model, so that nothing is freed that is still read.
             stream = None
             if self._device.type == "cuda":

@@ -104,7 +104,11 @@ class Step:
             self._found = metadata, int(metadata.query_start_loc[row])
         own = slice(self._found[1], self._found[1] + tokens)
         query, key, value = (x[own] for x in parts)
-        recording.add(extract_layer_index(name), start, query, key, value, scale)
+        try:
+            recording.add(extract_layer_index(name), start, query, key, value, scale)
+        # Other requests of the step go on, whatever an observer raises.
+        except Exception as error:
+            recording.failure, self.reading = error, None
 
 
 _current: Step | None = None

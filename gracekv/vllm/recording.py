@@ -28,7 +28,12 @@ class Recording:
         length: T, tokens of the prompt and the one that is read after it.
         served: the model.
         device: of the worker.
+
+    Attributes:
+        failure: what an observer raised.
     """
+
+    failure: Exception | None
 
     def __init__(
         self, order: Compression, length: int, served: ServedModel, device: torch.device
@@ -40,7 +45,7 @@ class Recording:
         self._positions = held_positions(needs, self.spans, once, None)
         self._observations = Observations(needs.observers, served.layers, self.spans)
         self._rope, self._unrotated = served.rope(length, device), served.unrotated()
-        self._scale = 0.0
+        self._scale, self.failure = 0.0, None
         # Of each layer keys and values [G, T, d] and queries [H, n, d]; how far they are written.
         self._parts: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * served.layers
         self._ends = [0] * served.layers
@@ -81,17 +86,14 @@ class Recording:
 
         self._observations.add(layer, run)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every layer holds all tokens."""
-        return all(end == self.spans.length for end in self._ends)
-
     def prefill(self) -> Prefill:
         """The prefill that it amounts to; called once.
 
-        Raises `StoreError` if tokens are missing.
+        Raises `StoreError` if tokens are missing, or what an observer raised.
         """
-        if not self.complete:
+        if self.failure is not None:
+            raise self.failure
+        if any(end < self.spans.length for end in self._ends):
             raise StoreError(
                 "The engine did not compute all tokens of the document. Send it again."
             )

@@ -15,6 +15,7 @@ from gracekv.vllm import ContextStore
 from gracekv.vllm.compressing import Chunk, Compressor, Outcome
 from gracekv.vllm.jobs import Jobs
 from gracekv.vllm.orders import order_of
+from gracekv.vllm.recording import Recording
 
 CPU = torch.device("cpu")
 LENGTH = 60
@@ -113,6 +114,11 @@ def test_a_failure_is_told_and_the_next_one_goes_on(model, prefill, tmp_path, mo
     monkeypatch.setattr(type(worker.compressor), "_compressed", lambda *_: 1 / 0)
     worker.read(prefill, "2", asked("book"))
     assert "cannot be used (ZeroDivisionError)" in worker.outcome().reason
+    monkeypatch.undo()
+    # Attention that is not ours shows nothing.
+    monkeypatch.setattr(Recording, "add", lambda *_: None)
+    worker.read(prefill, "2", asked("book"))
+    assert "did not compute all tokens" in worker.outcome().reason
     monkeypatch.undo()
     worker.read(prefill, "3", asked("book"))
     assert worker.outcome().header is not None

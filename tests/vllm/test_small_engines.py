@@ -46,8 +46,15 @@ def answers(made, served):
 def test_two_ranks_answer_as_one_model(tiny_served):
     lengths = tiny_served.results["c8"].packed.entries()
     assert (lengths[:, 0] != lengths[:, 1]).any(), "the ranks hold different numbers of entries"
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    order = {"gracekv": {"compress": {"name": "book", "ratio": 4}}}
+    compressing = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": order})
     with engine(tiny_served, tensor_parallel_size=2) as made:
         found = answers(made, tiny_served)
+        with pytest.raises(VLLMValidationError, match="2 processes, and compresses in one only"):
+            made.generate({"prompt_token_ids": [7] * 50}, compressing, use_tqdm=False)
     for name, answer in found.items():
         check_answer(tiny_served, name, "Why?", answer)
     with pytest.raises(AssertionError):
