@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gracekv.allocate import Budget
@@ -51,6 +51,7 @@ def context_bytes(run, prefill):
     ratio=st.floats(1, 30),
     kind=st.sampled_from(["ratio", "bytes"]),
 )
+@example(0, "gracekv-plus", "4 bits", 33, 0, 0, torch.float32, 1.1, "ratio")
 def test_the_budget_is_spent_and_never_exceeded(
     seed, recipe, coding, context, prefix, question, dtype, ratio, kind
 ):
@@ -69,7 +70,8 @@ def test_the_budget_is_spent_and_never_exceeded(
     check_run(run, prefill)
     kept = run.accounting
     spent = context_bytes(run, prefill)
-    allowed = full / ratio if kind == "ratio" else int(full / ratio)
+    # A quotient may be rounded down: 4224 / 1.1 is a little less than 3840.
+    allowed = full / ratio * (1 + 1e-12) if kind == "ratio" else int(full / ratio)
     assert spent == kept.spent_bytes <= kept.budget_bytes <= allowed
     assert kept.full_bytes == units * (prefill.spans.length - 1) * 32
     everything = kept.spent == units * context
