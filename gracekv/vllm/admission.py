@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -29,13 +29,9 @@ def install(processor: type[Any]) -> None:
     Args:
         processor: vLLM's `InputProcessor`.
     """
-    stock = processor.process_inputs
-    if hasattr(stock, "__wrapped__"):
-        return
 
-    @functools.wraps(stock)
     def process_inputs(
-        self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+        stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> Any:
         found = check(self, params)
         made = stock(self, request_id, prompt, params, *args, **kwargs)
@@ -44,7 +40,7 @@ def install(processor: type[Any]) -> None:
                 _check_ids(self, found, made, params)
         return made
 
-    processor.process_inputs = process_inputs
+    _wrap(processor, process_inputs)
 
 
 def refuse_beam_search(request: type[Any]) -> None:
@@ -55,12 +51,8 @@ def refuse_beam_search(request: type[Any]) -> None:
     Args:
         request: a class of the OpenAI-compatible server's requests.
     """
-    stock = request.to_beam_search_params
-    if hasattr(stock, "__wrapped__"):
-        return
 
-    @functools.wraps(stock)
-    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def to_beam_search_params(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if PARAMETER in (self.kv_transfer_params or {}):
             from vllm.exceptions import VLLMValidationError
 
@@ -70,24 +62,21 @@ def refuse_beam_search(request: type[Any]) -> None:
             )
         return stock(self, *args, **kwargs)
 
-    request.to_beam_search_params = to_beam_search_params
+    _wrap(request, to_beam_search_params)
 
 
 def say_why(processor: type[Any]) -> None:
     """Let `processor.process_outputs` end requests that the scheduler refused with its reason.
 
     A client of the server gets an error, with status 400 or 404; `LLM.generate` an output without
-    tokens that ended by "error", whose `kv_transfer_params` hold the reason.
+    tokens that ended by "error", whose `kv_transfer_params` hold the reason. A second call changes
+    nothing.
 
     Args:
         processor: vLLM's `OutputProcessor`.
     """
-    stock = processor.process_outputs
-    if hasattr(stock, "__wrapped__"):
-        return
 
-    @functools.wraps(stock)
-    def process_outputs(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def process_outputs(stock: Any, self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
         from vllm.v1.engine import FinishReason
 
@@ -107,7 +96,20 @@ def say_why(processor: type[Any]) -> None:
             queue.put(error)
         return made
 
-    processor.process_outputs = process_outputs
+    _wrap(processor, process_outputs)
+
+
+def _wrap(owner: type[Any], around: Callable[..., Any]) -> None:
+    """Let the method that `around` is named after call it, with the stock one first; once only."""
+    stock = getattr(owner, around.__name__)
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @functools.wraps(stock)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return around(stock, *args, **kwargs)
+
+    setattr(owner, around.__name__, method)
 
 
 def check(processor: Any, params: Any) -> ContextHeader | Follow | Order | None:
