@@ -42,9 +42,11 @@ _NAME = re.compile(
     re.IGNORECASE | re.ASCII,
 )
 # Names in the folder of a context: what is served, what earlier versions wrote, and what an export
-# that was killed leaves.
+# that was killed leaves, those of safetensors among it.
 _FILES = re.compile(r"header\.json|entries(-[0-9a-f]{16})?\.safetensors")
-_UNFINISHED = re.compile(r"\.(header\.json|new\.safetensors)-\w+|new\.safetensors")
+_UNFINISHED = re.compile(
+    r"\.(header\.json|new\.safetensors)-\w+|new\.safetensors|\.tmp[0-9A-Za-z]{6}", re.ASCII
+)
 
 
 def is_name(name: object) -> bool:

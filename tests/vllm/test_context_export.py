@@ -130,6 +130,7 @@ def test_what_no_export_wrote_is_not_replaced(book, tmp_path):
     # What versions before wrote is a context, and so is what a killed export left.
     (tmp_path / "mixed" / "notes.txt").rename(tmp_path / "mixed" / "entries.safetensors")
     (tmp_path / "mixed" / ".new.safetensors-ab12").write_text("")
+    (tmp_path / "mixed" / ".tmpAb12Cd").write_text("")
     assert len(list(export(book, tmp_path / "mixed").iterdir())) == 2
 
 
