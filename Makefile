@@ -1,4 +1,4 @@
-# make demo | test | test-every | test-vllm | gpu | format | docs | figures | package | clean. Everything runs in .venv, made on first use.
+# make demo | test | test-long | test-vllm | gpu | format | docs | figures | package | clean. Everything runs in .venv, made on first use.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,10 +24,12 @@ LOWEST_TESTS ?= $(addprefix tests/,cache cli/test_saved_commands.py hf/test_comp
 
 # Processes of tests would each compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
+# What `make test` leaves to `make test-long`.
+DAILY := not long
 # Threads of two processes on two cores would spend most of the time waiting for one another.
 lowest suite test-vllm: export OMP_WAIT_POLICY=passive
 
-.PHONY: demo test test-vllm vllm-environment test-long test-every lint types browser kernels interpreted \
+.PHONY: demo test test-vllm vllm-environment test-long lint types browser kernels interpreted \
 	suite lowest gpu format docs figures results-page package lowest-versions clean
 
 demo: $(STAMP)
@@ -56,12 +58,12 @@ kernels: $(STAMP)
 
 # Triton interprets or compiles, which it decides once a process; its kernels are tested both ways.
 interpreted: $(STAMP)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/triton_kernels
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "$(DAILY)" tests/triton_kernels
 
 # A file's tests run in one process, so that its site, model or capture is made once; in their order,
 # since the other one leaves long files of few tests for the end, where one process waits.
 suite: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$(DAILY)"
 
 # What computes, once more with the oldest instruction sets and two threads: sums round otherwise.
 lowest: export ATEN_CPU_CAPABILITY=default
@@ -71,22 +73,23 @@ lowest: export NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba-generic
 lowest: export OMP_NUM_THREADS=2
 lowest: $(STAMP)
 	$(BIN)/python tests/support/compile_kernels.py backends kernels tree
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not model" \
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not model$(if $(DAILY),$(EMPTY) and $(DAILY))" \
 		--ignore-glob "*_compiled.py" --ignore-glob "*_digest.py" $(COMPUTES)
 
 # What works on this machine's GPU and how fast it is, in ten minutes: benchmarks/results/gpu.md.
 gpu: $(STAMP)
 	$(BIN)/python benchmarks/gpu.py
 
-# Thousands of broken files, headers and rows, random pipelines, and interrupts at random lines:
-# benchmarks/results/fuzz.md. A part of them: make test-long FUZZ="-k rows".
+# Everything, with every case of long lists (tests/support/covering.py), ten times as many random
+# examples, thousands of broken files, and what is marked `long`: about an hour, to
+# benchmarks/results/test-long.md and fuzz.md. A part of it: make test-long LONG=tests/fuzz.
+test-long: export GRACEKV_LONG = 1
 test-long: $(STAMP)
-	GRACEKV_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/fuzz $(FUZZ)
-
-# Every case of long lists, of which `make test` takes some (tests/support/covering.py), and ten
-# times as many random examples.
-test-every: $(STAMP)
-	GRACEKV_FUZZ=full OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --ignore tests/fuzz
+ifdef LONG
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q $(LONG)
+else
+	$(MAKE) --no-print-directory -k DAILY= kernels interpreted suite lowest test-vllm
+endif
 
 # A stock vLLM serves compressed contexts. Takes 1 GB of packages once, then minutes.
 test-vllm: $(VLLM_STAMP)

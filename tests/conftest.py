@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.covering import ALL
+from support.covering import LONG
+from support.long_page import LongPage
 from support.skips import pytest_collection_modifyitems, pytest_terminal_summary
 
 __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
@@ -20,10 +21,16 @@ __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
 settings.register_profile(
     "gracekv",
     deadline=None,
-    max_examples=200 if ALL else 20,
+    max_examples=200 if LONG else 20,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("gracekv")
+
+
+def pytest_configure(config):
+    # Processes of xdist report to the first one.
+    if LONG and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(LongPage())
 
 
 def pytest_collection_finish():

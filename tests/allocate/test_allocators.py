@@ -23,7 +23,7 @@ from gracekv.allocate.reference import greedy_heap, integer_program
 from gracekv.errors import BudgetError, ConfigError, NonFiniteError, ShapeError
 from gracekv.testing.contracts import check_allocator
 from gracekv.testing.forests import check_frontier, random_forest
-from support.covering import ALL
+from support.covering import LONG
 
 GAINS = ("normal", "heavy", "ties", "zeros")
 
@@ -86,7 +86,7 @@ def affordable(frontier, quota):
     return fits
 
 
-@settings(max_examples=1500 if ALL else 400)
+@settings(max_examples=1500 if LONG else 400)
 @given(case=auctions(), elastic=st.booleans())
 def test_greedy_buys_what_the_heap_buys(case, elastic):
     start, quota = case

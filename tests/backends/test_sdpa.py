@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gracekv.backends import AttentionStep, Eager, Sdpa, sdpa
 from gracekv.backends.reference import attention
 from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention, relative_error
-from support.covering import ALL
+from support.covering import LONG
 
 KERNELS = [Sdpa(), Sdpa(kernel="plain")]
 
@@ -28,7 +28,7 @@ def threads(request, monkeypatch):
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("backend", KERNELS, ids=repr)
-@settings(max_examples=30 if ALL else 12)
+@settings(max_examples=30 if LONG else 12)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 400)), min_size=1, max_size=4),

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from support.covering import ALL
-
 pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
@@ -59,6 +57,7 @@ def run_here(tmp_path, monkeypatch):
     signal.signal(signal.SIGALRM, alarm)
 
 
+@pytest.mark.long
 def test_every_part_runs_on_a_cpu(tmp_path):
     rows, page = run(tmp_path)
 
@@ -73,7 +72,7 @@ def test_every_part_runs_on_a_cpu(tmp_path):
     assert "CPU" in page
 
 
-@pytest.mark.skipif(not ALL, reason="interpreted kernels take long; run: make test-every")
+@pytest.mark.long
 def test_what_serves_contexts_runs_interpreted(tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -1,14 +1,6 @@
-"""Processes that share a model by transformers' tensor parallelism, against one process."""
+"""Four processes that share models by transformers' tensor parallelism, against one process."""
 
-import contextlib
-import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +12,7 @@ from support import sharded_books, sharded_process
 from support.sharded_books import RATIO, facts
 from support.sharded_results import assert_same, whole
 
+pytestmark = pytest.mark.long
 RANKS = 4
 
 
@@ -30,40 +23,19 @@ def model():
 
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
-    """Where the processes found their model, and left what they found."""
+    """Where the processes find their models."""
     place = tmp_path_factory.mktemp("ranks")
     model.save_pretrained(place / "model")
     sharded_books.save_models(place)
     prompt = sharded_process.PROMPTS[0]
     gracekv.compress(model, prompt, ratio=RATIO).save(place / "whole.safetensors")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {
-        "WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(gracekv.__file__).parents[1]), *sys.path]),
-    }
-    command = [sys.executable, sharded_process.__file__, str(place)]
-    started = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
-    try:
-        started.wait(timeout=240)
-    finally:
-        # All ranks, which would outlive the first process; none is left where all went well.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(started.pid, signal.SIGKILL)
-        started.wait()
-    logs = "\n".join((place / f"log-{rank}").read_text()[-3000:] for rank in range(RANKS))
-    assert started.returncode == 0, logs
     return place
 
 
 @pytest.fixture(scope="module")
 def found(folder):
     """What each process found."""
-    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(RANKS)]
+    return sharded_process.findings(folder, RANKS)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ def capture():
     return json.loads((FIGURES / "capture.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     f"matplotlib=={version('matplotlib')}" not in (ROOT / "constraints.txt").read_text().split(),
     reason="another matplotlib than the pinned one draws other outlines",

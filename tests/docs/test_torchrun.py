@@ -46,6 +46,7 @@ def printed(reader, tiny):
     return run.stdout.decode()
 
 
+@pytest.mark.long
 def test_the_script_of_the_guide(printed, reader, tiny):
     model, tokenizer = tiny
     context = (reader / "book.txt").read_text(encoding="utf-8")

@@ -217,6 +217,7 @@ run(Experiment.load(__import__("pathlib").Path(sys.argv[1])), sys.argv[2])
 """
 
 
+@pytest.mark.long
 def test_a_killed_run_goes_on_without_repeating_or_losing_a_row(experiment, model_folder, tmp_path):
     import yaml
 

@@ -1,6 +1,7 @@
 import pytest
 
-from support.fuzzing import FULL, Tally, write_line
+from support.covering import LONG
+from support.fuzzing import Tally, write_line
 
 
 @pytest.hookimpl(wrapper=True)
@@ -18,5 +19,5 @@ def tally(request, capsys):
     yield tally
     with capsys.disabled():
         print(f"\n{tally.name}: {tally.counts()}; slowest {tally.slowest:.2f} s")
-    if FULL and getattr(request.node, "passed", False):
+    if LONG and getattr(request.node, "passed", False):
         write_line(tally)

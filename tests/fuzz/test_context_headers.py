@@ -12,11 +12,11 @@ from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import ContextStore, export, request
 from gracekv.vllm.equal_shares import check_prompt
 from gracekv.vllm.model_facts import model_facts
+from support.covering import LONG
 from support.forged_contexts import signed
-from support.fuzzing import FULL
 from support.mutations import JUNK, mutated_bytes
 
-HEADERS = 2000 if FULL else 150
+HEADERS = 2000 if LONG else 150
 SECONDS = 1.0
 
 
@@ -76,5 +76,5 @@ def test_crafted_headers_are_refused(served, tally):
         assert fits or header == want, f"{seed}: an edit without its checksum was served"
         tally.add("another context's words" if header != want else "unchanged")
     assert set(tally.outcomes) <= {"refused", "another context's words", "unchanged"}
-    if FULL:
+    if LONG:
         assert tally.slowest < SECONDS

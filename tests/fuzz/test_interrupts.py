@@ -9,10 +9,10 @@ import torch
 import gracekv
 from gracekv.evaluate import Experiment, read_rows, run
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
-from support.fuzzing import FULL
+from support.covering import LONG
 from support.interrupts import executed_lines, interrupted
 
-CASES = 1000 if FULL else 12
+CASES = 1000 if LONG else 12
 PACKAGE = Path(gracekv.__file__).parent
 
 

@@ -10,10 +10,10 @@ from gracekv import recipes
 from gracekv.errors import ConfigError
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline, save_pipeline
-from support.fuzzing import FULL
+from support.covering import LONG
 from support.mutations import mutated_bytes, mutated_data
 
-FILES = 2000 if FULL else 200
+FILES = 2000 if LONG else 200
 SUFFIXES = (".yaml", ".toml", ".json")
 
 
@@ -51,7 +51,7 @@ def test_broken_pipeline_files_are_refused(good, tmp_path, tally):
             continue
         assert Pipeline.from_dict(pipeline.to_dict()) == pipeline, f"{seed} {kind}"
         tally.add("a pipeline")
-    if FULL:
+    if LONG:
         assert tally.slowest < 1.0
 
 

@@ -11,10 +11,10 @@ import torch
 import gracekv
 from gracekv.errors import GracekvError
 from gracekv.testing.models import tiny_llama
-from support.fuzzing import FULL
+from support.covering import LONG
 from support.mutations import mutated_bytes, mutated_content, mutated_layout
 
-FILES = 2000 if FULL else 120
+FILES = 2000 if LONG else 120
 SECONDS, MIB = 1.0, 200
 
 
@@ -58,7 +58,7 @@ def test_broken_caches_are_refused(model, saved, tmp_path, tally):
             assert torch.equal(ids, want), f"{seed} {kind}: loaded, and answers something else"
         tally.add("a whole cache" if data != good else "unchanged")
     assert set(tally.outcomes) <= {"refused", "a whole cache", "unchanged"}
-    if FULL:
+    if LONG:
         # ru_maxrss is in KiB.
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
         assert tally.slowest < SECONDS
@@ -110,7 +110,7 @@ def test_a_file_that_others_save_to_is_one_of_theirs(model, saved, tmp_path):
     for saver in savers:
         saver.start()
     try:
-        for _ in range(200 if FULL else 30):
+        for _ in range(200 if LONG else 30):
             loaded = gracekv.load(path, model)
             assert any(torch.equal(loaded.prompt.ids, own) for own in ids)
     finally:

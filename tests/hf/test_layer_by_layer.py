@@ -221,6 +221,7 @@ print("layer by layer:", len(result.generate_ids(4)[0]), result.accounting.full_
 """
 
 
+@pytest.mark.long
 def test_a_context_whose_cache_does_not_fit_is_compressed_and_answers():
     run = subprocess.run(
         [sys.executable, "-c", LIMITED, "180"], capture_output=True, text=True, check=False

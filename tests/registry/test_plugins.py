@@ -92,6 +92,7 @@ def shells(*commands, site=None):
     return python(SHELLS, json.dumps([[*map(str, words)] for words in commands]), site=site)
 
 
+@pytest.mark.long
 def test_an_installed_plugin_is_known_in_every_process(installed, model_folder, tmp_path):
     story = tmp_path / "story.txt"
     story.write_text("Alice fell. The rabbit ran. Who sat there? " * 12)
@@ -128,6 +129,7 @@ print([(row["method"], row["error"]) for row in read_rows(folder)])
 """
 
 
+@pytest.mark.long
 def test_an_evaluation_knows_an_installed_plugin(installed, model_folder, tmp_path):
     status, out, err = python(ABLATION, tmp_path, model_folder, site=installed)
     assert status == 0, err

@@ -14,7 +14,7 @@ from gracekv.segment import SEGMENTERS
 from gracekv.testing import synthetic_prefill
 from gracekv.tree import DISTORTIONS, REFINERS
 from gracekv.value import SCORERS, SENSITIVITIES
-from support.covering import ALL
+from support.covering import LONG
 from support.selections import check_best_tokens, check_selection, kept_positions
 
 STAGES = {
@@ -44,7 +44,7 @@ def changed(recipe, **fields):
     return Pipeline.from_dict({**recipes.RECIPES[recipe].pipeline, **fields})
 
 
-@settings(max_examples=150 if ALL else 60)
+@settings(max_examples=150 if LONG else 60)
 @given(
     choice=st.fixed_dictionaries(
         {

@@ -1,4 +1,4 @@
-"""Which cases of a long list run every day: few in which all that varies is there."""
+"""What runs every day: of a long list few cases in which all that varies is there."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-# `make test-every` runs every case.
-ALL = os.environ.get("GRACEKV_FUZZ") == "full"
+# `make test-long` runs every case, more random examples, and what is marked `long`.
+LONG = bool(os.environ.get("GRACEKV_LONG"))
 
 
 def covering(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Few of `cases`, in their order, that hold every value of every parameter at least once."""
-    if ALL:
+    if LONG:
         return list(cases)
     values = [{(place, repr(value)) for place, value in enumerate(case)} for case in cases]
     missing, chosen = set().union(*values), []

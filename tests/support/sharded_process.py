@@ -2,14 +2,18 @@
 
     WORLD_SIZE=4 ... python sharded_process.py FOLDER
 
-Imports once, and then becomes WORLD_SIZE processes; what each says goes to FOLDER/log-RANK.
-FOLDER holds the checkpoints `model` and those of `sharded_books`, and a saved result
-`whole.safetensors`; the findings go to FOLDER/found-RANK.json. Started by
-tests/distributed/test_processes.py.
+Imports once, and then becomes WORLD_SIZE processes; what each says goes to FOLDER/log-RANK. Two
+processes run a few checks. FOLDER holds the checkpoint `model`; for four processes also those of
+`sharded_books`, and a saved result `whole.safetensors`. The findings go to FOLDER/found-RANK.json.
+Started by `findings`.
 """
 
+import contextlib
 import json
 import os
+import signal
+import socket
+import subprocess
 import sys
 import time
 import traceback
@@ -70,14 +74,65 @@ def message(call):
     return "no error", time.monotonic() - started
 
 
+def findings(folder, ranks):
+    """Start `ranks` processes in `folder`: what each of them found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(gracekv.__file__).parents[1]), *sys.path]),
+    }
+    command = [sys.executable, __file__, str(folder)]
+    started = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
+    try:
+        started.wait(timeout=240)
+    finally:
+        # All ranks, which would outlive the first process; none is left where all went well.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+    logs = "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(ranks))
+    assert started.returncode == 0, logs
+    return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+
+
 def main(folder):
     torch.set_num_threads(1)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    found = {}
     model = AutoModelForCausalLM.from_pretrained(
         folder / "model", distributed_config=DistributedConfig(tp_size=world)
     ).eval()
+    found = (few_checks if world == 2 else every_check)(model, folder, rank)
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    os._exit(0)  # Without a farewell to the others.
+
+
+def few_checks(model, folder, rank):
+    """Of two processes: recipes with and without trees, a file, and that errors reach both."""
+    one, found = PROMPTS[0], {}
+    for name in RECIPES[:2]:
+        found[name] = facts(gracekv.compress(model, one, ratio=RATIO, pipeline=name))
+    result = gracekv.compress(model, one, ratio=RATIO)
+    result.save(folder / "shared.safetensors")
+    found["loaded"] = facts(gracekv.load(folder / "shared.safetensors", model))
+    found["other budget"] = message(lambda: gracekv.compress(model, one, ratio=2 + rank))
+    found["too small"] = message(
+        lambda: gracekv.compress(model, one, ratio=1000 if rank else RATIO)
+    )
+    found["after failures"] = facts(gracekv.compress(model, one, ratio=RATIO))
+    if rank == 0:
+        found["ended"] = message(lambda: gracekv.compress(model, one, ratio=RATIO))
+    return found
+
+
+def every_check(model, folder, rank):
+    """Of four processes."""
+    world, found = int(os.environ["WORLD_SIZE"]), {}
     one = PROMPTS[0]
     for name in RECIPES:
         found[f"four {name}"] = facts(gracekv.compress(model, one, ratio=RATIO, pipeline=name))
@@ -155,8 +210,7 @@ def main(folder):
     connect(model)
     if rank < 3:
         found["ended"] = message(lambda: gracekv.compress(model, one, ratio=RATIO))
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
-    os._exit(0)  # Without a farewell to the others.
+    return found
 
 
 def start(folder, rank):

@@ -12,7 +12,7 @@ from gracekv.allocate import BudgetPlan, Frontier, Greedy, Singleton
 from gracekv.allocate.reference import greedy_heap
 from gracekv.tree import REFINERS, Prototype, TreeContext, build_forest
 from gracekv.tree.prune import Pruner
-from support.covering import ALL
+from support.covering import LONG
 from support.purchases import assert_same_purchase
 from support.trees import tree_context
 
@@ -33,7 +33,7 @@ def problem(seed: int, groups: bool, monkeypatch: pytest.MonkeyPatch) -> TreeCon
 
 @pytest.mark.parametrize("refiner", ["binary_extract", "binary", "extract", "midpoint"])
 @pytest.mark.parametrize("auction", [Greedy.__call__, reference_auction])
-@settings(max_examples=100 if ALL else 6)
+@settings(max_examples=100 if LONG else 6)
 @given(
     seed=st.integers(0, 10_000),
     budget=st.integers(1, 450),

@@ -12,7 +12,7 @@ from gracekv.backends.reference import attention
 from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import dequantised
 from gracekv.testing.attention import TOLERANCES, relative_error
-from support.covering import ALL
+from support.covering import LONG
 from support.decode_steps import packed_alone
 from support.quantised_layers import of_mixed_widths, of_two_passages, quantised
 
@@ -41,7 +41,7 @@ def check(layer, query, keys, values, mask, rows, options):
     assert bool((output[(lse == -math.inf).all(0)] == 0).all())
 
 
-@settings(max_examples=10 if ALL else 6)
+@settings(max_examples=10 if LONG else 6)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 100), min_size=2, max_size=2),

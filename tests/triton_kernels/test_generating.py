@@ -17,6 +17,7 @@ class Numbers:
         return " ".join(map(str, ids.tolist()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replays", [False, True])
 def test_a_batch_of_prompts_generates_the_same_tokens(monkeypatch, replays):
     monkeypatch.setattr(graph_replay, "suits", lambda *args: replays)

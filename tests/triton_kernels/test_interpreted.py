@@ -11,7 +11,7 @@ from gracekv.backends import AttentionSpec, Auto, Eager, Triton
 from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention, relative_error
-from support.covering import ALL
+from support.covering import LONG
 
 BACKEND = Triton()
 
@@ -20,7 +20,7 @@ def ask(backend, problem):
     return backend(replace(problem, packed=backend.prepare(problem.packed)))
 
 
-@settings(max_examples=15 if ALL else 8)
+@settings(max_examples=15 if LONG else 8)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 90), min_size=2, max_size=2),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gracekv.testing.attention import TOLERANCES
 from gracekv.vllm.device_batch import plan_device_batch
-from support.covering import ALL
+from support.covering import LONG
 from support.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
 
 CONTEXTS = {"a": [70, 0], "b": [3, 41], "empty": [0, 0]}
@@ -38,7 +38,7 @@ def test_shapes_and_layouts(dim, group, block, layout, dtype):
     )
 
 
-@settings(max_examples=12 if ALL else 7)
+@settings(max_examples=12 if LONG else 7)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 90), min_size=4, max_size=4),
