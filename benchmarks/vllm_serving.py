@@ -32,22 +32,19 @@ NEEDLES = {
     "Paris": "4817263", "Lima": "9052746", "Oslo": "3361908", "Cairo": "7724150",
     "Delhi": "6183947", "Quito": "2590481",
 }  # fmt: skip
-# Name in the tables, recipe, ratio, shares.
-WAYS = (
-    ("ragged 2x", "gracekv-agnostic", 2, "ragged"),
-    ("ragged 4x", "gracekv-agnostic", 4, "ragged"),
-    ("equal 4x", "gracekv-agnostic-equal", 4, "equal"),
-)
+RECIPE = "gracekv-agnostic"
+# Name in the tables, ratio.
+WAYS = (("ragged 2x", 2), ("ragged 4x", 4))
 
 
 def compress(model: Any, prompt: Any, store: Path, name: str) -> None:
     """Put the prompt's contexts into the store, unless they are there."""
     if all((store / _key(name, way) / "header.json").is_file() for way, *_ in WAYS):
         return
-    prefill = gracekv.capture(model, prompt, gracekv.Pipeline.named(WAYS[0][1]).needs())
-    for way, recipe, ratio, shares in WAYS:
-        made = gracekv.compress(model, prompt, prefill=prefill, ratio=ratio, pipeline=recipe)
-        export(made, store / _key(name, way), shares=shares)
+    prefill = gracekv.capture(model, prompt, gracekv.Pipeline.named(RECIPE).needs())
+    for way, ratio in WAYS:
+        made = gracekv.compress(model, prompt, prefill=prefill, ratio=ratio, pipeline=RECIPE)
+        export(made, store / _key(name, way))
 
 
 def _key(name: str, way: str) -> str:
@@ -200,10 +197,8 @@ def run(options: argparse.Namespace, store: Path) -> None:
     for length, (way, *_) in itertools.product(options.lengths, WAYS):
         about = request(store, _key(f"c{length}", way), QUESTION, tokenizer)
         taken = warm(llm, about.prompt, options.requests, about.extra_args)
-        header = contexts.header(about.context)
-        beside = 0 if header.share else header.bytes
-        tokens = len(about.prompt_ids)
-        found[length, way] = Row(**taken, tokens=tokens, shared=header.share, beside=beside)
+        beside = contexts.header(about.context).bytes
+        found[length, way] = Row(**taken, tokens=len(about.prompt_ids), beside=beside)
     for way, *_ in WAYS:
         answers[way] = 0
         for city in NEEDLES:

@@ -119,16 +119,13 @@ def export(
         str | None, typer.Option(help="The context's name there; default: the file's.")
     ] = None,
     engine: Annotated[Engine, typer.Option(help="What will serve it.")] = Engine.vllm,
-    shares: Annotated[
-        str, typer.Option(help="ragged, or equal to go into the engine's own pages.")
-    ] = "ragged",
 ) -> None:
     """Put a saved cache where an inference engine finds it by name."""
     import gracekv.vllm
     from gracekv.vllm.header import check_name
 
     path = store / check_name(name or saved.cache.stem)
-    made = gracekv.vllm.export(saved.load(), path, shares=shares)
+    made = gracekv.vllm.export(saved.load(), path)
     for folder in made if isinstance(made, list) else [made]:
         typer.echo(f"{folder}")
 

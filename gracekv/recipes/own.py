@@ -61,7 +61,8 @@ _AGNOSTIC: Mapping[str, Any] = {
         "trust_read": 0.1,
     },
 }  # fmt: skip
-# Pages of equal shares have no multiplicities, so the values alone are fitted.
+# Where every head has as many entries, a static shape holds keys and values and nothing beside
+# them: no multiplicities, so the values alone are fitted.
 _EQUAL_FIT: Mapping[str, Any] = {**_AGNOSTIC["fit"], "name": "values"}
 
 
@@ -83,13 +84,13 @@ OWN: Mapping[str, Recipe] = {
         _AGNOSTIC,
     ),
     "gracekv-plus-equal": Recipe(
-        "gracekv-plus with as many entries in every head, for engines that cannot do without",
-        "ours: equal shares, no multiplicities; see docs/vllm.md",
+        "gracekv-plus with as many entries in every head, for tensors of one static shape",
+        "ours: equal shares, no multiplicities",
         {**_PLUS, "quota": "per_head", "fit": "values"},
     ),
     "gracekv-agnostic-equal": Recipe(
-        "gracekv-agnostic with as many entries in every head, for engines that cannot do without",
-        "ours: equal shares, no multiplicities; see docs/vllm.md",
+        "gracekv-agnostic with as many entries in every head, for tensors of one static shape",
+        "ours: equal shares, no multiplicities",
         {**_AGNOSTIC, "quota": "per_head", "fit": _EQUAL_FIT},
     ),
     "gracekv-plus-allocated": Recipe(

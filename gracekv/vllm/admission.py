@@ -10,17 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from gracekv.errors import StoreError
-from gracekv.vllm.documents import continuing
-from gracekv.vllm.equal_shares import check_prompt
-from gracekv.vllm.header import PARAMETER, ContextHeader, check_name
-from gracekv.vllm.making import Maker
-from gracekv.vllm.orders import FOLLOW, Compression, Deletion, Follow, Order, order_of
-from gracekv.vllm.serving import has_store, open_store, refusal
-from gracekv.vllm.store import ContextStore
+from gracekv.vllm.front import Front
+from gracekv.vllm.header import PARAMETER, check_name
+from gracekv.vllm.orders import FOLLOW, Compression, Deletion, Listing, Order, order_of
+from gracekv.vllm.serving import has_store, refusal
 
-_stores: weakref.WeakKeyDictionary[Any, ContextStore] = weakref.WeakKeyDictionary()
-_makers: weakref.WeakKeyDictionary[Any, Maker] = weakref.WeakKeyDictionary()
-"""Of the fronts by which contexts were made."""
+_fronts: weakref.WeakKeyDictionary[Any, Front] = weakref.WeakKeyDictionary()
+"""Of vLLM's input processors."""
 
 
 def install(processor: type[Any]) -> None:
@@ -37,7 +33,7 @@ def install(processor: type[Any]) -> None:
         made = stock(self, request_id, prompt, params, *args, **kwargs)
         if found is not None:
             with _as_bad_request():
-                _check_ids(self, found, made, params)
+                _put_ids(self, found, made, params)
         return made
 
     _wrap(processor, process_inputs)
@@ -112,14 +108,11 @@ def _wrap(owner: type[Any], around: Callable[..., Any]) -> None:
     setattr(owner, around.__name__, method)
 
 
-def check(processor: Any, params: Any) -> ContextHeader | Follow | Order | None:
-    """The header of the request's context if it asks for one, or what else it wants of contexts.
+def check(processor: Any, params: Any) -> str | Order | None:
+    """The name of the context that the request asks, or what else it wants of contexts.
 
-    None also for a context that is not in the store's folder while this front has let others be
-    made: the scheduler knows.
-
-    Raises vLLM's error for bad requests (HTTP 400), with the `StoreError`'s text, if the context
-    cannot be used.
+    Raises vLLM's error for bad requests (HTTP 400), with the `StoreError`'s text, if that cannot
+    be. Whether there is a context the scheduler looks: it knows those that are in no file.
     """
     transfer = transfer_of(params)
     if PARAMETER not in transfer:
@@ -130,38 +123,18 @@ def check(processor: Any, params: Any) -> ContextHeader | Follow | Order | None:
                 "The request names a context, and this engine has no store of contexts. Start it "
                 "with gracekv.vllm.kv_transfer_config(store)."
             )
-        store = _stores.get(processor)
-        if store is None:
-            store = _stores[processor] = open_store(processor.vllm_config)
-        order = order_of(transfer[PARAMETER])
+        if processor not in _fronts:
+            _fronts[processor] = Front(processor.vllm_config)
+        front, order = _fronts[processor], order_of(transfer[PARAMETER])
         if isinstance(order, Compression):
             _check_alone(params)
-            store.check_allowed(order.name, transfer)
-        if order is None:
-            return _read(processor, store, transfer)
-        if processor not in _makers:
-            _makers[processor] = Maker(processor.vllm_config)
+        found = check_name(transfer[PARAMETER]) if order is None else order
+        if not isinstance(found, Listing):
+            name = found if isinstance(found, str) else found.name
+            front.store.check_allowed(name, transfer)
         if isinstance(order, Deletion):
-            _makers[processor].follows.pop(order.name, None)
-        return order
-
-
-def _read(
-    processor: Any, store: ContextStore, transfer: dict[str, Any]
-) -> ContextHeader | Follow | None:
-    """What is known of a context that is to be read."""
-    maker = _makers.get(processor)
-    parallel = getattr(processor.vllm_config, "parallel_config", None)
-    if maker is None and getattr(parallel, "_api_process_count", 1) == 1:
-        return store.admit(transfer)
-    name = check_name(transfer[PARAMETER])
-    store.check_allowed(name, transfer)
-    if maker is not None and name in maker.follows:
-        return maker.follows[name]
-    # The scheduler knows what is in no file, and looks at the rest.
-    with contextlib.suppress(StoreError):
-        return store.header(name)
-    return None
+            front.follows.pop(order.name, None)
+        return found
 
 
 def _check_alone(params: Any) -> None:
@@ -172,23 +145,21 @@ def _check_alone(params: Any) -> None:
         raise StoreError(f"A request that compresses takes no {' and no '.join(found)}.")
 
 
-def _check_ids(processor: Any, found: Any, made: Any, params: Any) -> None:
-    """Look at the prompt's ids; let a question go on after its context, and a document be read."""
-    ids, transfer = made.prompt_token_ids, transfer_of(params)
+def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None:
+    """Let a question go on after its context, and a document be read; other orders need no ids."""
+    front, ids = _fronts[processor], made.prompt_token_ids
     tokenizer = getattr(processor, "tokenizer", None)
-    if isinstance(found, Order):
-        made.params.max_tokens, made.params.min_tokens = 1, 0
-        if isinstance(found, Compression):
-            if ids is None or made.mm_features:
-                raise StoreError("A document is text, without embeddings, images and sound.")
-            made.prompt_token_ids, follow = _makers[processor].document(found, ids, tokenizer)
-            extra = made.params.extra_args
-            extra = extra | {"kv_transfer_params": transfer | {FOLLOW: asdict(follow)}}
-            made.params.extra_args = extra
-    elif found.kind == "equal":
-        check_prompt(found, transfer[PARAMETER], ids or (), params)
-    elif tokenizer is not None and ids is not None:
-        made.prompt_token_ids = continuing(tokenizer, transfer[PARAMETER], found, ids)
+    if isinstance(found, str):
+        if tokenizer is not None and ids is not None:
+            made.prompt_token_ids = front.question(found, ids, tokenizer)
+        return
+    made.params.max_tokens, made.params.min_tokens = 1, 0
+    if isinstance(found, Compression):
+        if ids is None or made.mm_features:
+            raise StoreError("A document is text, without embeddings, images and sound.")
+        made.prompt_token_ids, follow = front.document(found, ids, tokenizer)
+        extra = {"kv_transfer_params": transfer_of(params) | {FOLLOW: asdict(follow)}}
+        made.params.extra_args = made.params.extra_args | extra
 
 
 @contextlib.contextmanager

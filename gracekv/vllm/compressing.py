@@ -167,12 +167,12 @@ class Compressor:
         assert served is not None  # it made the recording
         run = order.pipeline.run(recording.prefill(), order.budget)
         cache = dequantised(run.cache)
-        rotated, follow = moved(served.model, cache, 0), order.follow
+        rotated, follow = moved(served.model, cache), order.follow
         ids = torch.zeros(recording.spans.length, dtype=torch.int64)
         prompt = Prompt(ids, recording.spans, separator=follow.separator, template=follow.template)
 
         def header(digest: str) -> ContextHeader:
-            made = describe(served.model, prompt, cache, order.recipe, "ragged", digest)
+            made = describe(served.model, prompt, cache, order.recipe, digest)
             return replace(
                 made,
                 model=dict(self._store.model or made.model),

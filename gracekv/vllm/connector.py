@@ -8,35 +8,30 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
-    KVConnectorTransferResults,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 
 from gracekv.vllm.compressing import Compressor
 from gracekv.vllm.context_attention import Asking, Reading, begin_step, end_step
-from gracekv.vllm.equal_shares import write_entries
+from gracekv.vllm.jobs import refused
 from gracekv.vllm.scheduling import SchedulerSide, StepContexts, WorkerReport
 from gracekv.vllm.serving import (
-    LOG,
     attention_layers,
-    check_pages,
+    check_attention,
     check_serving,
     open_store,
-    refusal,
 )
-from gracekv.vllm.stored_context import StoredContext
 
 
 class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
-    """Contexts of requests, by name; only those with equal shares go into vLLM's pages.
+    """Contexts of requests, by name; nothing of them goes into vLLM's pages.
 
     In the scheduler it reads `kv_transfer_params={"gracekv": name}` of a request, and salts the
     hashes of its pages with the context, so that vLLM's prefix caching never mixes contexts. In
-    each worker it loads contexts, shared by all requests, before the step that needs them. Equal
-    shares are announced as tokens that are computed elsewhere. Prompts that shall become contexts
-    are recorded by the attention layers, and compressed in a thread of the worker.
+    each worker it loads contexts, shared by all requests, before a request begins. Prompts that
+    shall become contexts are recorded by the attention layers, and compressed in a thread of the
+    worker.
 
     A request whose context cannot be used ends with an error; all others go on.
     """
@@ -49,9 +44,9 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
             rank = get_tensor_model_parallel_rank()
             device = torch.device(current_platform.device_type)
         store = open_store(vllm_config, rank=rank, device=device)
-        self.begin(store, vllm_config.cache_config.block_size)
-        # In a worker: blocks of requests whose context could not be loaded.
-        self._failed_blocks: set[int] = set()
+        self.begin(store)
+        # In a worker: of the contexts that a step opens, why they cannot be read.
+        self._opened: dict[str, dict[str, Any] | None] = {}
         if device is not None:
             self._compressor = Compressor(vllm_config, store, device)
 
@@ -64,8 +59,8 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = attention_layers(self._vllm_config)
-        if self._store.ragged and layers:
-            check_pages(layers, self._page)
+        if layers:
+            check_attention(layers, self._vllm_config.cache_config.block_size)
             # Compiling takes seconds once on a machine; no request should wait for it.
             impl = layers[0].impl
             impl.warm_up(layers[0].kv_cache, impl.num_heads // impl.num_kv_heads)
@@ -75,12 +70,11 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         self._store.retain(connector_metadata.used)
         for name in connector_metadata.forgotten:
             self._store.forget(name)
-        asking: dict[int, Asking] = {}
-        digests = {digest for _, digest, _ in connector_metadata.named.values()}
-        for block, (name, digest, tokens) in connector_metadata.named.items():
-            context = self._load(name, digest, digests, [block])
-            if context is not None:
-                asking[block] = Asking(context, tokens)
+        self._opened = {x: self._load(name, x) for x, name in connector_metadata.opening.items()}
+        asking = {
+            block: Asking(self._store.load(name, digest), tokens)
+            for block, (name, digest, tokens) in connector_metadata.named.items()
+        }
         chunk = connector_metadata.chunk
         recording = self._compressor.begin(chunk, connector_metadata.current)
         reading = None
@@ -88,55 +82,33 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
             reading = Reading(recording, chunk.block, chunk.start, chunk.count)
         begin_step(asking, reading)
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        loads = self._get_connector_metadata().loads
-        if not loads:
-            return
-        layers = attention_layers(self._vllm_config)
-        by_number = {extract_layer_index(layer.layer_name): layer for layer in layers}
-        digests = {load.digest for load in loads}
-        for load in loads:
-            blocks = load.blocks[load.first // self._page :]
-            context = self._load(load.name, load.digest, digests, blocks)
-            if context is not None:
-                write_entries(context, load.first, load.blocks, self._page, by_number)
-
-    def _load(
-        self, name: str, digest: str, keep: set[str], blocks: list[int]
-    ) -> StoredContext | None:
-        """The context; None if it cannot be loaded, and then requests with `blocks` fail."""
+    def _load(self, name: str, digest: str) -> dict[str, Any] | None:
+        """None with the context in memory; else the reply to requests that ask for it."""
         try:
-            return self._store.load(name, digest, keep=keep)
+            self._store.load(name, digest)
         except Exception as error:
-            LOG.error("Context %r cannot be loaded; its requests fail. %s", name, refusal(error))
-            self._failed_blocks.update(blocks)
-            return None
+            return refused(error)
+        return None
 
     def clear_connector_metadata(self) -> None:
         super().clear_connector_metadata()
         end_step()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        metadata = self._get_connector_metadata()
-        return KVConnectorTransferResults(
-            finished_recving=set(metadata.refused), failed_recving=set(metadata.refused)
-        )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        failed, self._failed_blocks = self._failed_blocks, set()
-        return failed
-
     def build_connector_worker_meta(self) -> WorkerReport | None:
         outcome = self._compressor.outcome(self._get_connector_metadata().idle)
         dropped = self._store.dropped()
-        return WorkerReport(outcome, dropped) if outcome or dropped else None
+        found = outcome or dropped or self._opened
+        return WorkerReport(outcome, dropped, self._opened) if found else None
 
     def shutdown(self) -> None:
         end_step()
         if self.role == KVConnectorRole.WORKER:
             self._compressor.shutdown()
 
-    # Nothing is saved, and nothing is loaded while the model runs.
+    # Nothing is saved, and nothing goes into pages.
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing."""

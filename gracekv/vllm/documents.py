@@ -10,6 +10,7 @@ from gracekv.errors import PromptError, StoreError
 from gracekv.prefill.chat_text import continued, encode, has_chat_template, render
 from gracekv.prefill.prompt import Prompt
 from gracekv.vllm.header import QUESTION, SEPARATOR, ContextHeader
+from gracekv.vllm.orders import Follow
 
 
 def document(tokenizer: Any, text: str) -> list[int]:
@@ -57,7 +58,9 @@ def question_text(tokenizer: Any, separator: str = SEPARATOR, template: bool = T
     return None
 
 
-def continuing(tokenizer: Any, name: str, header: ContextHeader, ids: Sequence[int]) -> list[int]:
+def continuing(
+    tokenizer: Any, name: str, header: ContextHeader | Follow, ids: Sequence[int]
+) -> list[int]:
     """The tokens with which a request goes on after a context, found on the server's side.
 
     A request to the chat endpoint opens the conversation again. The separator takes the place of
@@ -66,7 +69,7 @@ def continuing(tokenizer: Any, name: str, header: ContextHeader, ids: Sequence[i
     Args:
         tokenizer: the server's.
         name: of the context.
-        header: of the context.
+        header: of the context, or what else says how it goes on.
         ids: the request's prompt.
 
     Raises `StoreError` if it begins another conversation, or does not end the user's turn.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from gracekv import recipes
 from gracekv.cache.base import RaggedCache
 from gracekv.cache.quantised import dequantised
 from gracekv.distributed.sharding import check_whole
-from gracekv.errors import StoreError, UnsupportedModelError
+from gracekv.errors import UnsupportedModelError
 from gracekv.files import VERSION
 from gracekv.hf.base_result import BaseResult
 from gracekv.kernels.rope import Rope
@@ -29,14 +30,11 @@ from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import sliding_window, switch_point, trained_length
 from gracekv.vllm.context_folder import check_replaceable, write_context
 from gracekv.vllm.documents import question_text
-from gracekv.vllm.equal_shares import equal_share
-from gracekv.vllm.header import KINDS, ContextHeader, check_name
+from gracekv.vllm.header import ContextHeader, check_name
 from gracekv.vllm.model_facts import model_facts
 
 
-def export(
-    result: BaseResult, path: str | os.PathLike[str], *, shares: str = "ragged"
-) -> Path | list[Path]:
+def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path]:
     """Write the compressed prompt as a folder that vLLM serves by its name; see docs/vllm.md.
 
         gracekv.vllm.export(result, "store/book")
@@ -48,24 +46,18 @@ def export(
     Args:
         result: what `compress` or `load` returned.
         path: the store's folder and the context's name in it.
-        shares: "ragged" keeps as many entries in each head as the recipe chose, outside vLLM's
-            pages; "equal" puts them into its pages, which any of its attention backends reads, and
-            needs a recipe such as `gracekv-agnostic-equal`.
 
     Returns:
         The folder; a list of them for a batch.
 
     Raises:
-        StoreError: `check_name` refuses the name; a folder of that name holds other files; or
-            shares are unknown, or are to be equal and are not.
+        StoreError: `check_name` refuses the name, or a folder of that name holds other files.
         UnsupportedModelError: the model's heads are spread over processes; or vLLM would not see
             the entries as this model does: RoPE that depends on the sequence's length, or layers
             with a sliding window.
         CacheError: the model's weights or adapters are not those that made the entries.
     """
     check_whole(result.model, "export")
-    if shares not in KINDS:
-        raise StoreError(f"shares is one of {', '.join(KINDS)}; got {shares!r}.")
     check_served(result.model)
     check_same_model(
         result.fingerprint, result.model, "What is to be exported", "Compress it with this model."
@@ -78,29 +70,11 @@ def export(
         check_replaceable(folder)
     # vLLM computes with numbers in the model's dtype.
     caches = [dequantised(result.packed.sequence(number)) for number in range(count)]
-    if shares == "equal":
-        for cache, prompt in zip(caches, result.prompts, strict=True):
-            _check_equal(cache, prompt)
+    model, recipe = result.model, recipes.label(result.pipeline)
     for cache, prompt, folder in zip(caches, result.prompts, folders, strict=True):
-        _write(result.model, prompt, cache, recipes.label(result.pipeline), shares, folder)
+        header = functools.partial(describe, model, prompt, cache, recipe)
+        write_context(moved(model, cache), header, folder)
     return folders if result.is_batch else folders[0]
-
-
-def _check_equal(cache: RaggedCache, prompt: Prompt) -> None:
-    if equal_share(cache) is not None:
-        return
-    lengths = cache.entries()
-    low, high = int(lengths.min()), int(lengths.max())
-    reason = (
-        "its entries stand for several tokens each (multiplicities)"
-        if low == high
-        else f"its heads hold {low} to {high} entries"
-    )
-    recipe = "gracekv-plus-equal" if prompt.has_question else "gracekv-agnostic-equal"
-    raise StoreError(
-        f"vLLM's pages take as many original entries in every head, and of this result {reason}. "
-        f"Compress with pipeline={recipe!r}, or export with shares='ragged'."
-    )
 
 
 def check_served(model: Any) -> None:
@@ -144,19 +118,8 @@ def check_served(model: Any) -> None:
         )
 
 
-def _write(
-    model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, kind: str, folder: Path
-) -> None:
-    """The context, complete or not at all; one that is there already is replaced."""
-    # In pages the question comes after as many tokens as a head holds entries.
-    rotated = moved(model, cache, (equal_share(cache) or 0) if kind == "equal" else 0)
-    write_context(
-        rotated, lambda digest: describe(model, prompt, cache, recipe, kind, digest), folder
-    )
-
-
 def describe(
-    model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, kind: str, digest: str
+    model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, digest: str
 ) -> ContextHeader:
     """The header of a context.
 
@@ -165,17 +128,15 @@ def describe(
         prompt: of which it was made.
         cache: its entries.
         recipe: the pipeline's name.
-        kind: see `KINDS`.
         digest: of the entries' file, or what stands for it.
     """
     spans, tokenizer = prompt.spans, prompt.tokenizer
     end = spans.length if prompt.has_question else spans.context_end
     marks = {} if tokenizer is None else tokenizer_marks(tokenizer)
     text = None
-    if tokenizer is not None and not prompt.has_question and kind == "ragged":
+    if tokenizer is not None and not prompt.has_question:
         text = question_text(tokenizer, prompt.separator, prompt.template)
     return ContextHeader(
-        kind=kind,
         length=cache.length,
         entries=int(cache.entries().sum()),
         bytes=cache.kv_bytes,
@@ -194,15 +155,15 @@ def describe(
     )
 
 
-def moved(model: Any, cache: RaggedCache, position: int) -> RaggedCache:
-    r"""The entries with their positions moved so that the next token has `position`, T before.
+def moved(model: Any, cache: RaggedCache) -> RaggedCache:
+    r"""The entries with their positions moved so that the next token has position 0, T before.
 
-    R(p) k becomes R(p - T + position) k = R(position - T) R(p) k, in float32: attention only sees
-    differences of positions. `positions` stay those of the prompt.
+    R(p) k becomes R(p - T) k = R(-T) R(p) k, in float32: attention only sees differences of
+    positions. `positions` stay those of the prompt.
 
     Source: Eq. (T1).
     """
-    turns = _rotations(model, cache.length - position)
+    turns = _rotations(model, cache.length)
     layers = (
         replace(layer, keys=_turned(layer.keys, turn))
         for layer, turn in zip(cache.layers, turns, strict=True)

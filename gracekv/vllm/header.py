@@ -23,15 +23,15 @@ HEADER = "header.json"
 PARAMETER = "gracekv"
 """The key of a context's name in a request's `kv_transfer_params`."""
 
-KINDS = ("ragged", "equal")
-"""Entries beside vLLM's pages as the recipe chose them, or as many in every head inside pages."""
-
 QUESTION = "{question}"
 """Stands for the question in `ContextHeader.question_text`."""
 
 SEPARATOR = "\n\n"
 """Between a context that vLLM makes and a question, as in `Prompt.from_chat`."""
 
+# Of every context: as many entries in each head as the recipe chose, beside vLLM's pages. Earlier
+# versions also wrote "equal", for entries that were loaded into pages.
+_KIND = "ragged"
 # Bytes of a header; what it holds of a prompt is what follows the context. Source: ours.
 _LARGEST = 2**24
 # More layers or heads than any model has.
@@ -85,8 +85,6 @@ class ContextHeader:
     """A context without its entries.
 
     Attributes:
-        kind: "ragged" if entries lie beside vLLM's pages; "equal" if every head of every layer
-            holds the same number of original entries and they are loaded into pages.
         length: positions that the entries stand for; the first token after them has this position.
         entries: of all layers and heads together.
         bytes: of keys and values.
@@ -98,14 +96,13 @@ class ContextHeader:
         has_question: whether the prompt had its question already.
         prompt_ids: tokens of the prompt that follow the entries and have none yet.
         question_text: what follows the entries as text, with "{question}" in it; None if the
-            prompt had its question already, or no tokenizer, or the kind is "equal".
+            prompt had its question already, or no tokenizer.
         separator: between context and question.
         template: whether the chat format is used.
         positions: most positions of the model, or None if its config does not say.
         gracekv_version: which version wrote it.
     """
 
-    kind: str
     length: int
     entries: int
     bytes: int
@@ -123,19 +120,13 @@ class ContextHeader:
     gracekv_version: str
 
     @property
-    def share(self) -> int:
-        """Entries of each head that are loaded into pages; 0 if they lie beside the pages."""
-        heads = int(self.model["layers"] * self.model["kv_heads"]) if self.kind == "equal" else 0
-        return self.entries // heads if heads else 0
-
-    @property
     def entries_file(self) -> str:
         """Its name says what it holds: a new header never stands beside old entries."""
         return f"entries-{self.digest[:16]}.safetensors"
 
     def to_json(self) -> str:
         """For `header.json`."""
-        data = json.loads(json.dumps(dataclasses.asdict(self)))
+        data = json.loads(json.dumps({"kind": _KIND, **dataclasses.asdict(self)}))
         return json.dumps({"format": FORMAT, "sha256": _checksum(data), **data}, indent=2) + "\n"
 
     @classmethod
@@ -157,6 +148,11 @@ class ContextHeader:
             raise StoreError(
                 f"Context {name!r} has another format than {FORMAT}, which this version reads. "
                 f"Export it again."
+            )
+        if data.get("kind") == "equal":
+            raise StoreError(
+                f"Context {name!r} has equal shares, as earlier versions loaded them into vLLM's "
+                f"pages, which are not served any more. Compress it again and export it."
             )
         try:
             return _checked(cls, data)
@@ -183,6 +179,8 @@ def _checked(cls: type[ContextHeader], data: dict[str, Any]) -> ContextHeader:
     """The header of `data`; raises `ValueError` or `TypeError` if it is none that was written."""
     if data.pop("sha256", None) != _checksum(data):
         raise ValueError("the checksum differs")
+    if data.pop("kind", None) != _KIND:
+        raise ValueError("the kind is unknown")
     data["prompt_ids"] = tuple(data.get("prompt_ids", ()))
     check_values(cls, data)
     header = cls(**data)
@@ -190,7 +188,6 @@ def _checked(cls: type[ContextHeader], data: dict[str, Any]) -> ContextHeader:
     fits = (
         isinstance(model, dict)
         and isinstance(header.tokenizer, dict)
-        and header.kind in KINDS
         and re.fullmatch("[0-9a-f]{64}", header.digest) is not None
         and min(header.length, header.entries, header.bytes, *header.prompt_ids) >= 0
         and all(type(model.get(x)) is int for x in ("layers", "kv_heads"))

@@ -12,8 +12,9 @@ from typing import Any
 from gracekv.errors import StoreError
 from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.context_folder import delete_context
-from gracekv.vllm.header import PARAMETER
+from gracekv.vllm.header import PARAMETER, is_missing
 from gracekv.vllm.orders import Compression, Deletion, Order
+from gracekv.vllm.serving import refusal
 from gracekv.vllm.store import ContextStore
 
 WAIT = 600.0
@@ -70,7 +71,7 @@ class Jobs:
         """Whether something is made that no request waits for."""
         return any(job.read for job in self.jobs.values())
 
-    def is_making(self, name: str) -> bool:
+    def is_making(self, name: object) -> bool:
         """Whether a context of that name is on its way."""
         return any(job.order.name == name for job in self.jobs.values())
 
@@ -138,7 +139,7 @@ class Jobs:
             return {"name": name, **self._done.get(name, {}), "state": "failed"}
         if computed < job.length:
             del self.jobs[request]
-            return failed("The request ended before its prompt was computed.", 400)
+            return refused(StoreError("The request ended before its prompt was computed."))
         self.jobs[request] = replace(job, read=True)
         return {"name": job.order.name, "state": "compressing"}
 
@@ -173,12 +174,16 @@ class Jobs:
         while len(self._done) > _REMEMBERED:
             self._done.popitem(last=False)
 
-    def why_missing(self, name: str, said: str) -> str:
-        """Why there is no context of that name yet, if that is known; else what was `said`."""
-        if self.is_making(name):
-            return f"Context {name!r} is still being made after {WAIT:.0f} s."
-        reason = self._done.get(name, {}).get("reason")
-        return said if reason is None else f"Context {name!r} could not be made. {reason}"
+    def refused(self, error: Exception, name: object = None) -> dict[str, Any]:
+        """The reply to a request that is refused over an error; why `name` is missing, if known."""
+        reply = refused(error)
+        if reply["status"] == 404 and isinstance(name, str):
+            if self.is_making(name):
+                reply["reason"] = f"Context {name!r} is still being made after {WAIT:.0f} s."
+            elif "reason" in self._done.get(name, {}):
+                reason = self._done[name]["reason"]
+                reply["reason"] = f"Context {name!r} could not be made. {reason}"
+        return reply
 
     def listing(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What a request with these `kv_transfer_params` may know of each context."""
@@ -222,6 +227,7 @@ class Jobs:
         }
 
 
-def failed(reason: str, status: int) -> dict[str, Any]:
+def refused(error: Exception) -> dict[str, Any]:
     """The reply to a request that is refused after it was taken in, with its HTTP status."""
-    return {"state": "failed", "reason": reason, "status": status}
+    status = 404 if is_missing(error) else 400
+    return {"state": "failed", "reason": refusal(error), "status": status}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Set
 
 import torch
 
@@ -15,12 +15,12 @@ from gracekv.vllm.stored_context import StoredContext
 class LoadedContexts:
     """Contexts by digest. Not safe to use from several threads.
 
-    The least recently used are dropped beyond the limit, but for those that are asked to stay; a
-    replaced one as soon as no request reads it.
+    The least recently used are dropped beyond the limit, but for those that requests read; a
+    replaced one as soon as none does.
 
     Args:
         limit: most bytes of entries, and of one context.
-        device: where the entries of ragged contexts lie.
+        device: where the entries lie.
 
     Attributes:
         made: headers of contexts that are in no file, by name.
@@ -34,7 +34,7 @@ class LoadedContexts:
         # By digest, with the name under which it was read; the digest that a name means.
         self._held: OrderedDict[str, tuple[str, StoredContext]] = OrderedDict()
         self._newest: dict[str, str] = {}
-        self._used: Collection[str] = ()
+        self._used: Set[str] = frozenset()
 
     @property
     def digests(self) -> list[str]:
@@ -51,23 +51,21 @@ class LoadedContexts:
         self._held.move_to_end(digest)
         return self._held[digest][1]
 
-    def hold(self, name: str, context: StoredContext, keep: Collection[str] = ()) -> None:
-        """Hold a context; those with digests in `keep` stay.
+    def hold(self, name: str, context: StoredContext) -> None:
+        """Hold a context; raises `StoreError` if it is larger than the limit."""
+        if context.bytes > self.limit:
+            raise StoreError(
+                f"Context {name!r} takes {context.bytes:,} bytes of memory, and contexts have "
+                f"{self.limit:,}. Compress it more, or start with a larger limit_bytes."
+            )
+        self._make_room(context.bytes)
+        self._held[context.header.digest] = name, context.to(self._device)
+        self.rename(name, context.header.digest)
 
-        Raises `StoreError` if it is larger than the limit.
-        """
-        self.check_size(name, context)
-        digest = context.header.digest
-        self._make_room(context.bytes, keep)
-        if context.header.kind == "ragged":
-            context = context.to(self._device)
-        self._held[digest] = name, context
-        self.rename(name, digest, keep)
-
-    def rename(self, name: str, digest: str, keep: Collection[str] = ()) -> None:
+    def rename(self, name: str, digest: str) -> None:
         """Let `name` mean the context of this digest; what it meant before is replaced."""
         self._newest[name] = digest
-        self._drop_replaced(keep)
+        self._drop_replaced()
 
     def forget(self, name: str) -> bool:
         """Let `name` mean nothing; whether it meant a context that is in no file."""
@@ -75,39 +73,23 @@ class LoadedContexts:
             self.rename(name, "")
         return self.made.pop(name, None) is not None
 
-    def retain(self, used: Collection[str]) -> None:
-        """Keep replaced contexts as long as their digests are in `used`, and no longer."""
+    def retain(self, used: Set[str]) -> None:
+        """Keep contexts as long as their digests are in `used`; replaced ones no longer."""
         self._used = used
         self._drop_replaced()
 
-    def check_size(self, name: str, context: StoredContext) -> None:
-        """Raise `StoreError` if the context is larger than the limit."""
-        if context.bytes > self.limit:
-            raise StoreError(
-                f"Context {name!r} takes {context.bytes:,} bytes of memory, and contexts have "
-                f"{self.limit:,}. Compress it more, or start with a larger limit_bytes."
-            )
-
-    def _is_replaced(self, digest: str) -> bool:
-        return self._newest[self._held[digest][0]] != digest
-
-    def _drop_replaced(self, keep: Collection[str] = ()) -> None:
-        for digest in list(self._held):
-            if self._is_replaced(digest) and digest not in self._used and digest not in keep:
+    def _drop_replaced(self) -> None:
+        for digest in self._held.keys() - self._used:
+            name = self._held[digest][0]
+            if self._newest[name] != digest:
                 del self._held[digest]
 
-    def _make_room(self, room: int, keep: Collection[str]) -> None:
+    def _make_room(self, room: int) -> None:
         """Drop contexts until `room` more bytes are below the limit."""
-        for digest in list(self._held):
+        for digest in [x for x in self._held if x not in self._used]:
             if self.bytes + room <= self.limit:
                 return
-            name = self._held[digest][0]
-            alone = name in self.made and self.made[name].digest == digest
-            # One that is replaced, or in no file, could not be read again.
-            lost = alone or self._is_replaced(digest)
-            if digest in keep or (digest in self._used and lost):
-                continue
-            del self._held[digest]
-            if alone:
+            name, _ = self._held.pop(digest)
+            if name in self.made and self.made[name].digest == digest:
                 del self.made[name]
                 self.dropped[name] = digest

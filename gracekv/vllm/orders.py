@@ -40,7 +40,6 @@ class Follow:
     question_text: str | None = None
 
     # What is the same in all of them.
-    kind: ClassVar = "ragged"
     separator: ClassVar = SEPARATOR
     has_question: ClassVar = False
 

@@ -12,8 +12,8 @@ def register() -> None:
     """Put attention over contexts in the place of vLLM's, for CPUs or for NVIDIA GPUs.
 
     Without a context it does what the stock one does. On other platforms vLLM's attention stays,
-    which reads equal shares. Warns about versions that are not tested, and leaves one alone that
-    lacks what contexts need.
+    and an engine with a store does not start. Warns about versions that are not tested, and leaves
+    one alone that lacks what contexts need.
     """
     import vllm
 

@@ -10,7 +10,6 @@ from typing import Any
 from gracekv.errors import PromptError, StoreError
 from gracekv.prefill.chat_text import check_question, first_turn
 from gracekv.prefill.fingerprint import tokenizer_marks
-from gracekv.vllm.equal_shares import PLACEHOLDER
 from gracekv.vllm.header import PARAMETER, SEPARATOR, ContextHeader
 from gracekv.vllm.store import ContextStore
 
@@ -21,8 +20,7 @@ class Request:
 
     Attributes:
         context: the context's name.
-        prompt_ids: the tokens that vLLM reads: question and chat format, not the context. Before
-            them is a placeholder for each entry that is loaded into pages.
+        prompt_ids: the tokens that vLLM reads: question and chat format, not the context.
         room: tokens that prompt and answer may have together before they pass the model's
             positions; None if that is not known.
         order: what is to be done with the context, such as {"compress": {...}}; None: read it.
@@ -125,10 +123,10 @@ def request(
         check_question(question)
         _check_tokenizer(name, header, tokenizer)
         ids = (*ids, *first_turn(tokenizer, question, header.separator, header.template))
-    ids = (PLACEHOLDER,) * header.share + ids
-    room = None if header.positions is None else header.positions - header.length + header.share
-    if room is not None and header.length > (header.positions or 0):
-        room = None  # A context longer than what the model was made for had its warning.
+    # A context longer than what the model was made for had its warning.
+    room = None
+    if header.positions is not None and header.length <= header.positions:
+        room = header.positions - header.length
     return Request(name, ids, room)
 
 

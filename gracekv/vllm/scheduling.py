@@ -11,31 +11,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from gracekv.errors import StoreError
 from gracekv.vllm.compressing import Chunk, Outcome
-from gracekv.vllm.equal_shares import check_prompt
 from gracekv.vllm.header import PARAMETER, ContextHeader, is_missing
-from gracekv.vllm.jobs import WAIT, Jobs, failed
+from gracekv.vllm.jobs import WAIT, Jobs
 from gracekv.vllm.orders import FOLLOW, order_of
-from gracekv.vllm.serving import LOG, refusal
+from gracekv.vllm.serving import LOG
 from gracekv.vllm.store import ContextStore
 
-
-@dataclass
-class PageLoad:
-    """Entries of a context with equal shares that go into a request's pages.
-
-    Attributes:
-        name: of the context.
-        digest: of the context.
-        first: of the entries, counted in each head; those before are in the pages already.
-        blocks: the pages of all its entries.
-    """
-
-    name: str
-    digest: str
-    first: int
-    blocks: list[int]
+# Contexts that workers open in a step: those of requests that then wait for pages stay in memory.
+# Source: ours.
+_AT_ONCE = 8
 
 
 @dataclass
@@ -43,10 +28,9 @@ class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
     """What the scheduler tells the workers before a step.
 
     Attributes:
-        named: (name, digest, tokens of the step) of requests with ragged contexts, by the first
-            block of their pages.
-        loads: what goes into pages before the step.
-        refused: ids of requests whose context cannot be used.
+        named: (name, digest, tokens of the step) of requests with contexts, by the first block of
+            their pages.
+        opening: names of contexts that requests are about to read, by digest.
         used: digests of the contexts of all requests that have not ended.
         chunk: tokens of the step that are recorded, to be compressed.
         current: id of the request whose prompt is compressed now.
@@ -55,8 +39,7 @@ class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
     """
 
     named: dict[int, tuple[str, str, int]] = field(default_factory=dict)
-    loads: list[PageLoad] = field(default_factory=list)
-    refused: set[str] = field(default_factory=set)
+    opening: dict[str, str] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
     chunk: Chunk | None = None
     current: str | None = None
@@ -71,156 +54,143 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes:
         outcome: of the prompt that is compressed.
         dropped: digests of contexts in no file that went for want of room, by name.
+        opened: of each context that the step opened, by digest, the reply to requests that cannot
+            read it; None: it is in memory.
     """
 
     outcome: Outcome | None
     dropped: dict[str, str]
+    opened: dict[str, dict[str, Any] | None]
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """What both tell."""
-        return WorkerReport(self.outcome or other.outcome, self.dropped | other.dropped)
+        opened = {x: self.opened.get(x) or other.opened.get(x) for x in self.opened | other.opened}
+        return WorkerReport(self.outcome or other.outcome, self.dropped | other.dropped, opened)
 
 
 class SchedulerSide:
     """Which request has which context, which waits for one, and which prompt becomes one.
 
-    Comes before vLLM's connector in the list of bases.
+    A request begins when the workers have its context in memory, where it stays until the request
+    ends: what a step computed without it could not be taken back. Comes before vLLM's connector in
+    the list of bases.
     """
 
-    def begin(self, store: ContextStore, page: int) -> None:
-        """Start without requests.
-
-        Args:
-            store: of this process.
-            page: tokens of a page.
-        """
-        self._store, self._page, self._jobs = store, page, Jobs(store)
-        # By request id: contexts, first entries to load, requests to refuse.
+    def begin(self, store: ContextStore) -> None:
+        """Start without requests; `store` is of this process."""
+        self._store, self._jobs = store, Jobs(store)
+        # By request id: contexts, and what is said where they are lost.
         self._contexts: dict[str, tuple[str, ContextHeader]] = {}
-        self._to_load: dict[str, int] = {}
-        self._refused: set[str] = set()
-        self._to_refuse: set[str] = set()
-        # Replies, and until when a request waits for its context.
+        self._lost: dict[str, dict[str, Any]] = {}
+        # Names of contexts that workers shall open, by digest, and digests of those that are open.
+        self._opening: dict[str, str] = {}
+        self._open: set[str] = set()
+        # Replies; until when a request waits for its context; whether it reads no cached pages.
         self._replies: dict[str, dict[str, Any]] = {}
-        self._waiting: dict[str, tuple[float, bool | None]] = {}
+        self._waiting: dict[str, float] = {}
+        self._skips: dict[str, bool | None] = {}
 
     def on_new_request(self, request: Any) -> None:
         """Take a request in; one that is refused ends with an error, and others go on."""
-        params = request.kv_transfer_params
+        params, key = request.kv_transfer_params, request.request_id
         if not isinstance(params, dict) or PARAMETER not in params:
             return
-        order, length = None, request.num_prompt_tokens
-        request.cache_salt = f"{PARAMETER}:{request.request_id}:{request.cache_salt or ''}"
-        # Else the scheduler would ignore the tokens by which the request is failed, or waits.
-        skips, request.skip_reading_prefix_cache = request.skip_reading_prefix_cache, False
+        request.cache_salt = f"{PARAMETER}:{key}:{request.cache_salt or ''}"
+        # Else the scheduler would not let the request wait.
+        self._skips[key] = request.skip_reading_prefix_cache
+        request.skip_reading_prefix_cache = False
         try:
             order = order_of(params[PARAMETER], params.get(FOLLOW))
-            if order is None:
-                self._ask(request, skips, time.monotonic() + WAIT)
-            else:
-                self._jobs.add(request.request_id, order, params, length)
+            if order is not None:
+                self._jobs.add(key, order, params, request.num_prompt_tokens)
         # In the scheduler, any other exception would end the engine for everybody.
         except Exception as error:
-            self._refuse(request, error)
+            self._refuse(request, self._jobs.refused(error))
+        else:
+            if order is None:
+                self._ask(request, time.monotonic() + WAIT)
         _hash_again(request)
 
-    def _ask(self, request: Any, skips: bool | None, end: float) -> None:
-        """Take a question in, or let it wait for its context; raises what speaks against it."""
+    def _ask(self, request: Any, end: float) -> None:
+        """Take a question in, or let it wait for its context until `end`, or refuse it."""
+        params, key = request.kv_transfer_params, request.request_id
+        name = params[PARAMETER]
         try:
-            self._admit(request, skips)
-        except StoreError as error:
-            making = self._jobs.is_making(request.kv_transfer_params[PARAMETER])
-            if not (making and is_missing(error) and time.monotonic() < end):
-                raise
-            self._waiting[request.request_id] = end, skips
-
-    def _admit(self, request: Any, skips: bool | None) -> None:
-        """Take a question in; raises what speaks against it."""
-        self._jobs.expire()
-        params = request.kv_transfer_params
-        # Whole, since a worker that finds damage can only end the request a token later.
-        header = self._store.admit(params)
-        name = str(params[PARAMETER])
-        if header.kind == "equal":
-            check_prompt(header, name, request.prompt_token_ids or (), request.sampling_params)
-        self._contexts[request.request_id] = name, header
-        request.skip_reading_prefix_cache = skips
-        salt = request.cache_salt.removeprefix(f"{PARAMETER}:{request.request_id}")
-        request.cache_salt = f"{PARAMETER}:{header.digest}{salt}"
-
-    def _refuse(self, request: Any, error: Exception) -> None:
-        said, status = refusal(error), 400
-        if is_missing(error):
-            name = request.kv_transfer_params[PARAMETER]
-            said, status = self._jobs.why_missing(str(name), said), 404
-        LOG.error("Request %s is refused. %s", request.request_id, said)
-        if self._store.ragged:
-            # The plugin is there, so the front makes an error of a reply that says why.
-            self._replies[request.request_id] = failed(said, status)
-            request.max_tokens = 1
+            self._jobs.expire()
+            header = self._store.admit(params)
+        except Exception as error:
+            if self._jobs.is_making(name) and is_missing(error) and time.monotonic() < end:
+                self._waiting[key] = end
+            else:
+                self._refuse(request, self._jobs.refused(error, name))
         else:
-            self._refused.add(request.request_id)
+            self._contexts[key] = str(name), header
+            salt = request.cache_salt.removeprefix(f"{PARAMETER}:{key}")
+            request.cache_salt = f"{PARAMETER}:{header.digest}{salt}"
+
+    def _refuse(self, request: Any, reply: dict[str, Any]) -> None:
+        """Let a request end after a token, with a reply of which the front makes an error."""
+        LOG.error("Request %s is refused. %s", request.request_id, reply["reason"])
+        self._replies[request.request_id] = reply
+        request.max_tokens = 1
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that are loaded into pages; None while the request has to wait."""
-        # Only a request that waits for tokens from elsewhere can be failed by a connector.
-        if request.request_id in self._refused:
-            return 1, True
-        if request.request_id in self._waiting:
-            end, skips = self._waiting.pop(request.request_id)
-            try:
-                self._ask(request, skips, end)
-            except Exception as error:
-                self._refuse(request, error)
-            # Its pages were looked up without the context: once more.
-            _hash_again(request)
-            return None, False
-        if request.request_id in self._jobs.jobs:
-            if self._jobs.current != request.request_id:
-                return None, False
+        """No tokens come from elsewhere; None while the request has to wait."""
+        return 0 if self._may_begin(request) else None, False
+
+    def _may_begin(self, request: Any) -> bool:
+        key: str = request.request_id
+        if key in self._jobs.jobs:
             # After a preemption, all tokens are computed again.
+            request.skip_reading_prefix_cache = self._jobs.current == key
+            return self._jobs.current == key
+        if key in self._waiting:
+            self._ask(request, self._waiting.pop(key))
+        elif key in self._lost:
+            del self._contexts[key]
+            self._refuse(request, self._lost.pop(key))
+            # No other request reads pages that are computed without the context.
+            request.cache_salt += f":{key}"
+        elif key not in self._contexts:
+            return True
+        else:
+            name, header = self._contexts[key]
+            if header.digest not in self._open:
+                if len(self._opening) < _AT_ONCE:
+                    self._opening[header.digest] = name
+                return False
+            if not self._skips.pop(key, False):
+                return True
             request.skip_reading_prefix_cache = True
-        return max(0, self._share(request.request_id) - num_computed_tokens), False
+        # Its pages were looked up under another name: once more.
+        _hash_again(request)
+        return False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note how many of its last external tokens a request loads."""
-        if request.request_id in self._refused:
-            self._to_refuse.add(request.request_id)
-        elif num_external_tokens:
-            share = self._share(request.request_id)
-            self._to_load[request.request_id] = share - num_external_tokens
-
-    def _share(self, request_id: str) -> int:
-        found = self._contexts.get(request_id)
-        return found[1].share if found else 0
+        """Nothing: no tokens come from elsewhere."""
 
     def build_connector_meta(self, scheduler_output: Any) -> StepContexts:
         """What workers have to know before the step."""
         state = scheduler_output.kv_connector_block_state
         used = {header.digest for _, header in self._contexts.values()}
+        self._open &= used
+        self._opening = {x: name for x, name in self._opening.items() if x in used}
         step_contexts = StepContexts(
-            refused=self._to_refuse,
+            opening=dict(self._opening),
             used=used,
             chunk=self._chunk(scheduler_output),
             current=self._jobs.current,
             forgotten=self._jobs.forgotten,
-            idle=not scheduler_output.total_num_scheduled_tokens,
+            idle=not (scheduler_output.total_num_scheduled_tokens or self._opening),
         )
         self._jobs.forgotten = set()
-        for request, tokens in scheduler_output.num_scheduled_tokens.items():
-            if request not in self._contexts:
-                continue
-            name, header = self._contexts[request]
-            blocks = state.get_block_ids(request)[0]
-            if header.kind == "ragged":
-                step_contexts.named[blocks[0]] = name, header.digest, tokens
-            elif request in self._to_load:
-                held = blocks[: -(-header.share // self._page)]
-                load = PageLoad(name, header.digest, self._to_load[request], held)
-                step_contexts.loads.append(load)
-        self._to_refuse, self._to_load = set(), {}
+        for request, count in scheduler_output.num_scheduled_tokens.items():
+            if request in self._contexts:
+                name, header = self._contexts[request]
+                block = state.get_block_ids(request)[0][0]
+                step_contexts.named[block] = name, header.digest, count
         return step_contexts
 
     def _chunk(self, scheduler_output: Any) -> Chunk | None:
@@ -246,22 +216,30 @@ class SchedulerSide:
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what a worker tells after a step."""
         report = connector_output.kv_connector_worker_meta
-        if report is not None:
-            self._jobs.update(report.outcome, report.dropped)
+        if report is None:
+            return
+        self._jobs.update(report.outcome, report.dropped)
+        for digest, refusal in report.opened.items():
+            if self._opening.pop(digest, None) is None:
+                continue
+            if refusal is None:
+                self._open.add(digest)
+                continue
+            readers = [
+                key for key, (_, header) in self._contexts.items() if header.digest == digest
+            ]
+            self._lost |= dict.fromkeys(readers, refusal)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether its pages stay, which they never do, and the reply's `kv_transfer_params`."""
         params, key = request.kv_transfer_params, request.request_id
-        self._waiting.pop(key, None)
+        for known in (self._waiting, self._contexts, self._lost, self._skips):
+            known.pop(key, None)
         reply = self._replies.pop(key, None)
         if reply is None and isinstance(params, dict) and isinstance(params.get(PARAMETER), dict):
             reply = self._jobs.finished(key, request.num_computed_tokens, params)
-        self._contexts.pop(key, None)
-        self._to_load.pop(key, None)
-        self._refused.discard(key)
-        self._to_refuse.discard(key)
         return False, None if reply is None else {PARAMETER: reply}
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from gracekv.errors import ConfigError, StoreError
+from gracekv.vllm.context_attention import ContextAttention
 from gracekv.vllm.header import is_name
 from gracekv.vllm.model_facts import checkpoint_digests, config_facts
 from gracekv.vllm.store import ContextStore
@@ -142,35 +143,6 @@ def replacements() -> dict[str, str]:
     return {}
 
 
-def serves_ragged(vllm_config: Any) -> bool:
-    """Whether the attention that vLLM selects attends to ragged contexts.
-
-    Workers look at their layers. Elsewhere vLLM's own selection is asked; where it cannot answer,
-    as in a front without a GPU, the workers are left to refuse.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.v1.attention.selector import get_attn_backend
-
-    from gracekv.vllm.context_attention import ContextAttention
-
-    layers = attention_layers(vllm_config)
-    if layers:
-        return all(isinstance(layer.impl, ContextAttention) for layer in layers)
-    model = vllm_config.model_config
-    try:
-        with set_current_vllm_config(vllm_config):
-            backend = get_attn_backend(
-                model.get_head_size(),
-                model.dtype,
-                vllm_config.cache_config.cache_dtype,
-                use_mla=model.use_mla,
-                num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
-            )
-    except (AssertionError, ValueError):
-        return bool(replacements())
-    return issubclass(backend.get_impl_cls(), ContextAttention)
-
-
 def attention_layers(vllm_config: Any) -> list[Any]:
     """vLLM's layers that have pages; none outside of workers."""
     layers = vllm_config.compilation_config.static_forward_context.values()
@@ -200,17 +172,25 @@ def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
         )
 
 
-def check_pages(layers: list[Any], page: int) -> None:
-    """Raise `ConfigError` if attention reads pages in smaller blocks than vLLM deals them out.
+def check_attention(layers: list[Any], page: int) -> None:
+    """Raise `ConfigError` if attention reads no contexts, or pages in smaller blocks than vLLM's.
 
     Args:
         layers: vLLM's.
         page: tokens of a page.
     """
+    stock = {type(x.impl).__name__ for x in layers if not isinstance(x.impl, ContextAttention)}
+    if stock:
+        raise ConfigError(
+            f"Compressed contexts cannot be served by {' and '.join(sorted(stock))}. They need the "
+            f"plugin 'gracekv' (VLLM_PLUGINS, if set, must name it) and, on NVIDIA GPUs of compute "
+            f"capability 8.0 or newer, --attention-backend FLASH_ATTN or TRITON_ATTN. Serve so, or "
+            f"take the KV connector out."
+        )
     sizes = sorted({layer.kv_cache.shape[2] for layer in layers} - {page})
     if sizes:
         raise ConfigError(
-            f"Ragged contexts need pages of the size that attention reads; got pages of {page} "
+            f"Contexts need pages of the size that attention reads; got pages of {page} "
             f"tokens, read in blocks of {sizes[0]}. Serve with --block-size {sizes[0]}."
         )
 
@@ -223,7 +203,7 @@ def open_store(
     Args:
         vllm_config: vLLM's.
         rank: tensor-parallel rank of the process that loads contexts; None: it only reads headers.
-        device: where attention reads the entries of ragged contexts; None: on the CPU.
+        device: where attention reads the entries of contexts; None: on the CPU.
 
     Raises `ConfigError` if there is no such folder.
     """
@@ -243,16 +223,11 @@ def open_store(
     size = vllm_config.parallel_config.tensor_parallel_size
     if rank is not None and size > 1:
         heads = heads_of_rank(facts["kv_heads"], size, rank)
-    limit = options.limit
-    if limit is not None and rank is None:
-        # This process reads whole contexts, and keeps none.
-        limit *= size
     return ContextStore(
         options.root,
         model=facts,
-        limit=limit,
+        limit=options.limit,
         heads=heads,
-        ragged=serves_ragged(vllm_config),
         device=device,
         allow=options.allow,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_cache
 from gracekv.errors import StoreError
 from gracekv.vllm.context_folder import files_state, is_of_system
-from gracekv.vllm.equal_shares import equal_share
 from gracekv.vllm.header import HEADER, PARAMETER, ContextHeader, check_name, is_name
 from gracekv.vllm.loaded_contexts import LoadedContexts
 from gracekv.vllm.model_facts import differences
@@ -36,13 +35,11 @@ class _Known:
     Attributes:
         state: of the files.
         header: what they say.
-        whole: whether the entries were read, and are those of the header.
         refusal: why the context cannot be used.
     """
 
     state: object
     header: ContextHeader | None = None
-    whole: bool = False
     refusal: str | None = None
 
 
@@ -51,8 +48,8 @@ class ContextStore:
 
     Files are read again when they change, refused ones too. Entries are read into memory of their
     own, once, and shared; the least recently used are dropped beyond the limit, but for those that
-    are asked to stay, and those that a later export replaced as soon as no request reads them. Safe
-    to use from several threads.
+    requests read, and those that a later export replaced as soon as none does. Safe to use from
+    several threads.
 
     Args:
         root: the folder.
@@ -60,15 +57,12 @@ class ContextStore:
         limit: most bytes of entries in memory, and of one context; None: a quarter of the machine's
             memory, or a tenth of the GPU's.
         heads: KV heads that this process serves, (first, last + 1); None: all.
-        ragged: whether ragged contexts can be served, or those with equal shares only.
-        device: where the entries of ragged contexts lie; equal shares stay on the CPU until they
-            are written into pages.
+        device: where the entries lie; None: on the CPU.
         allow: which context a request may use, from its name and the request's
             `kv_transfer_params`; None: every one.
 
     Attributes:
         model: as given.
-        ragged: as given.
         loaded: the contexts in memory.
     """
 
@@ -79,13 +73,12 @@ class ContextStore:
         model: Mapping[str, Any] | None = None,
         limit: int | None = None,
         heads: tuple[int, int] | None = None,
-        ragged: bool = True,
         device: torch.device | None = None,
         allow: Callable[[str, Mapping[str, Any]], object] | None = None,
     ) -> None:
         self.root = Path(root)
         self.model, self._heads, self._allow = model, heads, allow
-        self.ragged, device = ragged, device or torch.device("cpu")
+        device = device or torch.device("cpu")
         self.loaded = LoadedContexts(_default_limit(device) if limit is None else limit, device)
         self._known: dict[str, _Known] = {}
         self._lock = threading.RLock()
@@ -103,14 +96,14 @@ class ContextStore:
         return path
 
     def admit(self, parameters: Mapping[str, Any]) -> ContextHeader:
-        """The header of the context that a request's `kv_transfer_params` name, as of `verify`.
+        """The header of the context that a request's `kv_transfer_params` name.
 
-        Raises `StoreError` as `verify` does, and if the request may not use the context; and
+        Raises `StoreError` as `header` does, and if the request may not use the context; and
         whatever `allow` raises.
         """
         name = check_name(parameters.get(PARAMETER))
         self.check_allowed(name, parameters)
-        return self.verify(name)
+        return self.header(name)
 
     def check_allowed(self, name: str, parameters: Mapping[str, Any]) -> None:
         """Raise `StoreError` if a request with these `kv_transfer_params` may not use `name`."""
@@ -163,22 +156,16 @@ class ContextStore:
     def header(self, name: object) -> ContextHeader:
         """The context's header.
 
-        Raises `StoreError` if the context is missing or damaged, was made with another model, or is
-        ragged where that cannot be served.
+        Raises `StoreError` if the context is missing or damaged, or was made with another model.
         """
-        return self._look(name, entries=False)
+        return self._look(name, lambda header: None)
 
-    def verify(self, name: object) -> ContextHeader:
-        """The header, once all entries were read and compared with their checksums.
-
-        Raises `StoreError` as `load` does. Files that have not changed are not read again.
-        """
-        return self._look(name, entries=True)
-
-    def _look(self, name: object, entries: bool) -> ContextHeader:
+    def _look(self, name: object, use: Callable[[ContextHeader], None]) -> ContextHeader:
+        """The header, after `use` of it; a refusal stands until the context's files change."""
         with self._lock:
             folder = self.folder(name)
             if folder.name in self.loaded.made:
+                use(self.loaded.made[folder.name])
                 return self.loaded.made[folder.name]
             state = files_state(folder)
             known = self._known.get(folder.name)
@@ -192,13 +179,11 @@ class ContextStore:
             try:
                 if known.header is None:
                     known.header = self._checked_header(folder)
-                if entries and not known.whole:
-                    self._read(folder.name, known.header)
-                    known.whole = True
+                use(known.header)
             except StoreError as error:
                 if files_state(folder) != state:
                     # Replaced while it was read.
-                    return self._look(name, entries)
+                    return self._look(name, use)
                 # That files are missing or cannot be opened may pass.
                 if not is_of_system(error):
                     known.refusal = str(error)
@@ -214,49 +199,32 @@ class ContextStore:
                 f"Context {known!r} was made with another model: {', '.join(other)} differ. Serve "
                 f"the same weights in {header.dtype}, or compress with the model that is served."
             )
-        if header.kind == "ragged" and not self.ragged:
-            raise StoreError(
-                f"Context {known!r} is ragged, and this engine takes equal shares only. Ragged "
-                f"ones need the plugin 'gracekv' (VLLM_PLUGINS, if set, must name it) and, on "
-                f"NVIDIA GPUs of compute capability 8.0 or newer, --attention-backend FLASH_ATTN "
-                f"or TRITON_ATTN: serve it so, or compress with the recipe gracekv-agnostic-equal "
-                f"and export with shares='equal'."
-            )
         return header
 
-    def load(
-        self, name: object, digest: str | None = None, keep: Collection[str] = ()
-    ) -> StoredContext:
+    def load(self, name: object, digest: str | None = None) -> StoredContext:
         """The context, from memory if it is there.
 
         Args:
             name: of the context.
             digest: of the entries that are meant; another file of that name is refused.
-            keep: digests of contexts that stay in memory whatever the limit.
 
         Raises `StoreError` if it is missing, damaged, of another model, or not the one meant.
         """
         with self._lock:
-            meant = digest
             if digest is None or digest not in self.loaded.digests:
-                header = self.header(name)
-                digest = header.digest
-                if meant not in (None, digest):
+                header = self._look(name, lambda header: self._hold(str(name), header))
+                if digest not in (None, header.digest):
                     raise StoreError(f"Context {name!r} was replaced while a request was using it.")
-                if digest not in self.loaded.digests:
-                    try:
-                        context = self._read(str(name), header)
-                    except StoreError:
-                        if self.header(name).digest == digest:
-                            raise
-                        # Replaced between its header and its entries.
-                        return self.load(name, meant, keep)
-                    self.loaded.hold(str(name), context, keep)
-                self.loaded.rename(str(name), digest, keep)
+                digest = header.digest
             return self.loaded.get(digest)
 
-    def retain(self, used: Collection[str]) -> None:
-        """Keep replaced contexts as long as their digests are in `used`, and no longer."""
+    def _hold(self, name: str, header: ContextHeader) -> None:
+        if header.digest not in self.loaded.digests:
+            self.loaded.hold(name, self._read(name, header))
+        self.loaded.rename(name, header.digest)
+
+    def retain(self, used: Set[str]) -> None:
+        """Keep contexts as long as their digests are in `used`; replaced ones no longer."""
         with self._lock:
             self.loaded.retain(used)
 
@@ -265,23 +233,18 @@ class ContextStore:
         devices = [torch.device("cpu")] * header.model["layers"]
         try:
             cache = read_cache(path, devices, header.digest)
-            entries = dequantised(cache)
+            layers = dequantised(cache).layers
         # Whatever a crafted file leads to, it is the file that is refused.
         except Exception as error:
             if isinstance(error, MemoryError):
                 raise
             raise StoreError(f"The entries of context {name!r} are damaged. {AGAIN}") from error
         facts = (cache.length, cache.sequences, int(cache.entries().sum()), cache.kv_bytes)
-        if facts != (header.length, 1, header.entries, header.bytes) or (
-            header.kind == "equal" and equal_share(entries) != header.share
-        ):
+        if facts != (header.length, 1, header.entries, header.bytes):
             raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")
-        layers = entries.layers
         if self._heads is not None:
             layers = tuple(of_heads(layer, *self._heads) for layer in layers)
-        context = StoredContext(header, layers)
-        self.loaded.check_size(name, context)
-        return context
+        return StoredContext(header, layers)
 
 
 def _default_limit(device: torch.device) -> int:

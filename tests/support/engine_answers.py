@@ -2,7 +2,7 @@
 
 import torch
 
-from gracekv.vllm import ContextStore, request
+from gracekv.vllm import request
 
 # Log-probabilities of both engines differ by rounding only; tokens may differ where two are as
 # close as this.
@@ -33,7 +33,6 @@ def check_answer(served, name, question, answer, greedy=True):
 def _own_logprobs(served, name, question, answer):
     """Of each answered token, and of the likeliest one in its place, by gracekv."""
     asked = list(request(served.store, name, question, served.tokenizer).prompt_ids)
-    asked = asked[ContextStore(served.store).header(name).share :]
     with torch.inference_mode():
         ids = torch.tensor([asked + answer[:-1]])
         cache = served.results[name].new_cache()

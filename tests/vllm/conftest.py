@@ -36,11 +36,8 @@ def tiny_served(tmp_path_factory):
     tokenizer.save_pretrained(folder / "model")
     prompt = gracekv.Prompt.from_chat(tokenizer, context=TEXT)
     results = {f"c{ratio}": gracekv.compress(model, prompt, ratio=ratio) for ratio in (2, 8)}
-    equal = {"pipeline": "gracekv-agnostic-equal", "ratio": 2}
-    results["equal"] = gracekv.compress(model, prompt, **equal)
     for name, result in results.items():
-        shares = "equal" if name == "equal" else "ragged"
-        export(result, folder / "store" / name, shares=shares)
+        export(result, folder / "store" / name)
     return SimpleNamespace(
         model=model,
         tokenizer=tokenizer,

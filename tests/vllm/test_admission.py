@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from gracekv.errors import ConfigError, StoreError
-from gracekv.vllm import admission
+from gracekv.vllm import admission, front
 
 
 class Refused(Exception):
@@ -49,10 +49,11 @@ def asking(transfer):
     ],
 )
 def test_any_error_refuses_that_request(processor, monkeypatch, error, said):
-    def admit(transfer):
+    def allowed(name, transfer):
         raise error
 
-    monkeypatch.setattr(admission, "open_store", lambda config: SimpleNamespace(admit=admit))
+    store = SimpleNamespace(check_allowed=allowed)
+    monkeypatch.setattr(front, "open_store", lambda config: store)
     with pytest.raises(Refused, match=said):
         processor.process_inputs("0", [5], asking({"gracekv": "book"}))
     for plain in ({}, {"remote": 1}, None):
@@ -63,20 +64,9 @@ def test_a_store_that_cannot_be_opened_refuses_requests(processor, monkeypatch):
     def gone(config):
         raise ConfigError("is no folder")
 
-    monkeypatch.setattr(admission, "open_store", gone)
+    monkeypatch.setattr(front, "open_store", gone)
     with pytest.raises(Refused, match=r"cannot be used \(ConfigError\)"):
         processor.process_inputs("0", [5], asking({"gracekv": "book"}))
     processor.vllm_config = SimpleNamespace(kv_transfer_config=None)
     with pytest.raises(Refused, match="no store of contexts"):
         processor.process_inputs("0", [5], asking({"gracekv": None}))
-
-
-def test_prompts_of_equal_shares_are_checked_as_they_are(processor, monkeypatch):
-    header = SimpleNamespace(kind="equal", share=2)
-    store = SimpleNamespace(admit=lambda transfer: header)
-    monkeypatch.setattr(admission, "open_store", lambda config: store)
-    assert processor.process_inputs("0", [0, 0, 5], asking({"gracekv": "book"}))
-    with pytest.raises(Refused, match="first 2 tokens"):
-        processor.process_inputs("0", [0, 5], asking({"gracekv": "book"}))
-    with pytest.raises(Refused, match=r"cannot be used \(TypeError\)"):
-        processor.process_inputs("0", 5, asking({"gracekv": "book"}))

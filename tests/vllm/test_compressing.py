@@ -82,7 +82,7 @@ def test_a_worker_makes_the_context_that_an_export_writes(model, prefill, tmp_pa
     # Another process sees what is saved, and that only.
     assert ContextStore(tmp_path / "store").names() == (["book"] if save else [])
     if save:
-        assert ContextStore(tmp_path / "store").verify("book").digest == made.header.digest
+        assert ContextStore(tmp_path / "store").load("book").header.digest == made.header.digest
 
 
 def test_a_prompt_that_was_preempted_is_recorded_again(model, prefill, tmp_path):
@@ -156,13 +156,13 @@ def test_a_context_in_memory_comes_before_the_folder_s_until_it_is_forgotten(hea
     store = ContextStore(root)
     old = store.load("c0").header.digest
     store.put(headers[1].header, "c0", headers[1])
-    assert store.verify("c0") is headers[1].header
+    assert store.header("c0") is headers[1].header
     assert not store.forget("c0", "another digest")
     store.retain({headers[1].header.digest})
     assert store.forget("c0")
     assert store.load("c0", headers[1].header.digest) is headers[1]
     assert store.load("c0").header.digest == old
-    store.retain(())
+    store.retain(set())
     assert headers[1].header.digest not in store.loaded.digests
 
 
@@ -196,7 +196,9 @@ def test_documents_have_their_turn_one_after_the_other(jobs, headers):
     assert (found["state"], found["seconds"], found["saved"]) == ("ready", 1.5, False)
     jobs.update(Outcome("2", None, 0.5, "Too long."), {})
     assert listed(jobs)["hide"]["reason"] == "Too long."
-    assert "Too long" in jobs.why_missing("hide", "There is none.")
+    missing = StoreError("There is none.")
+    missing.__cause__ = FileNotFoundError()
+    assert "Too long" in jobs.refused(missing, "hide")["reason"]
     jobs.update(None, {"a": headers[0].header.digest})
     assert "a" not in listed(jobs)
 

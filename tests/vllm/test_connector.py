@@ -4,56 +4,150 @@ from types import SimpleNamespace
 
 import pytest
 
+from gracekv.errors import StoreError
+
 pytestmark = pytest.mark.vllm
 
 
-def test_a_context_that_cannot_be_loaded_fails_the_blocks_of_its_requests():
-    from gracekv.errors import StoreError
+def missing(name):
+    error = StoreError(f"There is no context {name!r} in the store.")
+    error.__cause__ = FileNotFoundError()
+    return error
+
+
+def test_a_worker_tells_which_contexts_it_cannot_open():
     from gracekv.vllm.connector import GraceConnector, StepContexts
     from gracekv.vllm.context_attention import current_step
 
-    def load(name, digest, keep):
-        if name == "gone":
-            raise StoreError("There is no context 'gone' in the store.")
+    def load(name, digest):
+        if name in ("gone", "damaged"):
+            raise missing(name) if name == "gone" else StoreError("It is damaged.")
         return SimpleNamespace(header=SimpleNamespace(digest=digest))
 
     connector = object.__new__(GraceConnector)
     used = []
-    connector._store = SimpleNamespace(load=load, retain=used.append)
-    connector._failed_blocks = set()
-    connector._compressor = SimpleNamespace(begin=lambda chunk, current: None)
-    asked = {7: ("gone", "0", 1), 9: ("book", "1", 3)}
-    connector.bind_connector_metadata(StepContexts(asked, used={"0", "1", "2"}))
+    connector._store = SimpleNamespace(load=load, retain=used.append, dropped=dict)
+    connector._compressor = SimpleNamespace(
+        begin=lambda chunk, current: None, outcome=lambda idle: None
+    )
+    opening = {"0": "gone", "1": "book", "3": "damaged"}
+    step = StepContexts({9: ("book", "1", 3)}, opening, used={"0", "1", "2"})
+    connector.bind_connector_metadata(step)
     assert used == [{"0", "1", "2"}]
-    assert connector.get_block_ids_with_load_errors() == {7}
-    assert connector.get_block_ids_with_load_errors() == set()
     assert [(block, one.tokens) for block, one in current_step().asking.items()] == [(9, 3)]
+    told = connector.build_connector_worker_meta().opened
+    assert (told["0"]["status"], told["1"], told["3"]["status"]) == (404, None, 400)
+    assert "There is no context 'gone'" in told["0"]["reason"]
+    # A rank that opened it does not speak for one that could not.
+    other = type(connector.build_connector_worker_meta())(None, {}, dict.fromkeys("013"))
+    assert connector.build_connector_worker_meta().aggregate(other).opened == told
     connector.clear_connector_metadata()
     assert current_step() is None
 
 
+class Scheduler:
+    """The connector's part of a scheduler, asked as an engine asks it, step by step."""
+
+    def __init__(self, admit):
+        from gracekv.vllm.scheduling import SchedulerSide
+
+        self.side = SchedulerSide()
+        self.side.begin(SimpleNamespace(admit=admit, header=admit, names=list))
+
+    def take(self, key, name, skips=False):
+        request = SimpleNamespace(
+            request_id=key, kv_transfer_params={"gracekv": name}, cache_salt=None, max_tokens=9,
+            skip_reading_prefix_cache=skips, num_prompt_tokens=3, num_computed_tokens=0,
+            update_block_hashes=list,
+        )  # fmt: skip
+        self.side.on_new_request(request)
+        return request
+
+    def step(self, *requests, opened=()):
+        """What workers are told before a step in which the requests that may begin have tokens."""
+        begun = [x for x in requests if self.side.get_num_new_matched_tokens(x, 0) == (0, False)]
+        state = SimpleNamespace(get_block_ids=lambda key: [[int(key)]])
+        told = self.side.build_connector_meta(
+            SimpleNamespace(
+                kv_connector_block_state=state,
+                num_scheduled_tokens={x.request_id: 3 for x in begun},
+                total_num_scheduled_tokens=3 * len(begun),
+            )
+        )
+        from gracekv.vllm.scheduling import WorkerReport
+
+        report = WorkerReport(None, {}, dict(opened))
+        self.side.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
+        return told
+
+    def reply(self, request):
+        return self.side.request_finished(request, [])[1]
+
+
+def header(name):
+    return SimpleNamespace(digest=f"digest of {name}")
+
+
+def admit(transfer):
+    return header(transfer["gracekv"])
+
+
+def test_a_request_begins_when_its_context_is_in_memory():
+    scheduler = Scheduler(admit)
+    first, again = scheduler.take("1", "book"), scheduler.take("2", "book", skips=True)
+    digest = "digest of book"
+    for opened in ({}, {digest: None}):
+        told = scheduler.step(first, again, opened=opened)
+        assert (told.named, told.opening, told.used) == ({}, {digest: "book"}, {digest})
+        assert not told.idle
+    # One that reads no cached pages is looked up once more.
+    assert scheduler.step(first, again).named == {1: ("book", digest, 3)}
+    told = scheduler.step(first, again)
+    assert (set(told.named), told.opening) == ({1, 2}, {})
+    assert again.skip_reading_prefix_cache
+    for request in (first, again):
+        assert scheduler.reply(request) is None
+    # Nobody reads it now, so workers may have dropped it.
+    assert scheduler.step().used == set()
+    assert scheduler.step(scheduler.take("3", "book")).opening == {digest: "book"}
+
+
+def test_a_context_that_is_lost_before_its_request_begins_is_a_client_s_error():
+    scheduler = Scheduler(admit)
+    first, other = scheduler.take("1", "book"), scheduler.take("2", "other")
+    salt = first.cache_salt
+    lost = {"state": "failed", "reason": "There is no context 'book'.", "status": 404}
+    opened = {"digest of book": lost, "digest of other": None}
+    scheduler.step(first, other, opened=opened)
+    # It is read without the context, under a salt of its own.
+    assert set(scheduler.step(first, other).named) == {2}
+    told = scheduler.step(first, other)
+    assert (set(told.named), told.used) == ({2}, {"digest of other"})
+    assert first.max_tokens == 1
+    assert first.cache_salt.startswith(salt)
+    assert first.cache_salt != salt
+    assert scheduler.reply(first) == {"gracekv": lost}
+
+
+def test_few_contexts_are_opened_at_once():
+    scheduler = Scheduler(admit)
+    requests = [scheduler.take(str(number), f"c{number}") for number in range(20)]
+    opening = scheduler.step(*requests).opening
+    assert len(opening) == 8
+    scheduler.step(*requests, opened=dict.fromkeys(opening))
+    assert scheduler.step(*requests).opening.keys().isdisjoint(opening)
+
+
 @pytest.mark.parametrize("error", [RecursionError("deep"), MemoryError(), TypeError("'list'")])
 def test_any_error_refuses_that_request_and_the_scheduler_goes_on(error):
-    from gracekv.vllm.connector import GraceConnector
-
-    def admit(transfer):
+    def refuse(transfer):
         raise error
 
-    for plugin in (False, True):
-        connector = object.__new__(GraceConnector)
-        connector.begin(SimpleNamespace(admit=admit, ragged=plugin), 32)
-        request = SimpleNamespace(
-            request_id="0", kv_transfer_params={"gracekv": ["book"]}, cache_salt=None,
-            skip_reading_prefix_cache=True, update_block_hashes=list, num_prompt_tokens=3,
-        )  # fmt: skip
-        connector.on_new_request(request)
-        assert connector.get_num_new_matched_tokens(request, 0) == (
-            (0, False) if plugin else (1, True)
-        )
-        assert request.cache_salt == "gracekv:0:"
-        _, reply = connector.request_finished(request, [])
-        assert reply is None or "cannot be used" in reply["gracekv"]["reason"]
-        assert (reply is not None) is plugin
+    scheduler = Scheduler(refuse)
+    request = scheduler.take("0", ["book"], skips=True)
+    assert scheduler.side.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert request.cache_salt == "gracekv:0:"
+    assert "cannot be used" in scheduler.reply(request)["gracekv"]["reason"]
 
 
 def test_an_engine_without_a_store_refuses_requests_about_contexts():

@@ -5,6 +5,7 @@ preempted. The model is the embedded one in float32.
 """
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -20,7 +21,6 @@ RECIPES = {
     "global": {"pipeline": "gracekv-agnostic", "ratio": 3},
     "tight": {"pipeline": "gracekv-agnostic", "ratio": 8},
     "merged": {"pipeline": "gracekv", "ratio": 4},
-    "equal": {"pipeline": "gracekv-agnostic-equal", "ratio": 3},
     "full": {"pipeline": "fullkv", "ratio": 1},
 }
 QUESTIONS = [
@@ -49,7 +49,7 @@ def served(tmp_path_factory):
         context = text[number * 1500 : number * 1500 + 2400]
         prompt = gracekv.Prompt.from_chat(tokenizer, context=context)
         results[name] = gracekv.compress(model, prompt, **options)
-        export(results[name], store / name, shares="equal" if name == "equal" else "ragged")
+        export(results[name], store / name)
     question = gracekv.Prompt.from_chat(tokenizer, context=text[:2000], question="Who is Alice?")
     results["asked"] = gracekv.compress(model, question, ratio=4)
     export(results["asked"], store / "asked")
@@ -131,7 +131,6 @@ def test_the_contexts_are_what_is_read(served, alone):
         check_answer(served, "tight", QUESTIONS[0], answer)
     kinds = [served.results[name].packed.entries().unique().numel() for name in RECIPES]
     assert kinds[0] > 1, "budgets are ragged"
-    assert kinds[3] == 1, "budgets are equal"
 
 
 def test_a_full_context_equals_the_engines_own_prefill(served, engine, alone):
@@ -159,7 +158,7 @@ def metric(engine, name):
 
 
 def test_many_requests_at_once_are_right_and_leave_nothing(served, engine, ask, alone):
-    pairs = [(name, q) for name in list(RECIPES)[:4] for q in QUESTIONS] * 3
+    pairs = [(name, q) for name in RECIPES for q in QUESTIONS] * 3
     before = metric(engine, "num_preemptions")
     outputs = ask(pairs[:32], plain=8)
     assert metric(engine, "num_preemptions") > before, "the pages were enough for all"
@@ -209,6 +208,9 @@ def broken(served):
     header = json.loads((store / "foreign" / "header.json").read_text())
     header["model"]["weights"]["norm.weight"] = "0" * 16
     (store / "foreign" / "header.json").write_text(signed(header))
+    shutil.copytree(store / "global", store / "equal")
+    header = json.loads((store / "equal" / "header.json").read_text())
+    (store / "equal" / "header.json").write_text(signed(header | {"kind": "equal"}))
     shutil.copytree(store / "global", store / "nested")
     (store / "nested" / "header.json").write_text("[" * 10**5)
     yield {
@@ -216,10 +218,9 @@ def broken(served):
         "nested": "cannot be read",
         "foreign": "another model: weights .* differ",
         "missing": "There is no context",
-        "../global": "A context's name",
-        "equal": "in the place of the prompt's first",  # Of a prompt that leaves no place.
+        "equal": "not served any more",
     }
-    for name in ("damaged", "foreign", "nested"):
+    for name in ("damaged", "equal", "foreign", "nested"):
         shutil.rmtree(store / name)
 
 
@@ -230,26 +231,22 @@ def parameters(name):
     return SamplingParams(temperature=0.0, max_tokens=8, extra_args=extra)
 
 
-def test_unusable_contexts_are_refused_by_name(served, engine, ask, broken):
+def test_unusable_contexts_are_refused_by_name_and_alone(served, engine, broken):
     from vllm.exceptions import VLLMValidationError
 
-    for name, said in broken.items():
-        with pytest.raises(VLLMValidationError, match=said):
-            engine.generate({"prompt_token_ids": [1, 2, 3]}, parameters(name), use_tqdm=False)
-    (output,) = ask([("global", QUESTIONS[0])])
-    check_answer(served, "global", QUESTIONS[0], output.outputs[0])
+    from gracekv.vllm import request
 
-
-def test_what_gets_past_the_front_fails_alone(served, engine, broken, monkeypatch):
-    """A file may break between admission and loading: only that request ends, with an error."""
-    from gracekv.vllm import admission, request
-
-    monkeypatch.setattr(admission, "check", lambda *_: None)
+    with pytest.raises(VLLMValidationError, match="A context's name"):
+        engine.generate({"prompt_token_ids": [1, 2, 3]}, parameters("../global"), use_tqdm=False)
     asked = request(served.store, "global", QUESTIONS[0], served.tokenizer)
-    prompts = [{"prompt_token_ids": [1, 2, 3]}] * len(broken) + [asked.prompt]
+    prompts = [asked.prompt] * (len(broken) + 1)
     params = [parameters(name) for name in broken] + [asked.sampling_params(TOKENS, logprobs=0)]
     *failed, good = engine.generate(prompts, params, use_tqdm=False)
-    assert [output.outputs[0].finish_reason for output in failed] == ["error"] * len(broken)
+    for (name, reason), output in zip(broken.items(), failed, strict=True):
+        said = output.kv_transfer_params["gracekv"]
+        assert re.search(reason, said["reason"]), name
+        assert said["status"] == (404 if name == "missing" else 400)
+        assert (output.outputs[0].finish_reason, output.outputs[0].text) == ("error", "")
     check_answer(served, "global", QUESTIONS[0], good.outputs[0])
     assert metric(engine, "kv_cache_usage_perc") == 0
 

@@ -4,6 +4,8 @@ One engine of a tiny model with few pages and short steps, so that documents are
 preempted.
 """
 
+import itertools
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.vllm
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
 QUESTION = "Why is she tired?"
 TOKENS = 12
-PAGE, PAGES, LONGEST = 32, 30, 768
+PAGE, PAGES, LONGEST, SEQUENCES = 32, 30, 768, 12
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def made(tmp_path_factory):
         dtype="float32",
         enforce_eager=True,
         max_model_len=LONGEST,
-        max_num_seqs=12,
+        max_num_seqs=SEQUENCES,
         max_num_batched_tokens=64,
         block_size=PAGE,
         num_gpu_blocks_override=PAGES,
@@ -216,6 +218,29 @@ def test_an_aborted_document_leaves_the_next_one_alone(made):
         core.step()
     assert wait(made, "after")["state"] == "ready"
     assert "aborted" not in listing(made)
+    assert usage(made, "kv_cache_usage_perc") == 0
+
+
+def test_a_context_that_goes_before_its_request_begins_is_refused_by_name(made):
+    from gracekv.vllm import export
+
+    ids = made.tokenizer(TEXT).input_ids
+    folder = export(by_transformers(made, ids, ratio=3), made.store / "brief")
+    core = made.engine.llm_engine
+    for number in range(SEQUENCES):
+        prompt = {"prompt_token_ids": [7 + number] * 3}
+        core.add_request(str(number), prompt, params(None, 25, ignore_eos=True))
+    core.add_request("late", {"prompt_token_ids": question(made)}, asking("brief"))
+    outputs = [core.step() for _ in range(5)]
+    shutil.rmtree(folder)
+    while core.has_unfinished_requests():
+        outputs.append(core.step())
+    finished = {x.request_id.partition("-")[0]: x for x in itertools.chain(*outputs) if x.finished}
+    late = finished.pop("late")
+    assert not late.outputs[0].token_ids
+    assert (late.outputs[0].finish_reason, said(late)["status"]) == ("error", 404)
+    assert "There is no context 'brief'" in said(late)["reason"]
+    assert {len(x.outputs[0].token_ids) for x in finished.values()} == {25}
     assert usage(made, "kv_cache_usage_perc") == 0
 
 

@@ -109,20 +109,22 @@ def test_older_gpus_keep_stock_attention(monkeypatch):
 
 
 def test_what_layers_have_decides_what_is_served():
-    from gracekv.vllm.serving import check_pages, serves_ragged
+    from gracekv.vllm.serving import attention_layers, check_attention
 
-    def config(impl):
-        layer = SimpleNamespace(kv_cache=torch.empty(2, 2, 16, 64), impl=object.__new__(impl))
-        layers = {"model.layers.0.attn": layer, "model.rotary": object()}
-        return SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    def layers(backend):
+        impl = object.__new__(backend.get_impl_cls())
+        layer = SimpleNamespace(kv_cache=torch.empty(2, 2, 16, 64), impl=impl)
+        found = {"model.layers.0.attn": layer, "model.rotary": object()}
+        context = SimpleNamespace(static_forward_context=found)
+        return attention_layers(SimpleNamespace(compilation_config=context))
 
     for stock, ours in pairs().values():
-        assert not serves_ragged(config(stock.get_impl_cls()))
-        assert serves_ragged(config(ours.get_impl_cls()))
-    layers = list(config(object).compilation_config.static_forward_context.values())[:1]
-    check_pages(layers, 16)
-    with pytest.raises(ConfigError, match="--block-size 16"):
-        check_pages(layers, 128)
+        name = stock.get_impl_cls().__name__
+        with pytest.raises(ConfigError, match=f"by {name}.*--attention-backend FLASH_ATTN"):
+            check_attention(layers(stock), 16)
+        check_attention(layers(ours), 16)
+        with pytest.raises(ConfigError, match="--block-size 16"):
+            check_attention(layers(ours), 128)
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,13 @@ def test_a_client_without_python_fills_in_the_header_s_text(client, server):
 
 
 def test_an_unusable_context_is_a_client_s_error(client, server):
-    from openai import BadRequestError
+    from openai import BadRequestError, NotFoundError
 
-    for name, said in {"missing": "There is no context 'missing'", "../x": "name has"}.items():
-        with pytest.raises(BadRequestError, match=said) as caught:
+    for name, error, said in (
+        ("missing", NotFoundError, "There is no context 'missing'"),
+        ("../x", BadRequestError, "name has"),
+    ):
+        with pytest.raises(error, match=said) as caught:
             client.completions.create(
                 model=NAME, prompt=[1, 2], extra_body={"kv_transfer_params": {"gracekv": name}}
             )

@@ -1,7 +1,8 @@
-"""`Maker`: how documents come in where vLLM takes requests in."""
+"""`Front`: what is known of contexts where vLLM takes requests in."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,28 +11,48 @@ from typing import Any
 
 from gracekv.errors import BudgetError, StoreError, UnsupportedModelError
 from gracekv.prefill.fingerprint import tokenizer_marks
-from gracekv.vllm.documents import opened, question_text
+from gracekv.vllm.documents import continuing, opened, question_text
 from gracekv.vllm.orders import Compression, Follow
 from gracekv.vllm.served_model import ServedModel
+from gracekv.vllm.serving import open_store
 
 # Names of which it is known how they go on. Source: ours.
 _REMEMBERED = 4096
 
 
-class Maker:
-    """Takes documents in, for one front.
+class Front:
+    """Takes documents and questions in.
 
     Args:
         vllm_config: vLLM's.
 
     Attributes:
-        follows: how the latest contexts go on, by name.
+        store: of which only headers are read.
+        follows: how the latest contexts go on that came in here, by name.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        self._config = vllm_config
+        self._config, self.store = vllm_config, open_store(vllm_config)
         self.follows: OrderedDict[str, Follow] = OrderedDict()
         self._format: tuple[dict[str, str], str | None] | None = None
+
+    def question(self, name: str, ids: Sequence[int], tokenizer: Any) -> Sequence[int]:
+        """The prompt by which a question goes on after its context.
+
+        Args:
+            name: of the context.
+            ids: of the request's prompt.
+            tokenizer: the front's.
+
+        Raises `StoreError` if it does not go on. Where nothing is known of the context here, the
+        scheduler knows, or refuses the request.
+        """
+        if name in self.follows:
+            return continuing(tokenizer, name, self.follows[name], ids)
+        header = None
+        with contextlib.suppress(StoreError):
+            header = self.store.header(name)
+        return ids if header is None else continuing(tokenizer, name, header, ids)
 
     def document(
         self, order: Compression, ids: Sequence[int], tokenizer: Any
