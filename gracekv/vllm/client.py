@@ -33,6 +33,7 @@ class Context:
         recipe: the pipeline's name.
         saved: whether it lies in the store's folder too.
         reason: why it failed.
+        recorded_bytes: held of its document at the most, while it was read and compressed.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Context:
     recipe: str | None = None
     saved: bool = False
     reason: str | None = None
+    recorded_bytes: int | None = None
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Context:

@@ -153,6 +153,11 @@ class Compressor:
             return Outcome(job.request, None, seconds, _reason(error))
         return Outcome(job.request, context.header, seconds)
 
+    @property
+    def recorded(self) -> int:
+        """Bytes of the recording that is not yet compressed."""
+        return 0 if self._job is None else self._job.recording.bytes
+
     def shutdown(self) -> None:
         """Begin nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -95,10 +95,11 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         end_step()
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
+        recorded = self._compressor.recorded
         outcome = self._compressor.outcome(self._get_connector_metadata().idle)
         dropped = self._store.dropped()
-        found = outcome or dropped or self._opened
-        return WorkerReport(outcome, dropped, self._opened) if found else None
+        found = outcome or dropped or self._opened or recorded
+        return WorkerReport(outcome, dropped, self._opened, recorded) if found else None
 
     def shutdown(self) -> None:
         end_step()

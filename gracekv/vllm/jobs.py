@@ -60,6 +60,8 @@ class Jobs:
         self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._expiry: dict[str, tuple[float, str]] = {}
         self.forgotten: set[str] = set()
+        # Most bytes that were held of the current document while it was read.
+        self._recorded = 0
 
     @property
     def current(self) -> str | None:
@@ -138,18 +140,24 @@ class Jobs:
             name = order["compress"]["name"]
             return {"name": name, **self._done.get(name, {}), "state": "failed"}
         if computed < job.length:
+            if request == self.current:
+                self._recorded = 0
             del self.jobs[request]
             return refused(StoreError("The request ended before its prompt was computed."))
         self.jobs[request] = replace(job, read=True)
         return {"name": job.order.name, "state": "compressing"}
 
-    def update(self, outcome: Outcome | None, dropped: Mapping[str, str]) -> None:
+    def update(
+        self, outcome: Outcome | None, dropped: Mapping[str, str], recorded: int = 0
+    ) -> None:
         """Take in what a worker tells.
 
         Args:
             outcome: of the current job.
             dropped: digests of contexts that went for want of room, by name.
+            recorded: bytes that are held of the current job's document.
         """
+        self._recorded = max(self._recorded, recorded)
         for name, digest in dropped.items():
             self._store.forget(name, digest)
         job = None if outcome is None else self.jobs.pop(outcome.request, None)
@@ -157,6 +165,7 @@ class Jobs:
             return
         name, header, order = job.order.name, outcome.header, job.order
         known: dict[str, Any] = {"seconds": round(outcome.seconds, 3)}
+        known["recorded_bytes"], self._recorded = self._recorded, 0
         if header is None:
             known |= {"name": name, "state": "failed", "reason": outcome.reason}
             known["recipe"] = order.recipe
@@ -195,7 +204,8 @@ class Jobs:
                 found[name] = found.get(name, {}) | known
         for job in self.jobs.values():
             name, recipe = job.order.name, job.order.recipe
-            made = {"name": name, "state": "compressing", "recipe": recipe}
+            held = self._recorded if job.request == self.current else 0
+            made = {"name": name, "state": "compressing", "recipe": recipe, "recorded_bytes": held}
             found[name] = found.get(name, {}) | made
         return [found[name] for name in sorted(found) if self._may_see(name, parameters)]
 
@@ -222,6 +232,7 @@ class Jobs:
             "length": header.length,
             "ratio": round(whole / max(1, header.entries), 3),
             "seconds": known["seconds"] if mine else None,
+            "recorded_bytes": known["recorded_bytes"] if mine else None,
             "recipe": header.recipe,
             "saved": name not in self._store.loaded.made,
         }

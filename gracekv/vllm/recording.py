@@ -86,6 +86,11 @@ class Recording:
 
         self._observations.add(layer, run)
 
+    @property
+    def bytes(self) -> int:
+        """Of the keys, values and queries that are held beside vLLM's pages."""
+        return sum(x.nbytes for parts in self._parts if parts for x in parts)
+
     def prefill(self) -> Prefill:
         """The prefill that it amounts to; called once.
 

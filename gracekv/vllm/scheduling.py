@@ -56,16 +56,19 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         dropped: digests of contexts in no file that went for want of room, by name.
         opened: of each context that the step opened, by digest, the reply to requests that cannot
             read it; None: it is in memory.
+        recorded: bytes that are held of the prompt that is compressed.
     """
 
     outcome: Outcome | None
     dropped: dict[str, str]
     opened: dict[str, dict[str, Any] | None]
+    recorded: int = 0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """What both tell."""
         opened = {x: self.opened.get(x) or other.opened.get(x) for x in self.opened | other.opened}
-        return WorkerReport(self.outcome or other.outcome, self.dropped | other.dropped, opened)
+        outcome, dropped = self.outcome or other.outcome, self.dropped | other.dropped
+        return WorkerReport(outcome, dropped, opened, self.recorded + other.recorded)
 
 
 class SchedulerSide:
@@ -218,17 +221,15 @@ class SchedulerSide:
         report = connector_output.kv_connector_worker_meta
         if report is None:
             return
-        self._jobs.update(report.outcome, report.dropped)
-        for digest, refusal in report.opened.items():
+        self._jobs.update(report.outcome, report.dropped, report.recorded)
+        for digest, reply in report.opened.items():
             if self._opening.pop(digest, None) is None:
                 continue
-            if refusal is None:
+            if reply is None:
                 self._open.add(digest)
-                continue
-            readers = [
-                key for key, (_, header) in self._contexts.items() if header.digest == digest
-            ]
-            self._lost |= dict.fromkeys(readers, refusal)
+            else:
+                readers = (x for x, (_, of) in self._contexts.items() if of.digest == digest)
+                self._lost |= dict.fromkeys(readers, reply)
 
     def request_finished(
         self, request: Any, block_ids: list[int]

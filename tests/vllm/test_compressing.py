@@ -189,11 +189,15 @@ def test_documents_have_their_turn_one_after_the_other(jobs, headers):
     assert jobs.pending
     assert jobs.current == "0"
     assert listed(jobs)["a"]["state"] == "compressing"
-    jobs.update(Outcome("0", headers[0].header, 1.5), {})
+    jobs.update(None, {}, 5000)
+    assert listed(jobs)["a"]["recorded_bytes"] == 5000
+    assert listed(jobs)["hide"]["recorded_bytes"] == 0
+    jobs.update(Outcome("0", headers[0].header, 1.5), {}, 10)
     assert jobs.current == "2"
     assert not jobs.pending
     found = listed(jobs)["a"]
     assert (found["state"], found["seconds"], found["saved"]) == ("ready", 1.5, False)
+    assert found["recorded_bytes"] == 5000
     jobs.update(Outcome("2", None, 0.5, "Too long."), {})
     assert listed(jobs)["hide"]["reason"] == "Too long."
     missing = StoreError("There is none.")

@@ -200,10 +200,11 @@ def broken(served):
     """Contexts that cannot be used, beside those that can."""
     store = served.store
     shutil.copytree(store / "global", store / "damaged")
+    # Of a digest that is not in memory, since memory would answer.
     (path,) = (store / "damaged").glob("entries-*.safetensors")
-    data = bytearray(path.read_bytes())
-    data[-100] ^= 1
-    path.write_bytes(bytes(data))
+    path.rename(path.with_name(f"entries-{'0' * 16}.safetensors"))
+    header = json.loads((store / "damaged" / "header.json").read_text())
+    (store / "damaged" / "header.json").write_text(signed(header | {"digest": "0" * 64}))
     shutil.copytree(store / "global", store / "foreign")
     header = json.loads((store / "foreign" / "header.json").read_text())
     header["model"]["weights"]["norm.weight"] = "0" * 16

@@ -151,6 +151,10 @@ def test_a_context_is_that_of_transformers(made, recipe):
         pytest.approx(4, 0.1),
     )
     assert one["seconds"] > 0
+    # Keys and values of all tokens in float32, and the queries that the recipe asks for.
+    config = made.model.config
+    token = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 4
+    assert one["recorded_bytes"] >= (len(ids) + 1) * token
 
 
 def usage(made, name):

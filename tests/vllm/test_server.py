@@ -2,30 +2,25 @@
 
 import json
 import shlex
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+
+from support.vllm_server import NAME, vllm_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model]
 
 QUESTION = "Who is the story about?"
 TOKENS = 24
-NAME = "smollm2"
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A store of one context, and the server over it."""
-    import httpx
 
     import gracekv
     from gracekv.hf.smollm2 import load_smollm2
-    from gracekv.vllm import export, kv_transfer_config
+    from gracekv.vllm import export
 
     model, tokenizer = load_smollm2()
     from importlib.resources import files
@@ -36,32 +31,10 @@ def server(tmp_path_factory):
     )
     folder = tmp_path_factory.mktemp("server")
     export(book, folder / "store" / "book")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    command = [
-        # What `vllm serve` starts, which the rebuild for CPUs does not under its own name.
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--model", tokenizer.name_or_path,
-        "--served-model-name", NAME, "--dtype", "float32", "--enforce-eager",
-        "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port),
-        "--kv-transfer-config", json.dumps(kv_transfer_config(folder / "store")),
-    ]  # fmt: skip
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        for _ in range(600):
-            assert process.poll() is None, (folder / "log").read_text()[-3000:]
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(1)
-        yield SimpleNamespace(url=url, store=folder / "store", book=book, tokenizer=tokenizer)
-    finally:
-        process.terminate()
-        process.wait(60)
+    options = ("--max-model-len", "1024")
+    with vllm_server(folder, tokenizer.name_or_path, folder / "store", *options) as running:
+        running.book, running.tokenizer = book, tokenizer
+        yield running
 
 
 @pytest.fixture

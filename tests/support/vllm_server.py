@@ -1,0 +1,77 @@
+"""vLLM's OpenAI-compatible server in its own process, which may be killed and started again."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+NAME = "served"
+
+
+class VllmServer:
+    """Started over a store by `start`.
+
+    Args:
+        folder: where its log lies.
+        model: the model's folder.
+        store: of the contexts.
+        options: more of its command line.
+    """
+
+    def __init__(self, folder, model, store, *options):
+        from gracekv.vllm import kv_transfer_config
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.store, self.url, self._log = store, f"http://127.0.0.1:{port}", folder / "log"
+        self._command = [
+            # What `vllm serve` starts, which the rebuild for CPUs does not under its own name.
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(model), "--served-model-name", NAME,
+            "--dtype", "float32", "--enforce-eager",
+            "--host", "127.0.0.1", "--port", str(port),
+            "--kv-transfer-config", json.dumps(kv_transfer_config(store)), *options,
+        ]  # fmt: skip
+
+    def start(self):
+        """Returns when it answers."""
+        import httpx
+
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        for _ in range(600):
+            assert self._process.poll() is None, self._log.read_text()[-3000:]
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            time.sleep(0.5)
+        raise AssertionError(self._log.read_text()[-3000:])
+
+    def kill(self):
+        """End all its processes at once, as `kill -9` does."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(60)
+
+    def stop(self):
+        """End it if it runs."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait(60)
+
+
+@contextlib.contextmanager
+def vllm_server(*args):
+    """A running `VllmServer`."""
+    server = VllmServer(*args)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
