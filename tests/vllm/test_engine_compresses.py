@@ -14,7 +14,7 @@ import torch
 
 from support.engine_answers import MARGIN
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
 QUESTION = "Why is she tired?"

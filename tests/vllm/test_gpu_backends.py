@@ -188,6 +188,7 @@ def test_graphs_of_whole_steps_are_for_engines_without_contexts(
     assert got == ("PIECEWISE" if with_store and mode != "NONE" else mode)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "eager"), [("FLASH_ATTN", True), ("TRITON_ATTN", False)])
 def test_an_engine_answers_as_gracekv(tiny_served, name, eager):
     """vLLM's own classes in a whole engine; once as Python, once traced as a compiled model."""

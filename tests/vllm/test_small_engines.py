@@ -61,6 +61,7 @@ def test_two_ranks_answer_as_one_model(tiny_served):
         check_answer(tiny_served, "c8", "Why?", found["c2"])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 def test_a_compiled_model_answers_the_same(tiny_served):
     with engine(tiny_served, enforce_eager=False) as made:
@@ -70,6 +71,7 @@ def test_a_compiled_model_answers_the_same(tiny_served):
         check_answer(tiny_served, name, "Why?", answer)
 
 
+@pytest.mark.long
 def test_without_the_plugin_an_engine_with_a_store_does_not_start(tiny_served, monkeypatch, capfd):
     monkeypatch.setenv("VLLM_PLUGINS", "none")
     with (
