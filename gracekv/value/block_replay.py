@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
 
-from gracekv.kernels.linalg import batched_linear
 from gracekv.kernels.logits import capped
 from gracekv.kernels.rope import Rope
 from gracekv.kernels.softmax_sums import softmax_columns
@@ -34,8 +34,8 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory, TokenColumns
 
 # First tokens of the prompt, which many heads attend to when they look for nothing.
 SINKS = 4
-# Queries at once whose near tokens are looked at.
-_ROWS = 64
+# Queries at least that share a window of near tokens.
+_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -199,17 +199,19 @@ def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None 
         near: tokens; at the start there are fewer.
         softcap: of the logits; None: none.
     """
-    groups, count = len(keys), queries.shape[1]
-    place, wide = torch.arange(count, device=keys.device), keys.float()
-    shared = queries.unflatten(0, (groups, -1))
-    total = torch.empty_like(shared[..., 0])
-    rows = max(near, _ROWS)
-    for first in range(0, count, rows):
-        start, end = max(0, first - near + 1), min(first + rows, count)
-        asked, seen = place[first:end, None], place[start:end]
-        some = shared[:, :, first:end]
-        logits = capped(batched_linear(some.flatten(1, 2), wide[:, start:end]), softcap)
-        hidden = (seen > asked) | (seen <= asked - near)
-        logits.unflatten(1, some.shape[1:3]).masked_fill_(hidden, -torch.inf)
-        total[:, :, first:end] = logits.logsumexp(dim=-1).view(some.shape[:3])
-    return total.flatten(0, 1)
+    count, rows, back = queries.shape[1], max(near // 2, _ROWS), near - 1
+    blocks = -(-count // rows)
+    more = blocks * rows - count
+    asked_at = torch.arange(count + more, device=keys.device).view(blocks, 1, rows, 1)
+    seen_at = asked_at[:, :, :1] - back + torch.arange(rows + back, device=keys.device)
+    hidden = (seen_at < 0) | (seen_at > asked_at) | (seen_at < asked_at - back)
+    totals = []
+    # Every block of `rows` queries sees one window of keys; nothing stands before the first key.
+    # One KV head at a time, whose logits a CPU's cache holds.
+    for own, asked in zip(keys.float(), queries.unflatten(0, (len(keys), -1)), strict=True):
+        windows = F.pad(own, (0, 0, back, more)).unfold(0, rows + back, rows)
+        some = F.pad(asked, (0, 0, 0, more)).unflatten(1, (blocks, rows)).transpose(0, 1)
+        logits = capped(some.flatten(1, 2) @ windows, softcap).unflatten(1, (-1, rows))
+        logits.masked_fill_(hidden, -torch.inf)
+        totals.append(logits.logsumexp(dim=-1).transpose(0, 1).flatten(1)[:, :count])
+    return torch.cat(totals)

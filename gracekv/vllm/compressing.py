@@ -79,7 +79,8 @@ class _Job:
 
 
 class Compressor:
-    """One prompt at a time: recorded step by step, then compressed in a thread of its own.
+    """One prompt at a time: recorded step by step, and compressed in a thread of its own, where
+    on CPUs the observers look, too.
 
     Args:
         vllm_config: vLLM's.
@@ -103,27 +104,36 @@ class Compressor:
         """
         job = self._job
         if job is not None and job.future is None and job.request != current:
-            self._job = None
+            self._drop()
         if chunk is None:
             return None
         try:
             if chunk.start == 0:
                 # Also after a preemption, when all tokens are computed again.
+                self._drop()
                 self._job = _Job(chunk.request, self._recording(chunk))
         except Exception as error:
-            self._job, self._failed = None, Outcome(chunk.request, None, 0.0, _reason(error))
+            self._drop()
+            self._failed = Outcome(chunk.request, None, 0.0, _reason(error))
         job = self._job
         if job is None or job.future is not None:
             return None
         job.is_read = chunk.start + chunk.count == chunk.length
         return job.recording
 
+    def _drop(self) -> None:
+        if self._job is not None:
+            self._job.recording.cancel()
+        self._job = None
+
     def _recording(self, chunk: Chunk) -> Recording:
         order = order_of(chunk.parameters[PARAMETER], chunk.parameters.get(FOLLOW))
         assert isinstance(order, Compression)  # the scheduler looked at it
         if self._served is None:
             self._served = ServedModel.of(self._config)
-        return Recording(order, chunk.length, self._served, self._device)
+        # What a GPU's observers launch goes into the model's own stream.
+        pool = self._pool if self._device.type == "cpu" else None
+        return Recording(order, chunk.length, self._served, self._device, pool)
 
     def outcome(self, idle: bool) -> Outcome | None:
         """What ended since the last call; called after each step.

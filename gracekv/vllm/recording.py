@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import torch
@@ -28,6 +31,8 @@ class Recording:
         length: T, tokens of the prompt and the one that is read after it.
         served: the model.
         device: of the worker.
+        pool: shows the observers what the model has computed while it goes on, at most one run of
+            every layer behind; None: they look at once.
 
     Attributes:
         failure: what an observer raised.
@@ -36,7 +41,12 @@ class Recording:
     failure: Exception | None
 
     def __init__(
-        self, order: Compression, length: int, served: ServedModel, device: torch.device
+        self,
+        order: Compression,
+        length: int,
+        served: ServedModel,
+        device: torch.device,
+        pool: Executor | None = None,
     ) -> None:
         needs = order.pipeline.needs()
         self.order, self.spans, self.started = order, order.spans(length), time.monotonic()
@@ -49,6 +59,7 @@ class Recording:
         # Of each layer keys and values [G, T, d] and queries [H, n, d]; how far they are written.
         self._parts: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * served.layers
         self._ends = [0] * served.layers
+        self._pool, self._waiting, self._run_bytes = pool, deque[Future[None]](), 0
 
     def add(
         self, layer: int, start: int, query: Tensor, key: Tensor, value: Tensor, scale: float
@@ -78,26 +89,48 @@ class Recording:
         at = self._positions[first:last] - start
         queries[:, first:last] = rows if len(at) == len(query) else rows[:, at.to(rows.device)]
 
+        if self._pool is not None:
+            # The engine writes the next layer's over them.
+            rows = rows.clone()
+            self._run_bytes = max(self._run_bytes, rows.nbytes)
+
         def run() -> TokenRun:
             rope = self._rope
             if layer in self._unrotated:
                 rope = Rope.none(length, keys.device)
             return TokenRun(start, rows, keys, values, rope, scale)
 
+        if self._pool is None:
+            self._observations.add(layer, run)
+            return
+        self._waiting.append(self._pool.submit(self._show, layer, run))
+        if len(self._waiting) > len(self._ends):
+            self._waiting.popleft().result()
+
+    @torch.inference_mode()
+    def _show(self, layer: int, run: Callable[[], TokenRun]) -> None:
         self._observations.add(layer, run)
 
     @property
     def bytes(self) -> int:
-        """Of the keys, values and queries that are held beside vLLM's pages."""
-        return sum(x.nbytes for parts in self._parts if parts for x in parts)
+        """Of the keys, values and queries that are held beside vLLM's pages, at most."""
+        held = sum(x.nbytes for parts in self._parts if parts for x in parts)
+        return held + self._run_bytes * len(self._ends)
+
+    def cancel(self) -> None:
+        """Let go of what the observers have not seen yet; the recording is of no use then."""
+        for each in list(self._waiting):
+            each.cancel()
 
     def prefill(self) -> Prefill:
-        """The prefill that it amounts to; called once.
+        """The prefill that it amounts to, once the observers have seen all; called once.
 
         Raises `StoreError` if tokens are missing, or what an observer raised.
         """
         if self.failure is not None:
             raise self.failure
+        while self._waiting:
+            self._waiting.popleft().result()
         if any(end < self.spans.length for end in self._ends):
             raise StoreError(
                 "The engine did not compute all tokens of the document. Send it again."

@@ -1,6 +1,8 @@
 """What a worker records of a prompt is what a capture of transformers keeps."""
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,7 @@ from gracekv.hf import capture
 from gracekv.kernels.ragged import rows
 from gracekv.pipeline import Pipeline
 from gracekv.testing.models import tiny_model
+from gracekv.value.block_replay import BlockReplaySums
 from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Recording
 from gracekv.vllm.served_model import ServedModel
@@ -40,15 +43,17 @@ def prompt(length, start):
     return gracekv.Prompt.from_ids(ids, (start, length - 1), question_end=length - 1)
 
 
-def recorded(served, prefill, order, pieces, begin=0):
+def recorded(served, prefill, order, pieces, begin=0, pool=None):
     """A recording of a prefill with all queries, shown as an engine shows it."""
-    made = Recording(order, prefill.spans.length, served, CPU)
+    made = Recording(order, prefill.spans.length, served, CPU, pool)
     edges = [begin, *pieces, prefill.spans.length]
     for start, end in itertools.pairwise(edges):
         for layer in range(prefill.layers):
-            q, k, v = (x[layer][:, start:end].transpose(0, 1)
-                       for x in (prefill.queries, prefill.keys, prefill.values))  # fmt: skip
-            made.add(layer, start, q, k, v, prefill.scale)
+            parts = [x[layer][:, start:end].transpose(0, 1).clone()
+                     for x in (prefill.queries, prefill.keys, prefill.values)]  # fmt: skip
+            made.add(layer, start, *parts, prefill.scale)
+            for part in parts:
+                part.fill_(torch.nan)  # as engines use their memory again
     return made
 
 
@@ -72,6 +77,56 @@ def test_a_recording_compresses_as_a_capture(model, served, recipe, pieces):
     ]
     assert len(kept[0]) == len(kept[1])
     assert len(kept[0] & kept[1]) >= 0.99 * len(kept[1])
+
+
+@pytest.fixture
+def behind():
+    """A pool whose observers look when `let_go` is called."""
+    pool, gate = ThreadPoolExecutor(1), threading.Event()
+    pool.submit(gate.wait)
+    yield SimpleNamespace(submit=pool.submit, let_go=gate.set, goes=gate.is_set)
+    gate.set()
+    pool.shutdown()
+
+
+@pytest.fixture
+def shown(model):
+    everything = gracekv.prefill.Needs(later_queries=True)
+    order = order_of({"compress": {"name": "book", "ratio": 3}})
+    return capture.capture(model, prompt(90, 0), everything), order
+
+
+def test_observers_that_look_later_see_the_same(served, behind, shown):
+    (sums,) = recorded(served, *shown, [40]).prefill().observed.values()
+    made = recorded(served, *shown, [], pool=behind)
+    behind.let_go()
+    (later,) = made.prefill().observed.values()
+    torch.testing.assert_close(later, sums)
+
+
+def test_observers_are_one_run_of_each_layer_behind_at_most(served, behind, shown):
+    threading.Timer(0.5, behind.let_go).start()
+    made = recorded(served, *shown, [20, 40], pool=behind)
+    assert behind.goes()
+    (later,) = made.prefill().observed.values()
+    assert later.isfinite().all()
+
+
+def test_what_an_observer_raises_later_is_raised(served, behind, shown, monkeypatch):
+    monkeypatch.setattr(BlockReplaySums, "add_block", lambda *_, **__: 1 / 0)
+    made = recorded(served, *shown, [], pool=behind)
+    behind.let_go()
+    with pytest.raises(ZeroDivisionError):
+        made.prefill()
+
+
+def test_observers_do_not_look_at_what_was_dropped(served, behind, shown, monkeypatch):
+    seen = []
+    monkeypatch.setattr(BlockReplaySums, "add_block", lambda *_, **__: seen.append(1))
+    made = recorded(served, *shown, [], pool=behind)
+    made.cancel()
+    behind.let_go()
+    assert behind.submit(len, seen).result() == 0
 
 
 def tokens(layer):
