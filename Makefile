@@ -1,4 +1,4 @@
-# make demo | test | test-long | test-vllm | gpu | format | docs | figures | package | clean. Everything runs in .venv, made on first use.
+# make demo | test | test-long | test-vllm | gpu | format | docs | figures | results | package | clean. Everything runs in .venv, made on first use.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,7 +30,7 @@ DAILY := not long
 lowest suite test-vllm: export OMP_WAIT_POLICY=passive
 
 .PHONY: demo test test-vllm vllm-environment test-long lint types browser kernels interpreted \
-	suite lowest gpu format docs figures results-page package lowest-versions clean
+	suite lowest gpu format docs figures results results-page package lowest-versions clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -126,6 +126,11 @@ docs: $(STAMP)
 # From docs/figures/capture.json, which docs/figures/capture.py records with the demo's model.
 figures: $(STAMP)
 	$(BIN)/python docs/figures/all.py
+
+# Everything that is published, at one commit: two and a half hours on two idle cores. Goes on where
+# it was; GRACEKV_EVAL_DATA names the folder of data (docs/evaluation.md).
+results: $(STAMP) $(VLLM_STAMP)
+	$(BIN)/python benchmarks/results.py --vllm $(VLLM_VENV)/bin/python
 
 # docs/results.md, from the tables and plots in benchmarks/results.
 results-page: $(STAMP)

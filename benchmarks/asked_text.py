@@ -12,7 +12,6 @@ from typing import Any
 import machine
 from torch import Tensor
 
-import gracekv
 from gracekv import CompressionResult, Prompt
 from gracekv.evaluate.answers import AnswerOutputs, compare, teacher_force
 from gracekv.hf.generation import continue_ids
@@ -100,7 +99,7 @@ def fidelity(result: CompressionResult, asked: Reference) -> tuple[float, bool]:
 def facts() -> list[str]:
     """Lines for the head of a page: machine and commit."""
     return [
-        f"- machine: {machine.threads()}; {machine.versions()}, gracekv {gracekv.__version__}",
+        f"- machine: {machine.cpu()}, {machine.threads()}; {machine.versions()}",
         f"- commit: {machine.commit()}",
         f"- command: `python {' '.join(sys.argv)}`",
         "- model: SmolLM2-135M-Instruct, float32",

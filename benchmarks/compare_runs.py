@@ -77,14 +77,14 @@ def main() -> None:
     parser.add_argument("after", metavar="FOLDER:METHOD", nargs="+")
     parser.add_argument("--title", default="Before and after")
     parser.add_argument("--out", default="compare_runs", metavar="NAME")
-    parser.add_argument("--commit", help="of the rows; default: of this checkout")
     args = parser.parse_args()
     before = read(args.before)
     lines = [
         f"# {args.title}",
         "",
-        f"- machine: {machine.cores()}",
-        f"- commit: {args.commit or machine.commit()}",
+        f"- machine: {machine.cpu()}, {machine.threads()}; {machine.versions()}; two processes "
+        f"at once",
+        f"- commit: {machine.commit()}",
         "- Mean log KL to FullKV over the reference answer, by prompt; not below log 1e-4. Paired "
         "differences with 95 % bootstrap intervals over prompts; below 0: better after.",
     ]

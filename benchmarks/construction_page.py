@@ -57,7 +57,7 @@ def _header(args: argparse.Namespace, pipeline: Pipeline) -> list[str]:
         else "SmolLM2-135M-Instruct, float32, a book chapter repeated to length"
     )
     return [
-        f"machine: {machine.cores()}, {device}; {machine.versions()}",
+        f"machine: {machine.cpu()}, {machine.cores()}, {device}; {machine.versions()}",
         f"commit: {machine.commit()}",
         f"model: {what}; ratio {args.ratio}; medians of {args.repeats} runs",
         f"config: {pipeline!r}",

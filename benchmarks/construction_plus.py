@@ -1,73 +1,103 @@
-"""Construction of the default recipe against the prefill, on SmolLM2 and a CPU.
+"""What compressing adds to a plain prefill, recipe by recipe: `results/construction-plus.md`.
 
-    OMP_NUM_THREADS=1 python benchmarks/construction_plus.py --lengths 1000 2000 4000
+    OMP_NUM_THREADS=1 python benchmarks/construction_plus.py
 
-Prefill and construction alternate; medians. Times are CPU seconds of the process, so that other
-work on the machine distorts the ratio less than it does wall time; with more than one thread they
-include threads that wait. Writes `benchmarks/results/construction-plus.md`, row by row.
+`gracekv.compress` as one calls it, which reads layer by layer where the recipe allows it, against a
+forward pass with a stock cache and the last logits. They take turns, and medians of the rounds
+count. Times are CPU seconds of the process, so that other work on the machine distorts the ratio
+less than it does wall time; with more than one thread they include threads that wait.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import gc
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import machine
 import torch
 from construction_inputs import prompt_of
 
-from gracekv import Budget, Pipeline
-from gracekv.hf.capture import capture
+import gracekv
+from gracekv import Prompt
+from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
 
 PAGE = Path(__file__).parent / "results" / "construction-plus.md"
-HEAD = """# Construction of gracekv-plus beside the prefill
-
-{cpu}, {cores} cores, {threads} thread(s), torch {torch}, float32, commit {commit},
-SmolLM2-135M, ratio {ratio}. CPU seconds of the process, medians of {repeats} alternating
-runs. {note}
-
-| tokens | prefill | construction | construction / prefill |
-|--:|--:|--:|--:|
-"""
+RECIPES = ("gracekv-plus", "gracekv-agnostic", "gracekv-plus-no-fit", "snapkv")
 
 
-def row(model: object, tokenizer: object, length: int, args: argparse.Namespace) -> str:
-    pipeline = Pipeline.named("gracekv-plus")
-    prompt, budget = prompt_of(tokenizer, length), Budget.ratio(args.ratio)
-    found: list[tuple[float, float]] = []
-    for _ in range(args.repeats + 1):
-        clock = time.process_time()
-        prefill = capture(model, prompt, pipeline.needs())
-        captured = time.process_time()
-        pipeline.run(prefill, budget)
-        found.append((captured - clock, time.process_time() - captured))
-    # The first run loads compiled kernels.
-    alone, construction = (statistics.median(x) for x in zip(*found[1:], strict=True))
-    share = statistics.median(built / captured for captured, built in found[1:])
-    return f"| {length:,} | {alone:.2f} | {construction:.2f} | {share:.2f} |"
+def seconds(work: Callable[[], object]) -> float:
+    """CPU seconds of the process."""
+    gc.collect()
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def rows(model: Any, prompt: Prompt, args: argparse.Namespace) -> list[str]:
+    """A line for each recipe."""
+    ids = prompt.ids[None]
+
+    @torch.no_grad()
+    def plain() -> None:
+        model(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+    taken: dict[str, list[float]] = {name: [] for name in args.recipes}
+    base = []
+    for _ in range(args.rounds):
+        base.append(seconds(plain))
+        for name, found in taken.items():
+            found.append(
+                seconds(
+                    lambda name=name: gracekv.compress(
+                        model, prompt, ratio=args.ratio, pipeline=name
+                    )
+                )
+            )
+    prefill = statistics.median(base)
+    lines = []
+    for name, found in taken.items():
+        middle = statistics.median(found)
+        more = middle - prefill
+        lines.append(
+            f"| {len(prompt.ids):,} | `{name}` | {prefill:.2f} | {middle:.2f} | {more:.2f} | "
+            f"{more / prefill:.2f} |"
+        )
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 4000, 8000])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 2000, 4000])
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ratio", type=float, default=8)
-    parser.add_argument("--note", default="", help="a sentence for the page's head")
     args = parser.parse_args()
     model, tokenizer = load_smollm2()
-    page = HEAD.format(
-        cpu=machine.cpu(), cores=os.cpu_count(), threads=torch.get_num_threads(),
-        torch=torch.__version__, commit=machine.commit(), ratio=args.ratio, repeats=args.repeats,
-        note=args.note,
-    )  # fmt: skip
+    for name in args.recipes:  # loads compiled kernels
+        gracekv.compress(model, prompt_of(tokenizer, 256), ratio=args.ratio, pipeline=name)
+    table = []
     for length in args.lengths:
-        page += row(model, tokenizer, length, args) + "\n"
-        PAGE.write_text(page, encoding="utf-8")
-        print(page.splitlines()[-1], flush=True)
+        table += rows(model, prompt_of(tokenizer, length), args)
+        print("\n".join(table[-len(args.recipes) :]), flush=True)
+    head = f"""# What compressing adds to the prefill
+
+- machine: {machine.cpu()}, {machine.threads()}; {machine.versions()}
+- commit: {machine.commit()}
+- model: SmolLM2-135M-Instruct, float32, a book chapter repeated to length; ratio {args.ratio:g}
+- CPU seconds of the process, medians of {args.rounds} rounds that take all rows of a length in \
+turn. Prefill: a forward pass with a stock cache and the last logits. Compress: all of \
+`gracekv.compress`, its prefill included, layer by layer.
+
+| tokens | recipe | prefill | compress | more | of prefill |
+|--:|---|--:|--:|--:|--:|
+"""
+    write_atomically(PAGE, (head + "\n".join(table) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ REAL = (
 def header(options: argparse.Namespace, copy: float) -> list[str]:
     where = "CPU" if options.device == "cpu" else torch.cuda.get_device_name()
     return [
-        f"machine: {machine.cores()}, {where}, "
+        f"machine: {machine.cpu()}, {machine.cores()}, {where}, "
         f"{torch.get_num_threads()} thread(s), a copy moves {copy / 1e9:.1f} GB/s; "
         f"{machine.versions()}",
         f"commit: {machine.commit()}",
@@ -170,7 +170,7 @@ def table(title: str, columns: tuple[str, ...], body: list[list[str]]) -> tuple[
 
 
 def numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
+    return [int(word) for word in text.split(",") if word]
 
 
 def arguments() -> argparse.Namespace:

@@ -10,17 +10,34 @@ from pathlib import Path
 
 import torch
 
+# What is no code: changing it changes no figure.
+_NO_CODE = (":!benchmarks/results", ":!docs", ":!*.md")
+
+
+def changed() -> list[str]:
+    """Files of code, new ones too, that are not as they were committed; none without git."""
+    return [
+        line[3:] for line in _git("status", "--porcelain", "--untracked-files=all").splitlines()
+    ]
+
 
 def commit() -> str:
-    """`git describe` of this checkout; "" where there is no git."""
-    command = ["git", "describe", "--always", "--dirty"]
+    """The last commit that changed code, with "-dirty" if files differ; "" where there is no git.
+
+    Commits of results and pages alone do not count: what they publish is measured at their parent.
+    """
+    found = _git("log", "-1", "--abbrev=7", "--format=%h").strip()
+    return f"{found}-dirty" if found and changed() else found
+
+
+def _git(*words: str) -> str:
+    command = ["git", *words, "--", ".", *_NO_CODE]
+    root = Path(__file__).parents[1]
     try:
-        found = subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     except OSError:
         return ""
-    return found.stdout.strip()
+    return done.stdout
 
 
 def cpu() -> str:

@@ -5,7 +5,7 @@ then measures one plain prefill or one recipe. Highest and held memory are over 
 a CPU resident memory (VmHWM after writing 5 to /proc/self/clear_refs, and VmRSS, Linux), on CUDA
 torch's allocated memory. glibc keeps much of what torch has freed; with `--allocator direct` it
 gives every block from 128 KiB on back at once: resident memory is what torch holds then. Rows are
-appended to `memory.jsonl` as they come; those that are there are not measured again.
+appended to `--log` as they come; those of this commit that are there are not measured again.
 
     python benchmarks/memory.py                      # all rows that are missing
     python benchmarks/memory.py --allocator direct --rows prefill gracekv gracekv-plus
@@ -140,7 +140,7 @@ def measure(name: str, length: int, row: str, ratio: str, device: str) -> dict[s
         "held": round(meter.held(), 1),
         "seconds": round(seconds, 1),
         "threads": torch.get_num_threads(),
-        "machine": machine.cores(),
+        **where(),
         "allocator": "direct" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "default",
     }
     if row != PREFILL:
@@ -159,6 +159,32 @@ def rows_of(args: argparse.Namespace) -> list[tuple[str, int, str]]:
     return sorted(found, key=lambda row: (row[1], row[0]))
 
 
+def where() -> dict[str, str]:
+    """What every row says of machine and code."""
+    place = f"{machine.cpu()}, {machine.cores()}"
+    return {"machine": place, "commit": machine.commit(), "versions": machine.versions()}
+
+
+def failed(name: str, length: int, row: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A row without figures."""
+    own = {"model": name, "length": length, "row": row, "ratio": args.ratio}
+    return {**own, "device": args.device, "allocator": args.allocator, **where()}
+
+
+def rows_in(log: Path) -> list[dict[str, Any]]:
+    """The rows of this commit; of what was measured again the last one."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    here = machine.commit()
+    names = ("model", "length", "row", "ratio", "device", "allocator")
+    return list(
+        {
+            tuple(row[name] for name in names): row
+            for row in map(json.loads, lines)
+            if row["commit"] == here
+        }.values()
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(LENGTHS), choices=list(LENGTHS))
@@ -167,7 +193,8 @@ def main() -> None:
     parser.add_argument("--ratio", default="8")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--allocator", default="default", choices=list(ALLOCATORS))
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "memory.md")
+    parser.add_argument("--log", type=Path, default=Path("runs/memory.jsonl"), help="of rows")
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument(
         "--one", nargs=3, metavar=("MODEL", "LENGTH", "ROW"), help="in this process"
@@ -177,11 +204,12 @@ def main() -> None:
         name, length, row = args.one
         print(json.dumps(measure(name, int(length), row, args.ratio, args.device)))
         return
-    args.out.mkdir(exist_ok=True)
-    log = args.out / "memory.jsonl"
-    done = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    args.log.parent.mkdir(parents=True, exist_ok=True)
+    done = rows_in(args.log)
     keys = {
-        (x["model"], x["length"], x["row"], x["ratio"], x["device"], x["allocator"]) for x in done
+        (x["model"], x["length"], x["row"], x["ratio"], x["device"], x["allocator"])
+        for x in done
+        if "status" not in x
     }
     environment = {**os.environ, **ALLOCATORS[args.allocator]}
     for name, length, row in [] if args.report else rows_of(args):
@@ -194,13 +222,15 @@ def main() -> None:
         )
         if child.returncode:
             print(f"{name} {length} {row}: failed\n{child.stderr[-2000:]}", file=sys.stderr)
-            continue
-        line = child.stdout.splitlines()[-1]
+            line = json.dumps({**failed(name, length, row, args), "status": child.returncode})
+        else:
+            line = child.stdout.splitlines()[-1]
         print(line, flush=True)
-        with log.open("a") as file:
+        # By one call, since another process may write its own.
+        with args.log.open("a") as file:
             file.write(line + "\n")
-        done.append(json.loads(line))
-    (args.out / "memory.md").write_text(memory_model.report(done))
+    if done := rows_in(args.log):
+        args.out.write_text(memory_model.report(done))
 
 
 if __name__ == "__main__":

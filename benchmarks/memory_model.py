@@ -133,19 +133,21 @@ def report(rows: list[dict[str, Any]]) -> str:
         "prompt of 512 tokens was compressed before. CPU: resident memory (VmHWM, VmRSS); CUDA: "
         "torch's allocated memory. `prefill` is a plain forward pass with a cache and the last "
         "logits; held is what its cache keeps.",
-        f"- machine: {', '.join(sorted({row['machine'] for row in rows}))}",
+        f"- machine: {'; '.join(sorted({row['machine'] for row in rows}))}; "
+        f"{'; '.join(sorted({row['versions'] for row in rows}))}",
         f"- commit: {machine.commit()}",
-        "- Models: smollm2 is SmolLM2-135M in float32; grouped has random weights and "
+        "- Models: smollm2 is SmolLM2-135M-Instruct in float32; grouped has random weights and "
         f"{GROUPED['num_attention_heads']} query heads over {GROUPED['num_key_value_heads']} KV "
         f"heads in {GROUPED['num_hidden_layers']} layers, narrow "
         f"{NARROW['num_key_value_heads']} KV heads in {NARROW['num_hidden_layers']} layers, both "
         "in float32. Rows called whole read everything before they compress "
         "(`CaptureOptions(stream=False)`).",
-        "- Seconds are of a machine that did other work meanwhile: compare nothing by them.",
         "",
         "| model | tokens | row | highest | of prefill | held | cache | device, threads |",
         "|---|--:|---|--:|--:|--:|--:|---|",
     ]
+    lost = [x for x in rows if "status" in x]
+    rows = [x for x in rows if "status" not in x]
     usual = [x for x in rows if x["allocator"] == "default"]
     plains = {
         (x["model"], x["length"], x["device"]): x["highest"] for x in usual if x["row"] == "prefill"
@@ -158,6 +160,11 @@ def report(rows: list[dict[str, Any]]) -> str:
             f"{share} | {row['held']:,.0f} | {row.get('cache', '')} | {row['device']}, "
             f"{row['threads']} |"
         )
+    lines += [
+        f"| {x['model']} | {x['length']:,} | `{x['row']}` | failed, status {x['status']} | | | | "
+        f"{x['device']} |"
+        for x in lost
+    ]
     lines += ["", "## Computed", "", *_computed(rows)]
     return "\n".join(lines) + "\n"
 

@@ -130,7 +130,7 @@ def main() -> None:
         f"{whole.spans.context_length:,} tokens with ten hidden numbers, a question for each, "
         f"answers of {NEW_TOKENS} tokens; the file has {size / 2**20:.1f} MiB",
         f"- times in units of one prefill of the context ({prefill:.1f} CPU seconds), from one run "
-        f"side by side, while other work ran on the machine: read them as ratios",
+        f"side by side: read them as ratios",
         "- log KL: mean of the log of KL(FullKV || method) over FullKV's own tokens; lower is "
         "closer. Numbers: how many of the hidden numbers are in the answers",
         "",

@@ -1,20 +1,15 @@
-"""`benchmarks/results/vllm.md`: tables of `vllm_serving.py`, and a section of another script."""
+"""`benchmarks/results/vllm.md`: the tables of `vllm_serving.py`."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
+import machine
 
 from gracekv.files import write_atomically
 
 ROOM = 96  # tokens that a context leaves to chat format, question and answer
-COST = "## What the plugin costs plain requests"
 
 
 @dataclass(frozen=True)
@@ -36,34 +31,6 @@ class Row:
     beside: int = 0
 
 
-def code_state() -> str:
-    """The commit that is checked out."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def processor() -> str:
-    """Its name as the system gives it."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def section(path: Path, heading: str) -> str:
-    """A page's section, its heading first; empty if there is no such section."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    _, found, after = text.partition(f"{heading}\n")
-    return f"{found}{after.partition(chr(10) + '## ')[0]}".strip()
-
-
-def put_section(path: Path, heading: str, lines: list[str]) -> None:
-    """Write a section in the place of the page's section of the same heading, or at its end."""
-    text = path.read_text(encoding="utf-8")
-    old, new = section(path, heading), "\n".join([heading, "", *lines])
-    text = text.replace(old, new) if old else f"{text.rstrip()}\n\n{new}\n"
-    write_atomically(path, text.encode())
-
-
 def write(
     options: argparse.Namespace,
     answer: int,
@@ -73,7 +40,7 @@ def write(
     answers: dict[str, int],
     size: int,
 ) -> None:
-    """Print the tables, and write them to `options.out`; what the plugin costs stays there."""
+    """Print the tables, and write them to `options.out`."""
     import vllm
 
     block_bytes = 2 * 30 * 3 * 64 * 4 * size
@@ -90,10 +57,9 @@ def write(
             f"{warm.each / row.each:.2f}x | {blocks} | {fit:,} |"
         )
     notes = [
-        f"machine: {processor()}, {platform.machine()}, {os.cpu_count()} cores, CPU, "
-        f"{torch.get_num_threads()} thread(s); torch {torch.__version__}, vLLM {vllm.__version__}, "
-        f"Python {platform.python_version()}",
-        f"commit: {code_state()}",
+        f"machine: {machine.cpu()}, {machine.threads()}; {machine.versions()}, "
+        f"vLLM {vllm.__version__}",
+        f"commit: {machine.commit()}",
         f"SmolLM2-135M-Instruct in float32, vLLM eager, blocks of {size} tokens. Ratios of CPU "
         f"seconds of the engine's process, more is better: to the first token of one request, and "
         f"a request's share of {options.requests} at once about one context (of one alone with "
@@ -115,8 +81,6 @@ def write(
         "| requests in 1 GiB |",
         "|--:|---|--:|--:|--:|--:|--:|--:|",
         *rows,
-        "",
-        section(options.out, COST),
         "",
         "## Answers kept",
         "",

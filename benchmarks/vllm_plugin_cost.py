@@ -1,4 +1,4 @@
-"""What the plugin costs requests without contexts. Writes its part of `benchmarks/results/vllm.md`.
+"""What the plugin costs requests without contexts. Writes `benchmarks/results/vllm-plugin.md`.
 
     VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_plugin_cost.py
 
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm_page import COST, code_state, put_section
+from machine import commit, cpu, threads, versions
 
+from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
 from gracekv.vllm import kv_transfer_config
 
@@ -175,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threes", type=int, default=1000, help="of steps, for each number")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm.md"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm-plugin.md"))
     options = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     tokenizer = load_smollm2()[1]
@@ -197,21 +198,26 @@ def main() -> None:
             cells += [f"{1e6 * calls:.0f} µs", f"{1e6 * connector:.0f} µs"]
             rows.append(f"| {count} | " + " | ".join(cells) + " |")
     lines = [
-        f"`python benchmarks/vllm_plugin_cost.py`, commit {code_state()}. One engine decodes plain "
-        f"requests; of each three steps one runs with vLLM's attention, one with ours, one with "
-        f"ours and the connector, in random order; CPU time of the whole step, {options.threes:,} "
-        f"threes a row: median difference to the stock step of the same three, with its 95 % "
-        f"bootstrap interval. By calls alone: what our `forward` adds in all layers, and what a "
-        f"step spends in the connector's methods, timers included; vLLM's own bookkeeping for "
-        f"connectors is in the steps alone.",
+        "# What the plugin costs plain requests",
+        "",
+        f"- machine: {cpu()}, {threads()}; {versions()}",
+        f"- commit: {commit()}",
+        f"- One engine decodes plain requests of SmolLM2-135M-Instruct in float32; of each three "
+        f"steps one runs with vLLM's attention, one with ours, one with ours and the connector, in "
+        f"random order; CPU time of the whole step, {options.threes:,} threes a row: median "
+        f"difference to the stock step of the same three, with its 95 % bootstrap interval. By "
+        f"calls alone: what our `forward` adds in all layers, and what a step spends in the "
+        f"connector's methods, timers included; vLLM's own bookkeeping for connectors is in the "
+        f"steps alone.",
         "",
         "| requests | a stock step | with our attention | and with the connector "
         "| attention's calls | connector's calls |",
         "|--:|--:|--:|--:|--:|--:|",
         *rows,
     ]
-    put_section(options.out, COST, lines)
-    print("\n".join(lines))
+    text = "\n".join(lines) + "\n"
+    write_atomically(options.out, text.encode())
+    print(text)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,11 @@ class Part:
         """Its text without tables."""
         return _TABLE.sub("", self.text + "\n").strip()
 
-    def shown(self, data: str) -> str:
-        """What of it the page shows, its long tables replaced by links to `data`; maybe ""."""
+    def shown(self, data: str, above: str = "##") -> str:
+        """What of it the page shows, its long tables replaced by links to `data`; maybe "".
+
+        Its heading goes below one of that many "#".
+        """
         if self.level > DEEPEST or not self.text:
             return ""
 
@@ -62,7 +65,7 @@ class Part:
             return f"[A table of {rows} rows]({data}).\n"
 
         text = _OUTPUT.sub(f"[A profile]({data}).", _TABLE.sub(short, self.text + "\n")).strip()
-        return f"### {self.heading}\n\n{text}" if self.heading else text
+        return f"{above}# {self.heading}\n\n{text}" if self.heading else text
 
 
 def parts(body: str) -> list[Part]:

@@ -2,15 +2,18 @@
 
     python docs/tools/results.py
 
-Every file there becomes a section with its plots: evaluations first, then those that `KNOWN` does
-not name, then timings. A result must say where it was measured: "- machine: ..." and
-"- commit: ..." above its tables. A section has means, standings and short tables; every table of
-the file, those of single tasks among them, is in the section's data file (`result_data`).
+`make results` measures them: every output of its parts has a section with its plots, in their
+order, also where it is not measured yet. Files that it does not make (`results_plan.OUTSIDE`) come
+last and say so. A result must say where it was measured: "- machine: ..." and "- commit: ..." above
+its tables. A section has means, standings and short tables; every table of the file, those of
+single tasks among them, is in the section's data file (`result_data`).
 """
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +22,9 @@ from result_data import parts, to_csv
 from gracekv.files import write_atomically
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from results_plan import MOST_MINUTES, OUTSIDE, PARTS  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 ASSETS = ROOT / "docs" / "assets" / "results"
@@ -26,13 +32,19 @@ ASSETS = ROOT / "docs" / "assets" / "results"
 _INTRO = (
     "<!-- Written by docs/tools/results.py from benchmarks/results; change those. -->\n\n"
     "# Results\n\n"
-    "What was measured, where, and by which command. Nothing here is typed by hand: "
+    f"What was measured, where, and by which command. `make results` measures all of it anew, at "
+    f"one commit, in at most {MOST_MINUTES} minutes on two cores. Nothing here is typed by hand: "
     "`make results-page` writes this page from the files in `benchmarks/results/`, and a test "
     "fails if it is out of date. What the figures mean for you is under "
     "[Keeping the answers](quality.md) and [Limits and failure cases](limits.md).\n\n"
     "A section shows means, standings and short tables. **All tables** leads to everything that "
     "was measured, task by task and with intervals in brackets: one CSV file a result, whose head "
     'says machine, commit and settings (`pandas.read_csv(path, comment="#")`).\n'
+)
+_OUTSIDE = (
+    "## Not of `make results` { #outside }\n\n"
+    "These need what the machine of the other results does not have, or are tests. Each is of the "
+    "commit that it names.\n"
 )
 
 
@@ -41,14 +53,12 @@ class Known:
     """What the page says of a result beyond its file.
 
     Attributes:
-        command: what measures it again.
         page: another page that says what its tables mean.
         tables: whether they are shown here, not on that page alone.
         figure: name of what docs/figures draws of it, or None.
         alt: what that figure shows, in words.
     """
 
-    command: str
     page: str | None = None
     tables: bool = True
     figure: str | None = None
@@ -56,59 +66,50 @@ class Known:
 
 
 KNOWN = {
-    "smollm2-default": Known(
-        "gracekv evaluate --config benchmarks/smollm2_default.yaml --out runs/default",
-        page="quality.md",
-    ),
-    "smollm2": Known(
-        "gracekv evaluate --config benchmarks/smollm2_suite.yaml --out runs/smollm2",
-        page="quality.md",
-    ),
-    "smollm2-agnostic": Known(
-        "gracekv evaluate --config benchmarks/smollm2_agnostic.yaml --out runs/agnostic",
-        page="quality.md",
-    ),
-    "fit": Known(
-        "python benchmarks/compare_runs.py BEFORE:gracekv-plus-no-fit AFTER:gracekv-plus --out fit",
-        page="quality.md",
-    ),
-    "precision": Known(
-        "python benchmarks/compare_runs.py BEFORE:gracekv-plus-no-fit AFTER:gracekv-plus-allocated "
-        "AFTER:gracekv-plus-8bit AFTER:gracekv-plus-4bit --out precision",
-        page="stages/precision.md",
-        tables=False,
-    ),
-    "coarse_entries": Known("python benchmarks/coarse_entries.py --data FOLDER", page="quality.md"),
+    "smollm2-default": Known("quality.md"),
+    "smollm2-agnostic": Known("quality.md"),
+    "answers": Known("quality.md"),
+    "answers-agnostic": Known("quality.md"),
+    "precision": Known("stages/precision.md"),
+    "precision-differences": Known("stages/precision.md", tables=False),
+    "compaction": Known("why-not.md"),
+    "ablations": Known("quality.md"),
+    "fit": Known("quality.md"),
+    "long-outputs": Known("long-answers.md"),
+    "memory": Known("limits.md"),
     "construction-cpu": Known(
-        "python benchmarks/construction.py",
+        "limits.md",
         figure="construction",
         alt="Seconds of the prefill, and of trees, surprisal and the rest on top of it",
     ),
-    "ten_questions": Known("python benchmarks/ten_questions.py"),
-    "extend": Known("python benchmarks/extend.py"),
+    "construction-plus": Known("limits.md"),
     "decode": Known(
-        "python benchmarks/decode.py",
         figure="decode",
         alt="Speed-up of attention beside the factor of fewer bytes, and of whole steps",
     ),
-    "limit-cost": Known("python benchmarks/limit_cost.py", "long-answers.md", tables=False),
-    "decode-bits": Known(
-        "python benchmarks/decode.py --parts attention --dtype float32,bfloat16 --lengths 8192 "
-        "--ratios 1,4,8 --skews 3 --rounds 41 --least --out benchmarks/results/decode-bits.md",
-        page="stages/backends.md",
-        tables=False,
-    ),
-    "rivals": Known("python benchmarks/rivals.py"),
-    "allocation_quality": Known(
-        "python benchmarks/allocation_quality.py", "allocation.md", tables=False
-    ),
-    "allocate": Known("python benchmarks/allocate.py"),
-    "vllm": Known("python benchmarks/vllm_serving.py"),
+    "decode-bits": Known("stages/backends.md", tables=False),
+    "limit-cost": Known("long-answers.md"),
+    "extend": Known("ask.md"),
+    "ten_questions": Known("why-not.md"),
+    "vllm": Known("vllm.md"),
+    "vllm-plugin": Known("vllm.md"),
+    "vllm_compress": Known("vllm.md"),
+    "gpu": Known("limits.md"),
+    "fuzz": Known("security.md"),
+}
+
+# What measures each file; shards and pages apart.
+COMMANDS = {
+    name: part.commands[0]
+    .format(data="FOLDER", rows=f"runs/results/{part.name}")
+    .removesuffix(" --shard 0/2")
+    .replace("vllm-python", ".venv-vllm/bin/python")
+    for part in PARTS
+    for name in part.outputs
 }
 
 # A longer note, such as a whole pipeline, is in the head of the data file only.
 _LONGEST_NOTE = 60
-_FIRST_TIMING = "construction-cpu"
 _PLOT = re.compile(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*")
 
 
@@ -175,18 +176,22 @@ class Result:
         """What is in that file."""
         return to_csv(self.title, self.notes, parts(_PLOT.sub("", self.body)))
 
-    @property
-    def anchor(self) -> str:
-        """What a link to its section ends in."""
-        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+def anchor(name: str) -> str:
+    """What a link to the section of a result ends in."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def read_all(folder: Path) -> list[Result]:
-    """The results of `folder`, in the page's order; how tests ended is none of them."""
-    order = {name: place for place, name in enumerate(KNOWN)}
-    unknown = order[_FIRST_TIMING] - 0.5
-    paths = sorted(folder.glob("*.md"), key=lambda p: (order.get(p.stem, unknown), p.stem))
-    results = [Result.read(path) for path in paths if path.stem != "test-long"]
+    """The results of `folder`, in the order of their parts; others after them, by name.
+
+    How tests ended is none of them.
+    """
+    order = [*COMMANDS, *OUTSIDE]
+    paths = {path.stem: path for path in sorted(folder.glob("*.md")) if path.stem != "test-long"}
+    names = [name for name in order if name in paths]
+    names += [name for name in paths if name not in order]
+    results = [Result.read(paths[name]) for name in names]
     # "smollm2-length.png" is of "smollm2-length" if there is such a file, else of "smollm2".
     owned = {plot: max((r.name for r in results if plot in r.plots), key=len)
              for r in results for plot in r.plots}  # fmt: skip
@@ -196,34 +201,68 @@ def read_all(folder: Path) -> list[Result]:
     ]
 
 
-def page(results: list[Result]) -> str:
-    """The page in Markdown."""
+def page(results: list[Result], folder: Path | None = None) -> str:
+    """The page in Markdown; of parts without a file a section that says so, given the folder."""
+    found = {result.name: result for result in results}
+    names = [*(COMMANDS if folder else [n for n in COMMANDS if n in found])]
+    names += [name for name in found if name not in COMMANDS and name not in OUTSIDE]
     rows = ["| result | machine | commit |", "|---|---|---|"]
-    for result in results:
+    for name in names:
+        if name not in found:
+            rows.append(f"| [{name}](#{anchor(name)}) | not measured yet | |")
+            continue
+        result = found[name]
         machine = result.fact("machine").partition(";")[0]
-        rows.append(f"| [{result.title}](#{result.anchor}) | {machine} | {result.fact('commit')} |")
-    return "\n".join([_INTRO, *rows, "", *(_section(result) for result in results)])
+        rows.append(f"| [{result.title}](#{anchor(name)}) | {machine} | {result.fact('commit')} |")
+    sections = [_section(found[name]) if name in found else _missing(name) for name in names]
+    outside = [_section(found[name]) for name in OUTSIDE if name in found]
+    told = [_run(folder)] if folder else []
+    return "\n".join(
+        [_INTRO, *told, *rows, "", *sections, *([_OUTSIDE, *outside] if outside else [])]
+    )
+
+
+def _run(folder: Path) -> str:
+    """What the state of `make results` says; "" without one."""
+    path = folder / "run.json"
+    if not path.is_file():
+        return ""
+    state = json.loads(path.read_text(encoding="utf-8"))
+    ended = state["parts"].values()
+    short = [f"{name} ({x['why']})" for name, x in state["parts"].items() if x["why"]]
+    return (
+        f"The run: commit {state['commit']}, {state['machine']}; {state['versions']}; "
+        f"{sum(outcome['minutes'] for outcome in ended):.0f} minutes, {len(ended)} of {len(PARTS)} "
+        f"parts. {f'Not whole: {chr(44).join(short)}.' if short else 'All parts are whole.'}\n"
+    )
+
+
+def _missing(name: str) -> str:
+    return f"## {name} {{ #{anchor(name)} }}\n\n`{COMMANDS[name]}`\n\nNot measured yet.\n"
 
 
 def _section(result: Result) -> str:
-    known = KNOWN.get(result.name)
+    known = KNOWN.get(result.name, Known())
     data = f"assets/results/{result.data}"
-    shown = [f"## {result.title} {{ #{result.anchor} }}"]
+    level = "###" if result.name in OUTSIDE else "##"
+    shown = [f"{level} {result.title} {{ #{anchor(result.name)} }}"]
     links = [f"[All tables]({data})"]
-    if known is not None:
-        shown.append(f"`{known.command}`")
-        if known.page is not None:
-            links.append(f"[what they mean]({known.page})")
+    if result.name in OUTSIDE:
+        shown.append(f"By {OUTSIDE[result.name]}; commit {result.fact('commit')}.")
+    elif result.name in COMMANDS:
+        shown.append(f"`{COMMANDS[result.name]}`")
+    if known.page is not None:
+        links.append(f"[what they mean]({known.page})")
     shown.append(", ".join(links) + ".")
-    if known is not None and known.figure is not None:
+    if known.figure is not None:
         shown.append(_figure(known.figure, known.alt))
     shown += [f"![{result.title}](assets/results/{plot.name})" for plot in result.plots]
     short = [note for note in result.notes if len(note.split()) <= _LONGEST_NOTE]
     shown.append(_folded("How it was measured", "\n".join(f"- {note}" for note in short)))
-    if known is None or known.tables:
-        found = (part.shown(data) for part in parts(_PLOT.sub("", result.body)))
+    if known.tables:
+        tables = (part.shown(data, level) for part in parts(_PLOT.sub("", result.body)))
         # The plots stand above, from where the site can show them.
-        shown += [text for text in found if text]
+        shown += [text for text in tables if text]
     return "\n\n".join([*shown, ""])
 
 
@@ -241,11 +280,13 @@ def _folded(title: str, text: str) -> str:
 def main() -> None:
     """Write the page, its data files and its plots to where the site finds them."""
     results = read_all(RESULTS)
+    for path in ASSETS.iterdir():  # of results that are gone
+        path.unlink()
     for result in results:
         write_atomically(ASSETS / result.data, result.csv.encode())
         for plot in result.plots:
             write_atomically(ASSETS / plot.name, plot.read_bytes())
-    write_atomically(PAGE, page(results).encode())
+    write_atomically(PAGE, page(results, RESULTS).encode())
     print(f"{PAGE.relative_to(ROOT)}: {', '.join(result.name for result in results)}")
 
 

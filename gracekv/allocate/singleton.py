@@ -23,7 +23,7 @@ from gracekv.registry import bounded
 from gracekv.tree.base import Forest
 
 # Operations from which the compiled walk is used: below, Python takes less than 20 ms, and loading
-# the kernel takes longer (benchmarks/results/floor.md).
+# the kernel takes longer.
 _COMPILED = 20_000
 
 

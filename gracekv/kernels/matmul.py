@@ -5,7 +5,7 @@ vectors: four rows at a time, and as many columns as fit the registers. Every nu
 one chain of multiply-adds in the order of the summed index, whatever tile it is in.
 
 With loops instead of these products, trees take 1.7 to 1.8 times the CPU time, with BLAS 1.8 to 2.0
-times (`benchmarks/results/numba_kernels.md`).
+times.
 """
 
 from __future__ import annotations

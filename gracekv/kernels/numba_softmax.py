@@ -1,7 +1,6 @@
 """Exponentials, capped logits and softmax in numba, in loops that become vector instructions.
 
-With the mathematical library's exponential instead, trees take 9 to 16 % more CPU time
-(`benchmarks/results/numba_kernels.md`).
+With the mathematical library's exponential instead, trees take 9 to 16 % more CPU time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`benchmarks/suite.py` on made-up rows: each half reported by itself, both together refused."""
+"""`benchmarks/suite.py` on made-up rows: protocols apart, answers with intervals, whole samples."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ from gracekv.evaluate import Experiment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 AGNOSTIC = ("smollm2_agnostic.yaml", "smollm2_agnostic_tuning.yaml")
-CONFIGS = ("smollm2_default.yaml", "smollm2_suite.yaml", *AGNOSTIC)
+CONFIGS = sorted(path.name for path in BENCHMARKS.glob("smollm2_*.yaml"))
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def rows(protocol, ours, kl):
                         "model": "tiny", "dtype": "float32", "task": task, "length": 1024,
                         "seed": 1, "index": index, "settings": {"protocol": protocol},
                         "group": group, "metric": "set_recall", "method": method, "column": column,
-                        "versions": {}, "source": "generated", "error": None, "score": 1 - found,
+                        "versions": {}, "source": "generated", "error": None,
                         "fidelity": {"kl": found, "top1": 1 - found}, "prefill_seconds": 2.0,
                         "construction_seconds": 0.5, "bytes": {"kv": 10, "full_kv": 40},
                     }  # fmt: skip
@@ -64,13 +64,13 @@ def kls(ours):
 @pytest.mark.parametrize(
     ("protocol", "ours", "name"),
     [
-        ("query_aware", "gracekv-plus", "smollm2"),
+        ("query_aware", "gracekv-plus", "smollm2-default"),
         ("query_agnostic", "gracekv-agnostic", "smollm2-agnostic"),
     ],
 )
-def test_each_half_has_a_page_of_its_own(suite, monkeypatch, tmp_path, protocol, ours, name):
+def test_each_protocol_has_a_page_of_its_own(suite, monkeypatch, tmp_path, protocol, ours, name):
     runs = written(tmp_path / "runs", rows(protocol, ours, kls(ours)))
-    monkeypatch.setattr(sys, "argv", ["suite.py", str(runs)])
+    monkeypatch.setattr(sys, "argv", ["suite.py", str(runs), "--name", name])
     suite.main()
     page = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
     assert "\n- commit: abc\n- model: " in page
@@ -88,21 +88,23 @@ def test_each_half_has_a_page_of_its_own(suite, monkeypatch, tmp_path, protocol,
     assert (texts in page.split("mean over texts")[-1].split("##")[0]) == agnostic
 
 
-def test_rows_of_both_halves_are_refused(suite, monkeypatch, tmp_path):
+def test_rows_of_both_protocols_are_refused(suite, monkeypatch, tmp_path):
     both = [
         *rows("query_aware", "gracekv-plus", kls("gracekv-plus")),
         *rows("query_agnostic", "gracekv-agnostic", kls("gracekv-agnostic")),
     ]
-    monkeypatch.setattr(sys, "argv", ["suite.py", str(written(tmp_path / "runs", both))])
+    folder = str(written(tmp_path / "runs", both))
+    monkeypatch.setattr(sys, "argv", ["suite.py", folder, "--name", "smollm2-default"])
     with pytest.raises(ConfigError, match="query_agnostic and query_aware"):
         suite.main()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_configs_can_be_read_and_say_what_is_seen(name):
-    experiment = Experiment.load(BENCHMARKS / name)
-    want = "query_agnostic" if "agnostic" in name else "query_aware"
-    assert {panel.protocol for panel in experiment.panels} == {want}
+def test_the_configs_can_be_read_and_say_what_is_seen(suite, name):
+    found = {panel.protocol for panel in Experiment.load(BENCHMARKS / name).panels}
+    want = {made.protocol for made in suite.SUITES.values() if made.config == name}
+    assert found == (want or {"query_agnostic"})
+    assert want or name == AGNOSTIC[1]
 
 
 def test_no_sample_is_in_both_agnostic_halves():
@@ -122,3 +124,40 @@ def test_no_sample_is_in_both_agnostic_halves():
         )  # fmt: skip
     assert all(found)
     assert not found[0] & found[1]
+
+
+def test_what_is_published_was_not_tuned_on():
+    """No config has a sample of the tuning half; answers have seeds of their own."""
+    seeds = []
+    for name in CONFIGS:
+        for panel in Experiment.load(BENCHMARKS / name).panels:
+            if panel.generate:
+                seeds.append((name, panel.seed))
+            assert panel.seed != 142 or name == AGNOSTIC[1]
+    of = dict(seeds)
+    assert len(set(of.values())) == len(of) == 2
+
+
+def scores(count=4):
+    """Rows whose answers are right in FullKV, and in one of two prompts in ours."""
+    for row in rows("query_aware", "gracekv-plus", kls("gracekv-plus")):
+        if row["index"] < count:
+            right = row["method"] == "fullkv" or row["index"] == 0
+            yield {**row, "score": float(right), "fidelity": None}
+
+
+def test_answers_have_intervals(suite, monkeypatch, tmp_path):
+    runs = written(tmp_path / "runs", scores())
+    monkeypatch.setattr(sys, "argv", ["suite.py", str(runs), "--name", "answers"])
+    suite.main()
+    page = (tmp_path / "answers.md").read_text(encoding="utf-8")
+    assert "| niah_multikey_1 | 2 | 100% | 50% | 50% |" in page
+    [line] = [line for line in page.splitlines() if line.startswith("| all | 4 | 100% |")]
+    assert line.count("50% [0, 100]") == 8
+
+
+def test_samples_that_were_cut_short_are_left_out(suite):
+    found = list(rows("query_aware", "gracekv-plus", kls("gracekv-plus")))
+    cut = [row for row in found if row["index"] == 0 or row["column"] != "64x"]
+    assert {row["index"] for row in suite.whole(cut)} == {0}
+    assert suite.whole(found) == found

@@ -1,6 +1,7 @@
 """The results page is what its files say, and says where they were measured."""
 
 import importlib
+import json
 import re
 
 import pytest
@@ -29,7 +30,9 @@ def measured(tmp_path):
 
 def test_the_page_is_up_to_date(results):
     found = results.read_all(results.RESULTS)
-    assert results.PAGE.read_text(encoding="utf-8") == results.page(found), "run: make results-page"
+    assert results.PAGE.read_text(encoding="utf-8") == results.page(found, results.RESULTS), (
+        "run: make results-page"
+    )
     for result in found:
         written = (results.ASSETS / result.data).read_text(encoding="utf-8")
         assert written == result.csv, "run: make results-page"
@@ -44,19 +47,50 @@ def test_the_page_can_be_read_to_its_end(results):
     assert len(results.PAGE.read_text(encoding="utf-8").split()) <= 10_000
 
 
-def test_every_known_command_exists(results):
-    for known in results.KNOWN.values():
-        for path in re.findall(r"benchmarks/\S+", known.command):
+def test_every_output_of_make_results_has_a_place_on_the_page(results):
+    assert [*results.KNOWN] == [*results.COMMANDS, *results.OUTSIDE]
+    page = results.PAGE.read_text(encoding="utf-8")
+    for name, known in results.KNOWN.items():
+        for path in re.findall(r"benchmarks/\S+\.(?:py|yaml)", results.COMMANDS.get(name, "")):
             assert (ROOT / path).is_file()
+        assert f"{{ #{results.anchor(name)} }}" in page
         assert known.page is None or (ROOT / "docs" / known.page).is_file()
         for theme in ("light", "dark") if known.figure else ():
             assert (ROOT / f"docs/assets/figures/{known.figure}-{theme}.svg").is_file()
 
 
-def test_evaluations_come_first_and_timings_last(results, measured):
-    for name in ("decode", "a-study", "smollm2"):
+def test_sections_are_in_the_order_of_the_parts_and_what_is_outside_comes_last(results, measured):
+    for name in ("gpu", "decode", "a-study", "smollm2-default"):
         folder = measured(name)
-    assert [result.name for result in results.read_all(folder)] == ["smollm2", "a-study", "decode"]
+    found = results.read_all(folder)
+    assert [x.name for x in found] == ["smollm2-default", "decode", "gpu", "a-study"]
+    page = results.page(found)
+    anchors = re.findall(r"^##+ .*\{ #(\S+) \}", page, re.MULTILINE)
+    assert anchors == ["smollm2-default", "decode", "a-study", "outside", "gpu"]
+    assert "### About gpu { #gpu }\n\nBy `make gpu`" in page
+    assert "commit abc." in page
+
+
+def test_what_is_not_measured_yet_has_a_section_that_says_so(results, measured):
+    folder = measured("decode")
+    page = results.page(results.read_all(folder), folder)
+    assert "## answers { #answers }\n\n`gracekv evaluate --config " in page
+    assert page.count("Not measured yet.") == len(results.COMMANDS) - 1
+    assert "The run: " not in page
+
+
+def test_the_page_tells_the_run_and_what_failed(results, measured):
+    folder = measured("decode", body="**Failed**, so there are no figures: status 3: no room")
+    parts = {"decode": {"state": "failed", "minutes": 2.0, "load": 0.1, "why": "status 3: no room"},
+             "memory": {"state": "done", "minutes": 5.0, "load": 0.1, "why": ""}}  # fmt: skip
+    state = {"commit": "abc", "machine": "two cores", "versions": "torch 2", "parts": parts}
+    (folder / "run.json").write_text(json.dumps(state))
+    page = results.page(results.read_all(folder), folder)
+    assert (
+        f"7 minutes, 2 of {len(results.PARTS)} parts. Not whole: decode (status 3: no room)."
+        in (page)
+    )
+    assert "\n\n**Failed**, so there are no figures: status 3: no room\n" in page
 
 
 def test_a_section_shows_machine_commit_and_tables(results, measured):
@@ -80,14 +114,13 @@ def test_headings_go_down_and_output_is_in_the_data(results, measured):
 
 
 def test_tables_that_another_page_has_are_in_the_data(results, measured):
-    [result] = results.read_all(measured("allocation_quality"))
+    [result] = results.read_all(measured("decode-bits"))
     page = results.page([result])
     assert (
-        "[All tables](assets/results/allocation_quality.csv), [what they mean](allocation.md)"
-        in page
+        "[All tables](assets/results/decode-bits.csv), [what they mean](stages/backends.md)" in page
     )
     assert TABLE not in page
-    assert "About allocation_quality,1,2\n" in result.csv
+    assert "About decode-bits,1,2\n" in result.csv
 
 
 def test_long_tables_and_those_of_single_tasks_are_in_the_data(results, measured):

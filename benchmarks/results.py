@@ -1,0 +1,105 @@
+"""Measure everything that is published, at one commit, on one machine: `make results`.
+
+    python benchmarks/results.py --data FOLDER     # $GRACEKV_EVAL_DATA by default
+    python benchmarks/results.py --plan            # parts, minutes, and what became of them
+
+**What.** `results_plan.PARTS`, in this order: quality with the question seen and not seen, answers,
+bits at equal bytes, 10x to 50x, ablations and the fit, long outputs, memory, construction,
+decoding, what a limit costs, passages, ten questions, and three measurements of vLLM. A part is a
+few command lines of benchmarks, with sizes such that all take at most two and a half hours on two
+cores; each is stopped after its minutes. Quality and memory run as two processes of one thread,
+timings one after the other with the machine for themselves.
+
+**How.** A tree with uncommitted code is refused by name before anything. The run is of the last
+commit that changed code; at another one it begins anew. What is done is not done again, what was
+interrupted goes on, what failed is shown as failed on the page, and the rest goes on
+(`results_run`). Rows are in runs/results, pages and the state in benchmarks/results. Every page
+says machine, commit, versions and settings.
+
+**After it.** `docs/results.md` and its figures are made anew. Commit benchmarks/results and docs,
+and nothing else: the pages then say the commit of the code, their parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import machine
+from results_plan import MOST_MINUTES, OUTSIDE, PARTS
+from results_run import ROOT, Run, State
+
+RESULTS = Path(__file__).parent / "results"
+AFTER = ("docs/tools/results.py", "docs/figures/all.py")
+
+
+def check(data: str | None, results: Path = RESULTS) -> Path:
+    """The folder of data; `SystemExit` where nothing can be measured, with the reason."""
+    if changed := machine.changed():
+        raise SystemExit(
+            "Results are of a commit, and these files are not as they were committed: "
+            f"{', '.join(changed)}. Commit them, or put them away with git stash -u."
+        )
+    if not machine.commit():
+        raise SystemExit("Results are of a commit; this is no checkout of git.")
+    folder = Path(data).resolve() if data else None
+    if folder is None or not (folder / "longbench").is_dir():
+        raise SystemExit(
+            f"Give --data a folder with essays/, qa/, longbench/ and longproc/, or name it in "
+            f"GRACEKV_EVAL_DATA; got {data!r}. docs/evaluation.md says what is in them."
+        )
+    unknown = strays(results)
+    if unknown:
+        raise SystemExit(
+            f"No part makes {', '.join(unknown)} in benchmarks/results. Delete them, or add a part "
+            f"to benchmarks/results_plan.py: they would stay as figures of another commit."
+        )
+    return folder
+
+
+def strays(results: Path) -> list[str]:
+    """Files of results that no part makes."""
+    known = {*OUTSIDE, *(name for part in PARTS for name in part.outputs)}
+    names = {f"{name}{suffix}" for name in known for suffix in (".md", ".png")} | {"run.json"}
+    return sorted(path.name for path in results.iterdir() if path.name not in names)
+
+
+def plan(state: State | None) -> str:
+    """The parts as lines of text."""
+    known = state.parts if state else {}
+    lines = [f"{sum(part.minutes for part in PARTS)} of {MOST_MINUTES} minutes"]
+    for part in PARTS:
+        outcome = known.get(part.name)
+        told = "" if outcome is None else f"{outcome.state}, {outcome.minutes:.1f} {outcome.why}"
+        lines.append(f"{part.name:18} {part.minutes:3} min  {part.question:64} {told}".rstrip())
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", default=os.environ.get("GRACEKV_EVAL_DATA"), metavar="FOLDER")
+    parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm/bin/python")
+    parser.add_argument("--plan", action="store_true", help="only show the parts")
+    args = parser.parse_args()
+    if args.plan:
+        print(plan(State.read(RESULTS / "run.json")))
+        return
+    data = check(args.data)
+    # So that what was started is stopped, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("Stopped; run it again to go on."))
+    state = Run(PARTS, RESULTS, ROOT / "runs" / "results", data, args.vllm.absolute()).all()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for script in AFTER:
+        subprocess.run([sys.executable, script], check=False, cwd=ROOT, env=environment)
+    print(plan(state))
+    failed = [name for name, outcome in state.parts.items() if outcome.state == "failed"]
+    if failed:
+        raise SystemExit(f"Failed: {', '.join(failed)}. Logs: runs/results. Run it again to retry.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""What `make results` measures: its parts, their commands, files and minutes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_MINUTES = 150
+"""Of all parts together."""
+
+OUTSIDE = {
+    "gpu": "`make gpu`, on a GPU that the machine of the other results does not have",
+    "fuzz": "`make test-long`, a test",
+}
+"""Files that are shown and are not made by `make results`, and what makes them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that is measured by itself.
+
+    In commands `{data}` is the folder of essays, questions and data sets, `{rows}` the part's own
+    folder of rows; `python`, `gracekv` and `vllm-python` are those of the environments.
+
+    Attributes:
+        name: of the part.
+        question: what it answers.
+        minutes: it is stopped after so many.
+        commands: run at once, with one thread each where there are several. A part that does not
+            have the machine for itself has two; timings have one, and run alone.
+        outputs: names of the pages that it writes to `benchmarks/results`.
+        pages: run one after the other when the commands have ended; they make pages of rows.
+        threads: of a single command.
+        balanced: whether rows that are there when the minutes are over can be published: every
+            sample counts whole. Otherwise the part has failed.
+        resumes: whether an interrupted part goes on; its rows are kept.
+    """
+
+    name: str
+    question: str
+    minutes: int
+    commands: tuple[str, ...]
+    outputs: tuple[str, ...]
+    pages: tuple[str, ...] = ()
+    threads: int = 2
+    balanced: bool = False
+    resumes: bool = False
+
+    @property
+    def is_vllm(self) -> bool:
+        """Whether it runs in vLLM's environment."""
+        return any(command.startswith("vllm-python ") for command in self.commands)
+
+
+def _evaluation(
+    name: str, question: str, minutes: int, config: str, *pages: str, outputs: tuple[str, ...] = ()
+) -> Part:
+    """Rows of `config` by two processes, one thread each; pages by `suite.py` unless given."""
+    run = f"gracekv evaluate --config benchmarks/{config}.yaml --data {{data}} --out {{rows}}"
+    shards = tuple(f"{run} --shard {shard}/2" for shard in range(2))
+    own = f"python benchmarks/suite.py {{rows}} --name {name}"
+    names = outputs or (name,)
+    return Part(
+        name, question, minutes, shards, names, (own, *pages), threads=1, balanced=True,
+        resumes=True,
+    )  # fmt: skip
+
+
+def _compared(name: str, title: str, before: str, *after: str) -> str:
+    methods = " ".join(f'"{{rows}}:{method}"' for method in (before, *after))
+    return f'python benchmarks/compare_runs.py {methods} --title "{title}" --out {name}'
+
+
+_BITS = "gracekv-plus[precision=uniform;precision.bits={}]"
+_MEMORY = "python benchmarks/memory.py --models smollm2 --log {rows}/memory.jsonl --rows"
+
+PARTS = (
+    _evaluation(
+        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 26,
+        "smollm2_default",
+    ),
+    _evaluation(
+        "smollm2-agnostic", "How close is it, the question not seen?", 14, "smollm2_agnostic"
+    ),
+    _evaluation("answers", "Which answers are kept, the question seen?", 13, "smollm2_answers"),
+    _evaluation(
+        "answers-agnostic", "Which answers are kept, the question not seen?", 7,
+        "smollm2_agnostic_answers",
+    ),
+    _evaluation(
+        "precision", "What do bits bring at equal bytes?", 8, "smollm2_bytes",
+        _compared(
+            "precision-differences", "Bits at equal bytes, prompt by prompt", "gracekv-plus",
+            "gracekv-plus-allocated", _BITS.format(8), _BITS.format(4),
+        ),
+        outputs=("precision", "precision-differences"),
+    ),
+    _evaluation("compaction", "10x, 20x and 50x?", 9, "smollm2_compaction"),
+    _evaluation(
+        "ablations", "What does each part of the recipes bring?", 9, "smollm2_ablations",
+        _compared("fit", "What the fit brings", "gracekv-plus-no-fit", "gracekv-plus"),
+        outputs=("ablations", "fit"),
+    ),
+    _evaluation(
+        "long-outputs", "What does a limit lose in long answers?", 8, "smollm2_long_outputs"
+    ),
+    Part(
+        "memory", "How much memory does a compression take?", 10,
+        (
+            f"{_MEMORY} prefill gracekv-plus gracekv-agnostic",
+            f"{_MEMORY} gracekv \"whole gracekv-plus\" snapkv",
+        ),
+        ("memory",),
+        (
+            f"{_MEMORY} prefill gracekv gracekv-plus-no-fit \"whole gracekv-plus-no-fit\" "
+            "--lengths 2048 --allocator direct",
+        ),
+        threads=1, balanced=True, resumes=True,
+    ),
+    Part(
+        "construction-cpu", "Which stage of the paper's method takes how long?", 4,
+        (
+            "python benchmarks/construction.py --lengths 1024 2048 4096 --repeats 3 "
+            "--out benchmarks/results/construction-cpu.md",
+        ),
+        ("construction-cpu",),
+    ),
+    Part(
+        "construction-plus", "What does compressing add to the prefill?", 5,
+        ("python benchmarks/construction_plus.py",), ("construction-plus",), threads=1,
+    ),
+    Part(
+        "decode", "How fast is decoding?", 4,
+        ("python benchmarks/decode.py --skews 3,50 --bits \"\"",), ("decode",),
+    ),
+    Part(
+        "decode-bits", "And with fewer bits?", 3,
+        (
+            "python benchmarks/decode.py --parts attention --dtype float32,bfloat16 --lengths 8192 "
+            "--ratios 1,4,8 --rounds 21 --least --title \"Decoding with fewer bits\" "
+            "--out benchmarks/results/decode-bits.md",
+        ),
+        ("decode-bits",), threads=1,
+    ),
+    Part(
+        "limit-cost", "What do cuts cost beside decoding?", 4,
+        ("python benchmarks/limit_cost.py --rounds 3",), ("limit-cost",),
+    ),
+    Part(
+        "extend", "What does a text lose in passages?", 5,
+        ("python benchmarks/extend.py",), ("extend",), threads=1,
+    ),
+    Part(
+        "ten_questions", "Ten questions to one context, read once or ten times?", 5,
+        ("python benchmarks/ten_questions.py --tokens 2048",), ("ten_questions",), threads=1,
+    ),
+    Part(
+        "vllm", "What do contexts bring in vLLM?", 8,
+        ("vllm-python benchmarks/vllm_serving.py --lengths 1024 4096 8192",), ("vllm",), threads=1,
+    ),
+    Part(
+        "vllm-plugin", "What does the plugin cost plain requests?", 3,
+        ("vllm-python benchmarks/vllm_plugin_cost.py --threes 400",), ("vllm-plugin",), threads=1,
+    ),
+    Part(
+        "vllm_compress", "What does it cost that vLLM compresses?", 5,
+        ("vllm-python benchmarks/vllm_compress.py --lengths 2048 4096",), ("vllm_compress",),
+        threads=1,
+    ),
+)  # fmt: skip
+"""In the order in which they run: quality first, then timings, each alone."""

@@ -1,0 +1,231 @@
+"""Tables of `suite.py`: standings, means, differences with intervals, answers, costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from statistics import fmean, median
+
+import numpy as np
+from suites import Suite
+
+from gracekv.evaluate.measures import Measure
+from gracekv.evaluate.row_files import Row, latest
+from gracekv.evaluate.statistics import interval
+from gracekv.evaluate.tables import Table
+
+RESAMPLES = 4000
+
+
+def title(table: Table) -> str:
+    length = "" if table.title.length is None else f", {table.title.length:,} tokens"
+    return f"{table.title.group} ({', '.join(t.partition(':')[2] for t in table.tasks)}{length})"
+
+
+def standing(table: Table, column: str, shown: Measure, suite: Suite) -> tuple[int, bool, str]:
+    """Place of ours among the placed, whether it is tied with the first, and the first's name."""
+    means = {m: table.cells[m, column].mean for m in suite.placed if (m, column) in table.cells}
+    order = sorted(means, key=lambda m: means[m], reverse=shown.higher)
+    first, place = order[0], 1 + order.index(suite.ours)
+    if place == 1:
+        return 1, True, first
+    delta = table.against[first, column].delta
+    return place, delta.low <= 0 <= delta.high, first
+
+
+def standings(found: Sequence[Table], shown: Measure, suite: Suite) -> str:
+    """One row a group, one column a ratio: the place, and who is first where ours is not."""
+    ours = suite.ours
+    found = [table for table in found if any((ours, c) in table.cells for c in table.columns)]
+    columns = list(dict.fromkeys(c for table in found for c in table.columns if c.endswith("x")))
+    columns.sort(key=lambda c: float(c[:-1]))
+    lines = [
+        f"| group | {' | '.join(columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
+    firsts = tied = worse = total = 0
+    for table in found:
+        cells = []
+        for column in columns:
+            if (ours, column) not in table.cells:
+                cells.append("")
+                continue
+            place, even, first = standing(table, column, shown, suite)
+            total += 1
+            firsts += place == 1
+            tied += place > 1 and even
+            worse += place > 2
+            cells.append("**1**" if place == 1 else f"{place}{' =' if even else ''} ({first})")
+        lines.append(f"| {title(table)} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Of {total} settings `{ours}` is first in {firsts}, tied with the first in {tied} more, "
+        f"and worse than second in {worse}.",
+    ]
+    return "\n".join(lines)
+
+
+def placed(found: Sequence[Table], suite: Suite) -> list[Table]:
+    """The same without ablations: more lines than one can tell apart."""
+    lines = (*suite.placed, "fullkv")
+    return [
+        dataclasses.replace(table, methods=tuple(m for m in lines if m in table.methods))
+        for table in found
+    ]
+
+
+def means(
+    found: Sequence[Table],
+    methods: Sequence[str],
+    shown: Measure,
+    suite: Suite,
+    groups: Collection[str] | None = None,
+) -> str:
+    """Unweighted mean over the groups (None: all), a row a method."""
+    # Groups that were run at every ratio, so that columns compare.
+    found = [table for table in found if (suite.ours, suite.last) in table.cells]
+    found = [table for table in found if groups is None or table.title.group in groups]
+    columns = sorted(
+        {c for table in found for c in table.columns if c.endswith("x")},
+        key=lambda c: float(c[:-1]),
+    )
+    # Methods that keep everything have a column of their own, but FullKV, which is the measure.
+    columns += (
+        ["full"]
+        if any((m, "full") in t.cells for t in found for m in methods if m != "fullkv")
+        else []
+    )
+    lines = [f"| method | {' | '.join(columns)} |", "|---" + "|--:" * len(columns) + "|"]
+    for method in methods:
+        cells = []
+        for column in columns:
+            values = [b.cells[method, column].mean for b in found if (method, column) in b.cells]
+            whole = len(values) == len(found)
+            cells.append(f"{sum(values) / len(values):.{shown.digits}f}" if whole else "")
+        if any(cells):
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def differences(
+    rows: Sequence[Row], found: Sequence[Table], shown: Measure, suite: Suite, base: str
+) -> str:
+    """Each method minus `base`, in the mean over the groups, with 95 % intervals.
+
+    Prompts are paired, and resampled within their group.
+    """
+    titles = [table.title for table in found if (suite.ours, suite.last) in table.cells]
+    whole = {(title.group, title.metric, title.length) for title in titles}
+    values: dict[tuple[str, str], dict[tuple[str, ...], dict[str, float]]] = {}
+    for row in latest(list(rows)).values():
+        group, value = (row["group"], row["metric"], row["length"]), shown.read(row)
+        if row["error"] is None and value is not None and group in whole:
+            cell = values.setdefault((row["method"], row["column"]), {})
+            cell.setdefault(group, {})[row["sample"]] = value
+    columns = sorted({c for _, c in values if c.endswith("x")}, key=lambda c: float(c[:-1]))
+    lines = [f"| method | {' | '.join(columns)} |", "|---" + "|--:" * len(columns) + "|"]
+    for method in dict.fromkeys(method for method, _ in values):
+        cells = []
+        for column in columns:
+            own, other = values.get((base, column), {}), values.get((method, column), {})
+            paired = [
+                np.array([other[group][x] - own[group][x] for x in sorted(own[group])])
+                for group in own
+                if own[group].keys() <= other.get(group, {}).keys()
+            ]
+            if method == base or not paired or len(paired) < len(own):
+                cells.append("")
+                continue
+            delta, digits = interval(paired), shown.digits
+            ends = f" [{delta.low:+.{digits}f}, {delta.high:+.{digits}f}]"
+            # One prompt of a group has no interval.
+            known = delta.low == delta.low
+            cells.append(f"{delta.mean:+.{digits}f}{ends if known else ''}")
+        if any(cells):
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def answers(rows: Sequence[Row]) -> str:
+    """FullKV's score by task, and the share of it that each method keeps, over the same prompts.
+
+    In brackets 95 % bootstrap intervals over prompts, of all tasks together.
+    """
+    scored = [row for row in rows if row.get("score") is not None]
+    full = {row["sample"]: row["score"] for row in scored if row["method"] == "fullkv"}
+    kept: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    for row in scored:
+        if row["method"] == "fullkv" or row["sample"] not in full:
+            continue
+        for task in (row["task"].partition(":")[2], "all"):
+            cells = kept.setdefault((row["method"], row["column"]), {})
+            cells.setdefault(task, []).append((row["score"], full[row["sample"]]))
+    tasks = sorted({task for cells in kept.values() for task in cells} - {"all"})
+    columns = sorted(kept, key=lambda key: (key[0], float(key[1].rstrip("x"))))
+    lines = [
+        f"| task | prompts | FullKV | {' | '.join(f'{m} {c}' for m, c in columns)} |",
+        "|---" + "|--:" * (len(columns) + 2) + "|",
+    ]
+    for task in [*tasks, "all"]:
+        most = max((cells[task] for cells in kept.values() if task in cells), key=len)
+        shares = [
+            # A method that ran some of the tasks has no share of all.
+            _share(kept[key][task], bounds=task == "all")
+            if task in kept[key] and len(kept[key][task]) == len(most)
+            else ""
+            for key in columns
+        ]
+        score = f"{fmean(of for _, of in most):.0%}"
+        lines.append(f"| {task} | {len(most)} | {score} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
+def _share(pairs: Sequence[tuple[float, float]], *, bounds: bool) -> str:
+    """Sum of the scores over the sum of FullKV's, as "92% [83, 103]"; "" where FullKV has none."""
+    got, of = np.array(pairs).T
+    if not of.sum():
+        return ""
+    share = f"{got.sum() / of.sum():.0%}"
+    if not bounds:
+        return share
+    drawn = np.random.default_rng(0).integers(0, len(of), (RESAMPLES, len(of)))
+    shares = 100 * got[drawn].sum(1) / np.maximum(of[drawn].sum(1), 1e-9)
+    low, high = np.quantile(shares, [0.025, 0.975])
+    return f"{share} [{low:.0f}, {high:.0f}]"
+
+
+def by_task(rows: Sequence[Row], shown: Measure) -> str:
+    """Mean over the prompts of each task and ratio, a column a method."""
+    cells: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in latest(list(rows)).values():
+        value = shown.read(row)
+        if row["error"] is None and value is not None and row["column"].endswith("x"):
+            place = cells.setdefault((row["task"].partition(":")[2], row["column"]), {})
+            place.setdefault(row["method"], []).append(value)
+    methods = list(dict.fromkeys(method for found in cells.values() for method in found))
+    lines = [
+        f"| task | ratio | {' | '.join(methods)} |",
+        "|---" + "|--:" * (len(methods) + 1) + "|",
+    ]
+    for task, column in sorted(cells, key=lambda key: (float(key[1][:-1]), key[0])):
+        found = cells[task, column]
+        means = (f"{fmean(found[m]):.{shown.digits}f}" if m in found else "" for m in methods)
+        lines.append(f"| {task} | {column} | {' | '.join(means)} |")
+    return "\n".join(lines)
+
+
+def costs(rows: Sequence[Row], methods: Sequence[str]) -> str:
+    """What each method adds to the prefill of the same sample, and what it leaves of the bytes."""
+    lines = ["| method | construction / prefill | bytes at 4x |", "|---|--:|--:|"]
+    done = [row for row in rows if row["error"] is None]
+    for method in methods:
+        own = [row for row in done if row["method"] == method]
+        times = [row["construction_seconds"] / row["prefill_seconds"] for row in own]
+        bytes_ = [row["bytes"] for row in own if row["column"] == "4x"]
+        share = sum(b["kv"] for b in bytes_) / max(1, sum(b["full_kv"] for b in bytes_))
+        lines.append(
+            f"| {method} | {median(times):.2f} | {f'{share:.0%}' if bytes_ else ''} |"
+            if times
+            else f"| {method} | | |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,108 @@
+"""The evaluations that are published, and what is reported of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gracekv.errors import ConfigError
+from gracekv.evaluate.row_files import Row
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What is reported of one evaluation.
+
+    Attributes:
+        title: of the page.
+        protocol: of its rows.
+        config: what is run, in benchmarks.
+        ours: the method whose place is told, or that others are compared with.
+        placed: what competes for a place; none: no standings and no picture.
+        last: the column that every group of a mean must have.
+        bases: further methods with which the others are compared.
+        notes: what the page says beside that.
+        kinds: whether means over needles and over texts are told apart.
+    """
+
+    title: str
+    protocol: str
+    config: str
+    ours: str
+    placed: tuple[str, ...] = ()
+    last: str = "64x"
+    bases: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    kinds: bool = False
+
+
+_SEEN, _HIDDEN = "query_aware", "query_agnostic"
+_PLUS = "`gracekv-plus` was tuned on other tasks and another seed; see the config's head"
+_AGNOSTIC = "`gracekv-agnostic` was tuned on `benchmarks/smollm2_agnostic_tuning.yaml`"
+_BYTES = (
+    "A ratio counts bytes against a full cache of 16-bit numbers; entries that stay as they are "
+    "count 16 bits a number where nothing is quantised, and what they take in a float32 model, "
+    "twice that, where something is",
+    "Column full: methods that keep every entry, at 1.8 (8 bits) and 3.2 (4 bits) times fewer "
+    "bytes",
+)
+_LIMIT = (
+    "Gold traces of LongProc, fed 64 tokens at a time; a ratio is a limit on prompt and answer "
+    "together, of which the context has half of what question and last tokens leave; `none` is "
+    "never cut after that, so it holds more"
+)
+
+SUITES = {
+    "smollm2-default": Suite(
+        "SmolLM2: the default, the paper's method and eight rivals", _SEEN, "smollm2_default.yaml",
+        "gracekv-plus",
+        (
+            "gracekv-plus", "gracekv", "streaming-llm", "h2o", "snapkv", "ada-snapkv", "pyramidkv",
+            "chunkkv", "cam", "d2o",
+        ),
+        notes=(_PLUS,),
+    ),
+    "smollm2-agnostic": Suite(
+        "SmolLM2, the question not seen", _HIDDEN, "smollm2_agnostic.yaml", "gracekv-agnostic",
+        ("gracekv-agnostic", "kvzip-two-pass", "expected-attention", "snapkv"), "16x",
+        notes=(_AGNOSTIC,), kinds=True,
+    ),
+    "answers": Suite("Answers kept", _SEEN, "smollm2_answers.yaml", "gracekv-plus"),
+    "answers-agnostic": Suite(
+        "Answers kept, the question not seen", _HIDDEN, "smollm2_agnostic_answers.yaml",
+        "gracekv-agnostic",
+    ),
+    "precision": Suite(
+        "Bits at equal bytes", _SEEN, "smollm2_bytes.yaml", "gracekv-plus", notes=_BYTES
+    ),
+    "compaction": Suite(
+        "10x to 50x, the question not seen", _HIDDEN, "smollm2_compaction.yaml",
+        "gracekv-agnostic",
+        ("gracekv-agnostic", "kvzip-two-pass", "attention-matching", "expected-attention"), "50x",
+        notes=(_AGNOSTIC,), kinds=True,
+    ),
+    "ablations": Suite(
+        "What each part brings", _SEEN, "smollm2_ablations.yaml", "gracekv-plus",
+        bases=("gracekv",), notes=(_PLUS,),
+    ),
+    "long-outputs": Suite(
+        "Long answers under a limit", _SEEN, "smollm2_long_outputs.yaml",
+        "gracekv-plus[decode=fitted]", last="8x", bases=("gracekv-plus[decode=none]",),
+        notes=(_LIMIT,),
+    ),
+}  # fmt: skip
+NEEDLES = ("single_retrieval", "retrieval", "shared_lookup")
+TEXTS = (
+    "single_doc_qa", "multi_doc_qa", "summarization", "few_shot", "ruler_qa", "shared_qa",
+)  # fmt: skip
+
+
+def suite_of(name: str, rows: Sequence[Row]) -> Suite:
+    """The suite of that name; `ConfigError` if the rows are of the other protocol, or of both."""
+    suite, found = SUITES[name], sorted({row["settings"]["protocol"] for row in rows})
+    if found != [suite.protocol]:
+        raise ConfigError(
+            f"The folder must hold rows of {suite.protocol} for {name}; it holds rows of "
+            f"{' and '.join(found) or 'none'}. Run each protocol in a folder of its own."
+        )
+    return suite
