@@ -48,9 +48,7 @@ def load_smollm2(
     command if the wheel or a package of the `cli` extra is missing.
     """
     gguf = find_gguf()
-    for package in ("transformers", "platformdirs"):
-        required(package, "cli")
-    import platformdirs
+    platformdirs = required("platformdirs", "cli")
 
     root = Path(cache_dir) if cache_dir is not None else platformdirs.user_cache_path("gracekv")
     digest = _sha256(gguf)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gracekv.kernels.rope import Rope
+from gracekv.prefill.projection import Projection as Projection
 from gracekv.prefill.prompt import PromptSpans, Region
 
 Reading = Literal["hidden", "outputs", "projection", "final", "passes"]
@@ -35,49 +36,6 @@ Reading = Literal["hidden", "outputs", "projection", "final", "passes"]
 
 Part = Literal["prefill", "surprisal", "projections", "query_sums", "reconstruction", "draft"]
 """The field of `gracekv.cache.Timings` that an observer's seconds count for."""
-
-
-class Sizes(Protocol):
-    """The sizes of a prefill, as `Prefill` names them."""
-
-    @property
-    def spans(self) -> PromptSpans:
-        """Of the prompt, T tokens."""
-
-    @property
-    def layers(self) -> int:
-        """L."""
-
-    @property
-    def kv_heads(self) -> int:
-        """G."""
-
-    @property
-    def query_heads(self) -> int:
-        """H."""
-
-    @property
-    def head_dim(self) -> int:
-        """d of keys and queries."""
-
-    @property
-    def entry_dim(self) -> int:
-        """d of attention outputs."""
-
-
-class Projection(Protocol):
-    """A layer's output projection without its bias, from this process's H d numbers to D."""
-
-    @property
-    def width(self) -> int:
-        """H d."""
-
-    @property
-    def columns(self) -> Tensor | None:
-        """The weight [D, H d]; None where it can only be called (quantised, offloaded)."""
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """[.., D] of rows [.., H d]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,8 +191,12 @@ class Observer(abc.ABC):
     causal_axis: ClassVar[int | None] = None
 
     @abc.abstractmethod
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        """The shape that the result must have; None where any length does."""
+    def shape(self, prefill: Any) -> tuple[int | None, ...]:
+        """The shape that the result must have; None where any length does.
+
+        Args:
+            prefill: the `Prefill` that is to hold it, for its sizes.
+        """
 
 
 class LayerObserver(Observer):

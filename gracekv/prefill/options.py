@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gracekv.errors import ConfigError
+from gracekv.registry import Configurable, bounded
 
 # Prompts of at most this many tokens run in one pass unless told otherwise, others in chunks.
 _ONE_PASS, _CHUNK = 2048, 512
@@ -15,7 +15,7 @@ _GPU_CHUNK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class CaptureOptions:
+class CaptureOptions(Configurable):
     """How a prefill runs. None of it changes what is captured, beyond rounding.
 
     Attributes:
@@ -36,27 +36,20 @@ class CaptureOptions:
             later allocations. `capture` itself, whose result is held, frees nothing.
 
     Raises:
-        ConfigError: `chunk` or `memory_limit` is no whole number of at least 1 and 0.
+        ConfigError: `chunk` or `memory_limit` is no whole number of at least 1 and 0, or an option
+            is of another type.
     """
 
-    chunk: int | None = None
-    memory_limit: int | None = None
+    chunk: int | None = bounded(
+        None, at_least=1, hint=f"In tokens; leave it out for {_CHUNK}, {_GPU_CHUNK} on GPUs."
+    )
+    memory_limit: int | None = bounded(
+        None, at_least=0, hint="In bytes of queries; 0 computes all but the windows' again."
+    )
     progress: Callable[[int, int], None] | None = None
     beyond_positions: bool = False
     stream: bool | None = None
     trim: bool = True
-
-    def __post_init__(self) -> None:
-        if not _is_whole(self.chunk, 1):
-            raise ConfigError(
-                f"chunk is the number of prompt tokens that run at once, a whole number of at "
-                f"least 1; got {self.chunk!r}. Leave it out for {_CHUNK}, {_GPU_CHUNK} on GPUs."
-            )
-        if not _is_whole(self.memory_limit, 0):
-            raise ConfigError(
-                f"memory_limit is the most bytes of queries that are held, a whole number of at "
-                f"least 0 (0 computes all but the windows' again); got {self.memory_limit!r}."
-            )
 
     def chunk_of(self, length: int, *, splits: bool, on_gpu: bool) -> int:
         """Tokens of one pass over a prompt of `length`; `splits`: the model can run in parts."""
@@ -64,13 +57,6 @@ class CaptureOptions:
             return min(self.chunk, length)
         size = _GPU_CHUNK if on_gpu else _CHUNK
         return size if splits and length > max(size, _ONE_PASS) else length
-
-
-def _is_whole(number: object, least: int) -> bool:
-    """Whether `number` is None or a whole number of at least `least`."""
-    if number is None:
-        return True
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 DEFAULTS = CaptureOptions()

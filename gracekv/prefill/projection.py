@@ -11,11 +11,13 @@ from torch import Tensor
 from gracekv.distributed.sharding import own_columns
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Unit vectors that go through a projection at once.
+_ROWS = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ModuleProjection:
-    """A `Projection` that is a torch module.
+class Projection:
+    """A layer's output projection without its bias, from this process's H d numbers to D.
 
     Attributes:
         module: from [.., H d] to [.., D]; a bias is taken off.
@@ -27,9 +29,23 @@ class ModuleProjection:
 
     @property
     def columns(self) -> Tensor | None:
-        """[D, H d]; of a sharded layer this process's columns; None if it can only be called."""
+        """The weight [D, H d], of a sharded layer this process's columns; None if hidden.
+
+        It is hidden where the module can only be called (quantised, offloaded).
+        """
         own = own_columns(self.module)
         return plain_weight(self.module) if own is None else own
+
+    def weight(self, like: Tensor) -> Tensor:
+        """[D, H d]: `columns`, or what the module makes of unit vectors.
+
+        Args:
+            like: a tensor of the dtype and on the device of the model's states.
+        """
+        if self.columns is not None:
+            return self.columns
+        unit = torch.eye(self.width, dtype=like.dtype, device=like.device)
+        return torch.cat([self(rows) for rows in unit.split(_ROWS)]).T
 
     def __call__(self, rows: Tensor) -> Tensor:
         """[.., D] of rows [.., H d]."""

@@ -23,7 +23,7 @@ from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import TokenRun
 from gracekv.prefill.partial_attention import PartialAttention
 from gracekv.prefill.past import Past, widened
-from gracekv.prefill.projection import ModuleProjection
+from gracekv.prefill.projection import Projection
 from gracekv.prefill.prompt import PromptSpans, Region
 
 
@@ -126,7 +126,7 @@ class Recorder:
             sinks=self.sinks.get(layer),
             hidden=self._hidden.pop(layer, None),
             outputs=outputs[0].transpose(0, 1) if reads("outputs", layer) else None,
-            projection=ModuleProjection(output_projection(module), width)
+            projection=Projection(output_projection(module), width)
             if reads("projection", layer)
             else None,
         )

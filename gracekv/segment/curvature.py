@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from gracekv.errors import NonFiniteError
 from gracekv.prefill import Needs, Prefill, PromptSpans, depth_layers
-from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Reading, Sizes, TokenRun
+from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Reading, TokenRun
 from gracekv.prefill.past import reflected
 from gracekv.registry import Configurable, bounded
 
@@ -87,8 +87,8 @@ class BlockInput(LayerObserver):
 
     depth: float
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        return (sizes.spans.length, None)
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        return (prefill.spans.length, None)
 
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator | None:
         return _Rows(spans) if depth_layers([self.depth], layers) == (layer,) else None

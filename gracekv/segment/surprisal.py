@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gracekv.kernels.linalg import linear
 from gracekv.kernels.logits import capped
-from gracekv.prefill import PromptSpans
-from gracekv.prefill.observer import FinalAccumulator, FinalObserver, FinalRun, Part, Sizes
+from gracekv.prefill import Prefill, PromptSpans
+from gracekv.prefill.observer import FinalAccumulator, FinalObserver, FinalRun, Part
 from gracekv.prefill.past import reflected
 from gracekv.prefill.projection import plain_weight
 
@@ -35,8 +35,8 @@ class Surprisal(FinalObserver):
     part: ClassVar[Part] = "surprisal"
     causal_axis: ClassVar[int | None] = 0
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        return (sizes.spans.length,)
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        return (prefill.spans.length,)
 
     def accumulator(self, spans: PromptSpans) -> FinalAccumulator:
         return _Surprisal(spans)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gracekv.prefill import Observer, PassObserver, Prefill, PromptSpans
 from gracekv.prefill.observations import Observations
 from gracekv.prefill.observer import FinalRun, Reading, TokenRun
-from gracekv.prefill.projection import ModuleProjection
+from gracekv.prefill.projection import Projection
 from gracekv.testing.prefills import synthetic_prefill
 
 _HIDDEN, _VOCABULARY = 24, 40
@@ -115,7 +115,7 @@ class _Driver:
             scale=prefill.scale,
             hidden=self._hidden[layer, start:end].clone() if "hidden" in reads else None,
             outputs=outputs,
-            projection=ModuleProjection(self._projection, self._projection.in_features)
+            projection=Projection(self._projection, self._projection.in_features)
             if "projection" in reads
             else None,
         )

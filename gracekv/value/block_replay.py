@@ -28,7 +28,7 @@ from gracekv.kernels.logits import capped
 from gracekv.kernels.rope import Rope
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
-from gracekv.prefill.observer import Accumulator, LayerObserver, Sizes, TokenRun
+from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory, TokenColumns
 
@@ -53,8 +53,8 @@ class BlockReplaySums(LayerObserver):
     power: float
     near: int = 0
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        return sizes.layers, sizes.kv_heads, sizes.spans.length
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        return prefill.layers, prefill.kv_heads, prefill.spans.length
 
     def seen(self, spans: PromptSpans) -> Region:
         return Region(max(spans.context_start, spans.past), spans.context_end)

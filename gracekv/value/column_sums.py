@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
-from gracekv.prefill.observer import Accumulator, LayerObserver, Sizes, TokenRun
+from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
 from gracekv.value.base import SCORERS, LayerScorer, Memory, TokenColumns
 
 
@@ -23,8 +23,8 @@ class ReceivedAttention(LayerObserver):
     arXiv:2306.14048).
     """
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        return sizes.layers, sizes.query_heads, sizes.spans.length
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        return prefill.layers, prefill.query_heads, prefill.spans.length
 
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
         return _Columns(spans)

@@ -17,14 +17,13 @@ from gracekv.prefill.observer import (
     Part,
     Projection,
     Reading,
-    Sizes,
     TokenRun,
 )
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, DerivedScorer, Memory, Scorer, TokenColumns, rank_scores
 from gracekv.value.window_attention import WindowAttention
 
-# Rows that go through a projection at once.
+# Rows that go through a head's projection at once.
 _ROWS = 1024
 
 
@@ -39,8 +38,8 @@ class WrittenNorms(LayerObserver):
     part: ClassVar[Part] = "projections"
     causal_axis: ClassVar[int | None] = 2
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        return sizes.layers, sizes.kv_heads, sizes.spans.length
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        return prefill.layers, prefill.kv_heads, prefill.spans.length
 
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
         return _Norms(spans)
@@ -129,13 +128,8 @@ def written_norms(projection: Projection, values: Tensor, heads: int) -> Tensor:
 
     Source: Feng et al. (2025), CriticalKV, arXiv:2502.03805.
     """
-    weight = projection.columns
-    if weight is None:
-        unit = torch.eye(projection.width, dtype=values.dtype, device=values.device)
-        weight = torch.cat([projection(rows) for rows in unit.split(_ROWS)]).T
-    by_head = rearrange(
-        weight.float(), "o (g n d) -> g n d o", g=len(values), n=heads // len(values)
-    )
+    groups, weight = len(values), projection.weight(values).float()
+    by_head = rearrange(weight, "o (g n d) -> g n d o", g=groups, n=heads // groups)
     rows = values[..., : by_head.shape[2]].float()
     norms = torch.zeros(values.shape[:2], device=values.device)
     for group, own in enumerate(by_head):

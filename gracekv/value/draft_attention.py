@@ -17,7 +17,7 @@ from einops import reduce
 from torch import Tensor
 
 from gracekv.prefill import Needs, Prefill, Region
-from gracekv.prefill.observer import Part, Passes, PassObserver, Sizes, TokenRun
+from gracekv.prefill.observer import Part, Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory
 
@@ -38,8 +38,8 @@ class Draft(PassObserver):
 
     tokens: int
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        return sizes.layers, sizes.kv_heads, None, sizes.spans.context_length
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        return prefill.layers, prefill.kv_heads, None, prefill.spans.context_length
 
     @torch.no_grad()
     def observe(self, passes: Passes) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
-from gracekv.prefill.observer import Accumulator, LayerObserver, Sizes, TokenRun
+from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory
 
@@ -41,8 +41,8 @@ class QueryMoments(LayerObserver):
 
     start: int
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        return sizes.layers, sizes.query_heads, 1 + sizes.head_dim, sizes.head_dim
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        return prefill.layers, prefill.query_heads, 1 + prefill.head_dim, prefill.head_dim
 
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
         return _QuerySums(self.seen(spans))

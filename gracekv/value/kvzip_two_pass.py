@@ -23,7 +23,7 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from gracekv.prefill import Needs, Prefill, Region
-from gracekv.prefill.observer import Part, Passes, PassObserver, Sizes, TokenRun
+from gracekv.prefill.observer import Part, Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores
 
@@ -52,8 +52,8 @@ class Reconstruction(PassObserver):
 
     chunk: int = 2048
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        return sizes.layers, sizes.kv_heads, sizes.spans.context_length
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        return prefill.layers, prefill.kv_heads, prefill.spans.context_length
 
     @torch.no_grad()
     def observe(self, passes: Passes) -> Tensor:

@@ -16,14 +16,10 @@ from gracekv.prefill.observer import (
     Part,
     Projection,
     Reading,
-    Sizes,
     TokenRun,
 )
 from gracekv.registry import bounded
 from gracekv.value.base import SENSITIVITIES, Sensitivity
-
-# Unit vectors that go through a projection at once.
-_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -33,8 +29,8 @@ class ProjectionNorms(LayerObserver):
     reads: ClassVar[frozenset[Reading]] = frozenset({"projection"})
     part: ClassVar[Part] = "projections"
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        return sizes.layers, sizes.query_heads
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        return prefill.layers, prefill.query_heads
 
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
         return _Static()
@@ -64,8 +60,8 @@ class ProjectedNorms(LayerObserver):
     reads: ClassVar[frozenset[Reading]] = frozenset({"outputs", "projection"})
     part: ClassVar[Part] = "projections"
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        return sizes.layers, sizes.kv_heads, len(sizes.spans.question_probes())
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        return prefill.layers, prefill.kv_heads, len(prefill.spans.question_probes())
 
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
         return _Dynamic(spans)
@@ -143,7 +139,7 @@ def projected_norms(projection: Projection, outputs: Tensor, groups: int) -> Ten
 
 
 def projection_norms(projection: Projection, heads: int, like: Tensor) -> Tensor:
-    """[H] float32: ||W_O^h||_F, from the weight if it can be read, else by calling the projection.
+    """[H] float32: ||W_O^h||_F.
 
     Args:
         projection: of the layer.
@@ -152,13 +148,6 @@ def projection_norms(projection: Projection, heads: int, like: Tensor) -> Tensor
 
     Source: Eq. (V7) (static strength, before its sum).
     """
-    if projection.columns is not None:
-        columns = projection.columns.float().square().sum(dim=0)
-    else:
-        unit = torch.eye(projection.width, dtype=like.dtype, device=like.device)
-        # Row i of the result is column i of the weight, whatever form that is stored in.
-        columns = torch.cat(
-            [projection(rows).float().square().sum(dim=-1) for rows in unit.split(_ROWS)]
-        )
+    columns = projection.weight(like).float().square().sum(dim=0)
     norms: Tensor = rearrange(columns, "(h d) -> h d", h=heads).sum(dim=-1).sqrt()
     return norms

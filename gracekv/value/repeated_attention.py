@@ -17,7 +17,7 @@ from torch import Tensor
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import region_samples
-from gracekv.prefill.observer import Part, Passes, PassObserver, Sizes, TokenRun
+from gracekv.prefill.observer import Part, Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory
 from gracekv.value.kvzip_two_pass import repetitions
@@ -40,9 +40,9 @@ class RepeatedQueries(PassObserver):
     count: int
     chunk: int = 4096
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        count = min(self.count, sizes.spans.context_length)
-        return sizes.layers, sizes.query_heads, count, sizes.head_dim
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        count = min(self.count, prefill.spans.context_length)
+        return prefill.layers, prefill.query_heads, count, prefill.head_dim
 
     def reach(self, spans: PromptSpans) -> int:
         return spans.context_end + min(self.chunk, spans.context_length)

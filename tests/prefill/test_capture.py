@@ -21,7 +21,7 @@ from gracekv.hf import attach, detach  # noqa: E402
 from gracekv.hf.capture import EVERYTHING, capture  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
 from gracekv.prefill.fingerprint import differences, fingerprint  # noqa: E402
-from gracekv.prefill.projection import ModuleProjection  # noqa: E402
+from gracekv.prefill.projection import Projection  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.segment.curvature import BlockInput  # noqa: E402
 from gracekv.segment.surprisal import Surprisal  # noqa: E402
@@ -116,7 +116,7 @@ class Quantised(torch.nn.Module):
 
 def test_a_quantised_projection_is_measured_by_its_columns():
     linear = torch.nn.Linear(24, 10)
-    odd, plain = (ModuleProjection(x, 24) for x in (Quantised(linear), linear))
+    odd, plain = (Projection(x, 24) for x in (Quantised(linear), linear))
     like = torch.zeros(())
     torch.testing.assert_close(projection_norms(odd, 3, like), projection_norms(plain, 3, like))
 

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 import gracekv
 from gracekv.hf.capture import capture
-from gracekv.prefill.projection import ModuleProjection
+from gracekv.prefill.projection import Projection
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing.attention import relative_error
 from gracekv.testing.models import tiny_model
@@ -115,7 +115,7 @@ KINDS = [Eight, Packed, Four, Scaled, Adapted]
 
 
 def seen(linear):
-    return ModuleProjection(linear, 24)
+    return Projection(linear, 24)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -148,7 +148,7 @@ def test_norms_are_those_of_the_weight_in_effect(kind, bias):
 def test_unit_vectors_in_blocks_give_the_same_norms(monkeypatch):
     odd, outputs = Packed(torch.nn.Linear(24, 10)), torch.zeros(6, 1, 4)
     whole = projection_norms(seen(odd), 6, outputs)
-    monkeypatch.setattr("gracekv.value.output_projection._ROWS", 7)
+    monkeypatch.setattr("gracekv.prefill.projection._ROWS", 7)
     torch.testing.assert_close(projection_norms(seen(odd), 6, outputs), whole)
 
 

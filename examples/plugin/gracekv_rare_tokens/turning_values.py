@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.prefill import LayerObserver, Needs, Prefill, PromptSpans, Region
-from gracekv.prefill.observer import Accumulator, Sizes, TokenRun
+from gracekv.prefill.observer import Accumulator, TokenRun
 from gracekv.value import SCORERS, LayerScorer, Memory
 
 
@@ -17,8 +17,8 @@ from gracekv.value import SCORERS, LayerScorer, Memory
 class ValueTurns(LayerObserver):
     """1 - cos of the angle between each value and the one before, float32 [L, G, T]; 0 first."""
 
-    def shape(self, sizes: Sizes) -> tuple[int | None, ...]:
-        return sizes.layers, sizes.kv_heads, sizes.spans.length
+    def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
+        return prefill.layers, prefill.kv_heads, prefill.spans.length
 
     def accumulator(self, layer: int, layers: int, spans: PromptSpans) -> Accumulator:
         return _Turns(spans)
