@@ -25,36 +25,12 @@ from gracekv.prefill.observer import PassObserver, Reading
 from gracekv.prefill.prompt import PromptSpans
 from gracekv.prefill.self_check import self_check
 
-TESTED_MODEL_TYPES = frozenset(
-    {
-        "cohere2",
-        "falcon_h1",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "gemma4_text",
-        "glm4",
-        "gpt_oss",
-        "granite",
-        "granitemoehybrid",
-        "lfm2",
-        "llama",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "nemotron_h",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_5_text",
-        "qwen3_moe",
-        "qwen3_next",
-        "smollm3",
-        "starcoder2",
-    }
-)
+TESTED_MODEL_TYPES = frozenset((
+    "cohere2", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm4", "gpt_oss",
+    "granite", "granitemoehybrid", "lfm2", "llama", "ministral", "mistral", "mixtral", "nemotron_h",
+    "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_5_text", "qwen3_moe", "qwen3_next",
+    "smollm3", "starcoder2",
+))  # fmt: skip
 """`config.model_type`s whose capture and decoding are tested against the stock forward pass."""
 
 TESTED_ROPE_TYPES = frozenset(

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
 import torch
-
-FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text", "gemma4_text",
-    "cohere2", "falcon_h1", "glm4", "gpt_oss", "granite", "granitemoehybrid", "lfm2", "ministral",
-    "mixtral", "nemotron_h", "olmo2", "olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_next", "smollm3",
-    "starcoder2",
-)  # fmt: skip
-"""`config.model_type`s that `tiny_model` can make."""
 
 SLIDING = ("cohere2", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "ministral", "olmo3")
 """Families of which every other layer slides here."""
@@ -30,6 +22,18 @@ _OTHER_LAYERS = {
 }
 
 # Weights of projections, of standard deviation 1 / sqrt(inputs).
+_EXPERT_SIZES = (
+    "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+_OWN: Mapping[str, Mapping[str, Any]] = {
+    "falcon_h1": {"lm_head_multiplier": 0.5},
+    "gemma2": {"attn_logit_softcapping": 3.0},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "granite": {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "granitemoehybrid": {"attention_multiplier": 0.1, "logits_scaling": 2.0},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+}
 _UNIT_SCALE = (
     "proj.weight", "in_proj_qkvz.weight", "in_proj_ba.weight", "conv1d.weight", "lm_head.weight",
     "fc.weight", "experts.gate_up_proj", "experts.down_proj", "gate.weight",
@@ -57,7 +61,7 @@ def tiny_model(
     """A causal language model in evaluation mode whose weights depend only on the arguments.
 
     Args:
-        family: one of `FAMILIES`.
+        family: one of `gracekv.prefill.supported.TESTED_MODEL_TYPES`.
         layers: L.
         heads: H.
         kv_heads: G.
@@ -79,65 +83,40 @@ def tiny_model(
     """
     import transformers
 
-    extra: dict[str, Any] = {}
+    kinds = (*_OTHER_LAYERS.get(family, ()), "full_attention")
+    layer_kinds = "layers_block_type" if family == "nemotron_h" else "layer_types"
+    # Each family reads what it knows of these, and of its own; the others ignore it.
+    experts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+    wide = dict.fromkeys(_EXPERT_SIZES, heads * dim)
+    states = {"mamba_n_heads": heads, "mamba_d_head": 2 * dim, "mamba_d_state": dim}
+    states |= {"mamba_num_heads": heads, "mamba_head_dim": 2 * dim, "ssm_state_size": dim}
+    states |= {"linear_num_key_heads": kv_heads, "linear_num_value_heads": heads}
+    states |= {"linear_key_head_dim": dim, "linear_value_head_dim": dim}
+    states |= {"mamba_n_groups": 1, "n_groups": 1, "mamba_chunk_size": 16, "chunk_size": 16}
+    extra: dict[str, Any] = {**experts, "num_experts_per_tok": 2, **wide, **states}
+    extra |= _OWN.get(family, {})
     parameters: dict[str, Any] = {**_scaling(rope, original, int(dim * partial)), "rope_theta": 1e4}
+    if len(kinds) > 1:
+        extra[layer_kinds] = [kinds[i % len(kinds)] for i in range(layers)]
+    if family in ("phi3", "glm4", "qwen3_next", "qwen3_5_text"):
+        parameters["partial_rotary_factor"] = partial
     if family == "phi3":
         plain = rope == "default"
-        extra = {"original_max_position_embeddings": positions if plain else original}
-        parameters["partial_rotary_factor"] = partial
+        extra["original_max_position_embeddings"] = positions if plain else original
     elif family in ("qwen2", "qwen3"):
-        # The first layer attends to everything, the others slide.
-        extra = {"use_sliding_window": window is not None, "max_window_layers": 1}
-    elif family in _OTHER_LAYERS:
-        kinds = (*_OTHER_LAYERS[family], "full_attention")
-        name = "layers_block_type" if family == "nemotron_h" else "layer_types"
-        extra = {name: [kinds[i % len(kinds)] for i in range(layers)]}
-    if family == "gemma2":
-        # Its own cap of 50 would hardly change such small logits.
-        extra |= {"attn_logit_softcapping": 3.0}
+        extra |= {"use_sliding_window": window is not None, "max_window_layers": 1}
     elif family in ("gemma3_text", "gemma4_text"):
         local = {"rope_type": "default", "rope_theta": 1e3}
         if family == "gemma4_text":
-            # Layers with full attention have larger heads, of which some features rotate.
             parameters |= {"rope_type": "proportional", "partial_rotary_factor": 0.5}
-            extra |= {"global_head_dim": 2 * dim, "hidden_size_per_layer_input": 0}
+            extra["global_head_dim"] = 2 * dim
         parameters = {"sliding_attention": local, "full_attention": parameters}
-    elif family == "glm4":
-        parameters["partial_rotary_factor"] = partial
-    elif family == "granite":
-        extra = {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0}
-    elif family in ("mixtral", "qwen3_moe", "gpt_oss"):
-        experts = "num_experts" if family == "qwen3_moe" else "num_local_experts"
-        extra |= {experts: 4, "num_experts_per_tok": 2, "moe_intermediate_size": heads * dim}
-    elif family in ("qwen3_next", "qwen3_5_text"):
-        extra |= {"linear_num_key_heads": kv_heads, "linear_num_value_heads": heads}
-        extra |= {"linear_key_head_dim": dim, "linear_value_head_dim": dim}
-        if family == "qwen3_next":
-            extra |= {"num_experts": 4, "num_experts_per_tok": 2}
-            extra |= {"moe_intermediate_size": heads * dim}
-            extra |= {"shared_expert_intermediate_size": heads * dim}
-        else:
-            parameters["mrope_section"] = [2, 1, 1]
-        parameters["partial_rotary_factor"] = partial
-    elif family == "lfm2":
-        extra |= {"block_auto_adjust_ff_dim": False}
-    elif family in ("falcon_h1", "granitemoehybrid"):
-        extra |= {"mamba_n_heads": heads, "mamba_d_head": 2 * dim, "mamba_d_state": dim}
-        extra |= {"mamba_n_groups": 1, "mamba_chunk_size": 16}
-        if family == "falcon_h1":
-            extra |= {"mamba_d_ssm": 2 * heads * dim, "lm_head_multiplier": 0.5}
-        else:
-            extra |= {"num_local_experts": 4, "num_experts_per_tok": 2}
-            extra |= {"shared_intermediate_size": heads * dim, "attention_multiplier": 0.1}
-            extra |= {"logits_scaling": 2.0}
-    elif family == "nemotron_h":
-        extra |= {"mamba_num_heads": heads, "mamba_head_dim": 2 * dim, "ssm_state_size": dim}
-        extra |= {"n_groups": 1, "chunk_size": 16, "n_routed_experts": 4}
-        extra |= {"num_experts_per_tok": 2, "moe_intermediate_size": heads * dim}
-        extra |= {"moe_shared_expert_intermediate_size": heads * dim}
+    elif family == "qwen3_5_text":
+        parameters["mrope_section"] = [2, 1, 1]
+    elif family == "falcon_h1":
+        extra["mamba_d_ssm"] = 2 * heads * dim
     elif family == "smollm3":
-        # Every other layer has no RoPE.
-        extra = {"no_rope_layers": [1 - i % 2 for i in range(layers)], "use_sliding_window": False}
+        extra |= {"no_rope_layers": [1 - i % 2 for i in range(layers)], "use_sliding_window": False}
     if family in ("mistral", "phi3", "mixtral", "starcoder2") or window is not None:
         # Mistral has a window of 4096 unless told that it has none.
         extra["sliding_window"] = window
