@@ -181,27 +181,15 @@ class AttentionBackend(Backend):
     """Attention of a few new tokens over one packed layer and the tail.
 
     Softmax statistics are float32 or better. Results of all backends agree within
-    `gracekv.testing.attention.TOLERANCES`.
-
-    Attributes:
-        reads_codes: whether it reads quantised entries.
+    `gracekv.testing.attention.TOLERANCES`. It reads quantised entries (`spec.codings`), or says in
+    `obstacle` that it does not.
     """
-
-    reads_codes: ClassVar[bool] = False
 
     def resolve(self, spec: AttentionSpec) -> AttentionBackend:
         return self
 
     def obstacle(self, spec: AttentionSpec) -> str | None:
-        """Why a layer of `spec` cannot be read, and what to do about it; None if it can.
-
-        A class that adds reasons of its own calls this first.
-        """
-        if spec.codings and not self.reads_codes:
-            return (
-                "It does not read quantised entries. Use backend 'auto', 'sdpa' or 'eager', or "
-                "precision 'full'."
-            )
+        """Why a layer of `spec` cannot be read, and what to do about it; None if it can."""
         return None
 
     def require(self, spec: AttentionSpec) -> None:

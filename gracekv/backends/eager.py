@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -20,8 +18,6 @@ class Eager(AttentionBackend):
 
     Cost: a Python loop over sequences and heads.
     """
-
-    reads_codes: ClassVar[bool] = True
 
     def prepare(self, layer: LayerEntries) -> LayerEntries:
         return layer

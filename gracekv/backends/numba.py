@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,13 +36,8 @@ class Numba(AttentionBackend):
     gradients and `torch.compile` go through `Sdpa`. Keys and values are never copied or padded.
     """
 
-    reads_codes: ClassVar[bool] = True
-
     def obstacle(self, spec: AttentionSpec) -> str | None:
         """Why the kernel cannot run there and what to do about it; None if it can."""
-        reason = super().obstacle(spec)
-        if reason is not None:
-            return reason
         if spec.device.type != "cpu":
             return f"The cache lies on {spec.device}; the kernel is for CPUs. Use backend 'sdpa'."
         if spec.dtype is not None and spec.dtype not in _DTYPES:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -103,7 +103,6 @@ class Sdpa(AttentionBackend):
     head has too few queries for all threads, each thread reads a window of its entries.
     """
 
-    reads_codes: ClassVar[bool] = True
     kernel: Literal["auto", "fused", "plain"] = "auto"
 
     def prepare(self, layer: Layer) -> HeadViews:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -72,13 +71,12 @@ class Triton(AttentionBackend):
     float16 and bfloat16 with heads of dimension 256 or less. Nothing is copied or padded.
     """
 
-    reads_codes: ClassVar[bool] = True
     splits_per_processor: int = bounded(2, at_least=1)
     processors: int | None = bounded(None, at_least=1, hint="None takes the GPU's own number.")
 
     def obstacle(self, spec: AttentionSpec) -> str | None:
         """Why this backend cannot read such a layer, and what to do about it; None if it can."""
-        reason = super().obstacle(spec) or gpu.obstacle(spec.device, _OTHERWISE)
+        reason = gpu.obstacle(spec.device, _OTHERWISE)
         if reason is None and spec.dtype is not None and spec.dim is not None:
             try:
                 tiles(spec.dim, spec.dtype, (8, 0))

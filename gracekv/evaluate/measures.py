@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gracekv.errors import ConfigError
@@ -37,8 +38,8 @@ class Measure:
     digits: int
 
 
-def _number(*path: str) -> Callable[[Row], float | None]:
-    """Reads the number at `path` of a row; None if there is none."""
+def _number(*path: str, scale: float = 1.0) -> Callable[[Row], float | None]:
+    """Reads the number at `path` of a row, times `scale`; None if there is none."""
 
     def read(row: Row) -> float | None:
         value: Any = row
@@ -46,19 +47,12 @@ def _number(*path: str) -> Callable[[Row], float | None]:
             value = value.get(name) if isinstance(value, Mapping) else None
         # Rows spell NaN and infinity as text: an average must not swallow them.
         known = isinstance(value, int | float) and not isinstance(value, bool)
-        return float(value) if known and abs(value) <= _LARGEST else None
+        return scale * float(value) if known and abs(value) <= _LARGEST else None
 
     return read
 
 
-def _percent(*path: str) -> Callable[[Row], float | None]:
-    """A hundred times the number at `path` of a row."""
-
-    def read(row: Row) -> float | None:
-        value = _number(*path)(row)
-        return None if value is None else 100.0 * value
-
-    return read
+_percent = partial(_number, scale=100.0)
 
 
 def _share(part: str, of: str, whole: str) -> Callable[[Row], float | None]:

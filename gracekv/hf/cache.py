@@ -206,10 +206,6 @@ class GraceCache(Cache):  # type: ignore[misc]
         """Bytes that the backend holds beside the packed tensors (padding, copies)."""
         return sum(x.packed.backend.held_bytes(x.packed.prepared) for x in self.grace_layers)
 
-    def get_max_cache_shape(self, layer_idx: int | None = None) -> int:
-        """The name of `get_max_length` in older transformers."""
-        return int(self.layers[layer_idx or 0].get_max_length())
-
     def __repr__(self) -> str:
         tail: Any = self.grace_layers[0].tail_length
         return f"GraceCache(packed_length={self.packed_length}, tail={tail}, layers={len(self)})"

@@ -198,10 +198,6 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` in older transformers."""
-        return -1
-
     def reset(self) -> None:
         """Forget the tail; the packed part stays."""
         self._used = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -282,16 +282,10 @@ class Prefill:
                     accumulator.add(view.run_of(layer, part))
         return observer.combine({i: x.result() for i, x in enumerate(made) if x is not None})
 
-    def without(self, *parts: type[Observer] | Literal["queries"]) -> Self:
-        """Shares everything but queries, or what observers of these classes saw."""
-        kinds = tuple(x for x in parts if isinstance(x, type))
-        fields: dict[str, object] = {
-            "observed": {o: x for o, x in self.observed.items() if not isinstance(o, kinds)}
-        }
-        if "queries" in parts:
-            fields["queries"] = tuple(x[:, :0].clone() for x in self.queries)
-            fields["query_positions"] = self.query_positions[:0]
-        return self._replaced(**fields)
+    def without(self, *observers: type[Observer]) -> Self:
+        """Shares everything but what observers of these classes saw."""
+        left = {x: seen for x, seen in self.observed.items() if not isinstance(x, observers)}
+        return self._replaced(observed=left)
 
     def _replaced(self, **fields: object) -> Self:
         """As `dataclasses.replace`, without checking all tensors once more."""

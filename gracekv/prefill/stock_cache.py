@@ -51,10 +51,6 @@ class PassedOn(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    def get_max_cache_shape(self) -> int:
-        """The name of `get_max_length` in older transformers."""
-        return -1
-
     def crop(self, tokens_to_remove: int) -> None:
         self.cumulative_length += tokens_to_remove
 

@@ -50,7 +50,7 @@ def test_lengths_follow_the_logical_tokens():
     assert (cache.get_seq_length(), cache.get_mask_sizes(3, 0)) == (PACKED, (3, PACKED))
     feed(cache, 3)
     assert (cache.get_seq_length(), cache.get_mask_sizes(1, 1)) == (PACKED + 3, (4, PACKED))
-    assert cache.get_max_length() == cache.get_max_cache_shape() == -1
+    assert cache.get_max_length() == -1
     assert repr(cache) == "GraceCache(packed_length=30, tail=3, layers=2)"
 
 

@@ -6,6 +6,7 @@ from importlib.resources import files
 import pytest
 import torch
 
+from support.lean_prefills import without_queries
 from support.margins import assert_same_choice, assert_same_tokens
 
 pytest.importorskip("transformers")
@@ -234,7 +235,7 @@ def test_queries_of_what_was_read_before_are_gone(model):
     needs = Needs(later_queries=True)
     prefill = run_capture(model, Prompt(ids, spans), past, needs, CaptureOptions())
     again = run_capture(model, Prompt(ids, spans), past, Needs(), CaptureOptions(memory_limit=0))
-    again = again.without("queries").with_queries(prefill.query_positions)
+    again = without_queries(again).with_queries(prefill.query_positions)
     for one, other in zip(prefill.queries, again.queries, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     assert prefill.query_positions.tolist() == list(range(past.places, past.places + 10))

@@ -12,6 +12,7 @@ from gracekv.prefill import Needs, Region
 from gracekv.testing import synthetic_prefill
 from gracekv.value import BlockReplay, Replay, reference
 from gracekv.value.block_replay import BlockReplaySums, near_logits
+from support.lean_prefills import without_queries
 
 
 def small(**changes):
@@ -74,8 +75,8 @@ def test_captured_sums_are_read():
     plain = scorer(prefill, region).scores
     (sums,) = scorer.needs().observers
     captured = dataclasses.replace(
-        prefill, observed={sums: torch.full((2, prefill.kv_heads, 26), 20.0)}
-    ).without("queries")
+        without_queries(prefill), observed={sums: torch.full((2, prefill.kv_heads, 26), 20.0)}
+    )
     torch.testing.assert_close(scorer(captured, region).scores, torch.ones_like(plain))
     with pytest.raises(MissingCaptureError, match="not captured"):
         BlockReplay(9)(captured, region)
