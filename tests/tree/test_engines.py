@@ -88,9 +88,6 @@ def test_a_tensor_without_memory_of_its_own_goes_to_torch(machine):
     machine("numba", "triton")
     values = SecondDeviceTensor(torch.zeros(3, 64))
     assert select_engine("auto", values) == "torch"
-    with pytest.raises(BackendUnavailableError, match="needs a cache on a CPU"):
-        select_engine("numba", values)
-    with pytest.raises(
-        BackendUnavailableError, match=r"of type SecondDeviceTensor\. Use engine 'torch'"
-    ):
-        select_engine("triton", values)
+    for engine in ("numba", "triton"):
+        with pytest.raises(BackendUnavailableError, match=r"of type SecondDeviceTensor\. Use"):
+            select_engine(engine, values)

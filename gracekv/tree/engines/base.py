@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,43 +89,37 @@ class EngineInputs:
         }
 
 
+_FASTEST: Mapping[str, Engine] = {"cpu": "numba", "cuda": "triton"}
+
+
 def select_engine(engine: Engine, values: Tensor, softcap: float | None = None) -> Engine:
     """The engine for a cache with these values [..., d] and this cap of logits; never "auto".
 
     "auto" takes the fastest that can run there: "numba" on CPUs, "triton" on GPUs, "torch" where
     neither is available. Raises `BackendUnavailableError` if `engine` names one that cannot run.
     """
-    if softcap is not None:
-        if engine in ("numba", "triton"):
-            raise BackendUnavailableError(
-                f"The distortion's engine {engine!r} does not cap logits, as this model does at "
-                f"{softcap:g}. Choose engine='torch' or 'auto'."
-            )
-        return "torch"
-    device = values.device
-    # Kernels read memory, which a tensor subclass (traced, sharded ...) need not have.
-    plain = type(values) is Tensor
-    if engine in ("auto", "numba"):
-        if plain and device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-            return "numba"
-        if engine == "numba":
-            raise BackendUnavailableError(
-                f"The distortion's engine 'numba' needs a cache on a CPU, and numba; the cache "
-                f'lies on {device}. pip install "gracekv[cpu]", or choose engine="torch".'
-            )
-    if engine == "triton" or (engine == "auto" and device.type == "cuda"):
-        reason = _triton_obstacle(values)
-        if reason is None:
-            return "triton"
-        if engine == "triton":
-            raise BackendUnavailableError(f"The distortion's engine 'triton' cannot run. {reason}")
-    return "torch"
+    chosen = _FASTEST.get(values.device.type, "torch") if engine == "auto" else engine
+    reason = None if chosen == "torch" else _obstacle(chosen, values, softcap)
+    if reason is not None and engine != "auto":
+        raise BackendUnavailableError(f"The distortion's engine {engine!r} cannot run. {reason}")
+    return chosen if reason is None else "torch"
 
 
-def _triton_obstacle(values: Tensor) -> str | None:
+def _obstacle(engine: Engine, values: Tensor, softcap: float | None) -> str | None:
+    """Why a compiled engine cannot run, and what to do about it; None if it can."""
     dim, kind = values.shape[-1], type(values)
+    if softcap is not None:
+        return f"It does not cap logits, as this model does at {softcap:g}. Use engine 'torch'."
+    # Kernels read memory, which a tensor subclass (traced, sharded ...) need not have.
     if kind is not Tensor:
         return f"It reads plain tensors; the cache is of type {kind.__name__}. Use engine 'torch'."
+    if engine == "numba":
+        if values.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+            return None
+        return (
+            f"It needs a cache on a CPU, and numba; the cache lies on {values.device}. pip install "
+            f'"gracekv[cpu]", or use engine "torch".'
+        )
     if dim > LARGEST_DIM:
         return f"It reads heads of dimension {LARGEST_DIM} or less; got {dim}. Use engine 'torch'."
     return obstacle(values.device, "engine 'torch'")
