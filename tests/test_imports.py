@@ -22,7 +22,7 @@ KNOWS = {
     "allocate": {"gracekv.distributed", "gracekv.tree.base"},
     # The packer reads the nodes and merges their tokens by the trees' own rule.
     "cache": {"gracekv.allocate", "gracekv.prefill", "gracekv.tree.base", "gracekv.tree.merge"}
-    | {"gracekv.distributed", "gracekv.files"},
+    | {"gracekv.distributed", "gracekv.files", "gracekv.value.column_sums"},
     "fit": {"gracekv.cache.base", "gracekv.prefill", "gracekv.value"},
     "decode": {"gracekv.allocate", "gracekv.cache.base", "gracekv.fit"},
     "precision": {

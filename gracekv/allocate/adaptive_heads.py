@@ -39,9 +39,7 @@ class AdaptiveHeads(Quota):
     floor: float = bounded(0.2, at_least=0, at_most=1, hint="0 is all adaptive, 1 all equal.")
     rule: Literal["mix", "safeguard"] = "mix"
 
-    def __call__(
-        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
-    ) -> Tensor | None:
+    def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         return torch.stack([self.layer(own, x, plan) for x, own in enumerate(scores)])
 
     def layer(self, scores: Tensor, layer: int, plan: BudgetPlan) -> Tensor:

@@ -118,7 +118,8 @@ class Quota(Strategy, abc.ABC):
     """Most entries that each (layer, KV head) may hold on top of its recent window.
 
     Attributes:
-        uses_column_sums: it reads `columns`, which the pipeline then provides.
+        uses_column_sums: in place of scores it reads the attention that each prompt position
+            received in all, float32 [L, H, T], of each query head.
         by_layer: a layer's caps follow from the plan and its own scores, as `layer` gives them.
         monotone: no cap falls as the budget grows.
     """
@@ -128,16 +129,12 @@ class Quota(Strategy, abc.ABC):
     monotone: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def __call__(
-        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
-    ) -> Tensor | None:
+    def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         """int64 [L, G] caps; None: no cap but the budget.
 
         Args:
-            scores: R^tok [L, G, N].
+            scores: R^tok [L, G, N], or what `uses_column_sums` says.
             plan: the budget in entries.
-            columns: [L, H, T] float32 attention that each prompt position received in all, per
-                query head; None unless some stage uses it.
         """
 
     def layer(self, scores: Tensor, layer: int, plan: BudgetPlan) -> Tensor | None:

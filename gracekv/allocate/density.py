@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.plan import BudgetPlan, largest_remainder
-from gracekv.errors import MissingCaptureError
 from gracekv.registry import bounded
 
 
@@ -47,18 +46,11 @@ class Density(Quota):
         density = ((spread - low) / (high - low + self.epsilon)).mean(dim=1)
         return torch.softmax(-density, dim=0)
 
-    def __call__(
-        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
-    ) -> Tensor | None:
-        """Caps [L, G] that add up to B_base. Raises `MissingCaptureError` without `columns`."""
-        if columns is None:
-            raise MissingCaptureError(
-                "The quota 'density' reads the column sums of every query head; pass "
-                "columns=prefill.observe(ReceivedAttention()). A Pipeline does so."
-            )
+    def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor:
+        """Caps [L, G] that add up to B_base, from column sums [L, H, T]."""
         recent, most = plan.heads * plan.recent, plan.heads * plan.compressible
         least = plan.heads if plan.base >= plan.layers * plan.heads else 0
-        weights = [Fraction(weight) for weight in self.weights(columns).tolist()]
+        weights = [Fraction(weight) for weight in self.weights(scores).tolist()]
         whole = proportional(weights, plan.total, recent + least, recent + most)
         layers = largest_remainder([share - recent for share in whole], plan.base, most)
         total = torch.tensor(layers)[:, None]

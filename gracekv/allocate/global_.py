@@ -23,7 +23,5 @@ class Global(Quota):
     by_layer: ClassVar[bool] = True
     monotone: ClassVar[bool] = True
 
-    def __call__(
-        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
-    ) -> Tensor | None:
+    def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         return None

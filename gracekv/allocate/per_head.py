@@ -30,9 +30,7 @@ class PerHead(Quota):
 
     remainder: bool = False
 
-    def __call__(
-        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
-    ) -> Tensor | None:
+    def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         if self.remainder:
             return equal_shares(plan).to(scores.device)
         share = plan.base // (plan.layers * plan.heads)

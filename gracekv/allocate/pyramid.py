@@ -48,9 +48,7 @@ class Pyramid(Quota):
             for layer in range(plan.layers)
         ]
 
-    def __call__(
-        self, scores: Tensor, plan: BudgetPlan, columns: Tensor | None = None
-    ) -> Tensor | None:
+    def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         wanted = [plan.heads * share for share in self.layer_shares(plan)]
         layers = largest_remainder(wanted, plan.base, plan.heads * plan.compressible)
         total = torch.tensor(layers)[:, None]

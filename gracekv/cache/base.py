@@ -16,7 +16,7 @@ from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
-from gracekv.prefill import Prefill
+from gracekv.prefill import Prefill, PrefillReader
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.merge import PrototypeRule
 
@@ -189,8 +189,6 @@ class LayerToPack:
         layout: the token interval of each entry that stays.
         scores: R^tok [G, N], the weights of merged values.
         rule: how the tokens of one node merge.
-        columns: [H, T] float32, the attention that each prompt position received, summed over
-            queries, per query head; None unless some stage uses it.
     """
 
     prefill: Prefill
@@ -198,10 +196,9 @@ class LayerToPack:
     layout: LayerLayout
     scores: Tensor
     rule: PrototypeRule
-    columns: Tensor | None = None
 
 
-class Packer(Strategy, abc.ABC):
+class Packer(PrefillReader, Strategy, abc.ABC):
     """Turn the chosen nodes into physical entries.
 
     Each head holds, in this order: the prefix, the kept nodes by start, the recent window, the
@@ -210,14 +207,12 @@ class Packer(Strategy, abc.ABC):
     them.
 
     Attributes:
-        uses_column_sums: whether it reads `columns`, which the pipeline then provides.
         represents: what an entry of the region stands for: "node", all tokens of its node; "token",
             one of them, the others are dropped; "mixture", one token and parts of dropped tokens,
             from anywhere.
         by_entry: an entry is made of its own interval alone, so that others can be dropped later.
     """
 
-    uses_column_sums: ClassVar[bool] = False
     by_entry: ClassVar[bool] = False
     represents: ClassVar[Literal["node", "token", "mixture"]] = "node"
 
@@ -226,12 +221,7 @@ class Packer(Strategy, abc.ABC):
         """The entries [E, d] of one layer."""
 
     def __call__(
-        self,
-        prefill: Prefill,
-        selection: Selection,
-        scores: Tensor,
-        rule: PrototypeRule,
-        columns: Tensor | None = None,
+        self, prefill: Prefill, selection: Selection, scores: Tensor, rule: PrototypeRule
     ) -> RaggedCache:
         """Pack `selection`, layer by layer.
 
@@ -240,15 +230,11 @@ class Packer(Strategy, abc.ABC):
             selection: the entries that stay.
             scores: R^tok [L, G, N], the weights of merged values.
             rule: how the tokens of one node merge.
-            columns: [L, H, T] float32, the attention that each prompt position received, summed
-                over queries, per query head; None unless some stage uses it.
         """
         layers, length = [], prefill.spans.length
         devices = [x.device for x in prefill.keys]
         for number, layout in enumerate(selection.layouts(length, devices)):
-            own = None if columns is None else columns[number]
-            given = LayerToPack(prefill, number, layout, scores[number], rule, own)
-            layers.append(self.layer(given))
+            layers.append(self.layer(LayerToPack(prefill, number, layout, scores[number], rule)))
         return RaggedCache(tuple(layers), length=length - 1)
 
 

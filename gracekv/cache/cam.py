@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
 from gracekv.cache.evict import best_tokens
-from gracekv.errors import MissingCaptureError
+from gracekv.prefill import Needs
 from gracekv.registry import bounded
+from gracekv.value.column_sums import ReceivedAttention
 
 Denominator = Literal["mean_next", "max_next", "max_with_sinks"]
 
@@ -56,20 +57,17 @@ class CamPacker(Packer):
             they depend neither on the budget nor on the order of layers.
     """
 
-    uses_column_sums: ClassVar[bool] = True
     represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
 
     merge: int = bounded(32, at_least=1, hint="CaM's is 32; for no merging use the packer 'evict'.")
     denominator: Denominator = "mean_next"
     seed: int = bounded(0, at_least=0)
 
+    def needs(self) -> Needs:
+        return Needs.observed(ReceivedAttention())
+
     def layer(self, given: LayerToPack) -> RaggedEntries:
-        """Its entries [E, d]; `columns` are required, else raises `MissingCaptureError`."""
-        if given.columns is None:
-            raise MissingCaptureError(
-                "The packer 'cam' weighs tokens by the attention that they received; pass "
-                "columns=prefill.observe(ReceivedAttention()). A Pipeline does so."
-            )
+        """Its entries [E, d]; `MissingCaptureError` without the attention that tokens received."""
         prefill, layout, layer = given.prefill, given.layout, given.number
         packed = best_tokens(given)
         spans, device, positions = prefill.spans, packed.device, packed.positions.long()
@@ -80,7 +78,8 @@ class CamPacker(Packer):
             prefill.kv_heads, spans.context_length, dtype=torch.bool, device=device
         )
         dropped[head, at] = False
-        received = reduce(given.columns.to(device), "(g n) t -> g t", "mean", g=prefill.kv_heads)
+        columns = prefill.observation(ReceivedAttention())[layer].to(device)
+        received = reduce(columns, "(g n) t -> g t", "mean", g=prefill.kv_heads)
         share = self.shares(
             received[:, spans.context_start : spans.context_end],
             received[:, :_SINKS].amax(dim=1),

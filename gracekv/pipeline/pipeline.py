@@ -130,16 +130,11 @@ class Pipeline(Configurable):
         if self.keep_all:
             return Needs()
         needs = self.segment.needs() | self.value.needs() | self.sensitivity.needs()
-        needs |= self.distortion.needs() | self.fit.needs()
-        if self.uses_column_sums:
+        needs |= self.distortion.needs() | self.fit.needs() | self.pack.needs()
+        if self.quota.uses_column_sums:
             needs |= Needs.observed(ReceivedAttention())
         needs |= Needs(recent=self.window.size)
         return needs | Curvature().needs() if self.refine.uses_curvature else needs
-
-    @property
-    def uses_column_sums(self) -> bool:
-        """Some stage reads the attention that each prompt position received in all."""
-        return self.quota.uses_column_sums or self.pack.uses_column_sums
 
     def plan(self, prefill: Prefill, budget: Budget) -> BudgetPlan:
         """What `budget` comes to for this prefill; raises `BudgetError` if it is too small."""
@@ -192,14 +187,13 @@ class Pipeline(Configurable):
         with stage("segment"):
             partition = self._segment(prefill, region, partition)
         with stage("value"):
-            columns = None
-            if self.uses_column_sums:
-                prefill = prefill.with_observations({ReceivedAttention()})
-                columns = prefill.observation(ReceivedAttention())
+            prefill = prefill.with_observations(self.needs().observers)
             scored = self.value(prefill, region)
             relevance = Relevance(scored.scores, scored.seed_scores, self.sensitivity(prefill))
         with stage("tree"):
-            quota = cache(partial(self.quota, relevance.scores, columns=columns))
+            columns = self.quota.uses_column_sums
+            read = prefill.observation(ReceivedAttention()) if columns else relevance.scores
+            quota = cache(partial(self.quota, read))
             curvature = self._curvature(prefill, partition)
             # Freed unless the caller holds the prefill, too.
             prefill = prefill.without(BlockInput)
@@ -212,7 +206,7 @@ class Pipeline(Configurable):
         auction = Auction(self, prefill, quota, relevance, forest, candidates, measured)
 
         def packed(selection: Selection) -> RaggedCache:
-            return self.pack(prefill, selection, relevance.scores, self.prototype, columns)
+            return self.pack(prefill, selection, relevance.scores, self.prototype)
 
         fitted = partial(self.fit, prefill, region)
         return finished(auction, plan, partition, packed, fitted, seconds)

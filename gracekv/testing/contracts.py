@@ -146,12 +146,9 @@ def check_quota(quota: Quota, prefill: Prefill) -> None:
     """Whole non-negative caps [L, G] or None, the same each time; else `AssertionError`."""
     layers, heads, context = prefill.layers, prefill.kv_heads, prefill.spans.context_length
     plan = BudgetPlan(layers, heads, context, layers * heads * context // 2 + 1, recent=0)
-    tokens = torch.rand(layers, heads, context, generator=torch.Generator().manual_seed(context))
-    length = prefill.spans.length
-    columns = torch.rand(
-        layers, prefill.query_heads, length, generator=torch.Generator().manual_seed(1)
-    )
-    caps, again = quota(tokens, plan, columns), quota(tokens, plan, columns)
+    rows = prefill.query_heads if quota.uses_column_sums else heads
+    read = torch.rand(layers, rows, context, generator=torch.Generator().manual_seed(context))
+    caps, again = quota(read, plan), quota(read, plan)
     if caps is None or again is None:
         hold(caps is again, "caps are there in one call and not in the other")
         return
