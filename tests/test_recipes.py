@@ -45,5 +45,10 @@ def test_unknown_recipe_names_the_nearest() -> None:
 def test_a_pipeline_is_labelled_by_its_recipe(name: str) -> None:
     pipeline = Pipeline.named(name)
     assert recipes.label(pipeline) == name
+
+
+@pytest.mark.parametrize("name", [recipes.DEFAULT, "gracekv", "snapkv"])
+def test_labels_mind_what_decides_which_entries_are_kept(name: str) -> None:
+    pipeline = Pipeline.named(name)
     assert recipes.label(dataclasses.replace(pipeline, backend=Eager(), certify=True)) == name
     assert recipes.label(dataclasses.replace(pipeline, window=RecentWindow(size=7))) == "custom"

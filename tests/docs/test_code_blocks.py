@@ -107,7 +107,15 @@ class Page:
         pass
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=[name_of(page) for page in WITH_CODE])
+def cases():
+    """Pages with code; the one on evaluations runs a dozen of them."""
+    for page in WITH_CODE:
+        name = name_of(page)
+        marks = [pytest.mark.long] if name == "evaluation" else []
+        yield pytest.param(page, id=name, marks=marks)
+
+
+@pytest.mark.parametrize("page", list(cases()))
 def test_blocks_run(page, reader, registries):
     visit = Page(reader, name_of(page))
     for block in blocks(page):

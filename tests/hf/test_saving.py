@@ -127,6 +127,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.long
 def test_a_new_process_goes_on_identically(model, tmp_path):
     expected, prompts = [], prompts_of()
     for number, prompt in enumerate((prompts[0], prompts)):

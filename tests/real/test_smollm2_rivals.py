@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from gracekv import Budget, Pipeline, recipes
 from gracekv.fit import NoFit
 from gracekv.prefill import Needs, Prefill
 from gracekv.value import MatchingPursuit
+from support.covering import covering
 from support.selections import check_best_tokens, check_selection
 
 pytestmark = [
@@ -54,8 +56,7 @@ def quick(name: str) -> Pipeline:
     return pipeline
 
 
-@pytest.mark.parametrize("ratio", [1.5, 7.3, 24])
-@pytest.mark.parametrize("name", RIVALS)
+@pytest.mark.parametrize(("ratio", "name"), covering(list(product([7.3, 1.5, 24], RIVALS))))
 def test_exact_budget_and_protected_tokens(prefill: Prefill, name: str, ratio: float) -> None:
     # What is fitted is no longer what was captured.
     pipeline = replace(quick(name), fit=NoFit())
@@ -71,6 +72,7 @@ def test_exact_budget_and_protected_tokens(prefill: Prefill, name: str, ratio: f
         check_best_tokens(run, prefill)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RIVALS)
 def test_ratio_one_is_full_kv_and_runs_repeat(prefill: Prefill, name: str) -> None:
     pipeline, full = quick(name), Pipeline.named("fullkv")

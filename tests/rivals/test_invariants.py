@@ -14,6 +14,7 @@ from gracekv.prefill import Prefill
 from gracekv.segment.curvature import BlockInput
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
+from support.covering import LONG
 from support.selections import check_best_tokens, check_selection, kept_positions
 
 # Quantised ones count bytes, and round: see tests/precision.
@@ -138,7 +139,7 @@ def test_ratio_one_is_full_kv_and_runs_repeat(name):
 
 
 @pytest.mark.parametrize("name", [name for name in RIVALS if name != "pyramidkv"])
-@settings(max_examples=8)
+@settings(max_examples=20 if LONG else 3)
 @given(seed=st.integers(0, 10_000))
 def test_the_order_of_the_layers_does_not_matter(name, seed):
     prefill = synthetic_prefill(layers=4, context=80, seed=seed)

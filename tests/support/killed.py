@@ -7,9 +7,13 @@ import sys
 
 import torch
 
+from support.covering import LONG
+
 
 def killed_at_each_line(functions, work):
-    """Run `work(n)` in forks that are killed at line n = 0, 1, ... of some functions; yields n.
+    """Run `work(n)` in forks that are killed at line n of some functions; yields n.
+
+    n = 0, 1, ... in `make test-long`, every day each fifth, which is even and odd in turn.
 
     Ends after the first that came to its end, which is yielded as well.
 
@@ -17,7 +21,7 @@ def killed_at_each_line(functions, work):
         functions: their names; lines of all their calls are counted together.
         work: called with n, in the fork.
     """
-    for at in itertools.count():
+    for at in itertools.count(0, 1 if LONG else 5):
         child = os.fork()
         if not child:
             _work_until(at, functions, work)
