@@ -116,7 +116,7 @@ def streamed(shape: Shape, length: int, needs: Needs, ratio: float) -> float:
 
 def _chunk(length: int) -> int:
     """Tokens that run at once."""
-    return CaptureOptions().chunk_of(length, splits=True)
+    return CaptureOptions().chunk_of(length, splits=True, on_gpu=False)
 
 
 def _mask(length: int) -> int:

@@ -104,7 +104,7 @@ PARTS = (
         "long-outputs", "What does a limit lose in long answers?", 8, "smollm2_long_outputs"
     ),
     Part(
-        "memory", "How much memory does a compression take?", 10,
+        "memory", "How much memory does a compression take?", 9,
         (
             f"{_MEMORY} prefill gracekv-plus gracekv-agnostic",
             f"{_MEMORY} gracekv \"whole gracekv-plus\" snapkv",
@@ -117,7 +117,7 @@ PARTS = (
         threads=1, balanced=True, resumes=True,
     ),
     Part(
-        "construction-cpu", "Which stage of the paper's method takes how long?", 4,
+        "construction-cpu", "Which stage of the paper's method takes how long?", 5,
         (
             "python benchmarks/construction.py --lengths 1024 2048 4096 --repeats 3 "
             "--out benchmarks/results/construction-cpu.md",
@@ -129,7 +129,7 @@ PARTS = (
         ("python benchmarks/construction_plus.py",), ("construction-plus",), threads=1,
     ),
     Part(
-        "decode", "How fast is decoding?", 4,
+        "decode", "How fast is decoding?", 3,
         ("python benchmarks/decode.py --skews 3,50 --bits \"\"",), ("decode",),
     ),
     Part(
@@ -158,8 +158,8 @@ PARTS = (
         ("vllm-python benchmarks/vllm_serving.py --lengths 1024 4096 8192",), ("vllm",), threads=1,
     ),
     Part(
-        "vllm-plugin", "What does the plugin cost plain requests?", 3,
-        ("vllm-python benchmarks/vllm_plugin_cost.py --threes 400",), ("vllm-plugin",), threads=1,
+        "vllm-plugin", "What does the plugin cost plain requests?", 4,
+        ("vllm-python benchmarks/vllm_plugin_cost.py --threes 250",), ("vllm-plugin",), threads=1,
     ),
     Part(
         "vllm_compress", "What does it cost that vLLM compresses?", 5,

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import machine
 import suite_tables as tables
-from rich.console import Console
 from suites import NEEDLES, SUITES, TEXTS, Suite, suite_of
 
 from gracekv.evaluate.formats import footer, markdown
@@ -108,7 +107,7 @@ def main() -> None:
     if suite.protocol == "query_agnostic" and not scored:
         methods = list(dict.fromkeys(row["method"] for row in rows))
         parts += ["## Cost", "", tables.costs(rows, methods), ""]
-    Console().print("\n".join(parts))
+    print("\n".join(parts))
     for number, name in enumerate(("score",) if scored else FIDELITY):
         shown = measure(name)
         found = make_tables(rows, shown, None if scored else suite.ours)
