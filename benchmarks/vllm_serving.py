@@ -132,18 +132,17 @@ def warm(
 
 
 def _take_stock(worker: Any) -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
     from gracekv.vllm.backend import GraceCPUAttentionImpl as ours
 
-    if "forward" in vars(ours):
-        ours.kept = ours.forward
-        del ours.forward
+    ours.forward = CPUAttentionBackendImpl.forward
 
 
 def _take_ours(worker: Any) -> None:
     from gracekv.vllm.backend import GraceCPUAttentionImpl as ours
 
-    if "forward" not in vars(ours):
-        ours.forward = ours.kept
+    del ours.forward  # uncovers the inherited one
 
 
 def main() -> None:
