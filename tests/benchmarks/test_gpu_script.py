@@ -83,7 +83,7 @@ def test_what_serves_contexts_runs_interpreted(tmp_path, monkeypatch):
 
 
 def test_the_deadline_leaves_rows_out_and_the_page_is_written(run_here):
-    rows, page = run_here("--minutes", "0.001", "--parts", "decode,profile")
+    rows, page = run_here("--minutes", "0.0000001", "--parts", "decode,profile")
 
     assert {row["status"] for row in rows if row["part"] != "machine"} == {"out of time"}
     assert "out of time" in page
