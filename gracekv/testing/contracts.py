@@ -146,8 +146,10 @@ def check_quota(quota: Quota, prefill: Prefill) -> None:
     """Whole non-negative caps [L, G] or None, the same each time; else `AssertionError`."""
     layers, heads, context = prefill.layers, prefill.kv_heads, prefill.spans.context_length
     plan = BudgetPlan(layers, heads, context, layers * heads * context // 2 + 1, recent=0)
-    rows = prefill.query_heads if quota.uses_column_sums else heads
-    read = torch.rand(layers, rows, context, generator=torch.Generator().manual_seed(context))
+    shape = heads, context
+    if quota.uses_column_sums:
+        shape = prefill.query_heads, prefill.spans.length
+    read = torch.rand(layers, *shape, generator=torch.Generator().manual_seed(context))
     caps, again = quota(read, plan), quota(read, plan)
     if caps is None or again is None:
         hold(caps is again, "caps are there in one call and not in the other")

@@ -21,19 +21,20 @@ _OTHER_LAYERS = {
     "qwen3_next": ("linear_attention",),
 }
 
-# Weights of projections, of standard deviation 1 / sqrt(inputs).
 _EXPERT_SIZES = (
     "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
     "moe_shared_expert_intermediate_size",
 )  # fmt: skip
 _OWN: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {"lm_head_multiplier": 0.5},
+    # Its own cap of 50 would hardly change such small logits.
     "gemma2": {"attn_logit_softcapping": 3.0},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "granite": {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "granitemoehybrid": {"attention_multiplier": 0.1, "logits_scaling": 2.0},
     "lfm2": {"block_auto_adjust_ff_dim": False},
 }
+# Weights of projections, of standard deviation 1 / sqrt(inputs).
 _UNIT_SCALE = (
     "proj.weight", "in_proj_qkvz.weight", "in_proj_ba.weight", "conv1d.weight", "lm_head.weight",
     "fc.weight", "experts.gate_up_proj", "experts.down_proj", "gate.weight",
@@ -104,10 +105,12 @@ def tiny_model(
         plain = rope == "default"
         extra["original_max_position_embeddings"] = positions if plain else original
     elif family in ("qwen2", "qwen3"):
+        # The first layer attends to everything, the others slide.
         extra |= {"use_sliding_window": window is not None, "max_window_layers": 1}
     elif family in ("gemma3_text", "gemma4_text"):
         local = {"rope_type": "default", "rope_theta": 1e3}
         if family == "gemma4_text":
+            # Layers with full attention have larger heads, of which some features rotate.
             parameters |= {"rope_type": "proportional", "partial_rotary_factor": 0.5}
             extra["global_head_dim"] = 2 * dim
         parameters = {"sliding_attention": local, "full_attention": parameters}
@@ -116,6 +119,7 @@ def tiny_model(
     elif family == "falcon_h1":
         extra["mamba_d_ssm"] = 2 * heads * dim
     elif family == "smollm3":
+        # Every other layer has no RoPE.
         extra |= {"no_rope_layers": [1 - i % 2 for i in range(layers)], "use_sliding_window": False}
     if family in ("mistral", "phi3", "mixtral", "starcoder2") or window is not None:
         # Mistral has a window of 4096 unless told that it has none.

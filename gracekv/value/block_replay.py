@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from einops import reduce
 from torch import Tensor
+from torch.nn import functional
 
 from gracekv.kernels.logits import capped
 from gracekv.kernels.rope import Rope
@@ -34,7 +34,7 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory, TokenColumns
 
 # First tokens of the prompt, which many heads attend to when they look for nothing.
 SINKS = 4
-# Queries at least that share a window of near tokens.
+# The fewest queries that share a window of near tokens.
 _ROWS = 32
 
 
@@ -209,8 +209,8 @@ def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None 
     # Every block of `rows` queries sees one window of keys; nothing stands before the first key.
     # One KV head at a time, whose logits a CPU's cache holds.
     for own, asked in zip(keys.float(), queries.unflatten(0, (len(keys), -1)), strict=True):
-        windows = F.pad(own, (0, 0, back, more)).unfold(0, rows + back, rows)
-        some = F.pad(asked, (0, 0, 0, more)).unflatten(1, (blocks, rows)).transpose(0, 1)
+        windows = functional.pad(own, (0, 0, back, more)).unfold(0, rows + back, rows)
+        some = functional.pad(asked, (0, 0, 0, more)).unflatten(1, (blocks, rows)).transpose(0, 1)
         logits = capped(some.flatten(1, 2) @ windows, softcap).unflatten(1, (-1, rows))
         logits.masked_fill_(hidden, -torch.inf)
         totals.append(logits.logsumexp(dim=-1).transpose(0, 1).flatten(1)[:, :count])

@@ -79,8 +79,9 @@ class _Job:
 
 
 class Compressor:
-    """One prompt at a time: recorded step by step, and compressed in a thread of its own, where
-    on CPUs the observers look, too.
+    """One prompt at a time: recorded step by step, then compressed in a thread of its own.
+
+    On CPUs, observers look in that thread, too, while the model goes on.
 
     Args:
         vllm_config: vLLM's.

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import gracekv
-from gracekv.testing.models import tiny_llama
 from gracekv.vllm import export
 from support import sharded_books, sharded_process
 from support.sharded_books import RATIO, facts
@@ -17,19 +16,12 @@ RANKS = 4
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_llama(heads=8, kv_heads=4, dim=8)
-
-
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    """Where the processes find their models."""
-    place = tmp_path_factory.mktemp("ranks")
-    model.save_pretrained(place / "model")
-    sharded_books.save_models(place)
+def folder(folder, model):
+    """With what four processes find there, too."""
+    sharded_books.save_models(folder)
     prompt = sharded_process.PROMPTS[0]
-    gracekv.compress(model, prompt, ratio=RATIO).save(place / "whole.safetensors")
-    return place
+    gracekv.compress(model, prompt, ratio=RATIO).save(folder / "whole.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="module")

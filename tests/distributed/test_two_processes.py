@@ -5,22 +5,9 @@ import re
 import pytest
 
 import gracekv
-from gracekv.testing.models import tiny_llama
 from support import sharded_process
 from support.sharded_books import facts
 from support.sharded_results import assert_same, whole
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(heads=8, kv_heads=4, dim=8)
-
-
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    place = tmp_path_factory.mktemp("ranks")
-    model.save_pretrained(place / "model")
-    return place
 
 
 @pytest.fixture(scope="module")
