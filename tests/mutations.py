@@ -116,7 +116,7 @@ def failing(mutation: Mutation, checkout: Path) -> list[str] | None:
     text = places[0].read_text()
     places[0].write_text(text.replace(mutation.old, mutation.new))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "once"]
-    command += ["--maxfail=12", "-m", "not vllm"]
+    command += ["--maxfail=12", "-m", "not vllm and not long"]
     command += [f"tests/{name}" for name in mutation.tests.split()]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
