@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias, TypedDict
+
+import torch
 
 from gracekv.allocate.plan import BudgetPlan, EntryBytes
 from gracekv.errors import BudgetError, ConfigError
@@ -18,6 +20,8 @@ _UNITS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30,
 }  # fmt: skip
 
+# Of a budget in entries: each takes one.
+_ENTRY = EntryBytes(exact=1, coded=1, block=0, per_block=1, full=1)
 
 Number: TypeAlias = int | float | str | Fraction
 
@@ -209,56 +213,37 @@ class Budget:
         Raises `BudgetError` if not even the shortest recent window fits; it names the largest
         ratio that works.
         """
-        window = window or RecentWindow()
-        units = layers * heads
-        full = units * context
-        if costs is not None and self.kind != "entries_per_head":
-            return self._plan_of_bytes(BudgetPlan(layers, heads, context, full, 0), window, costs)
+        window, units = window or RecentWindow(), layers * heads
+        full, in_bytes = units * context, costs is not None and self.kind != "entries_per_head"
+        if costs is None or not in_bytes:
+            costs = _ENTRY
         if self.kind == "ratio":
-            total = math.floor(full / self.amount)
+            size = math.floor(full * costs.full / self.amount)
         elif self.kind == "entries_per_head":
-            total = units * int(self.amount)
+            size = units * int(self.amount)
         else:
-            total = math.floor(self.amount / entry_bytes)
-        total = min(total, full)
+            size = math.floor(self.amount if in_bytes else self.amount / entry_bytes)
+        size = size if in_bytes else min(size, full)
         # A context that is all recent window needs no more than itself.
-        least = units * min(max(window.minimum, 1), context)
-        if total < least:
-            largest = math.floor(Fraction(full, least) * 100) / 100
-            raise BudgetError(
-                f"A budget of {total} entries is below the smallest that works here, {least} "
-                f"({window.minimum} recent tokens in each of {layers} x {heads} KV heads). Use a "
-                f"ratio of at most {largest:g}, entries_per_head of at least {least // units}, or "
-                f"kv_bytes of at least {least * entry_bytes}."
-            )
-        recent = min(window.tokens(total, units), context)
-        return BudgetPlan(layers, heads, context, total, recent)
-
-    def _plan_of_bytes(
-        self, whole: BudgetPlan, window: RecentWindow, costs: EntryBytes
-    ) -> BudgetPlan:
-        """The plan of a budget in bytes; `whole` keeps everything."""
-        units, context = whole.layers * whole.heads, whole.context
-        full = whole.total * costs.full
-        size = math.floor(full / self.amount if self.kind == "ratio" else self.amount)
         minimum = min(max(window.minimum, window.rule == "half"), context)
-        least = units * (minimum * costs.exact or costs.head(0, 1))
+        least = units * (minimum * costs.exact or costs.coded + costs.block)
         if size < least:
-            largest = math.floor(Fraction(full, least) * 100) / 100
+            largest = math.floor(Fraction(full * costs.full, least) * 100) / 100
+            hint = f"or kv_bytes of at least {least}"
+            if not in_bytes:
+                hint = f"entries_per_head of at least {least // units}, or kv_bytes of at least "
+                hint += f"{least * entry_bytes}"
             raise BudgetError(
-                f"A budget of {size:,} bytes is below the smallest that works here, {least:,} "
-                f"({minimum} recent tokens of {costs.exact} bytes, or one quantised entry, in each "
-                f"of {whole.layers} x {whole.heads} KV heads). Use a ratio of at most "
-                f"{largest:g}, or kv_bytes of at least {least}."
+                f"A budget of {size:,} {'bytes' if in_bytes else 'entries'} is below the smallest "
+                f"that works here, {least:,} ({minimum} recent tokens, or one entry, in each of "
+                f"{layers} x {heads} KV heads). Use a ratio of at most {largest:g}, {hint}."
             )
         recent = min(window.tokens(size, units, costs.exact), context)
-        left = size - units * recent * costs.exact
-        rest = context - recent
-        stay = min(costs.sinks, rest)
-        total = whole.total
-        if units * costs.head(stay, rest - stay) > left:
-            total = min(units * recent + costs.most(left), total - 1)
-        return replace(whole, total=total, recent=recent, bytes=size)
+        left, rest = size - units * recent * costs.exact, context - recent
+        stay, total = min(costs.sinks, rest), full
+        if units * costs.heads(stay, torch.tensor([rest - stay])) > left:
+            total = min(units * recent + costs.most(left), full - 1)
+        return BudgetPlan(layers, heads, context, total, recent, size if in_bytes else None)
 
 
 def _plain(number: Fraction) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import QUOTAS, Quota
-from gracekv.allocate.plan import BudgetPlan, largest_remainder
+from gracekv.allocate.plan import BudgetPlan, equal_parts, largest_remainder
 from gracekv.registry import bounded
 
 
@@ -53,9 +53,7 @@ class Density(Quota):
         weights = [Fraction(weight) for weight in self.weights(scores).tolist()]
         whole = proportional(weights, plan.total, recent + least, recent + most)
         layers = largest_remainder([share - recent for share in whole], plan.base, most)
-        total = torch.tensor(layers)[:, None]
-        extra = torch.arange(plan.heads) < total % plan.heads
-        return (total // plan.heads + extra).to(scores.device)
+        return equal_parts(layers, plan.heads).to(scores.device)
 
 
 def proportional(weights: Sequence[Fraction], total: int, least: int, most: int) -> list[Fraction]:

@@ -85,10 +85,7 @@ class _Problem:
 
         Raises `ConfigError` if they are too many.
         """
-        wanted = ~executed
-        if solver.elastic:
-            wanted &= ops.path_minimum(executed) > 0
-        index = wanted.nonzero().flatten()
+        index = ops.offered(executed, elastic=solver.elastic).nonzero().flatten()
         if len(index) > solver.max_operations:
             raise ConfigError(
                 f"ExactDP solves at most max_operations = {solver.max_operations} operations; this "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 from typing import ClassVar
 
@@ -14,6 +13,9 @@ from gracekv.allocate.operations import Operations, RemainingBudget
 from gracekv.allocate.ranking import dense_rank, descending, first_fitting, first_offer, where_true
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels.ragged import offsets
+
+# A budget that refuses nothing.
+_UNLIMITED = torch.iinfo(torch.int64).max
 
 
 @ALLOCATORS.register("greedy")
@@ -56,19 +58,16 @@ class Greedy(Allocator):
     elastic: bool = False
 
     def __call__(self, start: Frontier, quota: Tensor | None) -> Frontier:
-        ops, shard = Operations.of(start.forest), start.forest.shard
+        ops = Operations.of(start.forest)
         left = RemainingBudget.of(ops, start, quota)
-        # What the floors of all processes left over.
-        total = start.budget - shard.total(start.budget - left.total)
-        left = dataclasses.replace(left, total=total)
         return ops.frontier(start, auction(ops, ops.executed(start), left, elastic=self.elastic))
 
 
 def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic: bool) -> Tensor:
     """bool [M]: `executed` and everything that the greedy auction adds to it within `left`.
 
-    Where heads are spread over processes, `left.total` is that of all of them: the cut is found
-    among the operations of all, and the queues of all go on as one.
+    Where heads are spread over processes, the cut is found among the operations of all, and the
+    queues of all go on as one.
     """
     if left.total == 0:
         return executed
@@ -76,13 +75,12 @@ def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic
     # Elastic: at key 0 the path holds an operation without gain, which is never bought.
     wanted = (key > 0) & ~executed if elastic else ~executed
     if left.per_head is not None:
-        # What the quotas alone would allow needs no other process. The costs of all operations
-        # together are a budget that cannot refuse any.
+        # What the quotas alone would allow: each process finishes by itself.
         bought = _cut(ops, wanted, key, left.per_head)
-        unlimited = RemainingBudget(int(ops.cost.sum()), left.per_head).after(ops, bought)
+        unlimited = RemainingBudget(_UNLIMITED, left.per_head).after(ops, bought)
         by_quota = _finish(ops, executed | bought, unlimited, elastic, WHOLE)
         wanted = by_quota & ~executed
-        if _after(left, ops, wanted).total >= 0:
+        if left.after(ops, wanted).total >= 0:
             return by_quota
     if shard.ranks == 1:
         bought = _cut(ops, wanted, key, torch.tensor([left.total], device=key.device))
@@ -92,14 +90,7 @@ def auction(ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic
         fits = first_fitting(key[at], place, ops.cost[at], left.total, shard)
         bought = torch.zeros_like(executed)
         bought[at[fits]] = True
-    return _finish(ops, executed | bought, _after(left, ops, bought), elastic, shard)
-
-
-def _after(left: RemainingBudget, ops: Operations, bought: Tensor) -> RemainingBudget:
-    """What is left after the operations `bought` (bool [M]) of each process."""
-    own = left.after(ops, bought)
-    paid = ops.forest.shard.total(left.total - own.total)
-    return dataclasses.replace(own, total=left.total - paid)
+    return _finish(ops, executed | bought, left.after(ops, bought), elastic, shard)
 
 
 def _tree_among_all(ops: Operations, index: Tensor, shard: HeadShard) -> Tensor:

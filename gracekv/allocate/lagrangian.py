@@ -91,9 +91,7 @@ class _Dual:
     def __init__(
         self, ops: Operations, executed: Tensor, left: RemainingBudget, *, elastic: bool
     ) -> None:
-        live = ~executed
-        if elastic:
-            live &= ops.path_minimum(executed) > 0
+        live = ops.offered(executed, elastic=elastic)
         self.ops, self.left = ops, left
         self.held = float(ops.gain[executed].sum())
         self.index = where_true(live)

@@ -118,6 +118,10 @@ class Operations:
         open_[roots:] = executed.index_select(0, self.parent[roots:])
         return open_ & ~executed
 
+    def offered(self, executed: Tensor, *, elastic: bool) -> Tensor:
+        """bool [M]: not executed yet; `elastic`: without paths that hold one without gain."""
+        return ~executed & (self.path_minimum(executed) > 0) if elastic else ~executed
+
     def path_minimum(self, executed: Tensor) -> Tensor:
         """float64 [M]: least unit utility among the operation and its unexecuted ancestors.
 
@@ -150,7 +154,7 @@ class RemainingBudget:
     """What is left to spend.
 
     Attributes:
-        total: entries left in all heads together.
+        total: entries left in all heads together, those of other processes included.
         per_head: int64 [L * G] entries left in each head; None without quotas.
     """
 
@@ -176,12 +180,12 @@ class RemainingBudget:
         return left
 
     def after(self, ops: Operations, bought: Tensor) -> RemainingBudget:
-        """What is left after the operations `bought` (bool [M])."""
+        """What is left after the operations `bought` (bool [M]) of each process."""
         paid = torch.where(bought, ops.cost, 0)
+        total = self.total - ops.forest.shard.total(int(paid.sum()))
         if self.per_head is None:
-            return RemainingBudget(self.total - int(paid.sum()), None)
-        spent = torch.zeros_like(self.per_head).index_add_(0, ops.head(), paid)
-        return RemainingBudget(self.total - int(spent.sum()), self.per_head - spent)
+            return RemainingBudget(total, None)
+        return RemainingBudget(total, self.per_head.index_add(0, ops.head(), paid, alpha=-1))
 
 
 def check_quota(quota: Tensor | None, layers: int, heads: int) -> Tensor | None:

@@ -71,14 +71,6 @@ class EntryBytes:
     full: int
     sinks: int = 0
 
-    def blocks(self, coded: int) -> int:
-        """Blocks of `coded` quantised entries of one head."""
-        return -(-coded // self.per_block)
-
-    def head(self, exact: int, coded: int) -> int:
-        """Bytes of a head with so many exact and quantised entries."""
-        return exact * self.exact + coded * self.coded + self.blocks(coded) * self.block
-
     def heads(self, exact: int, coded: Tensor) -> int:
         """Bytes of heads with `coded` quantised entries (int64 [heads]), `exact` ones in all."""
         blocks = int(((coded + self.per_block - 1) // self.per_block).sum())
@@ -94,9 +86,13 @@ def equal_shares(plan: BudgetPlan) -> Tensor:
 
     Heads count layer by layer. No share exceeds N_c, since a budget that large keeps everything.
     """
-    units = plan.layers * plan.heads
-    share, left = divmod(plan.base, units)
-    return (share + (torch.arange(units) < left).long()).view(plan.layers, plan.heads)
+    return equal_parts([plan.base], plan.layers * plan.heads).view(plan.layers, plan.heads)
+
+
+def equal_parts(totals: Sequence[int], parts: int) -> Tensor:
+    """int64 [n, parts]: each of n totals in equal parts; remainders go to the first, one each."""
+    whole = torch.tensor(totals)[:, None]
+    return whole // parts + (torch.arange(parts) < whole % parts)
 
 
 def largest_remainder(wanted: Sequence[Fraction], total: int, cap: int) -> list[int]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from gracekv.allocate.base import QUOTAS, Quota
-from gracekv.allocate.plan import BudgetPlan, largest_remainder
+from gracekv.allocate.plan import BudgetPlan, equal_parts, largest_remainder
 from gracekv.registry import bounded
 
 
@@ -51,6 +50,4 @@ class Pyramid(Quota):
     def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         wanted = [plan.heads * share for share in self.layer_shares(plan)]
         layers = largest_remainder(wanted, plan.base, plan.heads * plan.compressible)
-        total = torch.tensor(layers)[:, None]
-        extra = torch.arange(plan.heads) < total % plan.heads
-        return (total // plan.heads + extra).to(scores.device)
+        return equal_parts(layers, plan.heads).to(scores.device)

@@ -80,9 +80,7 @@ def integer_program(start: Frontier, quota: Tensor | None, *, elastic: bool = Fa
     ops = Operations.of(start.forest)
     executed = ops.executed(start)
     left = RemainingBudget.of(ops, start, quota)
-    wanted = ~executed
-    if elastic:
-        wanted &= ops.path_minimum(executed) > 0
+    wanted = ops.offered(executed, elastic=elastic)
     gain, cost = ops.gain.numpy(), ops.cost.numpy().astype(float)
     count, largest = len(ops), gain.max(initial=0.0)
     if largest == 0 or left.total == 0:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.base import FLOORS, Floor, Frontier
-from gracekv.allocate.operations import Operations, RemainingBudget
+from gracekv.allocate.operations import Operations, check_quota
+from gracekv.allocate.paths import buy_together
 from gracekv.allocate.plan import BudgetPlan
-from gracekv.allocate.ranking import first_fitting, first_offer, where_true
+from gracekv.allocate.ranking import where_true
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import ShapeError
 from gracekv.kernels.ragged import rows_and_steps
@@ -105,10 +106,10 @@ class Singleton(Floor):
         if candidates is None:
             return start
         ops = Operations.of(forest)
-        quotas = RemainingBudget.of(ops, start, quota).per_head
         caps = [self.head_limit(plan)] * (forest.layers * forest.heads)
-        if quotas is not None:
-            caps = [min(own, cap) for own, cap in zip(caps, quotas.tolist(), strict=True)]
+        quota = check_quota(quota, forest.layers, forest.heads)
+        if quota is not None:
+            caps = [min(own, int(cap)) for own, cap in zip(caps, quota.flatten(), strict=True)]
         executed = torch.zeros(len(ops), dtype=torch.bool, device=ops.cost.device)
         last, place = _last_operation(ops, candidates)
         score = candidates.flatten()[place]
@@ -173,115 +174,20 @@ def _buy_paths(
     number = torch.cumsum(on_path, 0) - 1
     before = ops.parent[local]
     parent = torch.where(before < 0, -1, number[before.clamp(min=0)])
-    order, parents, costs, heads = (
+    order, *given = (
         x.cpu().numpy() for x in (number[last], parent, ops.cost[local], ops.head(local))
     )
-    done, shard = np.zeros(len(local), dtype=bool), ops.forest.shard
+    shard, done = ops.forest.shard, np.zeros(len(local), dtype=bool)
     many = shard.ranks == 1 and len(local) >= _COMPILED
     if many and importlib.util.find_spec("numba") is not None:
         from gracekv.allocate.paths_numba import buy_paths
 
-        buy_paths(order, parents, costs, heads, budget, np.array(caps), done)
-        return local[torch.from_numpy(done).to(local.device)]
-    paths, lowest = _Paths(parents.tolist(), costs.tolist(), heads.tolist()), order.tolist()
-    if shard.ranks == 1:
-        done[:] = paths.alone(lowest, caps, budget)[0]
+        buy_paths(order, *given, budget, np.array(caps), done, np.zeros_like(order))
     else:
         tokens = int(ops.forest.end.max() - ops.forest.start.min())
         ties = shard.among_all(place // tokens, ops.forest.heads) * tokens + place % tokens
-        done[:] = paths.bought(lowest, score, ties, budget, caps, shard)
+        lists = (x.tolist() for x in (order, *given))
+        done[:] = buy_together(
+            *lists, score=score, ties=ties, budget=budget, caps=caps, shard=shard
+        )
     return local[torch.from_numpy(done).to(local.device)]
-
-
-class _Paths:
-    """Operations of this process's trees, bought path by path from an operation up to its root.
-
-    Args:
-        parent: of each operation, -1 for the topmost.
-        cost: entries of each.
-        head: layer * G + head of each.
-    """
-
-    def __init__(self, parent: list[int], cost: list[int], head: list[int]) -> None:
-        self._parent, self._cost, self._head = parent, cost, head
-
-    def bought(
-        self,
-        last: list[int],
-        score: Tensor,
-        ties: Tensor,
-        budget: int,
-        caps: list[int],
-        shard: HeadShard,
-    ) -> list[bool]:
-        """Which operations are bought when each path of all processes is bought whole or not.
-
-        As `gracekv.allocate.paths_numba.buy_paths`, path by path in one order over all processes.
-        While the budget suffices each process decides alone; where that ends is found by one cut.
-        After it they go on together, one purchase a round.
-
-        Args:
-            last: the lowest operation of each of n paths of this process, in order.
-            score: float64 [n], at least 0; paths are bought by falling score.
-            ties: int64 [n], their order among equal scores, in all processes.
-            budget: most entries in all processes.
-            caps: most entries of each head of this process.
-            shard: reaches the other processes.
-        """
-        done, prices = self.alone(last, caps)
-        price = torch.tensor(prices, dtype=torch.int64)
-        if shard.total(int(price.sum())) <= budget:
-            return done
-        fits = first_fitting(score.cpu(), ties.cpu(), price, budget, shard)
-        at, caps = int(fits.sum()), list(caps)
-        done, prices = self.alone(last[:at], caps)
-        for lowest, paid in zip(last, prices, strict=False):
-            caps[self._head[lowest]] -= paid
-        left = budget - shard.total(sum(prices))
-        while left > 0:
-            while at < len(last) and not self._fits(last[at], done, left, caps):
-                at += 1
-            offer = None
-            if at < len(last):
-                offer = (float(score[at]), int(ties[at]), self._price(last[at], done))
-            first = first_offer(offer, shard)
-            if first is None:
-                break
-            left -= first[1]
-            if first[0] == shard.rank:
-                caps[self._head[last[at]]] -= first[1]
-                self._buy(last[at], done)
-                at += 1
-        return done
-
-    def alone(
-        self, last: list[int], caps: list[int], budget: float = math.inf
-    ) -> tuple[list[bool], list[int]]:
-        """What one process buys, and what each path then costs; 0: not bought."""
-        done, left, prices = [False] * len(self._parent), list(caps), []
-        for lowest in last:
-            price = self._price(lowest, done)
-            if price > min(budget, left[self._head[lowest]]):
-                price = 0
-            else:
-                budget -= price
-                left[self._head[lowest]] -= price
-                self._buy(lowest, done)
-            prices.append(price)
-        return done, prices
-
-    def _fits(self, lowest: int, done: list[bool], left: int, caps: list[int]) -> bool:
-        return 0 < self._price(lowest, done) <= min(left, caps[self._head[lowest]])
-
-    def _price(self, lowest: int, done: list[bool]) -> int:
-        price, op = 0, lowest
-        while op >= 0 and not done[op]:
-            price += self._cost[op]
-            op = self._parent[op]
-        return price
-
-    def _buy(self, lowest: int, done: list[bool]) -> None:
-        op = lowest
-        while op >= 0 and not done[op]:
-            done[op] = True
-            op = self._parent[op]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate.operations import check_quota
-from gracekv.allocate.ranking import first_fitting, weighted_cut, where_true
+from gracekv.allocate.ranking import first_fitting, where_true
 from gracekv.allocate.selection import Selection
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import NonFiniteError
@@ -60,7 +60,12 @@ def top_tokens(
     if budget == 0:
         return torch.zeros_like(kept)
     if shard.ranks > 1:
-        return _cut_over_processes(scores, omega, rough, kept, budget, shard)
+        at = where_true(kept.flatten())
+        row, token = at // tokens, at % tokens
+        gains = _gains(scores.flatten()[at], omega.flatten()[row])
+        place = shard.among_all(row, heads) * tokens + token
+        kept.view(-1)[at] = first_fitting(gains, place, torch.ones_like(at), budget, shard)
+        return kept
     # Gains are at least 0, so what is out already comes last.
     flat = rough.masked_fill_(~kept, -1.0).flatten()
     cut = kth_largest(flat, budget)
@@ -91,28 +96,6 @@ def candidates(
         pairs = zip(gain, caps.clamp(max=tokens).tolist(), strict=True)
         kept = torch.stack([largest(own, cap) for own, cap in pairs])
     return gain, kept & (gain > 0) if elastic else kept
-
-
-def _cut_over_processes(
-    scores: Tensor, omega: Tensor, rough: Tensor, kept: Tensor, budget: int, shard: HeadShard
-) -> Tensor:
-    """bool [L, G, N]: of the tokens `kept`, the `budget` of largest gain in all processes."""
-    _, heads, tokens = scores.shape
-    at = where_true(kept.flatten())
-    # Bits of positive floats are in their order.
-    coarse = rough.flatten()[at].view(torch.int32).long()
-    cut = weighted_cut(coarse, torch.ones_like(at), budget, shard)
-    if cut is None:
-        raise AssertionError("More tokens are wanted than the budget has room for.")
-    chosen, tied = at[coarse > cut[0]], at[coarse == cut[0]]
-    row, token = tied // tokens, tied % tokens
-    exact = _gains(scores.flatten()[tied], omega.flatten()[row])
-    place = shard.among_all(row, heads) * tokens + token
-    fits = first_fitting(exact, place, torch.ones_like(tied), budget - cut[1], shard)
-    result = torch.zeros_like(kept).flatten()
-    result[chosen] = True
-    result[tied[fits]] = True
-    return result.view_as(kept)
 
 
 def token_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Tensor:

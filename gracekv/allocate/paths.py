@@ -1,0 +1,111 @@
+"""The floor's purchases: paths bought whole or not at all, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, tensor
+
+from gracekv.allocate.ranking import first_fitting, first_offer
+from gracekv.distributed.sharding import HeadShard
+
+
+def buy_paths(
+    last: Any, parent: Any, cost: Any, head: Any, budget: int, caps: Any, done: Any, prices: Any
+) -> None:
+    """Mark in `done` the operations of all paths that fit; of lists, or compiled, of arrays.
+
+    Args:
+        last: int [n], the lowest operation of each path, in order of purchase.
+        parent: int [m], -1 for the topmost.
+        cost: int [m].
+        head: int [m].
+        budget: most entries in all.
+        caps: int [L * G], most entries of each head; changed.
+        done: bool [m]; changed.
+        prices: int [n] zeros; filled with what each path costs that is bought.
+    """
+    for path in range(len(last)):
+        price, op = 0, last[path]
+        while op >= 0 and not done[op]:
+            price += cost[op]
+            op = parent[op]
+        unit = head[last[path]]
+        if price > budget or price > caps[unit]:
+            continue
+        budget -= price
+        caps[unit] -= price
+        prices[path] = price
+        op = last[path]
+        while op >= 0 and not done[op]:
+            done[op] = True
+            op = parent[op]
+
+
+def buy_together(
+    last: list[int],
+    parent: list[int],
+    cost: list[int],
+    head: list[int],
+    *,
+    score: Tensor,
+    ties: Tensor,
+    budget: int,
+    caps: list[int],
+    shard: HeadShard,
+) -> list[bool]:
+    """Which operations are bought when each path of all processes is bought whole or not.
+
+    As `buy_paths`, whose arguments are of this process, path by path in one order over all. One
+    process walks once. Of several each decides alone while the budget suffices; where that ends is
+    found by one cut. After it they go on together, one purchase a round.
+
+    Args:
+        last: the lowest operation of each of n paths.
+        parent: of each operation.
+        cost: of each.
+        head: of each.
+        score: float64 [n], at least 0; paths are bought by falling score.
+        ties: int64 [n], their order among equal scores, in all processes.
+        budget: most entries in all processes.
+        caps: of the heads of this process.
+        shard: reaches the other processes.
+    """
+    limit = budget if shard.ranks == 1 else sum(cost)
+
+    def bought(paths: list[int], left: list[int]) -> tuple[list[bool], list[int]]:
+        done, prices = [False] * len(parent), [0] * len(paths)
+        buy_paths(paths, parent, cost, head, limit, left, done, prices)
+        return done, prices
+
+    done, prices = bought(last, list(caps))
+    if shard.total(sum(prices)) <= budget:
+        return done
+    at = int(first_fitting(score.cpu(), ties.cpu(), tensor(prices), budget, shard).sum())
+    left = list(caps)
+    done, prices = bought(last[:at], left)
+    budget -= shard.total(sum(prices))
+    while budget > 0:
+        price = 0
+        while at < len(last):
+            price = _price(last[at], parent, cost, done)
+            if 0 < price <= min(budget, left[head[last[at]]]):
+                break
+            at += 1
+        offer = (float(score[at]), int(ties[at]), price) if at < len(last) else None
+        first = first_offer(offer, shard)
+        if first is None:
+            break
+        if first[0] == shard.rank:
+            buy_paths(last[at : at + 1], parent, cost, head, budget, left, done, [0])
+            at += 1
+        budget -= first[1]
+    return done
+
+
+def _price(op: int, parent: list[int], cost: list[int], done: list[bool]) -> int:
+    price = 0
+    while op >= 0 and not done[op]:
+        price += cost[op]
+        op = parent[op]
+    return price
