@@ -10,7 +10,7 @@ from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.plan import BudgetPlan
 
 
-@QUOTAS.register("global")
+@QUOTAS.register("global", works_sharded=True)
 class Global(Quota):
     """No cap per head: layers and heads compete for one budget.
 
@@ -19,7 +19,6 @@ class Global(Quota):
     Cost: none.
     """
 
-    works_sharded: ClassVar[bool] = True
     by_layer: ClassVar[bool] = True
     monotone: ClassVar[bool] = True
 

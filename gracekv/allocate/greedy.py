@@ -18,7 +18,7 @@ from gracekv.kernels.ragged import offsets
 _UNLIMITED = torch.iinfo(torch.int64).max
 
 
-@ALLOCATORS.register("greedy")
+@ALLOCATORS.register("greedy", works_sharded=True)
 class Greedy(Allocator):
     """Best utility per entry first: the paper's auction, all at once.
 
@@ -52,7 +52,6 @@ class Greedy(Allocator):
         elastic: leave budget unspent rather than buy an operation of gain <= 0 (ours).
     """
 
-    works_sharded: ClassVar[bool] = True
     prunable: ClassVar[bool] = True
 
     elastic: bool = False

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from gracekv.allocate.base import FLOORS, Floor, Frontier
@@ -12,7 +10,7 @@ from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.tree.base import Forest
 
 
-@FLOORS.register("none")
+@FLOORS.register("none", works_sharded=True)
 class NoFloor(Floor):
     """Protect nothing: the whole budget goes to the auction.
 
@@ -20,8 +18,6 @@ class NoFloor(Floor):
 
     Cost: none.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     def candidates(
         self, scores: Tensor, plan: BudgetPlan, shard: HeadShard = WHOLE

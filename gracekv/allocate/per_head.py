@@ -11,7 +11,7 @@ from gracekv.allocate.base import QUOTAS, Quota
 from gracekv.allocate.plan import BudgetPlan, equal_shares
 
 
-@QUOTAS.register("per_head")
+@QUOTAS.register("per_head", works_sharded=True)
 class PerHead(Quota):
     """Each (layer, KV head) holds at most its equal share, B_base // (L G), floor included.
 
@@ -24,7 +24,6 @@ class PerHead(Quota):
             the shares add up to B_base (ours: the published rivals then spend the same budget).
     """
 
-    works_sharded: ClassVar[bool] = True
     by_layer: ClassVar[bool] = True
     monotone: ClassVar[bool] = True
 

@@ -12,7 +12,7 @@ from gracekv.allocate.plan import BudgetPlan, equal_parts, largest_remainder
 from gracekv.registry import bounded
 
 
-@QUOTAS.register("pyramid")
+@QUOTAS.register("pyramid", works_sharded=True)
 class Pyramid(Quota):
     """Shares fall linearly with depth; the last layer's is 1/20 of the mean (PyramidKV).
 
@@ -30,7 +30,6 @@ class Pyramid(Quota):
         beta: mean share over the last layer's (PyramidKV's 20).
     """
 
-    works_sharded: ClassVar[bool] = True
     by_layer: ClassVar[bool] = True
 
     beta: float = bounded(20.0, at_least=1, hint="1 gives equal shares; PyramidKV's is 20.")

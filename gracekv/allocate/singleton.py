@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import math
 from fractions import Fraction
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from gracekv.tree.base import Forest
 _COMPILED = 20_000
 
 
-@FLOORS.register("singleton")
+@FLOORS.register("singleton", works_sharded=True)
 class Singleton(Floor):
     """Protect the tokens of the highest relevance, with max pooling and consensus among heads.
 
@@ -48,8 +47,6 @@ class Singleton(Floor):
         head_cap: no head's floor costs more than this many equal shares of the floor's budget
             (ours 2.0; the paper has such a cap but not its value).
     """
-
-    works_sharded: ClassVar[bool] = True
 
     alpha: float = bounded(0.6, at_least=0, at_most=1, hint="Without a floor use the floor 'none'.")
     gamma: float = bounded(1.2, at_least=0)

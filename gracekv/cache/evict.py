@@ -10,7 +10,7 @@ from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
 from gracekv.kernels import ragged
 
 
-@PACKERS.register("evict")
+@PACKERS.register("evict", works_sharded=True)
 class EvictPacker(Packer):
     """Tokens are kept or dropped; of a coarse node the token of the highest score stays (eviction).
 
@@ -23,7 +23,6 @@ class EvictPacker(Packer):
     Cost: one gather of K and V.
     """
 
-    works_sharded: ClassVar[bool] = True
     by_entry: ClassVar[bool] = True
     represents: ClassVar[Literal["node", "token", "mixture"]] = "token"
 

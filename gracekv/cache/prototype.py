@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
@@ -11,7 +9,7 @@ from gracekv.kernels import ragged
 from gracekv.tree.merge import merge
 
 
-@PACKERS.register("prototype")
+@PACKERS.register("prototype", works_sharded=True)
 class PrototypePacker(Packer):
     """A node of several tokens becomes one merged entry with its log multiplicity (the paper's).
 
@@ -20,8 +18,6 @@ class PrototypePacker(Packer):
     Cost: one gather of K and V and one mean a merged entry, its keys un-rotated: 1 to 2 % of a
     prefill.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     def layer(self, given: LayerToPack) -> RaggedEntries:
         prefill, layout, layer = given.prefill, given.layout, given.number

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from gracekv.decode.base import DECODERS, Decoder, HeldLayer
 
 
-@DECODERS.register("none")
+@DECODERS.register("none", works_sharded=True)
 class NoCut(Decoder):
     """Nothing is cut: the cache grows by every token.
 
@@ -17,8 +15,6 @@ class NoCut(Decoder):
 
     Cost: none.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     def scores(self, held: HeldLayer) -> Tensor:
         return held.positions.float()

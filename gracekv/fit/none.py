@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from gracekv.cache.base import RaggedEntries
 from gracekv.fit.base import FITTERS, Fitter
 from gracekv.prefill import Region
 
 
-@FITTERS.register("none")
+@FITTERS.register("none", works_sharded=True)
 class NoFit(Fitter):
     """Entries stay as they were packed, bit for bit.
 
@@ -17,8 +15,6 @@ class NoFit(Fitter):
 
     Cost: none.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     def layer(self, packed: RaggedEntries, reference: None, region: Region) -> RaggedEntries:
         return packed

@@ -21,7 +21,7 @@ from gracekv.prefill import Prefill, PromptSpans, Region
 from gracekv.registry import bounded
 
 
-@PRECISIONS.register("allocated")
+@PRECISIONS.register("allocated", works_sharded=True)
 class AllocatedPrecision(Precision):
     """Each entry of each head at 0 (dropped), 4, 8 or all bits, by what a byte brings.
 
@@ -47,8 +47,6 @@ class AllocatedPrecision(Precision):
     """
 
     allocates: ClassVar[bool] = True
-    works_sharded: ClassVar[bool] = True
-
     group: int = bounded(32, at_least=1)
     keys: Literal["channel", "token"] = "channel"
     values: Literal["channel", "token"] = "token"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from gracekv.precision.base import EXACT, PRECISIONS, Precision
 from gracekv.prefill import Region
 
 
-@PRECISIONS.register("full")
+@PRECISIONS.register("full", works_sharded=True)
 class FullPrecision(Precision):
     """Entries stay in the model's dtype, bit for bit.
 
@@ -19,8 +17,6 @@ class FullPrecision(Precision):
 
     Cost: none.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     def widths(self, start: Tensor, region: Region) -> Tensor:
         return torch.full_like(start, EXACT, dtype=torch.uint8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from gracekv.prefill import PromptSpans, Region
 from gracekv.registry import bounded
 
 
-@PRECISIONS.register("uniform")
+@PRECISIONS.register("uniform", works_sharded=True)
 class UniformPrecision(Precision):
     """All entries of the region at 8 or 4 bits a number, in groups with a scale and a zero point.
 
@@ -39,8 +39,6 @@ class UniformPrecision(Precision):
         sinks: the prompt's first tokens stay as they are (ours): models give them keys unlike all
             others, which would widen the range of their block.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     bits: Literal[8, 4] = 8
     group: int = bounded(32, at_least=1)

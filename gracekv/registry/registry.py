@@ -74,7 +74,7 @@ class Strategy(Configurable):
 
     Attributes:
         works_sharded: whether its result is the same where each process holds some of the KV heads
-            (`Prefill.shard`); others are refused on such models.
+            (`Prefill.shard`); others are refused on such models. Said when it is registered.
     """
 
     name: ClassVar[str]
@@ -110,11 +110,12 @@ class Registry(Generic[S]):
         if interface is not None:
             interface.registry = self
 
-    def register(self, name: str) -> Callable[[type[C]], type[C]]:
+    def register(self, name: str, *, works_sharded: bool = False) -> Callable[[type[C]], type[C]]:
         """Class decorator: make a strategy available under `name`, a frozen final dataclass.
 
-        A class that is defined again (a notebook's cell that runs twice) takes its own place.
-        Raises `ConfigError` if another class has the name.
+        `works_sharded` is as in `Strategy`; a base class may have said so already. A class that is
+        defined again (a notebook's cell that runs twice) takes its own place. Raises `ConfigError`
+        if another class has the name.
         """
 
         def add(cls: type[C]) -> type[C]:
@@ -127,6 +128,7 @@ class Registry(Generic[S]):
             if "__dataclass_params__" not in vars(cls):
                 cls = dataclasses.dataclass(frozen=True)(cls)
             typing.final(cls).name = name
+            cls.works_sharded |= works_sharded
             cls.registry = self
             self._classes[name] = cls  # type: ignore[assignment]
             return cls

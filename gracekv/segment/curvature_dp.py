@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from gracekv.segment.surprisal import Surprisal
 _OFF = "0 switches the term off."
 
 
-@SEGMENTERS.register("curvature_dp")
+@SEGMENTERS.register("curvature_dp", works_sharded=True)
 class CurvatureDP(Segmenter):
     """Slots of 16 to 128 tokens cut where hidden states turn, by dynamic programming.
 
@@ -54,8 +53,6 @@ class CurvatureDP(Segmenter):
         curvature: how kappa is computed. Its sampled layers and epsilon also serve dispersion
             and robust normalisation, as in the paper.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     min_length: int = bounded(16, at_least=1, hint="It is in tokens; the paper's is 16.")
     max_length: int = bounded(128, at_least=1, hint="It is in tokens; the paper's is 128.")

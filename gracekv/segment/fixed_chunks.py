@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from gracekv.prefill import Prefill, Region
@@ -11,7 +9,7 @@ from gracekv.registry import bounded
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 
 
-@SEGMENTERS.register("fixed_chunks")
+@SEGMENTERS.register("fixed_chunks", works_sharded=True)
 class FixedChunks(Segmenter):
     """Chunks of 10 tokens from the left; the last one may be shorter (ChunkKV).
 
@@ -22,8 +20,6 @@ class FixedChunks(Segmenter):
     Attributes:
         size: tokens per chunk (ChunkKV's 10).
     """
-
-    works_sharded: ClassVar[bool] = True
 
     size: int = bounded(10, at_least=1, hint="It is in tokens; ChunkKV's is 10.")
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from gracekv.prefill import Prefill, Region
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 
 
-@SEGMENTERS.register("tokens")
+@SEGMENTERS.register("tokens", works_sharded=True)
 class Tokens(Segmenter):
     """One slot per token, which turns the auction into token selection (ours).
 
@@ -18,8 +16,6 @@ class Tokens(Segmenter):
 
     Cost: none; no tensor is read. It makes N L G trees of one node.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     def __call__(self, prefill: Prefill, region: Region) -> Partition:
         """The partition; curvature is left to the trees. `ShapeError` if `region` is empty."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from gracekv.prefill import Prefill, Region
@@ -11,7 +9,7 @@ from gracekv.registry import bounded
 from gracekv.segment.base import SEGMENTERS, Partition, Segmenter
 
 
-@SEGMENTERS.register("uniform")
+@SEGMENTERS.register("uniform", works_sharded=True)
 class Uniform(Segmenter):
     """Slots of nearly equal length, as close to 64 tokens as the context allows.
 
@@ -24,8 +22,6 @@ class Uniform(Segmenter):
     Attributes:
         target_length: tokens per slot (the paper's 64).
     """
-
-    works_sharded: ClassVar[bool] = True
 
     target_length: int = bounded(64, at_least=1, hint="It is in tokens; the paper's is 64.")
 

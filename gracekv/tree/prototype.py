@@ -13,8 +13,6 @@ Source: Eqs. (T5) to (T7); all prefixes and suffixes of a node at once: departur
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from gracekv.prefill import Needs
@@ -29,7 +27,7 @@ from gracekv.tree.tree_batch import TreeBatch, TreeContext
 from gracekv.tree.workspace import Workspace
 
 
-@DISTORTIONS.register("prototype")
+@DISTORTIONS.register("prototype", works_sharded=True)
 class Prototype(Distortion):
     """Attention-mass-weighted error of one prototype per interval (the paper's).
 
@@ -55,8 +53,6 @@ class Prototype(Distortion):
             `gracekv[triton]`), "torch" (any device), or "auto": a kernel where one is available,
             else torch (ours). They agree to float32's rounding.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     lambda_z: float = bounded(0.25, at_least=0)
     lambda_m: float = bounded(0.75, at_least=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from gracekv.tree.distortion import DISTORTIONS, Distortion, DistortionEvaluator
@@ -30,7 +28,7 @@ class UnitEvaluator(DistortionEvaluator):
         return IntervalCosts(costs=costs, mass=mass, drop=torch.ones_like(mass[:, 0]))
 
 
-@DISTORTIONS.register("unit")
+@DISTORTIONS.register("unit", works_sharded=True)
 class Unit(Distortion):
     """D = 0 and D^drop = 1: the auction is a top-k of scores (score-based eviction).
 
@@ -39,8 +37,6 @@ class Unit(Distortion):
 
     Cost: none; no tensor of K or V is read.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     def evaluator(self, batch: TreeBatch, workspace: Workspace) -> UnitEvaluator:
         return UnitEvaluator(batch)

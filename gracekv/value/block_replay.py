@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -146,7 +145,7 @@ class _BlockSums(TokenColumns):
         return self._waiting
 
 
-@SCORERS.register("block_replay")
+@SCORERS.register("block_replay", works_sharded=True)
 class BlockReplay(LayerScorer):
     """Power mean of the attention that all context queries pay, moved to the end of their block.
 
@@ -168,8 +167,6 @@ class BlockReplay(LayerScorer):
         near: how many tokens of the second reading itself take part in the softmax, the query's own
             and those before it: heads that look at near tokens only are served by them. 0: none.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     block: int = bounded(2048, at_least=1)
     mean_power: float = bounded(3.0, at_least=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from einops import reduce
@@ -39,7 +38,7 @@ class _Columns(TokenColumns):
         )
 
 
-@SCORERS.register("column_sums")
+@SCORERS.register("column_sums", works_sharded=True)
 class ColumnSums(LayerScorer):
     """Sum of the causal attention from all prompt queries, mean over a KV head's group (H2O).
 
@@ -51,8 +50,6 @@ class ColumnSums(LayerScorer):
     Cost: one more attention pass without values over the prompt: O(L H T² d), 7 % of a prefill at
     2,000 tokens on a CPU with numba.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     def needs(self) -> Needs:
         return Needs.observed(ReceivedAttention())

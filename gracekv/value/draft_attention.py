@@ -66,7 +66,7 @@ class Draft(PassObserver):
         return torch.stack(rows, dim=2)
 
 
-@SCORERS.register("draft_attention")
+@SCORERS.register("draft_attention", works_sharded=True)
 class DraftAttention(LayerScorer):
     """Mean attention of the first 16 answer tokens, drafted greedily over the full cache.
 
@@ -80,8 +80,6 @@ class DraftAttention(LayerScorer):
     Attributes:
         max_tokens: drafted tokens; fewer if the answer ends before.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     max_tokens: int = bounded(16, at_least=1)
 

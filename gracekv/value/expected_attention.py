@@ -12,7 +12,6 @@ These are normalised over the keys, averaged over a KV head's group, and multipl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from einops import rearrange, reduce
@@ -90,7 +89,7 @@ class _QuerySums:
         return torch.cat([(self._pivot + away).float(), covariance.float()], dim=1)
 
 
-@SCORERS.register("expected_attention")
+@SCORERS.register("expected_attention", works_sharded=True)
 class ExpectedAttention(LayerScorer):
     """Expected attention of unknown future queries times the value's norm; ignores the question.
 
@@ -112,8 +111,6 @@ class ExpectedAttention(LayerScorer):
         value_norm: multiply by |v|.
         epsilon: added to the expected attention before that (0).
     """
-
-    works_sharded: ClassVar[bool] = True
 
     future_positions: int = bounded(512, at_least=1, hint="The published number is 512.")
     sinks: int = bounded(4, at_least=0, hint="The published number is 4.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 from torch.nn import functional
 
@@ -11,7 +9,7 @@ from gracekv.prefill import Prefill, Region
 from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
-@SCORERS.register("key_difference")
+@SCORERS.register("key_difference", works_sharded=True)
 class KeyDifference(LayerScorer):
     """1 - cos(k, mean of the normalised keys): what is unlike the rest stays (KeyDiff).
 
@@ -22,8 +20,6 @@ class KeyDifference(LayerScorer):
 
     Cost: two passes over the keys.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """One minus the cosine [G, N], between 0 and 2."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from gracekv.prefill import Prefill, Region
 from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
-@SCORERS.register("key_norm")
+@SCORERS.register("key_norm", works_sharded=True)
 class KeyNorm(LayerScorer):
     """1 / |k|: keys of small norm attract attention, whatever the query (Knorm).
 
@@ -21,8 +19,6 @@ class KeyNorm(LayerScorer):
 
     Cost: one pass over the keys.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Inverse norms [G, N], not normalised."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
-@SCORERS.register("lag_relative")
+@SCORERS.register("lag_relative", works_sharded=True)
 class LagRelative(LayerScorer):
     """Spread of a token's channels, on the scale of the next 128 tokens' channels (LagKV).
 
@@ -31,8 +29,6 @@ class LagRelative(LayerScorer):
         sinks: first prompt tokens, which score higher than all others (LagKV's 4).
         lag: tokens of a partition (LagKV's 128). A context of less than two keeps its latest.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     sinks: int = bounded(4, at_least=0, hint="LagKV's is 4.")
     lag: int = bounded(128, at_least=2, hint="LagKV's is 128.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from einops import rearrange
@@ -17,7 +16,7 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory
 from gracekv.value.repeated_attention import RepeatedQueries
 
 
-@SCORERS.register("matching_pursuit")
+@SCORERS.register("matching_pursuit", works_sharded=True)
 class MatchingPursuit(LayerScorer):
     """Orthogonal matching pursuit of a repetition's attention mass, head by head.
 
@@ -38,8 +37,6 @@ class MatchingPursuit(LayerScorer):
         most: tokens that a head takes in this order.
         largest: multiplicity at most (e^7).
     """
-
-    works_sharded: ClassVar[bool] = True
 
     count: int = bounded(512, at_least=1)
     most: int = bounded(1024, at_least=1)

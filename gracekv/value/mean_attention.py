@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from einops import reduce
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
 
 
-@SCORERS.register("mean_attention")
+@SCORERS.register("mean_attention", works_sharded=True)
 class MeanAttention(LayerScorer):
     """Mean causal attention from the prompt's queries, at most 1,024 of them, evenly spaced.
 
@@ -27,8 +25,6 @@ class MeanAttention(LayerScorer):
     Attributes:
         max_queries: number of queries; the prompt's last position is always one of them.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     max_queries: int = bounded(1024, at_least=1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from functools import reduce
 from operator import or_
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from gracekv.value.read_ahead import ReadAhead
 Rule = Literal["sum", "rms", "geometric", "max"]
 
 
-@SCORERS.register("mixture")
+@SCORERS.register("mixture", works_sharded=True)
 class Mixture(LayerScorer):
     """Sum, root of summed squares, geometric mean or maximum of other scores.
 
@@ -36,8 +36,6 @@ class Mixture(LayerScorer):
             except under "max", where they are factors.
         rule: "sum" sum w x, "rms" sqrt(sum w x^2), "geometric" prod x^w, "max" max w x.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     scorers: tuple[Scorer, ...] = field(default_factory=lambda: (ReadAhead(), MeanAttention()))
     weights: tuple[float, ...] = ()

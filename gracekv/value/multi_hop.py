@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from einops import reduce
 from torch import Tensor
@@ -14,7 +12,7 @@ from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores, attention_sums, mean_seed_scores
 
 
-@SCORERS.register("multi_hop")
+@SCORERS.register("multi_hop", works_sharded=True)
 class MultiHop(Scorer):
     """Attention from the question, plus two hops along the attention of the tokens it attends to.
 
@@ -42,8 +40,6 @@ class MultiHop(Scorer):
         epsilon: keeps denominators from 0; the value is ours, small enough that R of a head sums to
             1 even if the context receives a millionth of its attention.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     question_probes: int = bounded(32, at_least=0, hint="The paper's is 32.")
     tail_probes: int = bounded(16, at_least=0, hint="The paper's is 16.")

@@ -11,7 +11,7 @@ from gracekv.prefill import Prefill
 from gracekv.value.base import SENSITIVITIES, Sensitivity
 
 
-@SENSITIVITIES.register("none")
+@SENSITIVITIES.register("none", works_sharded=True)
 class NoSensitivity(Sensitivity):
     """Every head counts the same (omega = 1).
 
@@ -20,7 +20,6 @@ class NoSensitivity(Sensitivity):
     Cost: none.
     """
 
-    works_sharded: ClassVar[bool] = True
     by_layer: ClassVar[bool] = True
 
     def __call__(self, prefill: Prefill) -> Tensor:

@@ -85,7 +85,7 @@ class _Dynamic:
         return projected_norms(self._projection, torch.cat(self._parts, dim=1), self._groups)
 
 
-@SENSITIVITIES.register("output_projection")
+@SENSITIVITIES.register("output_projection", works_sharded=True)
 class OutputProjection(Sensitivity):
     """Size of a head's output projection times size of its output at the question.
 
@@ -99,8 +99,6 @@ class OutputProjection(Sensitivity):
     Attributes:
         epsilon: keeps the denominator from 0; the value is ours.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     epsilon: float = bounded(1e-12, above=0, at_most=1e-3, hint="It keeps a denominator from 0.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from einops import reduce
@@ -17,7 +17,7 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
 Kernel = Literal["geometric", "flat"]
 
 
-@SCORERS.register("read_ahead")
+@SCORERS.register("read_ahead", works_sharded=True)
 class ReadAhead(LayerScorer):
     """Attention from the prompt's end, spread to the tokens that follow the attended ones.
 
@@ -41,8 +41,6 @@ class ReadAhead(LayerScorer):
         max_weight: weight of the maximum over probes and query heads; the mean has the rest. With
             the maximum, one probe that attends to a token is enough.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     question_probes: int = bounded(32, at_least=0)
     tail_probes: int = bounded(16, at_least=0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,7 @@ from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory
 
 
-@SCORERS.register("recency")
+@SCORERS.register("recency", works_sharded=True)
 class Recency(LayerScorer):
     """The first 4 prompt tokens as sinks, then the later the better (StreamingLLM).
 
@@ -26,8 +24,6 @@ class Recency(LayerScorer):
     Attributes:
         sinks: first tokens of the prompt, which score higher than all others (StreamingLLM's 4).
     """
-
-    works_sharded: ClassVar[bool] = True
 
     sinks: int = bounded(4, at_least=0, hint="StreamingLLM's is 4; 0 keeps recent tokens alone.")
 

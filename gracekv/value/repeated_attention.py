@@ -65,7 +65,7 @@ def _keep(found: list[Tensor], inside: Tensor, layer: int, run: TokenRun) -> Non
     found.append(run.queries[:, inside.to(run.queries.device)])
 
 
-@SCORERS.register("repeated_attention")
+@SCORERS.register("repeated_attention", works_sharded=True)
 class RepeatedAttention(LayerScorer):
     """Root mean square of the attention that a real repetition of the context pays.
 
@@ -80,8 +80,6 @@ class RepeatedAttention(LayerScorer):
     Attributes:
         count: queries, evenly spaced (512: ours; the public code takes all of them).
     """
-
-    works_sharded: ClassVar[bool] = True
 
     count: int = bounded(512, at_least=1)
 

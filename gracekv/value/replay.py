@@ -9,7 +9,7 @@ including the tokens after their own. This approximates the second pass of KVzip
 from __future__ import annotations
 
 from dataclasses import field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from einops import reduce
@@ -23,7 +23,7 @@ from gracekv.value.base import SCORERS, LayerScorer, Memory
 from gracekv.value.read_ahead import ReadAhead
 
 
-@SCORERS.register("replay")
+@SCORERS.register("replay", works_sharded=True)
 class Replay(LayerScorer):
     """Attention of the context's queries, moved to the prompt's end; likely answers weigh more.
 
@@ -53,8 +53,6 @@ class Replay(LayerScorer):
         likely_in: which layers tell the likely tokens to a layer: itself and those below, so that
             it can be scored as soon as it is read; or all.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     query_scorer: ReadAhead = field(default_factory=lambda: ReadAhead(lookahead=12, max_weight=1.0))
     power: float = bounded(4.0, above=0)

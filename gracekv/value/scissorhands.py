@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from einops import rearrange, reduce
@@ -19,7 +18,7 @@ from gracekv.value.column_sums import ReceivedAttention
 _ROWS = 32
 
 
-@SCORERS.register("scissorhands")
+@SCORERS.register("scissorhands", works_sharded=True)
 class Scissorhands(LayerScorer):
     """How many of the last 400 queries pay a token at least uniform attention (Scissorhands).
 
@@ -37,8 +36,6 @@ class Scissorhands(LayerScorer):
     Attributes:
         history: number of last prompt queries (the paper's 400).
     """
-
-    works_sharded: ClassVar[bool] = True
 
     history: int = bounded(400, at_least=1, hint="The published number of queries is 400.")
 

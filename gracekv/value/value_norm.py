@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from gracekv.value.base import SCORERS, DerivedScorer, Memory, Scorer
 from gracekv.value.read_ahead import ReadAhead
 
 
-@SCORERS.register("value_norm")
+@SCORERS.register("value_norm", works_sharded=True)
 class ValueNorm(DerivedScorer):
     """Another score times ||v||: how much dropping a token changes the head's output.
 
@@ -32,8 +31,6 @@ class ValueNorm(DerivedScorer):
         relative: exponent of the layer's mean norm, by which norms are divided: 0 absolute norms, 1
             relative ones, 0.5 their geometric mean.
     """
-
-    works_sharded: ClassVar[bool] = True
 
     scorer: Scorer = field(default_factory=ReadAhead)
     power: float = bounded(1.0, above=0)

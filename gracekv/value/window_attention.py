@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from einops import reduce
@@ -17,7 +17,7 @@ Observation = Literal["prompt_tail", "context_tail"]
 Pooling = Literal["max", "avg", "none"]
 
 
-@SCORERS.register("window_attention")
+@SCORERS.register("window_attention", works_sharded=True)
 class WindowAttention(LayerScorer):
     """Mean attention from the last 32 prompt positions, max-pooled over 7 tokens (SnapKV).
 
@@ -38,8 +38,6 @@ class WindowAttention(LayerScorer):
             that count in the denominator) or "none".
         kernel: pooling width in tokens, odd (SnapKV's benchmark setting, 7).
     """
-
-    works_sharded: ClassVar[bool] = True
 
     window: int = bounded(32, at_least=1, hint="A number of positions; SnapKV's is 32.")
     observation: Observation = "prompt_tail"

@@ -188,3 +188,21 @@ def test_a_field_of_another_class_is_refused():
         Top(dice="fair")
     with pytest.raises(ConfigError, match=r"Top\.speed takes a number; got 10{400}"):
         TOYS.build("top", speed=10**400)
+
+
+def test_what_works_over_processes_says_so_when_it_is_registered():
+    kites: Registry[Toy] = Registry("kite", "what flies")
+
+    class Tough(Toy):
+        works_sharded = True
+
+    @kites.register("red", works_sharded=True)
+    class Red(Toy): ...
+
+    @kites.register("blue")
+    class Blue(Toy): ...
+
+    @kites.register("grey")
+    class Grey(Tough): ...
+
+    assert [kite.works_sharded for kite in (Red, Blue, Grey)] == [True, False, True]
