@@ -3,8 +3,8 @@
 Rows are dequantised into a scratch array that stays in the processor's cache, as rows in half
 precision are: from memory only codes, scales and zero points are read. Heads and groups of whole
 vectors are dequantised by vector operations, which every processor has in some width: loops over
-the channels of one head are too short for a compiler's own. Others are dequantised one number at a
-time.
+the channels of one head are too short for a compiler's own. Others, and codes of 2 bits, are
+dequantised one number at a time.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def coded_rows(
     inside = first - carray(pointer(p.offsets), row + 1, np.int64)[row]
     block = carray(pointer(p.blocks), row + 1, np.int64)[row]
     step, width, middle = codes.shape[1], dim // groups, dim // 2
-    in_vectors = step % WIDTH == 0 and (by_channel or width % WIDTH == 0)
+    in_vectors = p.bits > 2 and step % WIDTH == 0 and (by_channel or width % WIDTH == 0)
     done = 0
     while done < count:
         # Rows of one block share their scales; rows with scales of their own come all at once.
@@ -147,7 +147,7 @@ def coded_rows(
             for e in range(rows):
                 for c in range(dim):
                     g = c if by_channel else e * groups + c // width
-                    code = _code(codes, first + done + e, c, p.bits, middle)
+                    code = _code(codes, first + done + e, c, p.bits)
                     wide[done + e, c] = z[0, g] + s[0, g] * code
         elif by_channel:
             for c in range(0, step, WIDTH):
@@ -186,9 +186,7 @@ def _widened(numbers: Any, first: int, count: int, out: Any) -> None:
 
 
 @inner(inline="always")
-def _code(codes: Any, e: int, c: int, bits: int, half: int) -> Any:
+def _code(codes: Any, e: int, c: int, bits: int) -> Any:
     """Code c of row e as float32."""
-    if bits == 8:
-        return np.float32(codes[e, c])
-    byte = codes[e, c % half]
-    return np.float32(byte >> 4 if c >= half else byte & 15)
+    step = codes.shape[1]
+    return np.float32(codes[e, c % step] >> (c // step * bits) & ((1 << bits) - 1))

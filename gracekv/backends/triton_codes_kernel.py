@@ -38,9 +38,10 @@ def _numbers(
     if BITS == 8:
         code = tl.load(codes + n[:, None] * D + dim[None, :], mask=used, other=0).to(tl.int32)
     else:
-        at = n[:, None] * (D // 2) + (dim % (D // 2))[None, :]
+        row: tl.constexpr = D * BITS // 8
+        at = n[:, None] * row + (dim % row)[None, :]
         byte = tl.load(codes + at, mask=used, other=0).to(tl.int32)
-        code = (byte >> tl.where(dim < D // 2, 0, 4)[None, :]) & 15
+        code = (byte >> (dim // row * BITS)[None, :]) & ((1 << BITS) - 1)
     if BY_CHANNEL:
         at = ((within + n) // SIZE)[:, None] * D + dim[None, :]
     elif SIZE < D:

@@ -20,7 +20,7 @@ class Coding:
     """How numbers become codes.
 
     Attributes:
-        bits: width of a code, 8 or 4.
+        bits: width of a code, 8, 4 or 2.
         group: how many numbers share a scale and a zero point.
         keys: "channel": `group` consecutive entries of a head, channel by channel; "token": `group`
             consecutive channels of an entry, all of them where there are fewer.
@@ -42,8 +42,8 @@ class Coding:
             )
         if dim * self.bits % 8:
             raise ShapeError(
-                f"{dim} codes of {self.bits} bits do not fill whole bytes. Use 8 bits for a head "
-                f"dimension that is odd."
+                f"{dim} codes of {self.bits} bits do not fill whole bytes. Use 8 bits for this "
+                f"head dimension."
             )
 
     def blocks(self, lengths: Tensor) -> Tensor:
@@ -56,8 +56,8 @@ class Codes:
     """Numbers [E, d]: zero + scale * code.
 
     Attributes:
-        codes: uint8 [E, d * bits / 8]. Of 4 bits, byte j holds channel j in its low half and
-            channel j + d / 2 in its high half.
+        codes: uint8 [E, n], n = d * bits / 8. Byte j holds channels j, j + n, j + 2 n and so on,
+            the first in its lowest bits.
         scale: 16-bit numbers; [N, d], a row for each of the N blocks of entries ("channel"), or
             [E, d / group] ("token").
         zero: [N, d] or [E, d / group], like `scale`.
@@ -73,8 +73,8 @@ class Codes:
         `block` int64 [n] are the rows of `scale` of each entry; None: they are its own.
         """
         codes = self.codes[first:stop]
-        if bits == 4:
-            codes = torch.cat([codes & 15, codes >> 4], dim=1)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
+        codes = ((codes[:, None] >> shifts) & (2**bits - 1)).flatten(1)
         if block is None:
             scale, zero = self.scale[first:stop, :, None], self.zero[first:stop, :, None]
         else:

@@ -227,8 +227,8 @@ def _codings(facts: Any) -> tuple[Coding, ...]:
     for own in facts if isinstance(facts, list) else [] if facts is None else [facts]:
         check_values(Coding, own)
         coding = Coding(**own)
-        if coding.bits not in (4, 8) or coding.group < 1:
-            raise ShapeError(f"codes have 4 or 8 bits and groups of at least 1; got {coding}")
+        if coding.bits not in (2, 4, 8) or coding.group < 1:
+            raise ShapeError(f"codes have 2, 4 or 8 bits and groups of at least 1; got {coding}")
         codings.append(coding)
     return tuple(codings)
 

@@ -92,7 +92,6 @@ def _rounded(x: Tensor, kind: torch.dtype, *, up: bool) -> Tensor:
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """uint8 [E, d * bits / 8] of codes uint8 [E, d]; see `Codes`."""
-    if bits == 8:
-        return codes.contiguous()
-    half = codes.shape[1] // 2
-    return codes[:, :half] | (codes[:, half:] << 4)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
+    parts: Tensor = codes.unflatten(1, (8 // bits, -1)) << shifts
+    return parts.sum(dim=1, dtype=torch.uint8)

@@ -17,7 +17,7 @@ from gracekv.registry import bounded
 
 @PRECISIONS.register("uniform", works_sharded=True)
 class UniformPrecision(Precision):
-    """All entries of the region at 8 or 4 bits a number, in groups with a scale and a zero point.
+    """All entries of the region at 8, 4 or 2 bits a number; groups share a scale and a zero point.
 
     A number x of a group becomes the code round((x - zero) / scale), with the zero point at the
     group's least number and the scale its range over 2^bits - 1, both stored in 16 bits and
@@ -40,7 +40,7 @@ class UniformPrecision(Precision):
             others, which would widen the range of their block.
     """
 
-    bits: Literal[8, 4] = 8
+    bits: Literal[8, 4, 2] = 8
     group: int = bounded(32, at_least=1)
     keys: Literal["channel", "token"] = "channel"
     values: Literal["channel", "token"] = "token"

@@ -64,7 +64,7 @@ def test_capped_logits_and_sink_logits(dtype, softcap, sinks):
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_codes_equal_dense_attention(dtype, bits, dim):
     rng = torch.Generator().manual_seed(dim)

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
     shuffled=st.booleans(),
     dim=st.sampled_from([16, 64]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    bits=st.sampled_from([4, 8, "mixed", "passages"]),
+    bits=st.sampled_from([2, 4, 8, "mixed", "passages"]),
     size=st.sampled_from([1, 8, 32]),
     keys=st.sampled_from(["channel", "token"]),
     values=st.sampled_from(["channel", "token"]),
@@ -55,7 +55,7 @@ def test_equal_attention_in_float64(
     rng = torch.Generator().manual_seed(seed)
     fields = {"group": size, "keys": keys, "values": values}
     shape = (lengths * sequences, dim, dtype, sequences)
-    layer = quantised(rng, *shape, bits=bits if bits in (4, 8) else 8, **fields)
+    layer = quantised(rng, *shape, bits=8 if isinstance(bits, str) else bits, **fields)
     if bits in ("mixed", "passages"):
         layer = of_mixed_widths(rng, layer, **fields)
     if bits == "passages":

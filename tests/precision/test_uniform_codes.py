@@ -37,7 +37,7 @@ def read(codes, lengths, coding, by):
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=4),
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from([2, 4, 8]),
     group=st.sampled_from([1, 2, 4, 7, 16]),
     by=st.sampled_from(["channel", "token"]),
     dtype=st.sampled_from(DTYPES),
@@ -60,12 +60,25 @@ def test_numbers_are_within_half_a_step(seed, lengths, bits, group, by, dtype, s
     assert bool(((got - want).abs()[away] <= slack[away] + 6e-8).all())
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_byte_holds_channels_that_lie_its_bytes_apart_the_first_lowest(bits):
+    rng, n = torch.Generator().manual_seed(bits), 2 * bits
+    x = torch.randint(0, 2**bits, (3, 16), generator=rng).float()
+    x[:, 0], x[:, 1] = 0, 2**bits - 1  # Codes are the numbers themselves.
+    got = quantise(x, torch.tensor([3]), Coding(bits, 16, "token", "token"), "token").codes
+    want = [
+        [sum(int(row[j + n * part]) << bits * part for part in range(8 // bits)) for j in range(n)]
+        for row in x
+    ]
+    assert got.tolist() == want
+
+
 @settings(max_examples=30)
 @given(
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from(DTYPES),
     by=st.sampled_from(["channel", "token"]),
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from([2, 4, 8]),
     size=st.sampled_from([1e-2, 1.0, 1e4]),
 )
 def test_constant_groups_are_exact(seed, dtype, by, bits, size):
@@ -113,7 +126,7 @@ def quantised(layer, region=(3, 40), **fields):
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 50), min_size=4, max_size=4),
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from([2, 4, 8]),
     dtype=st.sampled_from(DTYPES),
     sinks=st.integers(0, 6),
 )
@@ -173,7 +186,7 @@ def test_numbers_that_16_bits_cannot_hold_are_refused(bad):
 @pytest.mark.parametrize(
     ("fields", "dim", "error", "message"),
     [
-        ({"bits": 3}, 8, ConfigError, "bits takes one of 8, 4; got 3"),
+        ({"bits": 3}, 8, ConfigError, "bits takes one of 8, 4, 2; got 3"),
         ({"group": 0}, 8, ConfigError, "group takes a whole number >= 1; got 0"),
         ({"keys": "head"}, 8, ConfigError, "keys takes one of 'channel', 'token'"),
         ({"group": 6}, 16, ShapeError, r"Groups of 6 channels do not fit a head dimension of 16"),

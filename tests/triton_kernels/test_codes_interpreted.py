@@ -53,7 +53,7 @@ def check(layer, query, keys, values, mask, rows, options):
     shuffled=st.booleans(),
     dim=st.sampled_from([16, 20, 64]),
     dtype=st.sampled_from(list(TOLERANCES)),
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from([2, 4, 8]),
     size=st.sampled_from([1, 4, 32]),
     keys=st.sampled_from(["channel", "token"]),
     values=st.sampled_from(["channel", "token"]),
