@@ -16,7 +16,13 @@ def in_step(model: Any) -> Iterator[HeadShard]:
 
     If the block fails on one process, the others raise `RankError` at their next exchange.
     """
-    shard = head_shard(model)
+    with together(head_shard(model)) as shard:
+        yield shard
+
+
+@contextmanager
+def together(shard: HeadShard) -> Iterator[HeadShard]:
+    """`in_step` of the processes that `shard` reaches."""
     try:
         yield shard
     except RankError:

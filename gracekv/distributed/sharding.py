@@ -15,8 +15,8 @@ from gracekv.errors import ConfigError, RankError, UnsupportedModelError
 from gracekv.registry import Configurable, Strategy
 from gracekv.registry.hyperparameter import parts_of
 
-# Seconds. Processes of one model do the same work, so they are seldom far apart.
-_TIMEOUT = 300.0
+TIMEOUT = 300.0
+"""Seconds. Processes of one model do the same work, so they are seldom far apart."""
 
 # Ways in which transformers leaves the norms of queries and keys whole.
 _WHOLE_STYLES = ("replicate", "replicated_with_grad_allreduce")
@@ -152,7 +152,7 @@ def head_shard(model: Any) -> HeadShard:
     return (_shards.get(model) or connect(model)) if is_sharded(model) else WHOLE
 
 
-def connect(model: Any, *, timeout: float = _TIMEOUT) -> HeadShard:
+def connect(model: Any, *, timeout: float = TIMEOUT) -> HeadShard:
     """Connect the processes of a sharded model; all of them call this, or `gracekv.compress`.
 
     Args:

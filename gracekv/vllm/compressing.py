@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from gracekv.cache.quantised import dequantised
+from gracekv.cache.sharding import whole_cache
+from gracekv.distributed.agreement import together
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import GracekvError
 from gracekv.prefill.prompt import Prompt
 from gracekv.vllm.context_folder import write_context
@@ -55,11 +59,11 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a compressing request.
+    """What became of a compressing request, as one worker says it.
 
     Attributes:
         request: its id.
-        header: of the context; None if it failed.
+        header: of the context, all ranks' heads; None if it failed.
         seconds: from the first token to the stored context.
         reason: why it failed.
     """
@@ -73,28 +77,43 @@ class Outcome:
 @dataclass(slots=True)
 class _Job:
     request: str
-    recording: Recording
+    order: Compression
+    recording: Recording | Exception
     is_read: bool = False
     future: Future[StoredContext] | None = None
+    started: float = field(default_factory=time.monotonic)
 
 
 class Compressor:
     """One prompt at a time: recorded step by step, then compressed in a thread of its own.
 
-    On CPUs, observers look in that thread, too, while the model goes on.
+    On CPUs, observers look in that thread, too, while the model goes on. Tensor-parallel ranks read
+    the same prompts in the same steps, so their threads take them in the same order, and meet in
+    each: they make one cut, and all of them serve the context or none. What fails on one before
+    that fails in its thread, where the others hear of it.
 
     Args:
         vllm_config: vLLM's.
         store: of the worker; made contexts go there.
         device: of the worker.
+        shard: which of all ranks' KV heads the worker computes. Its thread alone uses the exchange.
     """
 
-    def __init__(self, vllm_config: Any, store: ContextStore, device: torch.device) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        store: ContextStore,
+        device: torch.device,
+        shard: HeadShard = WHOLE,
+    ) -> None:
         self._config, self._store, self._device = vllm_config, store, device
-        self._served: ServedModel | None = None
+        self._shard = shard
         self._job: _Job | None = None
-        self._failed: Outcome | None = None
         self._pool = ThreadPoolExecutor(1, "gracekv", initializer=_give_way)
+
+    @functools.cached_property
+    def _served(self) -> ServedModel:
+        return ServedModel.of(self._config)
 
     def begin(self, chunk: Chunk | None, current: str | None) -> Recording | None:
         """The recording that the step's tokens belong to.
@@ -108,33 +127,38 @@ class Compressor:
             self._drop()
         if chunk is None:
             return None
-        try:
-            if chunk.start == 0:
-                # Also after a preemption, when all tokens are computed again.
-                self._drop()
-                self._job = _Job(chunk.request, self._recording(chunk))
-        except Exception as error:
+        if chunk.start == 0:
+            # Also after a preemption, when all tokens are computed again.
             self._drop()
-            self._failed = Outcome(chunk.request, None, 0.0, _reason(error))
+            self._job = self._begun(chunk)
         job = self._job
         if job is None or job.future is not None:
             return None
         job.is_read = chunk.start + chunk.count == chunk.length
-        return job.recording
+        return self._recording
+
+    @property
+    def _recording(self) -> Recording | None:
+        found = None if self._job is None else self._job.recording
+        return found if isinstance(found, Recording) else None
 
     def _drop(self) -> None:
-        if self._job is not None:
-            self._job.recording.cancel()
+        if self._recording is not None:
+            self._recording.cancel()
         self._job = None
 
-    def _recording(self, chunk: Chunk) -> Recording:
+    def _begun(self, chunk: Chunk) -> _Job:
         order = order_of(chunk.parameters[PARAMETER], chunk.parameters.get(FOLLOW))
         assert isinstance(order, Compression)  # the scheduler looked at it
-        if self._served is None:
-            self._served = ServedModel.of(self._config)
         # What a GPU's observers launch goes into the model's own stream.
         pool = self._pool if self._device.type == "cpu" else None
-        return Recording(order, chunk.length, self._served, self._device, pool)
+        try:
+            recording = Recording(
+                order, chunk.length, self._served, self._device, pool, self._shard
+            )
+        except Exception as error:
+            return _Job(chunk.request, order, error)
+        return _Job(chunk.request, order, recording)
 
     def outcome(self, idle: bool) -> Outcome | None:
         """What ended since the last call; called after each step.
@@ -142,23 +166,21 @@ class Compressor:
         Args:
             idle: whether the step had no tokens, so that the engine may wait a little.
         """
-        failed, self._failed = self._failed, None
         job = self._job
-        if job is None or failed is not None:
-            return failed
+        if job is None:
+            return None
         if job.future is None and job.is_read:
             # On the stream of the model, so that nothing is freed that is still read.
             stream = None
             if self._device.type == "cuda":
                 stream = torch.cuda.current_stream(self._device)
-            job.future = self._pool.submit(self._made, job.recording, stream)
+            job.future = self._pool.submit(self._made, job, stream)
         if job.future is None or not wait([job.future], _PAUSE if idle else 0).done:
             return None
-        self._job = None
-        order, seconds = job.recording.order, time.monotonic() - job.recording.started
+        self._job, seconds = None, time.monotonic() - job.started
         try:
             context = job.future.result()
-            self._store.put(context.header, order.name, context, saved=order.save)
+            self._store.put(context.header, job.order.name, context, saved=job.order.save)
         # The engine goes on, whatever happens to one context.
         except Exception as error:
             return Outcome(job.request, None, seconds, _reason(error))
@@ -167,41 +189,52 @@ class Compressor:
     @property
     def recorded(self) -> int:
         """Bytes of the recording that is not yet compressed."""
-        return 0 if self._job is None else self._job.recording.bytes
+        return 0 if self._recording is None else self._recording.bytes
 
     def shutdown(self) -> None:
         """Begin nothing more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @torch.inference_mode()
-    def _made(self, recording: Recording, stream: Any) -> StoredContext:
-        with torch.cuda.stream(stream):
-            return self._compressed(recording)
+    def _made(self, job: _Job, stream: Any) -> StoredContext:
+        with torch.cuda.stream(stream), together(self._shard) as shard:
+            if isinstance(job.recording, Exception):
+                raise job.recording
+            shard.agree(request=job.request.encode())
+            return self._compressed(job.order, job.recording)
 
-    def _compressed(self, recording: Recording) -> StoredContext:
-        order, served = recording.order, self._served
-        assert served is not None  # it made the recording
+    def _compressed(self, order: Compression, recording: Recording) -> StoredContext:
+        model, shard, follow = self._served.model, self._shard, order.follow
         run = order.pipeline.run(recording.prefill(), order.budget)
         cache = dequantised(run.cache)
-        rotated, follow = moved(served.model, cache), order.follow
+        rotated = moved(model, cache)
+        self._store.loaded.check(order.name, rotated.kv_bytes + rotated.metadata_bytes)
         ids = torch.zeros(recording.spans.length, dtype=torch.int64)
         prompt = Prompt(ids, recording.spans, separator=follow.separator, template=follow.template)
+        # From here on nothing fails on one rank alone, but for the first one's file.
+        entries, size = (shard.total(x) for x in (int(cache.entries().sum()), cache.kv_bytes))
 
         def header(digest: str) -> ContextHeader:
-            made = describe(served.model, prompt, cache, order.recipe, digest)
+            made = describe(model, prompt, cache, order.recipe, digest)
             return replace(
                 made,
+                entries=entries,
+                bytes=size,
                 model=dict(self._store.model or made.model),
                 tokenizer=follow.tokenizer,
                 question_text=follow.question_text,
             )
 
+        # Nobody reads a file of what is not saved: a number that no other context has will do.
+        digest = secrets.token_hex(32)
         if order.save:
-            written = write_context(rotated, header, self._store.folder(order.name))
-        else:
-            # Nobody reads a file of it, so a number that no other context has will do.
-            written = header(secrets.token_hex(32))
-        return StoredContext(written, rotated.layers)
+            whole = whole_cache(rotated, shard) if shard.ranks > 1 else rotated
+            if shard.rank == 0:
+                digest = write_context(whole, header, self._store.folder(order.name)).digest
+        own = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
+        # The others wait here until the file is there, or the first one has failed.
+        digest = bytes(shard.gather(own)[0].tolist()).hex()
+        return StoredContext(header(digest), rotated.layers)
 
 
 def _give_way() -> None:

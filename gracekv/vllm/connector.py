@@ -9,9 +9,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
+from gracekv.distributed.gloo_exchange import GlooExchange
+from gracekv.distributed.sharding import TIMEOUT, WHOLE, HeadShard
 from gracekv.vllm.compressing import Compressor
 from gracekv.vllm.context_attention import Asking, Reading, begin_step, end_step
 from gracekv.vllm.jobs import refused
@@ -41,14 +43,14 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         check_serving(vllm_config, kv_cache_config)
         rank = device = None
         if role == KVConnectorRole.WORKER:
-            rank = get_tensor_model_parallel_rank()
+            rank = get_tp_group().rank_in_group
             device = torch.device(current_platform.device_type)
         store = open_store(vllm_config, rank=rank, device=device)
-        self.begin(store)
+        self.begin(store, vllm_config.parallel_config.tensor_parallel_size)
         # In a worker: of the contexts that a step opens, why they cannot be read.
         self._opened: dict[str, dict[str, Any] | None] = {}
         if device is not None:
-            self._compressor = Compressor(vllm_config, store, device)
+            self._compressor = Compressor(vllm_config, store, device, _own_heads())
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -68,8 +70,8 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: StepContexts) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._store.retain(connector_metadata.used)
-        for name in connector_metadata.forgotten:
-            self._store.forget(name)
+        for name, digest in connector_metadata.forgotten.items():
+            self._store.forget(name, digest)
         self._opened = {x: self._load(name, x) for x, name in connector_metadata.opening.items()}
         asking = {
             block: Asking(self._store.load(name, digest), tokens)
@@ -99,7 +101,8 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         outcome = self._compressor.outcome(self._get_connector_metadata().idle)
         dropped = self._store.dropped()
         found = outcome or dropped or self._opened or recorded
-        return WorkerReport(outcome, dropped, self._opened, recorded) if found else None
+        outcomes = [outcome] if outcome else []
+        return WorkerReport(outcomes, dropped, self._opened, recorded) if found else None
 
     def shutdown(self) -> None:
         end_step()
@@ -121,3 +124,12 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Nothing."""
+
+
+def _own_heads() -> HeadShard:
+    """Which KV heads this worker computes, with a process group beside vLLM's own."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return WHOLE
+    exchange = GlooExchange(group.ranks, TIMEOUT)
+    return HeadShard(group.rank_in_group, group.world_size, exchange)

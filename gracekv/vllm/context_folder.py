@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gracekv.cache.base import RaggedCache
+from gracekv.cache.entries import CompressedCache
 from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.errors import StoreError
 from gracekv.files import replacing
@@ -30,7 +30,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def write_context(
-    rotated: RaggedCache, header_of: Callable[[str], ContextHeader], folder: Path
+    rotated: CompressedCache, header_of: Callable[[str], ContextHeader], folder: Path
 ) -> ContextHeader:
     """Write a context, complete or not at all; one that is there already is replaced.
 

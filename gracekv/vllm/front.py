@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gracekv.errors import BudgetError, StoreError, UnsupportedModelError
+from gracekv.distributed.sharding import HeadShard, check_works_sharded
+from gracekv.errors import BudgetError, ConfigError, StoreError, UnsupportedModelError
 from gracekv.prefill.fingerprint import tokenizer_marks
 from gracekv.vllm.documents import continuing, opened, question_text
 from gracekv.vllm.orders import Compression, Follow
@@ -85,8 +86,9 @@ class Front:
         found += found[-1:]
         spans = replace(order, follow=follow).spans(len(found))
         try:
+            check_works_sharded(order.pipeline, HeadShard(ranks=self._served.ranks))
             order.pipeline.plan_for(self._served.model, spans, order.budget)
-        except (BudgetError, UnsupportedModelError) as error:
+        except (BudgetError, ConfigError, UnsupportedModelError) as error:
             raise StoreError(str(error)) from error
         self.follows[order.name] = follow
         while len(self.follows) > _REMEMBERED:

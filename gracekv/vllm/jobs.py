@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,18 +48,22 @@ class Jobs:
 
     Args:
         store: the scheduler's; it gets the headers of contexts that are in no file.
+        ranks: workers that share a model, each of which makes its part of a context.
 
     Attributes:
         jobs: by request id, in the order in which they came: the first one has its turn.
-        forgotten: names of contexts that workers have not yet been told to delete.
+        forgotten: names of contexts that workers have not yet been told to delete, with the digest
+            that alone is meant, or None.
     """
 
-    def __init__(self, store: ContextStore) -> None:
-        self._store = store
+    def __init__(self, store: ContextStore, ranks: int = 1) -> None:
+        self._store, self._ranks = store, ranks
+        # What workers said of the current job; it is over when all have.
+        self._outcomes: list[Outcome] = []
         self.jobs: OrderedDict[str, Job] = OrderedDict()
         self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._expiry: dict[str, tuple[float, str]] = {}
-        self.forgotten: set[str] = set()
+        self.forgotten: dict[str, str | None] = {}
         # Most bytes that were held of the current document while it was read.
         self._recorded = 0
 
@@ -105,7 +109,7 @@ class Jobs:
                 ) from FileNotFoundError()
 
     def _forget(self, name: str) -> bool:
-        self.forgotten.add(name)
+        self.forgotten[name] = None
         self._expiry.pop(name, None)
         return self._store.forget(name)
 
@@ -148,27 +152,36 @@ class Jobs:
         return {"name": job.order.name, "state": "compressing"}
 
     def update(
-        self, outcome: Outcome | None, dropped: Mapping[str, str], recorded: int = 0
+        self, outcomes: Iterable[Outcome], dropped: Mapping[str, str], recorded: int = 0
     ) -> None:
-        """Take in what a worker tells.
+        """Take in what workers tell.
 
         Args:
-            outcome: of the current job.
+            outcomes: of the current job.
             dropped: digests of contexts that went for want of room, by name.
             recorded: bytes that are held of the current job's document.
         """
         self._recorded = max(self._recorded, recorded)
         for name, digest in dropped.items():
-            self._store.forget(name, digest)
-        job = None if outcome is None else self.jobs.pop(outcome.request, None)
-        if outcome is None or job is None:
+            if self._store.forget(name, digest):
+                # Other ranks may have room for their part.
+                self.forgotten[name] = digest
+        self._outcomes = [x for x in (*self._outcomes, *outcomes) if x.request in self.jobs]
+        if len(self._outcomes) < self._ranks:
             return
-        name, header, order = job.order.name, outcome.header, job.order
-        known: dict[str, Any] = {"seconds": round(outcome.seconds, 3)}
+        ended, self._outcomes = self._outcomes, []
+        order, reasons = (
+            self.jobs.pop(ended[0].request).order,
+            [x.reason for x in ended if x.reason],
+        )
+        name, header = order.name, None if reasons else ended[0].header
+        known: dict[str, Any] = {"seconds": round(max(x.seconds for x in ended), 3)}
         known["recorded_bytes"], self._recorded = self._recorded, 0
         if header is None:
-            known |= {"name": name, "state": "failed", "reason": outcome.reason}
+            known |= {"name": name, "state": "failed", "reason": " ".join(dict.fromkeys(reasons))}
             known["recipe"] = order.recipe
+            for other in filter(None, (x.header for x in ended)):
+                self.forgotten[name] = other.digest
         else:
             known["digest"] = header.digest
             self._expiry.pop(name, None)

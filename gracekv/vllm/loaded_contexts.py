@@ -51,13 +51,17 @@ class LoadedContexts:
         self._held.move_to_end(digest)
         return self._held[digest][1]
 
-    def hold(self, name: str, context: StoredContext) -> None:
-        """Hold a context; raises `StoreError` if it is larger than the limit."""
-        if context.bytes > self.limit:
+    def check(self, name: str, size: int) -> None:
+        """Raise `StoreError` if a context of `size` bytes is larger than the limit."""
+        if size > self.limit:
             raise StoreError(
-                f"Context {name!r} takes {context.bytes:,} bytes of memory, and contexts have "
+                f"Context {name!r} takes {size:,} bytes of memory, and contexts have "
                 f"{self.limit:,}. Compress it more, or start with a larger limit_bytes."
             )
+
+    def hold(self, name: str, context: StoredContext) -> None:
+        """Hold a context; raises `StoreError` if it is larger than the limit."""
+        self.check(name, context.bytes)
         self._make_room(context.bytes)
         self._held[context.header.digest] = name, context.to(self._device)
         self.rename(name, context.header.digest)

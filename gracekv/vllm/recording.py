@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import StoreError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill import Prefill
@@ -33,6 +33,7 @@ class Recording:
         device: of the worker.
         pool: shows the observers what the model has computed while it goes on, at most one run of
             every layer behind; None: they look at once.
+        shard: which of all ranks' KV heads attention shows here; by default all.
 
     Attributes:
         failure: what an observer raised.
@@ -47,9 +48,10 @@ class Recording:
         served: ServedModel,
         device: torch.device,
         pool: Executor | None = None,
+        shard: HeadShard = WHOLE,
     ) -> None:
         needs = order.pipeline.needs()
-        self.order, self.spans, self.started = order, order.spans(length), time.monotonic()
+        self.order, self.spans, self._shard = order, order.spans(length), shard
         # An engine computes nothing again: what is known only later is held from the start.
         once = CaptureSizes(kv=0, queries=0, again=False)
         self._positions = held_positions(needs, self.spans, once, None)
@@ -148,4 +150,5 @@ class Recording:
             scale=self._scale,
             unrotated=self._unrotated,
             observed=self._observations.results(keys[0].device, None),
+            shard=self._shard,
         )

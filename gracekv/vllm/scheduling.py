@@ -34,7 +34,7 @@ class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
         used: digests of the contexts of all requests that have not ended.
         chunk: tokens of the step that are recorded, to be compressed.
         current: id of the request whose prompt is compressed now.
-        forgotten: names of contexts that were deleted.
+        forgotten: names of contexts that were deleted, with the digest that alone is meant, if any.
         idle: whether the step has no tokens.
     """
 
@@ -43,7 +43,7 @@ class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
     used: set[str] = field(default_factory=set)
     chunk: Chunk | None = None
     current: str | None = None
-    forgotten: set[str] = field(default_factory=set)
+    forgotten: dict[str, str | None] = field(default_factory=dict)
     idle: bool = False
 
 
@@ -52,14 +52,14 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What a worker tells the scheduler after a step.
 
     Attributes:
-        outcome: of the prompt that is compressed.
+        outcomes: of prompts that were compressed, one of each worker.
         dropped: digests of contexts in no file that went for want of room, by name.
         opened: of each context that the step opened, by digest, the reply to requests that cannot
             read it; None: it is in memory.
         recorded: bytes that are held of the prompt that is compressed.
     """
 
-    outcome: Outcome | None
+    outcomes: list[Outcome]
     dropped: dict[str, str]
     opened: dict[str, dict[str, Any] | None]
     recorded: int = 0
@@ -67,8 +67,8 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """What both tell."""
         opened = {x: self.opened.get(x) or other.opened.get(x) for x in self.opened | other.opened}
-        outcome, dropped = self.outcome or other.outcome, self.dropped | other.dropped
-        return WorkerReport(outcome, dropped, opened, self.recorded + other.recorded)
+        outcomes, dropped = self.outcomes + other.outcomes, self.dropped | other.dropped
+        return WorkerReport(outcomes, dropped, opened, self.recorded + other.recorded)
 
 
 class SchedulerSide:
@@ -79,9 +79,9 @@ class SchedulerSide:
     the list of bases.
     """
 
-    def begin(self, store: ContextStore) -> None:
-        """Start without requests; `store` is of this process."""
-        self._store, self._jobs = store, Jobs(store)
+    def begin(self, store: ContextStore, ranks: int = 1) -> None:
+        """Start without requests; `store` is of this process, and `ranks` workers share a model."""
+        self._store, self._jobs = store, Jobs(store, ranks)
         # By request id: contexts, and what is said where they are lost.
         self._contexts: dict[str, tuple[str, ContextHeader]] = {}
         self._lost: dict[str, dict[str, Any]] = {}
@@ -188,7 +188,7 @@ class SchedulerSide:
             forgotten=self._jobs.forgotten,
             idle=not (scheduler_output.total_num_scheduled_tokens or self._opening),
         )
-        self._jobs.forgotten = set()
+        self._jobs.forgotten = {}
         for request, count in scheduler_output.num_scheduled_tokens.items():
             if request in self._contexts:
                 name, header = self._contexts[request]
@@ -221,7 +221,7 @@ class SchedulerSide:
         report = connector_output.kv_connector_worker_meta
         if report is None:
             return
-        self._jobs.update(report.outcome, report.dropped, report.recorded)
+        self._jobs.update(report.outcomes, report.dropped, report.recorded)
         for digest, reply in report.opened.items():
             if self._opening.pop(digest, None) is None:
                 continue

@@ -12,6 +12,7 @@ from gracekv.kernels.rope import Rope
 from gracekv.prefill.model_layers import model_layers, rope_of_table, rotating
 from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model
 from gracekv.vllm.exporting import check_served
+from gracekv.vllm.model_facts import config_facts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,9 +21,11 @@ class ServedModel:
 
     Attributes:
         model: on the device "meta", but for its rotations.
+        ranks: workers that share its KV heads.
     """
 
     model: Any
+    ranks: int
 
     @classmethod
     def of(cls, vllm_config: Any) -> ServedModel:
@@ -31,11 +34,12 @@ class ServedModel:
 
         served, parallel = vllm_config.model_config, vllm_config.parallel_config
         config = served.hf_text_config
-        if parallel.world_size_across_dp > 1:
+        ranks, heads = parallel.tensor_parallel_size, config_facts(config, served.dtype)["kv_heads"]
+        if parallel.world_size_across_dp > ranks or heads % ranks:
             raise UnsupportedModelError(
-                f"This engine runs in {parallel.world_size_across_dp} processes, and compresses in "
-                f"one only. Serve without tensor and data parallelism, or compress with "
-                f"transformers and export."
+                f"This engine runs {heads} KV heads in {parallel.world_size_across_dp} processes, "
+                f"{ranks} of them with parts of one model. Serve with tensor parallelism alone, "
+                f"of a size that divides the KV heads, or compress with transformers and export."
             )
         if config.model_type not in TESTED_MODEL_TYPES:
             raise UnsupportedModelError(
@@ -49,7 +53,7 @@ class ServedModel:
             decoder.rotary_emb = type(decoder.rotary_emb)(config=config)
         check_model(model)
         check_served(model)
-        return cls(model)
+        return cls(model, ranks)
 
     @property
     def layers(self) -> int:

@@ -1,37 +1,56 @@
 """Processes that share a model, played by threads of one process."""
 
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Condition
 
 from gracekv.distributed import HeadShard
+from gracekv.errors import RankError
 
 
 class _ThreadExchange:
-    def __init__(self, ranks):
-        self.place, self.barrier = [None] * ranks, Barrier(ranks, timeout=20)
+    """As `GlooExchange`: what a rank gives n-th meets what the others give n-th, or a failure."""
 
-    def of(self, rank):
-        def exchange(tensor):
-            self.place[rank] = tensor
-            self.barrier.wait()
-            found = list(self.place)
-            self.barrier.wait()
-            assert len({(x.shape, x.dtype) for x in found}) == 1
-            return found
+    def __init__(self, posts, changed, rank):
+        self.posts, self.changed, self.rank = posts, changed, rank
 
-        return exchange
+    def __call__(self, tensor):
+        number = self._post(tensor)
+        with self.changed:
+            there = self.changed.wait_for(lambda: min(map(len, self.posts)) > number, 20)
+        assert there, "a rank did not answer"
+        found = [own[number] for own in self.posts]
+        failed = [str(rank) for rank, given in enumerate(found) if given is None]
+        if failed:
+            raise RankError(f"Process {', '.join(failed)} has failed.")
+        assert len({(x.shape, x.dtype) for x in found}) == 1
+        return found
+
+    def fail(self):
+        self._post(None)
+
+    def _post(self, given):
+        with self.changed:
+            self.posts[self.rank].append(given)
+            self.changed.notify_all()
+            return len(self.posts[self.rank]) - 1
+
+
+def connected(ranks):
+    """The `HeadShard` of each of so many threads."""
+    posts, changed = [[] for _ in range(ranks)], Condition()
+    exchanges = (_ThreadExchange(posts, changed, rank) for rank in range(ranks))
+    return [HeadShard(rank, ranks, exchange) for rank, exchange in enumerate(exchanges)]
 
 
 def in_threads(ranks, run):
     """`run(shard)` of each of so many processes, in rank order."""
-    shared = _ThreadExchange(ranks)
 
-    def one(rank):
+    def one(shard):
         try:
-            return run(HeadShard(rank, ranks, shared.of(rank)))
+            return run(shard)
         except BaseException:
-            shared.barrier.abort()
+            shard.exchange.fail()
             raise
 
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(one, range(ranks)))
+        return list(pool.map(one, connected(ranks)))

@@ -2,23 +2,19 @@
 
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gracekv
 from gracekv.errors import StoreError
-from gracekv.hf import capture
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore
-from gracekv.vllm.compressing import Chunk, Compressor, Outcome
+from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.jobs import Jobs
 from gracekv.vllm.orders import order_of
 from gracekv.vllm.recording import Recording
-
-CPU = torch.device("cpu")
-LENGTH = 60
+from support.recording_worker import LENGTH, Worker, asked, read_by_transformers
 
 
 @pytest.fixture(scope="module")
@@ -28,41 +24,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def prefill(model):
-    ids = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))
-    prompt = gracekv.Prompt.from_ids(ids, (0, LENGTH - 1), question_end=LENGTH - 1)
-    return capture.capture(model, prompt, gracekv.prefill.Needs(later_queries=True))
-
-
-def asked(name, **options):
-    return {"gracekv": {"compress": {"name": name, "ratio": 3, **options}}}
-
-
-class Worker:
-    """A compressor, fed as an engine's worker feeds it."""
-
-    def __init__(self, model, root, **options):
-        served = SimpleNamespace(hf_text_config=model.config, dtype=model.dtype)
-        parallel = SimpleNamespace(world_size_across_dp=1)
-        config = SimpleNamespace(model_config=served, parallel_config=parallel)
-        self.store = ContextStore(root, **options)
-        self.compressor = Compressor(config, self.store, CPU)
-
-    def read(self, prefill, request, parameters, first=0, last=LENGTH):
-        chunk = Chunk(request, parameters, 0, first, last - first, LENGTH)
-        recording = self.compressor.begin(chunk, request)
-        for layer in range(prefill.layers if recording else 0):
-            parts = (prefill.queries[layer], prefill.keys[layer], prefill.values[layer])
-            query, key, value = (x[:, first:last].transpose(0, 1) for x in parts)
-            recording.add(layer, first, query, key, value, prefill.scale)
-        self.found = self.compressor.outcome(idle=False)
-        return self.found
-
-    def outcome(self):
-        for _ in range(3000):
-            if self.found is not None:
-                return self.found
-            self.found = self.compressor.outcome(idle=True)
-        raise AssertionError
+    return read_by_transformers(model)
 
 
 @pytest.mark.parametrize("save", [False, True])
@@ -108,9 +70,11 @@ def test_a_failure_is_told_and_the_next_one_goes_on(model, prefill, tmp_path, mo
     worker = Worker(model, tmp_path, limit=100)
     worker.read(prefill, "0", asked("book"))
     assert "bytes of memory" in worker.outcome().reason
-    found = worker.read(prefill, "1", {"gracekv": {"compress": {"name": "b", "ratio": 0}}})
-    assert "at least 1" in found.reason
     worker.store.loaded.limit = 2**30
+    monkeypatch.setattr(Recording, "__init__", lambda *_: 1 / 0)
+    worker.read(prefill, "1", asked("book"))
+    assert "cannot be used (ZeroDivisionError)" in worker.outcome().reason
+    monkeypatch.undo()
     monkeypatch.setattr(type(worker.compressor), "_compressed", lambda *_: 1 / 0)
     worker.read(prefill, "2", asked("book"))
     assert "cannot be used (ZeroDivisionError)" in worker.outcome().reason
@@ -189,21 +153,21 @@ def test_documents_have_their_turn_one_after_the_other(jobs, headers):
     assert jobs.pending
     assert jobs.current == "0"
     assert listed(jobs)["a"]["state"] == "compressing"
-    jobs.update(None, {}, 5000)
+    jobs.update([], {}, 5000)
     assert listed(jobs)["a"]["recorded_bytes"] == 5000
     assert listed(jobs)["hide"]["recorded_bytes"] == 0
-    jobs.update(Outcome("0", headers[0].header, 1.5), {}, 10)
+    jobs.update([Outcome("0", headers[0].header, 1.5)], {}, 10)
     assert jobs.current == "2"
     assert not jobs.pending
     found = listed(jobs)["a"]
     assert (found["state"], found["seconds"], found["saved"]) == ("ready", 1.5, False)
     assert found["recorded_bytes"] == 5000
-    jobs.update(Outcome("2", None, 0.5, "Too long."), {})
+    jobs.update([Outcome("2", None, 0.5, "Too long.")], {})
     assert listed(jobs)["hide"]["reason"] == "Too long."
     missing = StoreError("There is none.")
     missing.__cause__ = FileNotFoundError()
     assert "Too long" in jobs.refused(missing, "hide")["reason"]
-    jobs.update(None, {"a": headers[0].header.digest})
+    jobs.update([], {"a": headers[0].header.digest})
     assert "a" not in listed(jobs)
 
 
@@ -213,16 +177,16 @@ def test_a_context_that_is_made_anew_says_so(jobs, headers):
         add(jobs, "1", {"gracekv": {"delete": "c0"}})
     assert listed(jobs)["c0"]["state"] == "compressing"
     assert listed(jobs)["c0"]["entries"] > 0
-    jobs.update(Outcome("0", headers[1].header, 1.0), {})
+    jobs.update([Outcome("0", headers[1].header, 1.0)], {})
     assert listed(jobs)["c0"]["saved"] is False
 
 
 def test_deleted_and_expired_contexts_are_gone(jobs, headers, root):
     add(jobs, "0", asked("brief", expires=0.01))
-    jobs.update(Outcome("0", headers[0].header, 1.0), {})
+    jobs.update([Outcome("0", headers[0].header, 1.0)], {})
     time.sleep(0.02)
     assert "brief" not in listed(jobs)
-    assert jobs.forgotten == {"brief"}
+    assert jobs.forgotten == {"brief": None}
     add(jobs, "1", {"gracekv": {"delete": "c0"}})
     assert sorted(x.name for x in root.iterdir()) == ["c1", "c2"]
     with pytest.raises(StoreError, match="no context 'c0' in the store to delete"):

@@ -34,7 +34,7 @@ def served(model):
 
 def engine(model, **parallel):
     served = SimpleNamespace(hf_text_config=model.config, dtype=model.dtype)
-    parallel = {"world_size_across_dp": 1, **parallel}
+    parallel = {"world_size_across_dp": 1, "tensor_parallel_size": 1, **parallel}
     return SimpleNamespace(model_config=served, parallel_config=SimpleNamespace(**parallel))
 
 
@@ -143,8 +143,12 @@ def test_tokens_that_do_not_follow_are_not_written(model, served):
 
 
 def test_models_and_engines_that_cannot_be_compressed_for_are_refused(model):
-    with pytest.raises(UnsupportedModelError, match="2 processes"):
-        ServedModel.of(engine(model, world_size_across_dp=2))
+    for sizes in ((2, 1), (4, 2), (4, 4)):
+        parallel = dict(zip(("world_size_across_dp", "tensor_parallel_size"), sizes, strict=True))
+        with pytest.raises(UnsupportedModelError, match=f"2 KV heads in {sizes[0]} processes"):
+            ServedModel.of(engine(model, **parallel))
+    parallel = {"world_size_across_dp": 2, "tensor_parallel_size": 2}
+    assert ServedModel.of(engine(model, **parallel)).ranks == 2
     config = type(model.config)(**{**model.config.to_dict(), "model_type": "llama"})
     config.model_type = "unheard"
     other = SimpleNamespace(config=config, dtype=model.dtype)

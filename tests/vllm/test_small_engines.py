@@ -2,16 +2,33 @@
 
 import contextlib
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from support.compressing_engine import (
+    asking,
+    by_transformers,
+    check,
+    compress,
+    listing,
+    params,
+    question,
+    run,
+    said,
+    tokens_of,
+    wait,
+)
 from support.engine_answers import check_answer
 
 pytestmark = pytest.mark.vllm
 
+TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
+
 
 @contextlib.contextmanager
-def engine(served, **options):
+def engine(served, limit=None, **options):
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -21,7 +38,7 @@ def engine(served, **options):
         str(served.folder),
         dtype="float32",
         max_model_len=256,
-        kv_transfer_config=KVTransferConfig(**kv_transfer_config(served.store)),
+        kv_transfer_config=KVTransferConfig(**kv_transfer_config(served.store, limit_bytes=limit)),
         **{"enforce_eager": True, **options},
     )
     try:
@@ -43,22 +60,102 @@ def answers(made, served):
     return {name: made.outputs[0] for name, made in zip(served.results, outputs, strict=True)}
 
 
-def test_two_ranks_answer_as_one_model(tiny_served):
+@pytest.fixture(scope="module")
+def big(tiny_served):
+    """A context of which the first rank's part is smaller than the second's."""
+    made = by_transformers(tiny_served, tiny_served.tokenizer(TEXT).input_ids, ratio=1.2)
+    first, second = made.packed.entries().sum(0).tolist()
+    assert first < second
+    return made
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_served, big):
+    """An engine of two ranks that hold a context at most as large as between the parts of `big`."""
+    limit = (big.packed.kv_bytes + big.packed.metadata_bytes) // 2
+    with engine(tiny_served, limit, tensor_parallel_size=2, max_num_batched_tokens=64) as made:
+        yield SimpleNamespace(**vars(tiny_served), engine=made)
+
+
+def test_two_ranks_answer_as_one_model(tiny_served, two_ranks):
     lengths = tiny_served.results["c8"].packed.entries()
     assert (lengths[:, 0] != lengths[:, 1]).any(), "the ranks hold different numbers of entries"
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-
-    order = {"gracekv": {"compress": {"name": "book", "ratio": 4}}}
-    compressing = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": order})
-    with engine(tiny_served, tensor_parallel_size=2) as made:
-        found = answers(made, tiny_served)
-        with pytest.raises(VLLMValidationError, match="2 processes, and compresses in one only"):
-            made.generate({"prompt_token_ids": [7] * 50}, compressing, use_tqdm=False)
+    found = answers(two_ranks.engine, tiny_served)
     for name, answer in found.items():
         check_answer(tiny_served, name, "Why?", answer)
     with pytest.raises(AssertionError):
         check_answer(tiny_served, "c8", "Why?", found["c2"])
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv"])
+@pytest.mark.parametrize("save", [False, True])
+def test_two_ranks_make_the_context_of_one_process(two_ranks, recipe, save):
+    from gracekv.vllm import ContextStore
+
+    ids, name = two_ranks.tokenizer(TEXT).input_ids, f"{recipe}-{save}"
+    # The question comes before its context is there.
+    first, answer = run(
+        two_ranks,
+        (ids, compress(name, recipe=recipe, save=save)),
+        (question(two_ranks), asking(name)),
+    )
+    assert said(first) == {"name": name, "state": "compressing"}
+    result = by_transformers(two_ranks, ids, pipeline=recipe)
+    check(two_ranks, answer.outputs[0], result)
+    kept, one = tokens_of(result.packed.layers), listing(two_ranks)[name]
+    assert (one["state"], one["saved"], one["recipe"]) == ("ready", save, recipe)
+    assert (one["entries"], one["bytes"]) == (len(kept), result.packed.kv_bytes)
+    assert one["recorded_bytes"] > 0
+    assert (name in ContextStore(two_ranks.store).names()) == save
+    if save:
+        stored = tokens_of(ContextStore(two_ranks.store).load(name).layers)
+        assert len(stored) == len(kept)
+        assert len(stored & kept) >= 0.99 * len(kept)
+
+
+def test_what_one_rank_cannot_hold_is_refused_and_the_engine_goes_on(two_ranks, big):
+    ids = two_ranks.tokenizer(TEXT).input_ids
+    run(two_ranks, (ids, compress("big", ratio=1.2)))
+    failed = wait(two_ranks, "big")
+    assert failed["state"] == "failed"
+    assert "Process 1 of the 2 that share this model has failed" in failed["reason"]
+    assert "bytes of memory" in failed["reason"]
+    (refused,) = run(two_ranks, (question(two_ranks), params("big")))
+    assert (said(refused)["state"], said(refused)["status"]) == ("failed", 404)
+    _, answer = run(two_ranks, (ids, compress("after")), (question(two_ranks), asking("after")))
+    check(two_ranks, answer.outputs[0], by_transformers(two_ranks, ids))
+
+
+def test_documents_that_two_ranks_read_at_once_and_one_that_is_aborted(two_ranks):
+    """Contexts go for want of room meanwhile, on each rank when its own part has none."""
+    rng = torch.Generator().manual_seed(0)
+    documents = {
+        f"d{number}": torch.randint(5, 400, (90 + 9 * number,), generator=rng).tolist()
+        for number in range(8)
+    }
+    core = two_ranks.engine.llm_engine
+    core.add_request("gone", {"prompt_token_ids": documents["d7"]}, compress("aborted"))
+    core.step()
+    core.abort_request(["gone"])
+    requests = []
+    for name, ids in documents.items():
+        requests += [(ids, compress(name)), (question(two_ranks), asking(name))]
+    outputs = run(two_ranks, *requests)
+    for ids, answer in zip(documents.values(), outputs[1::2], strict=True):
+        check(two_ranks, answer.outputs[0], by_transformers(two_ranks, ids))
+    there = listing(two_ranks)
+    assert not {"aborted", "d0"} & there.keys()
+    assert there["d7"]["state"] == "ready"
+
+
+def test_a_recipe_that_needs_all_heads_is_refused_on_two_ranks(two_ranks, monkeypatch):
+    from vllm.exceptions import VLLMValidationError
+
+    from gracekv.value import BlockReplay
+
+    monkeypatch.setattr(BlockReplay, "works_sharded", False)
+    with pytest.raises(VLLMValidationError, match="heads are spread over processes"):
+        run(two_ranks, ([7] * 50, compress("all")))
 
 
 @pytest.mark.long

@@ -1,0 +1,191 @@
+"""Tensor-parallel ranks make one cut of a document, and all of them its context or none."""
+
+import functools
+
+import pytest
+
+import gracekv
+from gracekv.kernels.ragged import rows
+from gracekv.testing.models import tiny_model
+from gracekv.vllm import ContextStore
+from gracekv.vllm.compressing import Outcome
+from gracekv.vllm.jobs import Jobs
+from gracekv.vllm.orders import order_of
+from gracekv.vllm.recording import Recording
+from support.recording_worker import LENGTH, Worker, asked, read_by_transformers
+from support.thread_exchange import connected
+
+RANKS, HEADS = 2, 4
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(kv_heads=HEADS)
+
+
+@pytest.fixture(scope="module")
+def prefill(model):
+    return read_by_transformers(model)
+
+
+@pytest.fixture
+def workers(model, tmp_path):
+    made = [Worker(model, tmp_path, shard) for shard in connected(RANKS)]
+    yield made
+    for worker in made:
+        worker.compressor.shutdown()
+
+
+def outcomes(workers, prefill, request, parameters):
+    for worker in workers:
+        worker.read(prefill, request, parameters)
+    return [worker.outcome() for worker in workers]
+
+
+def kept(layers, first=0):
+    """(layer, head, position) of each entry; `first` is the number of the layers' first head."""
+    return {
+        (number, first + head, place)
+        for number, layer in enumerate(layers)
+        for head, place in zip(rows(layer.lengths).tolist(), layer.positions.tolist(), strict=True)
+    }
+
+
+@pytest.mark.parametrize("recipe", ["gracekv-agnostic", "snapkv", "knorm", "expected-attention"])
+@pytest.mark.parametrize("save", [False, True])
+def test_two_ranks_keep_what_one_keeps(model, prefill, workers, recipe, save):
+    made = outcomes(workers, prefill, "0", asked("book", recipe=recipe, save=save))
+    assert [x.reason for x in made] == ["", ""]
+    assert made[0].header == made[1].header
+    own = [x.store.load("book", made[0].header.digest).layers for x in workers]
+    got = set().union(*(kept(x, rank * HEADS // RANKS) for rank, x in enumerate(own)))
+    cache = gracekv.Pipeline.named(recipe).run(prefill, gracekv.Budget.ratio(3)).cache
+    want = kept(cache.layers)
+    assert len(got) == len(want)
+    assert len(got & want) >= 0.99 * len(want)
+    assert (made[0].header.entries, made[0].header.bytes) == (len(want), cache.kv_bytes)
+    root = workers[0].store.root
+    assert ContextStore(root).names() == (["book"] if save else [])
+    if save:
+        assert kept(ContextStore(root).load("book").layers) == got
+
+
+def fails(kind, workers, monkeypatch):
+    """Let the second rank fail at some point, and say how."""
+    if kind == "size":
+        workers[1].store.loaded.limit = 100
+        return "bytes of memory"
+    name = {"begin": "__init__", "read": "add", "after": "prefill"}[kind]
+    stock = getattr(Recording, name)
+
+    @functools.wraps(stock)
+    def broken(self, *args):
+        shard = args[-1] if kind == "begin" else self._shard
+        if shard.rank == 0:
+            return stock(self, *args)
+        # Attention that is not ours shows nothing.
+        return None if kind == "read" else 1 / 0
+
+    monkeypatch.setattr(Recording, name, broken)
+    return "did not compute all tokens" if kind == "read" else "ZeroDivisionError"
+
+
+@pytest.mark.parametrize("kind", ["begin", "read", "after", "size"])
+def test_what_fails_on_one_rank_fails_on_all_and_the_next_one_goes_on(
+    prefill, workers, monkeypatch, kind
+):
+    reason = fails(kind, workers, monkeypatch)
+    first, second = outcomes(workers, prefill, "0", asked("book", save=True))
+    assert (first.header, second.header) == (None, None)
+    assert reason in second.reason
+    assert "Process 1 has failed" in first.reason
+    assert [x.store.names() for x in workers] == [[], []]
+    monkeypatch.undo()
+    workers[1].store.loaded.limit = 2**30
+    made = outcomes(workers, prefill, "1", asked("book"))
+    assert made[0].header == made[1].header is not None
+
+
+def test_a_file_that_cannot_be_written_fails_on_all_ranks(prefill, workers):
+    (workers[0].store.root / "book").write_text("no folder")
+    first, second = outcomes(workers, prefill, "0", asked("book", save=True))
+    assert "is no folder" in first.reason
+    assert "Process 0 has failed" in second.reason
+    assert outcomes(workers, prefill, "1", asked("other"))[1].header
+
+
+def test_ranks_that_read_different_requests_say_so(prefill, workers):
+    for worker, request in zip(workers, "01", strict=True):
+        worker.read(prefill, request, asked("book"))
+    assert all("request of process 1" in x.outcome().reason for x in workers)
+
+
+def test_what_was_begun_again_or_aborted_keeps_ranks_in_step(prefill, workers):
+    for worker in workers:
+        worker.read(prefill, "0", asked("book"), 0, 40)
+        worker.read(prefill, "0", asked("book"), 0, 30)
+        assert worker.compressor.begin(None, None) is None
+    made = outcomes(workers, prefill, "1", asked("other"))
+    assert [x.request for x in made if x.header] == ["1", "1"]
+
+
+@pytest.fixture
+def jobs(root):
+    made = Jobs(ContextStore(root), RANKS)
+    made.add("0", order_of(asked("book")["gracekv"]), asked("book"), LENGTH)
+    return made
+
+
+def listed(jobs):
+    return {one["name"]: one for one in jobs.listing({})}
+
+
+def test_a_context_is_ready_when_all_ranks_have_made_it(jobs, root):
+    header = ContextStore(root).header("c0")
+    jobs.update([Outcome("0", header, 1.0)], {}, 100)
+    assert listed(jobs)["book"]["state"] == "compressing"
+    jobs.update([Outcome("0", header, 2.0)], {})
+    found = listed(jobs)["book"]
+    assert (found["state"], found["entries"], found["seconds"]) == ("ready", header.entries, 2.0)
+    assert jobs.current is None
+
+
+def test_what_one_rank_could_not_make_failed(jobs, root):
+    header = ContextStore(root).header("c0")
+    jobs.update([Outcome("0", None, 1.0, "Too large.")], {})
+    jobs.update([Outcome("0", header, 1.0)], {})
+    assert listed(jobs)["book"]["reason"] == "Too large."
+    # The rank that has its part shall let go of it.
+    assert jobs.forgotten == {"book": header.digest}
+
+
+def test_reasons_of_all_ranks_are_told(jobs):
+    told = [Outcome("0", None, 1.0, reason) for reason in ("Process 1 has failed.", "Too large.")]
+    jobs.update(told, {})
+    assert listed(jobs)["book"]["reason"] == "Process 1 has failed. Too large."
+
+
+def test_what_one_rank_reported_of_an_aborted_document_is_forgotten(jobs):
+    jobs.update([Outcome("0", None, 1.0, "Too large.")], {})
+    jobs.finished("0", 10, asked("book"))
+    jobs.add("1", order_of(asked("other")["gracekv"]), asked("other"), LENGTH)
+    jobs.update([Outcome("1", None, 1.0, "Too large.")], {})
+    assert jobs.current == "1"
+
+
+def test_what_one_rank_drops_for_want_of_room_all_let_go(jobs, root):
+    header = ContextStore(root).header("c0")
+    jobs.update([Outcome("0", header, 1.0)] * RANKS, {})
+    jobs.update([], {"book": header.digest})
+    assert "book" not in listed(jobs)
+    assert jobs.forgotten == {"book": header.digest}
+
+
+@pytest.mark.vllm
+def test_reports_of_ranks_are_added():
+    from gracekv.vllm.scheduling import WorkerReport
+
+    one, other = (WorkerReport([Outcome(x, None, 1.0)], {x: "d"}, {}, 5) for x in "01")
+    both = one.aggregate(other)
+    assert [x.request for x in both.outcomes] == ["0", "1"]
+    assert (both.dropped, both.recorded) == ({"0": "d", "1": "d"}, 10)
