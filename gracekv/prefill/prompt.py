@@ -98,12 +98,20 @@ class PromptSpans:
     def direct_probes(self, question: int = 32, tail: int = 16) -> list[int]:
         """U: the last `question` question positions and the last `tail` positions, ascending.
 
+        Raises `PromptError` if there is none.
+
         Source: the paper, "Direct relevance"; union as a set: departures 3.
         """
         last_question = range(
             max(self.context_end, self.question_end - question), self.question_end
         )
-        return sorted({*last_question, *self.last(tail)})
+        probes = sorted({*last_question, *self.last(tail)})
+        if not probes:
+            raise PromptError(
+                f"The prompt has no position among its last {question} question and {tail} tail "
+                f"positions. Give tail_probes >= 1, or mark the question's span in the prompt."
+            )
+        return probes
 
     def question_probes(self) -> list[int]:
         """U_q: the members of U inside the question, or all of U if there is no question."""

@@ -158,8 +158,11 @@ class Scorer(PrefillReader, Strategy, abc.ABC):
         """Scores [L, G, N] of the tokens of `region`."""
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """int64 [P] on the CPU: positions whose queries `layer` reads."""
-        return torch.zeros(0, dtype=torch.int64)
+        """int64 [P] on the CPU: positions whose queries `layer` reads.
+
+        By default those of the prompt's end that `needs` names.
+        """
+        return torch.tensor(prefill.spans.last(self.needs().last_queries), dtype=torch.int64)
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """The scores [G, N] of one layer; `memory` holds what was noted of those below it."""

@@ -60,10 +60,7 @@ class ChunkOrder(DerivedScorer):
         counts = torch.full((chunks,), self.chunk_size, device=scores.device)
         counts[-1] = length - (chunks - 1) * self.chunk_size
         means = padded.unflatten(-1, (chunks, self.chunk_size)).sum(dim=-1) / counts
-        best = means.sort(dim=-1, descending=True, stable=True).indices
-        rank = torch.empty_like(best).scatter_(
-            -1, best, torch.arange(best.shape[-1], device=best.device).expand_as(best)
-        )
+        rank = means.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         # Sort by descending score, then stably by the ranks of the chunks.
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         by_chunk = rank.gather(-1, order // self.chunk_size).sort(dim=-1, stable=True).indices

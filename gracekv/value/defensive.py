@@ -47,10 +47,6 @@ class Defensive(LayerScorer):
         """The queries of the window, and the norms."""
         return Needs(last_queries=self.window) | Needs.observed(WrittenNorms())
 
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The observation queries, int64 [P]."""
-        return torch.tensor(prefill.spans.last(self.window))
-
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """[G, N], not normalised; `MissingCaptureError` without the norms of projected values."""
         probes, groups = prefill.spans.last(self.window), prefill.kv_heads

@@ -67,12 +67,10 @@ class _QuerySums:
             self._add(run.queries[:, first - run.start : last - run.start], run.rope, first)
 
     def _add(self, queries: Tensor, rope: Rope, first: int) -> None:
-        heads, count, dim = queries.shape
-        size = max(64, _BLOCK // (4 * heads * dim))
-        for start in range(0, count, size):
-            some = queries[:, start : start + size].float()
-            at = torch.arange(first + start, first + start + some.shape[1], device=queries.device)
-            plain = rope.unrotate(some, at)
+        heads, _, dim = queries.shape
+        for some in queries.split(_block_rows(heads, dim), dim=1):
+            at = torch.arange(first, first + some.shape[1], device=queries.device)
+            plain, first = rope.unrotate(some.float(), at), first + some.shape[1]
             if not self._count:
                 self._pivot = plain.mean(dim=1, keepdim=True)
                 self._total = torch.zeros_like(self._pivot, dtype=torch.float64)
@@ -151,10 +149,9 @@ class ExpectedAttention(LayerScorer):
         turn = rotation.to(mean.device)
         mean = prefill.scale * mean @ turn
         spread = 0.5 * prefill.scale**2 * turn.T @ covariance @ turn if self.covariance else None
-        logits = [
-            _log_expected(prefill.keys[layer][:, part.start : part.end].float(), mean, spread)
-            for part in _blocks(prefill, seen)
-        ]
+        keys = prefill.keys[layer][:, seen.start : seen.end]
+        blocks = keys.split(_block_rows(prefill.query_heads, prefill.head_dim), dim=1)
+        logits = [_log_expected(some.float(), mean, spread) for some in blocks]
         expected = torch.softmax(torch.cat(logits, dim=-1), dim=-1)
         score = reduce(expected, "g n t -> g t", "mean") + self.epsilon
         if not self.value_norm:
@@ -197,8 +194,6 @@ def mean_rotation(rope: Rope, dim: int, start: int, count: int) -> Tensor:
     return whole.float()
 
 
-def _blocks(prefill: Prefill, seen: Region) -> list[Region]:
-    size = max(64, _BLOCK // (4 * prefill.query_heads * prefill.head_dim))
-    return [
-        Region(first, min(first + size, seen.end)) for first in range(seen.start, seen.end, size)
-    ]
+def _block_rows(heads: int, dim: int) -> int:
+    """Positions whose float32 numbers [heads, n, dim] are a block."""
+    return max(64, _BLOCK // (4 * heads * dim))

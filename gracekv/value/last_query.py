@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from gracekv.prefill import Needs, Prefill, Region
@@ -24,10 +23,6 @@ class LastQuery(LayerScorer):
     def needs(self) -> Needs:
         """The last query."""
         return Needs(last_queries=1)
-
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The prompt's last position, int64 [P]."""
-        return torch.tensor(prefill.spans.last(1))
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Attention shares [G, N], not normalised."""

@@ -6,7 +6,7 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from gracekv.errors import ConfigError, PromptError
+from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region, depth_layers
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, Scorer, TokenScores, attention_sums, mean_seed_scores
@@ -92,12 +92,6 @@ class MultiHop(Scorer):
     def _direct(self, prefill: Prefill, region: Region) -> Tensor:
         """s-hat [L, G, N], Eq. (V2)."""
         probes = prefill.spans.direct_probes(self.question_probes, self.tail_probes)
-        if not probes:
-            raise PromptError(
-                f"MultiHop has no probe: the prompt has no question and "
-                f"tail_probes={self.tail_probes}. Give tail_probes >= 1, or mark the question's "
-                f"span in the prompt."
-            )
         prefill = prefill.with_queries(probes)
         device = prefill.keys[0].device
         scores = []

@@ -9,7 +9,7 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.errors import ConfigError, PromptError
+from gracekv.errors import ConfigError
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
@@ -65,14 +65,15 @@ class ReadAhead(LayerScorer):
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """The probes, int64 [P]. Raises `PromptError` if the prompt has none."""
-        return torch.tensor(self._probes(prefill))
+        return torch.tensor(prefill.spans.direct_probes(self.question_probes, self.tail_probes))
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Attention shares [G, N], not normalised; what goes to the prefix is not spread.
 
         Raises `PromptError` if the prompt has no such probe.
         """
-        heads, probes, score = prefill.kv_heads, self._probes(prefill), torch.zeros(())
+        heads, probes = prefill.kv_heads, self.asks(prefill, region, memory)
+        score = torch.zeros(())
         if self.max_weight < 1:
             sums = attention_sums(prefill, layer, probes, region, power=self.power)
             score = reduce(sums, "(g n) t -> g t", "mean", g=heads) / len(probes)
@@ -81,15 +82,6 @@ class ReadAhead(LayerScorer):
             largest = reduce(largest, "(g n) t -> g t", "max", g=heads)
             score = torch.lerp(score.to(largest.device), largest, self.max_weight)
         return spread_ahead(score, self.lookahead, self.kernel) ** (1.0 / self.power)
-
-    def _probes(self, prefill: Prefill) -> list[int]:
-        probes = prefill.spans.direct_probes(self.question_probes, self.tail_probes)
-        if not probes:
-            raise PromptError(
-                f"The prompt has no position among its last {self.question_probes} question and "
-                f"{self.tail_probes} tail positions. Give tail_probes >= 1."
-            )
-        return probes
 
 
 def spread_ahead(score: Tensor, length: int, kernel: Kernel) -> Tensor:

@@ -12,7 +12,7 @@ from gracekv.kernels.logits import capped, softmax
 from gracekv.prefill import Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.value.base import SCORERS, LayerScorer, Memory, rank_scores
-from gracekv.value.column_sums import ReceivedAttention
+from gracekv.value.column_sums import ColumnSums
 
 # Queries per block.
 _ROWS = 32
@@ -41,19 +41,12 @@ class Scissorhands(LayerScorer):
 
     def needs(self) -> Needs:
         """The history's queries, and column sums for the ties."""
-        return Needs(last_queries=self.history) | Needs.observed(ReceivedAttention())
-
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """The history's positions, int64 [P]."""
-        return torch.tensor(prefill.spans.last(self.history))
+        return Needs(last_queries=self.history) | ColumnSums().needs()
 
     def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]."""
-        columns = prefill.observation(ReceivedAttention())[layer]
-        inside = columns[:, region.start : region.end]
-        sums = reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)
+        sums = ColumnSums().layer(prefill, layer, region, memory)
         counts = self._counts(prefill, layer, region)
-        sums = sums.to(counts.device)
         # Two stable sorts: if both are equal, the earlier token stays first.
         by_sum = sums.sort(dim=-1, descending=True, stable=True).indices
         by_count = counts.gather(-1, by_sum).sort(dim=-1, descending=True, stable=True).indices
