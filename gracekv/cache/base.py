@@ -165,18 +165,16 @@ class RaggedCache(CompressedCache):
 
     layers: tuple[RaggedEntries, ...]
 
-    def narrowed(self, dim: int) -> RaggedCache:
-        """This cache with the first `dim` coordinates of all keys and values [E, d]; a view."""
-        layers = tuple(
-            replace(layer, keys=layer.keys[:, :dim], values=layer.values[:, :dim])
-            for layer in self.layers
-        )
-        return replace(self, layers=layers) if self.layers[0].dim > dim else self
+    def with_keys_of(self, other: RaggedCache, dim: int) -> RaggedCache:
+        """The keys of `other`, which holds the same entries; of keys and values `dim` coordinates.
 
-    def with_keys_of(self, other: RaggedCache) -> RaggedCache:
-        """This cache with the keys of `other`, which holds the same entries."""
-        pairs = zip(self.layers, other.layers, strict=True)
-        return replace(self, layers=tuple(replace(own, keys=x.keys) for own, x in pairs))
+        They are the first; views.
+        """
+        layers = tuple(
+            replace(own, keys=x.keys[:, :dim], values=own.values[:, :dim])
+            for own, x in zip(self.layers, other.layers, strict=True)
+        )
+        return replace(self, layers=layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,11 +229,11 @@ class Packer(PrefillReader, Strategy, abc.ABC):
             scores: R^tok [L, G, N], the weights of merged values.
             rule: how the tokens of one node merge.
         """
-        layers, length = [], prefill.spans.length
-        devices = [x.device for x in prefill.keys]
-        for number, layout in enumerate(selection.layouts(length, devices)):
-            layers.append(self.layer(LayerToPack(prefill, number, layout, scores[number], rule)))
-        return RaggedCache(tuple(layers), length=length - 1)
+        layers = tuple(
+            self.layer(LayerToPack(prefill, number, layout, scores[number], rule))
+            for number, layout in enumerate(selection.layouts(prefill))
+        )
+        return RaggedCache(layers, length=prefill.spans.length - 1)
 
 
 PACKERS = Registry("pack", "how a chosen node becomes an entry", Packer)

@@ -168,24 +168,21 @@ class CodedEntries:
         )
         return keys, values
 
-    def rows(self, begin: int, end: int, sequences: int) -> CodedEntries:
-        """Views of rows [begin, end), which are `sequences` sequences."""
-        at = slice(int(self.offsets[begin]), int(self.offsets[end]))
-        blocks = slice(int(self.block_offsets[begin]), int(self.block_offsets[end]))
+    def by_block(self, name: str) -> bool:
+        """Whether the tensor `name` of `tensors` has a row for each block, not for each entry."""
+        side, _, part = name.partition(".")
+        return part in ("scale", "zero") and getattr(self.coding, side) == "channel"
 
-        def part(codes: Codes, by: Grouping) -> Codes:
-            scales = blocks if by == "channel" else at
-            return Codes(codes.codes[at], codes.scale[scales], codes.zero[scales])
-
-        return CodedEntries(
-            keys=part(self.keys, self.coding.keys),
-            values=part(self.values, self.coding.values),
-            positions=self.positions[at],
-            log_multiplicity=self.log_multiplicity[at],
-            offsets=self.offsets[begin : end + 1] - at.start,
-            coding=self.coding,
-            sequences=sequences,
-        )
+    def rows(self, begin: int, end: int) -> CodedEntries:
+        """Views of rows [begin, end), as one sequence."""
+        at, blocks = (slice(int(x[begin]), int(x[end])) for x in (self.offsets, self.block_offsets))
+        tensors = {
+            name: x[blocks if self.by_block(name) else at]
+            for name, x in self.tensors().items()
+            if name != "offsets"
+        }
+        tensors["offsets"] = self.offsets[begin : end + 1] - at.start
+        return CodedEntries.of_tensors(tensors, self.coding, sequences=1)
 
     @classmethod
     def stack(cls, parts: Sequence[CodedEntries]) -> CodedEntries:

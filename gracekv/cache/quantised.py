@@ -80,7 +80,7 @@ class QuantisedEntries(LayerEntries):
     def sequence(self, s: int) -> QuantisedEntries:
         """Views of sequence s alone."""
         rows = (s * self.heads, (s + 1) * self.heads)
-        coded = tuple(part.rows(*rows, sequences=1) for part in self.coded)
+        coded = tuple(part.rows(*rows) for part in self.coded)
         return QuantisedEntries(self.exact.sequence(s), coded)
 
     def widths(self) -> Mapping[int, tuple[int, int]]:

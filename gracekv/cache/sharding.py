@@ -108,9 +108,7 @@ def _counts(part: RaggedEntries | CodedEntries, name: str, lengths: Tensor) -> T
     """int64 [any shape]: rows of the tensor `name` for heads of `lengths` entries, as `lengths`."""
     if isinstance(part, RaggedEntries):
         return lengths
-    side, _, kind = name.partition(".")
-    by_block = kind in ("scale", "zero") and getattr(part.coding, side) == "channel"
-    return part.coding.blocks(lengths) if by_block else lengths
+    return part.coding.blocks(lengths) if part.by_block(name) else lengths
 
 
 def _in_order(numbers: Tensor, part: RaggedEntries | CodedEntries) -> Tensor:

@@ -153,8 +153,7 @@ class LayerwiseCompression:
         auction = Auction(pipe, prefill, quota, relevance, measured=self._measured)
 
         def packed(selection: Selection) -> RaggedCache:
-            devices = [x.device for x in prefill.keys]
-            for number, layout in enumerate(selection.layouts(prefill.spans.length, devices)):
+            for number, layout in enumerate(selection.layouts(prefill)):
                 held = self._packed[number]
                 head = rows(held.lengths).to(held.positions.device)
                 chosen = _place(prefill, number, layout.head, layout.start)

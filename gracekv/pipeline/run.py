@@ -146,7 +146,7 @@ def finished(
         fitted = fit(read)
         change = None if isinstance(pipeline.fit, NoFit) else value_change(packed, fitted)
     with stage("precision"):
-        exact = fitted.with_keys_of(packed).narrowed(prefill.entry_dim)
+        exact = fitted.with_keys_of(packed, prefill.entry_dim)
         stored = pipeline.precision(exact, widths).with_kept(prefill.kept)
     return Run(
         plan=bought.plan,

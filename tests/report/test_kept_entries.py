@@ -41,8 +41,7 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
     assert torch.equal(entries.per_head(), result.accounting.entries)
     assert int(entries.per_head().sum()) == result.accounting.spent
     merges = result.pipeline.pack.represents == "node"
-    devices = [keys.device for keys in result.prefill.keys]
-    layouts = result._run.selection.layouts(result.prefill.spans.length, devices)
+    layouts = result._run.selection.layouts(result.prefill)
     for layer, layout in enumerate(layouts):
         packed = result._run.cache.layers[layer]
         for head in range(entries.heads):
