@@ -109,8 +109,7 @@ class _Dual:
 
     def _net(self, price: Tensor) -> Tensor:
         """float64 [n]: value of the best subtree below and with each operation."""
-        paid = self.cost * (price if len(price) == 1 else price[self.head])
-        net = torch.cat([self.gain - paid, self.cost.new_zeros(1)])
+        net = torch.cat([self.gain - self.cost * price[self.head], self.cost.new_zeros(1)])
         for begin, end in reversed(self.levels[1:]):
             net.index_add_(0, self.parent[begin:end], net[begin:end].clamp(min=0))
         return net[:-1]
@@ -131,41 +130,33 @@ class _Dual:
         return value, spent
 
     def best_subtrees(self, price: Tensor) -> Tensor:
-        """bool [M]: the operations of the best subtrees at `price`, [1] or [L * G]."""
+        """bool [M]: the operations of the best subtrees at `price` [L * G]."""
         result = torch.zeros(len(self.ops), dtype=torch.bool, device=price.device)
         result[self.index[self._inside(self._net(price))]] = True
         return result
 
     def minimum(self, iterations: int) -> tuple[float, Tensor, Tensor]:
-        """The bound, and the lower and higher prices of the bracket, [1] or [L * G].
+        """The bound, and the lower and higher prices of the bracket, [L * G].
 
         Subtrees at the higher price fit budget and quotas; at the lower they may not.
         """
-        highest = self.ops.unit[self.index].amax().view(1) if len(self.index) else None
-        if highest is None:
-            return self.held, self.cost.new_zeros(1), self.cost.new_zeros(1)
+        own = own_low = own_high = caps = self.cost.new_zeros(self.heads)
+        if not len(self.index):
+            return self.held, own_low, own_high
         # A little above, so that rounding leaves no operation a gain at this price.
-        highest = highest * (1 + 2**-40)
+        highest = self.ops.unit[self.index].amax().view(1) * (1 + 2**-40)
         budget = float(self.left.total)
-        if self.left.per_head is None:
+        if self.left.per_head is not None:
+            caps = self.left.per_head.double()
 
-            def total_dual(price: Tensor) -> tuple[Tensor, Tensor]:
+            def head_duals(price: Tensor) -> tuple[Tensor, Tensor]:
                 value, spent = self.evaluate(price)
-                return price * budget + value.sum(), budget - spent.sum().view(1)
+                return price * caps + value, caps - spent
 
-            least, _, low, high = _bracket(total_dual, highest, iterations)
-            return self.held + float(least), low, high
+            # Where its quota binds, a head has a price of its own, above the common one.
+            _, own, own_low, own_high = _bracket(head_duals, highest.expand(self.heads), iterations)
 
-        caps = self.left.per_head.double()
-
-        def head_duals(price: Tensor) -> tuple[Tensor, Tensor]:
-            value, spent = self.evaluate(price)
-            return price * caps + value, caps - spent
-
-        # Where its quota binds, a head has a price of its own, above the common one.
-        _, own, own_low, own_high = _bracket(head_duals, highest.expand(self.heads), iterations)
-
-        def capped_dual(price: Tensor) -> tuple[Tensor, Tensor]:
+        def dual(price: Tensor) -> tuple[Tensor, Tensor]:
             charged = torch.maximum(price, own)
             value, spent = self.evaluate(charged)
             capped = own > price
@@ -173,12 +164,8 @@ class _Dual:
             slope = budget - torch.where(capped, caps, spent).sum()
             return total.view(1), slope.view(1)
 
-        least, _, low, high = _bracket(capped_dual, highest, iterations)
-        return (
-            self.held + float(least),
-            torch.maximum(low, own_low),
-            torch.maximum(high, own_high),
-        )
+        least, _, low, high = _bracket(dual, highest, iterations)
+        return self.held + float(least), torch.maximum(low, own_low), torch.maximum(high, own_high)
 
 
 def _first_trees(ops: Operations, wanted: Tensor, left: RemainingBudget) -> Tensor:
@@ -202,14 +189,15 @@ def _bracket(
     the smallest values seen, the points where, and the last bracket: low points (slope < 0, or 0)
     and high ones (slope >= 0), which are as good as the best.
     """
-    low, high = torch.zeros_like(highest), highest.clone()
-    low_value, low_slope = function(low)
-    high_value, high_slope = function(high)
-    best = torch.minimum(low_value, high_value)
-    best_point = torch.where(low_value <= high_value, low, high)
-    settled = low_slope >= 0
-    high = torch.where(settled, low, high)
+    # Point, value and slope at both ends of the bracket.
+    low = torch.zeros_like(highest)
+    left, right = (torch.stack([point, *function(point)]) for point in (low, highest))
+    best = torch.minimum(left[1], right[1])
+    best_point = torch.where(left[1] <= right[1], low, highest)
+    settled = left[2] >= 0
+    right[0] = torch.where(settled, low, highest)
     for iteration in range(iterations):
+        (low, low_value, low_slope), (high, high_value, high_slope) = left, right
         # The tangents at both ends meet at the least value that is still possible.
         run = (high_slope - low_slope).clamp(min=torch.finfo(torch.float64).tiny)
         meet = (low_value - low_slope * low - high_value + high_slope * high) / run
@@ -228,16 +216,7 @@ def _bracket(
         value, slope = function(point)
         best_point = torch.where(value < best, point, best_point)
         best = torch.minimum(best, value)
-        down = (slope < 0) & ~settled
-        up = (slope >= 0) & ~settled
-        low, low_value, low_slope = (
-            torch.where(down, point, low),
-            torch.where(down, value, low_value),
-            torch.where(down, slope, low_slope),
-        )
-        high, high_value, high_slope = (
-            torch.where(up, point, high),
-            torch.where(up, value, high_value),
-            torch.where(up, slope, high_slope),
-        )
-    return best, best_point, low, high
+        here = torch.stack([point, value, slope])
+        left = torch.where((slope < 0) & ~settled, here, left)
+        right = torch.where((slope >= 0) & ~settled, here, right)
+    return best, best_point, left[0], right[0]

@@ -69,7 +69,7 @@ class Operations:
         until = first + forest.child_count.index_select(0, inner)
         running = offsets(forest.entries)
         below = running.index_select(0, until) - running.index_select(0, first)
-        cost = torch.cat([forest.add_cost(), below - forest.entries.index_select(0, inner)])
+        cost = torch.cat([forest.entries[:roots], below - forest.entries.index_select(0, inner)])
         gain = torch.cat([forest.add_gain, forest.split_gain.index_select(0, inner)])
         if not bool(torch.isfinite(gain.sum())) and not bool(torch.isfinite(gain).all()):
             raise NonFiniteError(

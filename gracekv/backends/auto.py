@@ -6,9 +6,8 @@ import torch
 
 from gracekv.backends.base import BACKENDS, AttentionBackend, AttentionSpec, Backend
 
-# Fastest first; one that cannot run there is passed over.
-_PREFERRED = {"cuda": ("triton", "sdpa"), "cpu": ("numba", "sdpa")}
-_ELSEWHERE = ("sdpa",)
+# By device; "sdpa" runs everywhere.
+_FASTEST = {"cuda": "triton", "cpu": "numba"}
 
 
 @BACKENDS.register("auto")
@@ -21,21 +20,16 @@ class Auto(Backend):
     """
 
     def resolve(self, spec: AttentionSpec) -> AttentionBackend:
-        """The first preferred backend that reads such a layer; "sdpa" reads all of them."""
-        for name in _PREFERRED.get(spec.device.type, _ELSEWHERE):
-            backend = BACKENDS.build(name).resolve(spec)
-            if backend.obstacle(spec) is None:
-                break
-        return backend
+        """The fastest backend if it reads such a layer, else "sdpa", which reads all of them."""
+        backend = BACKENDS.build(_FASTEST.get(spec.device.type, "sdpa")).resolve(spec)
+        return backend if backend.obstacle(spec) is None else BACKENDS.build("sdpa").resolve(spec)
 
     def describe(self, device: torch.device | str) -> str:
         """What is used on `device`, and why not something faster, as one line."""
         spec = AttentionSpec(torch.device(device))
         backend = self.resolve(spec)
         line = f"auto -> {backend.name} on {spec.device}: {backend.summary()}"
-        for name in _PREFERRED.get(spec.device.type, ()):
-            if name == backend.name:
-                break
-            faster = BACKENDS.build(name).resolve(spec)
-            line += f" Not {name}: {faster.obstacle(spec)}"
+        fastest = BACKENDS.build(_FASTEST.get(spec.device.type, backend.name)).resolve(spec)
+        if fastest != backend:
+            line += f" Not {fastest.name}: {fastest.obstacle(spec)}"
         return line

@@ -37,9 +37,9 @@ _PIECE = 4096
 _THREAD_ROWS, _SHORTEST = 32, 64
 
 Layer: TypeAlias = RaggedEntries | QuantisedEntries
-# Takes rows [B, G, R, d], keys and values [B, G, S, d], a bias to add to the logits or None, and
-# the factor of q . k; returns output [B, G, R, d] and log-sum-exp [B, G, R].
-Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+# Takes rows [B, G, R, d], keys and values [B, G, S, d], and a bias to add to the logits or None;
+# returns output [B, G, R, d] and log-sum-exp [B, G, R].
+Kernel: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +128,7 @@ class Sdpa(AttentionBackend):
                 at = slice(head * group, (head + 1) * group)
                 asked = query[rows, at].reshape(1, 1, -1, dim)
                 parts = [
-                    _windowed(attend, asked.to(keys), keys, values, bias, step.scale, threads)
+                    _windowed(attend, asked.to(keys), keys, values, bias, threads)
                     for keys, values, bias in entries.pieces(sequence * entries.heads + head)
                 ]
                 if parts:
@@ -155,8 +155,8 @@ class Sdpa(AttentionBackend):
 
     def _kernel(self, step: AttentionStep) -> Kernel:
         if self._fused(step.query.device) and step.softcap is None:
-            return fused
-        return partial(plain, softcap=step.softcap)
+            return partial(fused, scale=step.scale)
+        return partial(plain, scale=step.scale, softcap=step.softcap)
 
     def _fused(self, device: torch.device) -> bool:
         if self.kernel == "fused" and device.type != "cpu":
@@ -220,13 +220,7 @@ def plain(
 
 
 def _windowed(
-    attend: Kernel,
-    rows: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    scale: float,
-    threads: int,
+    attend: Kernel, rows: Tensor, keys: Tensor, values: Tensor, bias: Tensor, threads: int
 ) -> Partial:
     """Attention of rows [1, 1, R, d] to keys [n, d], float32, a window of them for each thread."""
     few = rows.shape[2] < _THREAD_ROWS * threads
@@ -239,7 +233,7 @@ def _windowed(
         own = own.clone()
         own[:-1, step:] = -math.inf
     keys, values = (x.unfold(0, length, step).mT[None] for x in (keys, values))
-    output, lse = attend(rows.expand(1, count, -1, -1), keys, values, own[None, :, None], scale)
+    output, lse = attend(rows.expand(1, count, -1, -1), keys, values, own[None, :, None])
     if count == 1:
         return Partial(output.float(), lse)
     weights = lse.softmax(dim=1)[..., None]
@@ -271,7 +265,7 @@ def _tail_block(attend: Kernel, step: AttentionStep) -> Partial:
         blind = (bias == -math.inf).all(dim=-1)  # [B, 1, Tq]: padding sees nothing
         bias = bias.expand(-1, heads // groups, -1, -1).flatten(1, 2)[:, None]
     folded = step.query.reshape(batch, groups, -1, dim)
-    output, lse = attend(folded, step.keys, step.values, bias, step.scale)
+    output, lse = attend(folded, step.keys, step.values, bias)
     lse = lse.reshape(batch, heads, tokens)
     if blind is not None:
         lse = lse.masked_fill(blind, -math.inf)

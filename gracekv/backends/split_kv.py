@@ -38,8 +38,7 @@ class SplitKV:
     @property
     def held_bytes(self) -> int:
         """Bytes of all tables."""
-        sizes = (x.numel() * x.element_size() for x in self.tables.values())
-        return len(self.args) + sum(sizes)
+        return len(self.args) + sum(x.nbytes for x in self.tables.values())
 
 
 class SplitEntries:

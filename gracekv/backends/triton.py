@@ -95,11 +95,7 @@ class Triton(AttentionBackend):
             for x in (exact.keys, exact.values)
         )
         processors = self.processors or gpu.processors(device)
-        copied = sum(
-            new.numel() * new.element_size()
-            for new, old in ((keys, exact.keys), (values, exact.values))
-            if new is not old
-        )
+        pairs = ((keys, exact.keys), (values, exact.values))
         return TritonEntries(
             keys=keys,
             values=values,
@@ -118,7 +114,7 @@ class Triton(AttentionBackend):
             capability=capability,
             programs=self.splits_per_processor * processors,
             coded=coded,
-            copied=copied,
+            copied=sum(new.nbytes for new, old in pairs if new is not old),
         )
 
     def held_bytes(self, prepared: TritonEntries) -> int:
@@ -141,9 +137,10 @@ class Triton(AttentionBackend):
         tile = tiles(query.shape[3], query.dtype, prepared.capability, count)
         readers = query.shape[0] * -(-count // tile.queries) // prepared.sequences
         table = prepared.tables.for_readers(readers)
+        exact, *others = table.parts
         codes: list[Tensor] = []
         codings: list[int] = []
-        for entries, coded_splits in zip(prepared.coded, table.coded, strict=True):
+        for entries, coded_splits in zip(prepared.coded, others, strict=True):
             tensors, numbers = coded_splits.arguments(entries)
             codes += tensors
             codings += numbers
@@ -152,8 +149,8 @@ class Triton(AttentionBackend):
             prepared.keys,
             prepared.values,
             prepared.bias,
-            table.items,
-            table.item_first,
+            exact.items,
+            exact.item_first,
             table.row_first,
             None if rows is None else rows.contiguous(),
             step.keys,
@@ -162,7 +159,7 @@ class Triton(AttentionBackend):
             step.mask,
             step.scale,
             table.slots,
-            table.most,
+            exact.most,
             prepared.programs,
             codes,
             codings,

@@ -6,7 +6,6 @@ node; a CUDA graph records two launches whose grids follow from shapes alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from gracekv.kernels.device import capability, interpreted
 
 # Numbers that the merging program holds at once; its step over splits follows from it.
 _MERGE_TILE = 2048
+# Tensors and numbers of a coded part.
+_CODES, _CODINGS = 9, 5
 
 
 @torch.library.custom_op("gracekv::ragged_attention", mutates_args=())
@@ -53,7 +54,7 @@ def ragged_attention(
         keys: [E, d].
         values: [E, d].
         bias: float32 [E].
-        items: see `SplitTable`.
+        items: see `PartSplits`.
         item_first: [S+1].
         row_first: [S, G+1].
         rows: int64 [B], or None: sequences in order, each for B // S batch rows.
@@ -63,12 +64,12 @@ def ragged_attention(
         mask: bool or additive float [B or 1, 1, Tq, C]; None is causal, aligned at the length.
         scale: factor of q . k.
         slots: see `SplitTable`.
-        packed_splits: `SplitTable.most`.
+        packed_splits: `PartSplits.most`.
         programs: how many kernel programs to aim at.
         codes: of each coded part, codes, scales and zero points of keys, then of values, as in
-            `Codes`, float32 [E] bias, and items and item_first of its `CodedSplits`.
+            `Codes`, float32 [E] bias, and items and item_first of its `PartSplits`.
         codings: of each coded part, bits and group, 1 for keys and for values by channel, else 0,
-            and `CodedSplits.most`.
+            and `PartSplits.most`.
         softcap: of the logits, or None.
         sink_logits: [H], or None.
 
@@ -101,6 +102,10 @@ def ragged_attention(
     if output.numel() == 0:
         return output.to(query.dtype).transpose(1, 2)
 
+    kind = CAUSAL if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
+    mask_strides: tuple[int, ...] = (0, 0, 0)
+    if mask is not None:
+        mask_strides = (0 if len(mask) == 1 else mask.stride(0), *_strides(mask, 2, 3))
     cap = 1.0 if softcap is None else softcap
     constants: dict[str, Any] = {
         "D": dim,
@@ -137,7 +142,7 @@ def ragged_attention(
                 *_strides(tail_values, 0, 1, 2),
                 tail_length,
                 query if mask is None else mask,  # a pointer that is not followed
-                *_mask_strides(mask),
+                *mask_strides,
                 part_output,
                 part_lse,
                 scale,
@@ -155,11 +160,13 @@ def ragged_attention(
                 HAS_PACKED=packed_splits > 0,
                 HAS_TAIL=splits > 0,
                 HAS_LENGTH=tail_length is not None,
-                KIND=_kind(mask),
+                KIND=int(kind.value),
             )
-        for part, coding in _coded_parts(codes, codings):
-            *stored, items, item_first = part
-            bits, size, keys_by_channel, values_by_channel, most = coding
+        for part in range(len(codings) // _CODINGS):
+            *stored, items, item_first = codes[part * _CODES : (part + 1) * _CODES]
+            bits, size, keys_by_channel, values_by_channel, most = codings[
+                part * _CODINGS : (part + 1) * _CODINGS
+            ]
             if most:
                 attend_coded_splits[(readers, most)](
                     query,
@@ -209,28 +216,5 @@ def _(query: Tensor, *args: object) -> Tensor:
     return query.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
 
 
-def _coded_parts(
-    codes: list[Tensor], codings: list[int]
-) -> Iterator[tuple[list[Tensor], list[int]]]:
-    """The tensors and the numbers of each coded part."""
-    tensors, numbers = 9, 5
-    for part in range(len(codings) // numbers):
-        yield (
-            codes[part * tensors : (part + 1) * tensors],
-            codings[part * numbers : (part + 1) * numbers],
-        )
-
-
-def _kind(mask: Tensor | None) -> int:
-    kind = CAUSAL if mask is None else BOOLEAN if mask.dtype == torch.bool else ADDITIVE
-    return int(kind.value)
-
-
 def _strides(x: Tensor, *axes: int) -> tuple[int, ...]:
     return tuple(x.stride(axis) for axis in axes)
-
-
-def _mask_strides(mask: Tensor | None) -> tuple[int, int, int]:
-    if mask is None:
-        return 0, 0, 0
-    return 0 if mask.shape[0] == 1 else mask.stride(0), mask.stride(2), mask.stride(3)

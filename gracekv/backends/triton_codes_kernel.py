@@ -78,7 +78,7 @@ def attend_coded_splits(
     value_scale,
     value_zero,
     bias,  # [E]
-    items,  # see CodedSplits
+    items,  # see PartSplits
     item_first,
     rows,  # [B], or unused
     part_output,  # [B, width, n * Tq, D] float32

@@ -99,7 +99,7 @@ def attend_splits(
     key_stride,
     value_stride,
     bias,  # [E]
-    items,  # see SplitTable
+    items,  # see PartSplits
     item_first,
     rows,  # [B], or unused
     tail_keys,  # [B, G, S, D]

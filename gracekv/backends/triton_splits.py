@@ -26,12 +26,13 @@ _FILLED = 0.9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CodedSplits:
-    """The splits of a coded part.
+class PartSplits:
+    """The splits of the entries that are as they are, or of a coded part.
 
     Attributes:
-        items: int64 [W, 5], as those of `SplitTable`, and the number that the first entry would
-            have if all blocks of all rows were full.
+        items: int64 [W, 4], sequence by sequence, longest first inside one: KV head, first entry,
+            entries, slot; of a coded part [W, 5], also the number that the first entry would have
+            if all blocks of all rows were full.
         item_first: int64 [S+1]; sequence s has items [item_first[s], item_first[s+1]).
         most: the most items of any sequence.
     """
@@ -41,7 +42,7 @@ class CodedSplits:
     most: int
 
     def arguments(self, entries: CodedEntries) -> tuple[list[Tensor], list[int]]:
-        """`codes` and `codings` of `ragged_attention` for the part: nine tensors, five numbers.
+        """`codes` and `codings` of `ragged_attention` for a coded part: nine tensors, five numbers.
 
         The tensors are codes, scales and zero points of keys and values as `Codes` describes them,
         log multiplicities [E], `items` and `item_first`.
@@ -63,29 +64,21 @@ class SplitTable:
     split's number in its sequence is the slot of its partial result.
 
     Attributes:
-        items: int64 [W, 4], sequence by sequence, longest first inside one: KV head, first entry,
-            entries, slot.
-        item_first: int64 [S+1]; sequence s has items [item_first[s], item_first[s+1]).
+        parts: the splits of the entries that are as they are, and of each coded part.
         row_first: int64 [S, G+1]; head g of sequence s has slots
             [row_first[s, g], row_first[s, g+1]).
         slots: the most splits of any sequence, coded ones included.
-        most: the most items of any sequence.
-        coded: the splits of each coded part.
     """
 
-    items: Tensor
-    item_first: Tensor
+    parts: tuple[PartSplits, ...]
     row_first: Tensor
     slots: int
-    most: int
-    coded: tuple[CodedSplits, ...] = ()
 
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        tables = [self.items, self.item_first, self.row_first]
-        tables += [x for part in self.coded for x in (part.items, part.item_first)]
-        return sum(table.numel() * table.element_size() for table in tables)
+        tables = (x for part in self.parts for x in (part.items, part.item_first))
+        return self.row_first.nbytes + sum(table.nbytes for table in tables)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,20 +190,12 @@ def split_table(
         first = ragged.offsets(torch.bincount(sequence, minlength=sequences))
         items = torch.stack(columns, dim=1)[order]
         most = int(first.diff().max())
-        made.append(CodedSplits(items.to(device), first.to(device), most))
+        made.append(PartSplits(items.to(device), first.to(device), most))
     inside = [
         slots[s * heads * parts : (s + 1) * heads * parts + 1 : parts] - starts[s]
         for s in range(sequences)
     ]
-    exact, *others = made
-    return SplitTable(
-        items=exact.items,
-        item_first=exact.item_first,
-        row_first=torch.stack(inside).to(device),
-        slots=int(starts.diff().max()),
-        most=exact.most,
-        coded=tuple(others),
-    )
+    return SplitTable(tuple(made), torch.stack(inside).to(device), int(starts.diff().max()))
 
 
 def _even_sizes(lengths: Tensor, size: int, block: int) -> Tensor:

@@ -110,7 +110,7 @@ class RaggedEntries(LayerEntries):
     @property
     def kv_bytes(self) -> int:
         """Bytes of keys and values."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return 2 * self.keys.nbytes
 
     def widths(self) -> Mapping[int, tuple[int, int]]:
         """Entries and bytes of keys and values by the bits of a number: one width."""

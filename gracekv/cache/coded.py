@@ -87,7 +87,7 @@ class Codes:
     @property
     def bytes(self) -> int:
         """Of codes, scales and zero points."""
-        return sum(t.numel() * t.element_size() for t in (self.codes, self.scale, self.zero))
+        return sum(t.nbytes for t in (self.codes, self.scale, self.zero))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

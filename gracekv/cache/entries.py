@@ -104,8 +104,7 @@ class LayerEntries(abc.ABC):
     @property
     def metadata_bytes(self) -> int:
         """Bytes of positions, multiplicities and offsets."""
-        stored = sum(t.numel() * t.element_size() for t in self.tensors().values())
-        return stored - self.kv_bytes
+        return sum(t.nbytes for t in self.tensors().values()) - self.kv_bytes
 
     @classmethod
     @abc.abstractmethod

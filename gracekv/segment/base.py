@@ -36,11 +36,6 @@ class Partition:
             )
 
     @property
-    def starts(self) -> Tensor:
-        """int64 [J], first position of each slot."""
-        return self.bounds[:-1]
-
-    @property
     def lengths(self) -> Tensor:
         """int64 [J], in tokens."""
         return self.bounds.diff()

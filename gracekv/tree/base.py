@@ -82,7 +82,3 @@ class Forest:
     def head_of_node(self) -> Tensor:
         """int64 [V]: layer * G + head of each node."""
         return self.tree // self.slots
-
-    def add_cost(self) -> Tensor:
-        """int64 [R]: entries that Add(r) puts into the cache."""
-        return self.entries[: self.trees]

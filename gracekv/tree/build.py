@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -40,24 +39,24 @@ def build_forest(
         # Once for all layers: what was not captured is computed by running the model.
         context = replace(context, prefill=context.prefill.with_queries(probes))
     if budget is None or refiner.max_cost > 2:
-        levels, drop = _grow_all(context, distortion, refiner, Pruner())
+        nodes, drop = _grow_all(context, distortion, refiner, Pruner())
     else:
         pruner = Pruner(budget)
-        levels, drop = _grow_all(context, distortion, refiner, pruner)
+        nodes, drop = _grow_all(context, distortion, refiner, pruner)
         if not pruner.is_exact():
             # The first layers gain more than the others, so their guess pruned too much.
             pruner = Pruner(budget, pruner.lower_bound())
-            levels, drop = _grow_all(context, distortion, refiner, pruner)
-    return _forest(context, levels, drop, refiner.exact_roots)
+            nodes, drop = _grow_all(context, distortion, refiner, pruner)
+    return _forest(context, nodes, drop, refiner.exact_roots)
 
 
 def _grow_all(
     context: TreeContext, distortion: Distortion, refiner: Refiner, pruner: Pruner
-) -> tuple[list[Level], Tensor]:
-    """All levels of all trees, and D^drop float64 [R]."""
+) -> tuple[dict[str, Tensor], Tensor]:
+    """All nodes of all trees as in `Grown`, by name; and D^drop float64 [R]."""
     prefill, slots = context.prefill, context.partition.slots
     device = prefill.keys[0].device
-    levels: dict[int, list[Level]] = defaultdict(list)
+    grown: list[Grown] = []
     workspaces: dict[torch.device, Workspace] = {}
     trees = prefill.layers * prefill.kv_heads * slots
     drop = torch.zeros(trees, dtype=torch.float64, device=device)
@@ -67,68 +66,53 @@ def _grow_all(
         workspace = workspaces.setdefault(own, Workspace(own))
         evaluator = distortion.evaluator(batch, workspace)
         with pruner.group(len(layers) / prefill.layers):
-            group_levels, group_drop = grow(batch, evaluator, refiner, pruner)
+            group, group_drop = grow(batch, evaluator, refiner, pruner)
         # The next group is gathered into the same memory.
         del evaluator
         drop[batch.tree_id.to(device)] = group_drop.to(device)
-        for depth, level in enumerate(group_levels):
-            levels[depth].append(level)
-    return [_concatenated(levels[depth], device) for depth in sorted(levels)], drop
+        grown += group
+    columns = {
+        x.name: torch.cat([getattr(part, x.name).to(device) for part in grown])
+        for x in fields(Grown)
+    }
+    # Nodes of one tree and level come from one part, in order.
+    order = (columns["level"] * trees + columns["tree"]).argsort(stable=True)
+    return {name: column[order] for name, column in columns.items()}, drop
 
 
-def _concatenated(parts: list[Level], device: torch.device) -> Level:
-    """One level of all layers, in the order of the trees."""
-    tree = torch.cat([part.tree.to(device) for part in parts])
-    # Nodes of one tree are in order already, and come from one part.
-    order = tree.argsort(stable=True) if len(parts) > 1 else slice(None)
-    columns = (
-        torch.cat([getattr(part, x.name).to(device) for part in parts]) for x in fields(Level)
-    )
-    return Level(*(column[order] for column in columns))
-
-
-def _forest(context: TreeContext, levels: list[Level], drop: Tensor, exact_roots: bool) -> Forest:
-    prefill, trees = context.prefill, len(drop)
-    device = drop.device
-    sizes = torch.tensor([len(level.tree) for level in levels])
-    whole = Level(*(torch.cat([getattr(level, x.name) for level in levels]) for x in fields(Level)))
-    count = whole.child_count
-    # Children lie in their parents' order, one level after the other; roots have no parent.
-    parent = torch.cat([torch.full((trees,), -1, device=device), rows(count)])
-    first_child = torch.where(count > 0, trees + offsets(count)[:-1], -1)
-    distortion, entries = whole.distortion, torch.ones_like(whole.tree)
+def _forest(
+    context: TreeContext, nodes: dict[str, Tensor], drop: Tensor, exact_roots: bool
+) -> Forest:
+    prefill, trees, device = context.prefill, len(drop), drop.device
+    count, distortion = nodes["child_count"], nodes["distortion"]
+    entries = torch.ones_like(count)
     if exact_roots:
         # Kept token by token: an entry each, without distortion.
-        entries[:trees] = (whole.end - whole.start)[:trees]
+        entries[:trees] = (nodes["end"] - nodes["start"])[:trees]
         distortion[:trees] = 0.0
     sensitivity = context.sensitivity.to(device).double().flatten()
-    weighted = sensitivity.repeat_interleave(context.partition.slots) * whole.relevance[:trees]
+    weighted = sensitivity.repeat_interleave(context.partition.slots) * nodes["relevance"][:trees]
     return Forest(
         layers=prefill.layers,
         heads=prefill.kv_heads,
         slots=context.partition.slots,
-        start=whole.start,
-        end=whole.end,
-        parent=parent,
-        first_child=first_child,
-        child_count=count,
-        tree=whole.tree,
-        level=rows(sizes).to(device),
-        relevance=whole.relevance,
-        distortion=distortion,
+        # Children lie in their parents' order, one level after the other; roots have no parent.
+        parent=torch.cat([torch.full((trees,), -1, device=device), rows(count)]),
+        first_child=torch.where(count > 0, trees + offsets(count)[:-1], -1),
         drop=drop,
         entries=entries,
         add_gain=weighted * (drop - distortion[:trees]),
-        split_gain=whole.split_gain,
         shard=prefill.shard,
+        **nodes,
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Level:
-    """Nodes of one level of some layers' trees, by tree and start.
+class Grown:
+    """Nodes of some layers' trees, by level, tree and start.
 
     Attributes:
+        level: int64 [V], 0 for roots.
         tree: int64 [V], index in the forest.
         start: int64 [V] absolute.
         end: int64 [V] exclusive.
@@ -138,6 +122,7 @@ class Level:
         split_gain: Delta_split float64 [V]; 0 for leaves. Eq. (A5).
     """
 
+    level: Tensor
     tree: Tensor
     start: Tensor
     end: Tensor
@@ -149,7 +134,7 @@ class Level:
 
 def grow(
     batch: TreeBatch, evaluator: DistortionEvaluator, refiner: Refiner, pruner: Pruner
-) -> tuple[list[Level], Tensor]:
+) -> tuple[list[Grown], Tensor]:
     """Every level from the roots down, and D^drop float64 [B] of the roots.
 
     Trees end in single tokens, or where `pruner` stops them.
@@ -170,7 +155,7 @@ def grow(
     forced = batch.holds_candidate(nodes)
     free_key = torch.where(forced, torch.inf, key)
     pruner.add(key, torch.ones_like(nodes.tree))
-    levels: list[Level] = []
+    levels: list[Grown] = []
     while True:
         inner = (nodes.length > 1) & (free_key >= pruner.threshold)
         chosen = torch.nonzero(inner).flatten()
@@ -183,7 +168,8 @@ def grow(
         gain = torch.where(count > 0, gain * batch.weighted(nodes.tree, relevance), 0.0)
         slot_start = batch.slot_start[nodes.tree]
         levels.append(
-            Level(
+            Grown(
+                level=torch.full_like(nodes.tree, len(levels)),
                 tree=batch.tree_id[nodes.tree],
                 start=slot_start + nodes.start,
                 end=slot_start + nodes.end,

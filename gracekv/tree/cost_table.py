@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.tree.nodes import IntervalCosts, Nodes
+from gracekv.kernels.ragged import rows
+from gracekv.tree.nodes import Children, IntervalCosts, Nodes, Split
 from gracekv.tree.tree_batch import TreeBatch
 
 
@@ -56,14 +57,15 @@ class CostTable:
         """bool [V]: nodes with a floor candidate inside."""
         return self._batch.holds_candidate(self.nodes)
 
-    def of_children(self, row: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """D float64 [C] of intervals [start, end) [C] of the nodes at `row` [C].
+    def split(self, children: Children) -> Split:
+        """The nodes' `children` with their distortion.
 
         Each must be a single token, or begin or end where its node does.
         """
-        flat = self._intervals.costs.flatten()
-        node_start = self.nodes.start[row]
+        flat, row = self._intervals.costs.flatten(), rows(children.count)
+        start, end, node_start = children.start, children.end, self.nodes.start[row]
         is_prefix = start == node_start
         place = row * self._width + torch.where(is_prefix, end - 1, start) - node_start
         cost = flat[torch.where(is_prefix, place, place + len(flat) // 2)]
-        return torch.where(end - start > 1, cost, 0.0).double()
+        distortion = torch.where(end - start > 1, cost, 0.0).double()
+        return Split(children.count, start, end, distortion)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import abc
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from gracekv.kernels.ragged import rows
 from gracekv.prefill import PrefillReader
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.cost_table import CostTable
@@ -97,26 +97,20 @@ class TableSplitter(Splitter):
 
     def _refined(self, nodes: Nodes, distortion: Tensor, groups: list[_Group]) -> Split:
         """The refiner's children of nodes whose costs were computed in groups."""
-        counts, starts, ends, distortions = [], [], [], []
-        for index, intervals in groups:
-            table = CostTable(nodes[index], self._batch, intervals, distortion[index])
-            children = self._refiner(table.nodes, table)
-            counts.append(children.count)
-            starts.append(children.start)
-            ends.append(children.end)
-            parent = rows(children.count)
-            distortions.append(table.of_children(parent, children.start, children.end))
-        if not counts:
+        if not groups:
             none = torch.empty(0, dtype=torch.int64, device=nodes.tree.device)
             return Split(none, none, none, none.double())
+        parts = []
+        for index, intervals in groups:
+            table = CostTable(nodes[index], self._batch, intervals, distortion[index])
+            parts.append(table.split(self._refiner(table.nodes, table)))
+        counts, *others = (torch.cat([getattr(x, f.name) for x in parts]) for f in fields(Split))
         order = torch.cat([index for index, _ in groups])
         count = torch.zeros_like(nodes.tree)
-        count[order] = torch.cat(counts)
+        count[order] = counts
         # Back to the order of the nodes: sort the children by their parent's index.
-        place = torch.repeat_interleave(order, torch.cat(counts)).argsort(stable=True)
-        return Split(
-            count, torch.cat(starts)[place], torch.cat(ends)[place], torch.cat(distortions)[place]
-        )
+        place = torch.repeat_interleave(order, counts).argsort(stable=True)
+        return Split(count, *(x[place] for x in others))
 
 
 def _by_length(length: Tensor) -> list[Tensor]:

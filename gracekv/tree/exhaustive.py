@@ -8,7 +8,7 @@ from gracekv.registry import bounded
 from gracekv.tree.cost_table import CostTable
 from gracekv.tree.nodes import Children, Nodes
 from gracekv.tree.refine import REFINERS, Refiner
-from gracekv.tree.split_rule import best_cut, extraction_utilities, salient_token
+from gracekv.tree.split_rule import Proposal, best_cut, better, extraction_utilities, salient_token
 
 
 @REFINERS.register("exhaustive")
@@ -32,14 +32,9 @@ class Exhaustive(Refiner):
         return self.reward > 0
 
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
-        cut = best_cut(nodes, table, None, self.reward)
         utilities = extraction_utilities(nodes, table).masked_fill(~table.valid, -torch.inf)
         best = utilities.max(dim=1)
-        forced = table.holds_candidate()
-        token = nodes.start + torch.where(forced, salient_token(table), best.indices)
-        extracts = forced | (best.values > cut.utility)
-        return Children.of_cuts(
-            nodes,
-            torch.where(extracts, token, cut.low),
-            torch.where(extracts, token + 1, cut.high),
-        )
+        token = torch.where(table.holds_candidate(), salient_token(table), best.indices)
+        low = nodes.start + token
+        cut = best_cut(nodes, table, None, self.reward)
+        return better(nodes, table, cut, Proposal(low, low + 1, best.values))

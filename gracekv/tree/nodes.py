@@ -100,19 +100,13 @@ class IntervalCosts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Split:
-    """The children of some nodes, in the nodes' order, each node's by start.
+class Split(Children):
+    """Children whose distortion is known.
 
     Attributes:
-        count: int64 [V].
-        start: int64 [sum(count)] relative to the slot.
-        end: int64 [sum(count)].
         distortion: D float64 [sum(count)].
     """
 
-    count: Tensor
-    start: Tensor
-    end: Tensor
     distortion: Tensor
 
 

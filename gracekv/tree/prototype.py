@@ -13,6 +13,7 @@ Source: Eqs. (T5) to (T7); all prefixes and suffixes of a node at once: departur
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gracekv.prefill import Needs
@@ -22,7 +23,7 @@ from gracekv.tree.engines.base import DistortionWeights, Engine, EngineInputs, s
 from gracekv.tree.engines.numba import NumbaEvaluator
 from gracekv.tree.engines.torch import TorchEvaluator
 from gracekv.tree.engines.triton import TritonEvaluator
-from gracekv.tree.probes import ProbeAttention, distortion_probes
+from gracekv.tree.probes import ProbeAttention
 from gracekv.tree.tree_batch import TreeBatch, TreeContext
 from gracekv.tree.workspace import Workspace
 
@@ -73,27 +74,33 @@ class Prototype(Distortion):
         )
 
     def probes(self, context: TreeContext) -> Tensor:
-        return distortion_probes(
-            context.prefill,
-            context.partition,
-            context.seed_scores,
-            question=self.question_probes,
-            tail=self.tail_probes,
-            slots=self.evidence_slots,
-            per_slot=self.evidence_per_slot,
-        )
+        """Absolute positions of the probes, int64 [P] ascending, on the CPU.
+
+        Question and tail probes, and the tokens of largest S-hat in each of the slots of largest
+        total S-hat; ties go to the earlier slot or token. Source: the paper, "Prototype distortion"
+        (up to 32 + 16 + 2*8 probes); how representatives are chosen: departures 4 (ours).
+        """
+        partition, spans = context.partition, context.prefill.spans
+        probes = set(spans.direct_probes(self.question_probes, self.tail_probes))
+        if self.evidence_slots and self.evidence_per_slot:
+            score, first = context.seed_scores.double().cpu(), int(partition.bounds[0])
+            total = torch.segment_reduce(score, "sum", lengths=partition.lengths, unsafe=True)
+            best_slots = total.argsort(descending=True, stable=True)[: self.evidence_slots]
+            for slot in best_slots.tolist():
+                a, b = partition.bounds[slot : slot + 2].tolist()
+                best = score[a - first : b - first].argsort(descending=True, stable=True)
+                probes.update((best[: self.evidence_per_slot] + a).tolist())
+        return torch.tensor(sorted(probes), dtype=torch.int64)
 
     def evaluator(self, batch: TreeBatch, workspace: Workspace) -> DistortionEvaluator:
-        context, prefill = batch.context, batch.context.prefill
+        prefill = batch.context.prefill
         inputs = EngineInputs(
             weights=DistortionWeights(self.lambda_z, self.lambda_m, self.epsilon),
-            attention=ProbeAttention.of(batch, self.probes(context), workspace),
+            attention=ProbeAttention.of(batch, self.probes(batch.context), workspace),
             batch=batch,
             rope=prefill.rope_of(batch.layers[0]).in_halves(prefill.head_dim)[0],
-            rule=context.rule,
-            softcap=prefill.softcap,
         )
-        engine = select_engine(self.engine, inputs.attention.values, inputs.softcap)
+        engine = select_engine(self.engine, inputs.attention.values, prefill.softcap)
         if engine == "torch":
             return TorchEvaluator(inputs, workspace, self.memory_limit)
         return NumbaEvaluator(inputs) if engine == "numba" else TritonEvaluator(inputs)

@@ -25,6 +25,10 @@ class Proposal:
     high: Tensor
     utility: Tensor
 
+    def children(self, nodes: Nodes) -> Children:
+        """The children of `nodes` by this proposal."""
+        return Children.of_cuts(nodes, self.low, self.high)
+
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
@@ -51,18 +55,20 @@ class SplitRule:
     def children(self, nodes: Nodes, table: CostTable) -> Children:
         """The children of `nodes`, two tokens or more each."""
         if self.cuts is None:
-            extraction = salient_extraction(nodes, table)
-            return Children.of_cuts(nodes, extraction.low, extraction.high)
+            return salient_extraction(nodes, table).children(nodes)
         cut = best_cut(nodes, table, self.cuts, self.reward)
         if not self.extracts:
-            return Children.of_cuts(nodes, cut.low, cut.high)
-        extraction = salient_extraction(nodes, table)
-        chosen = table.holds_candidate() | (extraction.utility > cut.utility)
-        return Children.of_cuts(
-            nodes,
-            torch.where(chosen, extraction.low, cut.low),
-            torch.where(chosen, extraction.high, cut.high),
-        )
+            return cut.children(nodes)
+        return better(nodes, table, cut, salient_extraction(nodes, table))
+
+
+def better(nodes: Nodes, table: CostTable, cut: Proposal, extraction: Proposal) -> Children:
+    """The children by the extraction where it gains more or a floor candidate forces it."""
+    chosen = table.holds_candidate() | (extraction.utility > cut.utility)
+    low, high = (
+        torch.where(chosen, getattr(extraction, x), getattr(cut, x)) for x in ("low", "high")
+    )
+    return Children.of_cuts(nodes, low, high)
 
 
 def normalized_curvature(kappa: Tensor, valid: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ class TreeBatch:
             context=context,
             layers=tuple(chosen),
             tree_id=(first + torch.arange(per_layer, device=device)).flatten(),
-            slot_start=partition.starts.to(device).repeat(heads),
+            slot_start=partition.bounds[:-1].to(device).repeat(heads),
             length=partition.lengths.to(device).repeat(heads),
             curvature=None if context.curvature is None else context.curvature.to(device).double(),
             forced=forced,

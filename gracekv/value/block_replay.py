@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.kernels.logits import capped
-from gracekv.kernels.rope import Rope
 from gracekv.kernels.softmax_sums import softmax_columns
 from gracekv.prefill import Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
@@ -66,17 +65,7 @@ class BlockReplaySums(LayerObserver):
         for first in range(self.seen(spans).start, spans.context_end, self.block):
             yield Region(first, min(first + self.block, spans.context_end))
 
-    def add_block(
-        self,
-        total: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        block: Region,
-        rope: Rope,
-        scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> None:
+    def add_block(self, total: Tensor, queries: Tensor, block: Region, run: TokenRun) -> None:
         """Add sum_u p_{u,t}^power of a block's queries to `total`; mean over a KV head's queries.
 
         The softmax runs over the prompt's first 4 tokens and the `block` keys up to the block's
@@ -86,13 +75,10 @@ class BlockReplaySums(LayerObserver):
         Args:
             total: float32 [G, T], changed in place; on the keys' device.
             queries: [H, n, d] post-RoPE, of the block's n tokens.
-            keys: [G, at least the block's end, d] post-RoPE.
             block: of the context.
-            rope: covers the block.
-            scale: of the logits.
-            softcap: of the logits; None: none.
-            sinks: [H], sink logits; None: none.
+            run: its keys reach at least to the block's end.
         """
+        keys, rope, softcap, sinks = run.keys, run.rope, run.softcap, run.sinks
         first = block.end - self.block
         first = first if first > SINKS else 0
         seen = keys[:, first : block.end]
@@ -100,7 +86,7 @@ class BlockReplaySums(LayerObserver):
             seen = torch.cat([keys[:, :SINKS], seen], dim=1)
         before = SINKS if first else 0
         at = torch.arange(block.start, block.end)
-        asked = queries.float() * scale
+        asked = queries.float() * run.scale
         if self.near:
             beside = near_logits(asked, keys[:, block.start : block.end], self.near, softcap)
             sinks = beside if sinks is None else torch.logaddexp(beside, sinks.to(beside)[:, None])
@@ -132,9 +118,7 @@ class _BlockSums(TokenColumns):
             if stop - start < block.length:
                 rows = self._collected(rows, start - block.start, block.length)
             if stop == block.end:
-                self._replay.add_block(
-                    total, rows, run.keys, block, run.rope, run.scale, **run.logits
-                )
+                self._replay.add_block(total, rows, block, run)
                 self._waiting = None
 
     def _collected(self, rows: Tensor, at: int, length: int) -> Tensor:

@@ -169,8 +169,8 @@ def test_rounding_of_prices_buys_nothing_beyond_the_budget(capped):
         random_forest(seed, layers=1, heads=1, slots=1, slot_tokens=70, explode=0.0, whole=1.0)
         for seed in range(1000)
     )
-    forest = next(f for f in forests if int(f.add_cost()[0]) in range(33, 64))
-    cost = int(forest.add_cost()[0])
+    forest = next(f for f in forests if int(f.entries[0]) in range(33, 64))
+    cost = int(forest.entries[0])
     drawn = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     gains = [gain for gain in drawn.tolist() if gain - gain / cost * cost > 0]
     assert gains
@@ -216,7 +216,7 @@ def test_a_valuable_leaf_behind_a_poor_step_is_found_by_price_not_by_greed():
 def test_forests_are_consistent():
     forest = random_forest(4, layers=2, heads=3, slots=4, slot_tokens=30, prune=0.3, whole=0.5)
     ops, roots, entries = Operations.of(forest), forest.trees, forest.entries
-    assert torch.equal(ops.cost[:roots], forest.add_cost())
+    assert torch.equal(ops.cost[:roots], forest.entries[:roots])
     below = torch.zeros_like(entries).index_add_(0, forest.parent[roots:], entries[roots:])
     assert torch.equal(ops.cost[roots:], (below - entries)[ops.node[roots:]])
     assert torch.equal(ops.node[roots:], (~forest.is_leaf).nonzero().flatten())

@@ -53,9 +53,9 @@ def test_a_table_equals_loops(rows, size, block):
 
     table = split_table(offsets, sequences, size, block)
 
-    assert table.items.tolist() == [item for mine in items for item in mine]
+    assert table.parts[0].items.tolist() == [item for mine in items for item in mine]
     assert table.row_first.tolist() == slots
-    assert table.item_first.diff().tolist() == [len(mine) for mine in items]
+    assert table.parts[0].item_first.diff().tolist() == [len(mine) for mine in items]
     assert table.slots == max(len(mine) for mine in items)
 
 
@@ -69,16 +69,16 @@ def test_each_table_reads_every_entry_once_in_nearly_equal_splits(rows, processo
     for table in made.tables:
         read = [
             entry
-            for _, first, length, _ in table.items.tolist()
+            for _, first, length, _ in table.parts[0].items.tolist()
             for entry in range(first, first + length)
         ]
         assert sorted(read) == list(range(int(offsets[-1])))
-        assert len(table.items) <= processors + len(lengths)
-    assert len(made.tables[-1].items) == sum(length > 0 for length in lengths)
-    sizes = [len(table.items) for table in made.tables]
+        assert len(table.parts[0].items) <= processors + len(lengths)
+    assert len(made.tables[-1].parts[0].items) == sum(length > 0 for length in lengths)
+    sizes = [len(table.parts[0].items) for table in made.tables]
     assert sizes == sorted(sizes, reverse=True)
     # No split is longer than its fair share, rounded to steps, unless all processors have one.
-    longest = max((int(item[2]) for item in made.tables[0].items), default=0)
+    longest = max((int(item[2]) for item in made.tables[0].parts[0].items), default=0)
     assert longest <= int(offsets[-1]) / (0.9 * processors) + 2 * 16
 
 

@@ -122,5 +122,5 @@ def test_repeats_to_the_bit_and_counts_its_tables():
     step = packed_alone(query, prepared, 0.2)
     assert torch.equal(BACKEND(step), BACKEND(step))
     assert BACKEND.held_bytes(prepared) == prepared.tables.bytes
-    coded = sum(x.numel() * 8 for t in prepared.tables.tables for x in (t.coded[0].items,))
+    coded = sum(x.numel() * 8 for t in prepared.tables.tables for x in (t.parts[1].items,))
     assert prepared.tables.bytes > coded > 0

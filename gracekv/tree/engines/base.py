@@ -13,7 +13,6 @@ from torch import Tensor
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels.device import obstacle
 from gracekv.kernels.rope import Rope
-from gracekv.tree.merge import PrototypeRule
 from gracekv.tree.probes import ProbeAttention
 from gracekv.tree.tree_batch import TreeBatch
 
@@ -59,16 +58,12 @@ class EngineInputs:
         attention: of the probes to these heads.
         batch: the trees of these heads.
         rope: the rotations of all positions, in halves.
-        rule: how tokens merge.
-        softcap: of the logits; None: none.
     """
 
     weights: DistortionWeights
     attention: ProbeAttention
     batch: TreeBatch
     rope: Rope
-    rule: PrototypeRule
-    softcap: float | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """By name what kernels read of `attention`, shapes as there, and cos and sin [T, d_rot]."""
@@ -80,12 +75,13 @@ class EngineInputs:
 
     def numbers(self) -> dict[str, Any]:
         """What kernels read of the region, the distortion and the rule, by name."""
+        rule = self.batch.context.rule
         return {
             **{name: float(x) for name, x in dataclasses.asdict(self.weights).items()},
             "tokens": len(self.attention.visible_probes),
             "region_start": self.batch.region_start,
-            "uniform_base": float(self.rule.uniform_base),
-            "rule_epsilon": float(self.rule.epsilon),
+            "uniform_base": float(rule.uniform_base),
+            "rule_epsilon": float(rule.epsilon),
         }
 
 

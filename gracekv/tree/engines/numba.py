@@ -47,7 +47,7 @@ class NumbaEvaluator(DistortionEvaluator):
             "dim": dim,
             "positions": positions,
             "rotary_dim": rotary_dim,
-            "multiplicity": inputs.rule.multiplicity,
+            "multiplicity": inputs.batch.context.rule.multiplicity,
         }
 
     def __call__(self, nodes: Nodes) -> IntervalCosts:

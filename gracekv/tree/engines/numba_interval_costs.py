@@ -131,12 +131,8 @@ def add_intervals(
         scratch.spans,
     )  # fmt: skip
     log_ms, v_squares = scratch.log_m, scratch.v_square
-    key_norms, unrotated_keys, cos, sin = (
-        heads.key_norms,
-        heads.unrotated_keys,
-        heads.cos,
-        heads.sin,
-    )
+    key_norms, unrotated_keys = heads.key_norms, heads.unrotated_keys
+    cos, sin = heads.cos, heads.sin
     n, row, stride, padded_probes = node.length, node.row, gram.shape[1], p.shape[1]
     width = (n + COLUMNS - 1) // COLUMNS * COLUMNS
     dim = unrotated_keys.shape[1]

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.tree.probes import distortion_probes
 from gracekv.tree.prototype import Prototype
 from gracekv.tree.tree_batch import TreeContext
 
@@ -72,19 +71,10 @@ class ReferenceDistortion:
     def __init__(self, context: TreeContext, layer: int, head: int, distortion: Prototype) -> None:
         self.context, self.layer, self.head, self.weights = context, layer, head, distortion
         prefill, region = context.prefill, context.partition.region
-        probes = distortion_probes(
-            prefill,
-            context.partition,
-            context.seed_scores,
-            question=distortion.question_probes,
-            tail=distortion.tail_probes,
-            slots=distortion.evidence_slots,
-            per_slot=distortion.evidence_per_slot,
-        )
         self.keys = prefill.keys[layer][head].double()
         self.values = prefill.values[layer][head].double()
         self.probes: list[tuple[int, Tensor, float, float]] = []
-        for i, position in enumerate(probes.tolist()):
+        for i, position in enumerate(distortion.probes(context).tolist()):
             if position < region.start:
                 continue
             queries = prefill.queries_at(layer, [position]).double()

@@ -118,13 +118,14 @@ class TorchEvaluator(DistortionEvaluator):
         mean_key = self._gather(attention.unrotated_keys, row)
         _running_sum(mean_key, mean_key).div_(count[:, None])
         norm_mean = attention.key_norms[row].cumsum(dim=1) / count
-        multiplicity = self.inputs.rule.multiplicities(mean_key.norm(dim=-1), norm_mean, count)
+        context = self.inputs.batch.context
+        multiplicity = context.rule.multiplicities(mean_key.norm(dim=-1), norm_mean, count)
         features = self.workspace.take(sequences, width, dim + 2)
         self.inputs.rope.rotate(mean_key, position, out=features[..., :dim])
         features[..., dim], features[..., dim + 1] = multiplicity.log(), 1.0
         ones = torch.ones_like(attention.max_logit)[..., None]
         others = torch.cat([ones, -attention.max_logit[..., None]], dim=-1)
-        if (cap := self.inputs.softcap) is not None:
+        if (cap := context.prefill.softcap) is not None:
             # The cap comes between the product and the other two features.
             z_tilde = capped(torch.bmm(features[..., :dim], attention.queries[head].mT), cap)
             z_tilde += torch.bmm(features[..., dim:], others[head].mT)
@@ -153,7 +154,7 @@ class TorchEvaluator(DistortionEvaluator):
         count = torch.arange(1, width + 1, device=row.device, dtype=torch.float32)
 
         # v~ = V^T w with normalised weights w; M.v~ = sum_t p_t (Gram w)_t.
-        scores, rule = self.inputs.attention.scores[row], self.inputs.rule
+        scores, rule = self.inputs.attention.scores[row], self.inputs.batch.context.rule
         base = scores.cumsum(dim=1) * (rule.uniform_base / count)
         weight = self.workspace.take(sequences, width, width)
         torch.add(scores[:, None, :], base[..., None], out=weight).mul_(causal)

@@ -45,7 +45,7 @@ class TritonEvaluator(DistortionEvaluator):
             "P": probes,
             "D": dim,
             "HALF": half,
-            "MULTIPLICITY": inputs.rule.multiplicity,
+            "MULTIPLICITY": inputs.batch.context.rule.multiplicity,
             "BLOCK_D": padded_size(dim),
         }
 
