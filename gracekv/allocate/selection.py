@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gracekv.allocate.base import Frontier
 from gracekv.kernels.ragged import offsets, rows, rows_and_steps
-from gracekv.prefill import Prefill
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,10 +118,10 @@ class Selection:
         """int64 [L, G] entries, on the CPU."""
         return self.offsets.diff().view(self.layers, self.heads)
 
-    def layouts(self, prefill: Prefill) -> Iterator[LayerLayout]:
-        """Layouts of all layers of `prefill`, see `layout`."""
-        for layer, keys in enumerate(prefill.keys):
-            yield self.layout(layer, prefill.spans.length, keys.device)
+    def layouts(self, length: int, keys: Sequence[Tensor]) -> Iterator[LayerLayout]:
+        """Layouts of all layers, see `layout`; where the `keys` [G, T, d] of each lie."""
+        for layer, own in enumerate(keys):
+            yield self.layout(layer, length, own.device)
 
     def layout(self, layer: int, length: int, device: torch.device) -> LayerLayout:
         """The packed entries of a layer: those that stay, and every token outside the region.

@@ -229,11 +229,12 @@ class Packer(PrefillReader, Strategy, abc.ABC):
             scores: R^tok [L, G, N], the weights of merged values.
             rule: how the tokens of one node merge.
         """
+        length = prefill.spans.length
         layers = tuple(
             self.layer(LayerToPack(prefill, number, layout, scores[number], rule))
-            for number, layout in enumerate(selection.layouts(prefill))
+            for number, layout in enumerate(selection.layouts(length, prefill.keys))
         )
-        return RaggedCache(layers, length=prefill.spans.length - 1)
+        return RaggedCache(layers, length=length - 1)
 
 
 PACKERS = Registry("pack", "how a chosen node becomes an entry", Packer)

@@ -48,7 +48,7 @@ class AuctionResult:
 
     def packed_widths(self, prefill: Prefill, region: Region, precision: Precision) -> list[Tensor]:
         """For each layer uint8 [E], the widths of its packed entries under `precision`."""
-        layouts = self.selection.layouts(prefill)
+        layouts = self.selection.layouts(prefill.spans.length, prefill.keys)
         if self.widths is None:
             return [precision.widths(layout.start, region) for layout in layouts]
         return [layout.of_selected(self.widths, EXACT) for layout in layouts]

@@ -153,7 +153,8 @@ class LayerwiseCompression:
         auction = Auction(pipe, prefill, quota, relevance, measured=self._measured)
 
         def packed(selection: Selection) -> RaggedCache:
-            for number, layout in enumerate(selection.layouts(prefill)):
+            layouts = selection.layouts(prefill.spans.length, prefill.keys)
+            for number, layout in enumerate(layouts):
                 held = self._packed[number]
                 head = rows(held.lengths).to(held.positions.device)
                 chosen = _place(prefill, number, layout.head, layout.start)

@@ -41,7 +41,7 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
     assert torch.equal(entries.per_head(), result.accounting.entries)
     assert int(entries.per_head().sum()) == result.accounting.spent
     merges = result.pipeline.pack.represents == "node"
-    layouts = result._run.selection.layouts(result.prefill)
+    layouts = result._run.selection.layouts(result.prefill.spans.length, result.prefill.keys)
     for layer, layout in enumerate(layouts):
         packed = result._run.cache.layers[layer]
         for head in range(entries.heads):
