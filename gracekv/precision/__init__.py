@@ -4,4 +4,5 @@ from gracekv.precision.allocated import AllocatedPrecision as AllocatedPrecision
 from gracekv.precision.base import PRECISIONS as PRECISIONS
 from gracekv.precision.base import Precision as Precision
 from gracekv.precision.full import FullPrecision as FullPrecision
+from gracekv.precision.rate_distortion import RateDistortion as RateDistortion
 from gracekv.precision.uniform import UniformPrecision as UniformPrecision

@@ -64,11 +64,6 @@ class AllocatedPrecision(Precision):
     def widths(self, start: Tensor, region: Region) -> Tensor:
         return torch.full_like(start, EXACT, dtype=torch.uint8)
 
-    def keeps_all(self, plan: BudgetPlan, entry_bytes: int) -> bool:
-        if not plan.keeps_all or plan.bytes is None or plan.compressible <= 0:
-            return plan.keeps_all
-        return plan.layers * plan.heads * plan.context * entry_bytes <= plan.bytes
-
     def measured(self, prefill: Prefill, layer: int, region: Region) -> Tensor:
         """float64 [G, 2]: the losses of 4 and 8 bits, see `rounding_loss`."""
         return rounding_loss(prefill, layer, region, self.codings[::-1])
@@ -83,14 +78,7 @@ class AllocatedPrecision(Precision):
     ) -> Tensor:
         if plan.bytes is None:
             return torch.full_like(candidates.start, EXACT, dtype=torch.uint8)
-        shape = (prefill.entry_dim, prefill.keys[0].element_size(), prefill.spans)
-        four, eight = (self._uniform(bits).entry_bytes(*shape) for bits in (4, 8))
-        costs = WidthCosts(
-            bits=(4, 8, EXACT),
-            entry=(four.coded, eight.coded, four.exact),
-            block=(four.block, eight.block, 0),
-            per_block=self.group,
-        )
+        costs = WidthCosts.of((self._uniform(4), self._uniform(8)), prefill)
         loss = self.rounding * torch.cat(list(measured))
         head = candidates.head_of_entry()
         entries = Entries(
@@ -100,7 +88,7 @@ class AllocatedPrecision(Precision):
             fixed=(candidates.start < self.sinks).cpu(),
             place=_places(head, prefill),
         )
-        recent = plan.layers * plan.heads * plan.recent * four.exact
+        recent = plan.layers * plan.heads * plan.recent * costs.entry[-1]
         level = allocated_widths(entries, costs, plan.bytes - recent, prefill.shard)
         return torch.tensor((0, *costs.bits), dtype=torch.uint8)[level]
 

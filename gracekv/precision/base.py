@@ -79,7 +79,9 @@ class Precision(Strategy, abc.ABC):
 
     def keeps_all(self, plan: BudgetPlan, entry_bytes: int) -> bool:
         """Whether nothing need be dropped, nor shared out; `entry_bytes` is that of an entry."""
-        return plan.keeps_all
+        if not self.allocates or not plan.keeps_all or plan.bytes is None or plan.compressible <= 0:
+            return plan.keeps_all
+        return plan.layers * plan.heads * plan.context * entry_bytes <= plan.bytes
 
     def measured(self, prefill: Prefill, layer: int, region: Region) -> Any:
         """What `allocate` needs of the tokens of one layer; asked where it is declared."""

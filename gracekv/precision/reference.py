@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
@@ -65,6 +66,38 @@ def allocated_widths(entries: Entries, costs: WidthCosts, budget: int) -> list[i
                 break
         else:
             return level
+
+
+def widths_at_a_price(entries: Entries, costs: WidthCosts, budget: int) -> list[int]:
+    """0 for an entry that is dropped, else 1 + the index of its width, each head within `budget`.
+
+    The price of a bit falls from one at which entries change to the next; entries, the earlier
+    first, get the width that minimises worth times loss plus price times bits, until a step does
+    not fit. Source: `gracekv.precision.width_auction.widths_by_head`.
+    """
+    bits, level = (0, *costs.bits), [0] * len(entries.worth)
+    for head, loss in enumerate(entries.loss.tolist()):
+        own = {e: float(entries.worth[e]) for e, h in enumerate(entries.head.tolist()) if h == head}
+        lost = (1.0, *loss)
+        slopes = [
+            (lost[a] - lost[b]) / (bits[b] - bits[a]) for a, b in combinations(range(len(bits)), 2)
+        ]
+        prices = sorted({worth * slope for worth in own.values() for slope in slopes}, reverse=True)
+        # Between two prices nothing changes; below the last one all entries want all bits.
+        steps = []
+        for above, below in pairwise([*prices, -1.0]):
+            for e, worth in own.items():
+                cost = [
+                    worth * x + (above + below) / 2 * b for x, b in zip(lost, bits, strict=True)
+                ]
+                steps += [(e, to) for to in range(1, cost.index(min(cost)) + 1)]
+        for e, to in steps:
+            if to > level[e]:
+                level[e] = to
+                if _bytes([level[e] for e in own], [head] * len(own), costs) > budget:
+                    level[e] = to - 1
+                    break
+    return level
 
 
 def _hull_slopes(loss: list[float], costs: WidthCosts) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from gracekv.allocate.ranking import affordable, first_offer
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels import ragged
+from gracekv.precision.base import EXACT
+from gracekv.precision.uniform import UniformPrecision
+from gracekv.prefill import Prefill
 
 _NEVER = -1.0
 
@@ -29,6 +33,18 @@ class WidthCosts:
     entry: tuple[int, ...]
     block: tuple[int, ...]
     per_block: int
+
+    @classmethod
+    def of(cls, stored: Sequence[UniformPrecision], prefill: Prefill) -> WidthCosts:
+        """Of the widths of `stored`, by rising width and in groups of one size, and of `EXACT`."""
+        shape = (prefill.entry_dim, prefill.keys[0].element_size(), prefill.spans)
+        own = [width.entry_bytes(*shape) for width in stored]
+        return cls(
+            bits=(*(width.bits for width in stored), EXACT),
+            entry=(*(width.coded for width in own), own[0].exact),
+            block=(*(width.block for width in own), 0),
+            per_block=stored[0].group,
+        )
 
     def mean(self) -> Tensor:
         """float64 [W], bytes of an entry with its share of a full block."""
@@ -92,6 +108,37 @@ def allocated_widths(
     return level
 
 
+def widths_by_head(entries: Entries, costs: WidthCosts, budget: int) -> Tensor:
+    """int64 [E] as `allocated_widths`, where each head has a `budget` of its own.
+
+    In each head, operations are bought by falling gain per bit of a number, whatever they cost in
+    bytes, until one does not fit. That is the least price of a bit at which the widths that
+    minimise worth times loss plus price times bits fit; ties go to the earlier entry.
+
+    Source: Zhang et al. (2026), RDKV, arXiv:2605.08317; see
+    `gracekv.precision.reference.widths_at_a_price`.
+    """
+    in_bits = WidthCosts(costs.bits, costs.bits, block=(0,) * len(costs.bits), per_block=1)
+    operation = _Operations.of(entries, in_bits)
+    by_head, first = _by_head(entries.head[operation.entry], len(entries.loss))
+    spent = _running(operation.bytes(entries, costs)[by_head], first)
+    bought = by_head[_running((spent > budget).long(), first) == 0]
+    level = torch.zeros_like(entries.head)
+    return level.scatter_reduce(0, operation.entry[bought], operation.target[bought], "amax")
+
+
+def _by_head(head: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Operations of `head` int64 [M] in order of their heads, and the place of each one's first."""
+    by_head = head.sort(stable=True).indices
+    return by_head, ragged.offsets(torch.bincount(head, minlength=heads))[head[by_head]]
+
+
+def _running(x: Tensor, first: Tensor) -> Tensor:
+    """int64 [M]: the sum of `x` int64 [M] from the place `first` on up to each one."""
+    sums = ragged.offsets(x)
+    return sums[1:] - sums[first]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Operations:
     """M operations in the order in which they are bought.
@@ -130,13 +177,11 @@ class _Operations:
         price = torch.tensor((0, *costs.entry))
         change = price[self.target] - price[self.source]
         head = entries.head[self.entry]
-        by_head = head.sort(stable=True).indices
-        first = ragged.offsets(torch.bincount(head, minlength=len(entries.loss)))[:-1]
+        by_head, first = _by_head(head, len(entries.loss))
         for width, block in enumerate(costs.block, start=1):
             if block:
                 step = (self.target == width).long() - (self.source == width).long()
-                sums = ragged.offsets(step[by_head])
-                count = sums[1:] - sums[first][head[by_head]]
+                count = _running(step[by_head], first)
                 opened = costs.blocks(count) - costs.blocks(count - step[by_head])
                 change[by_head] += block * opened
         return change

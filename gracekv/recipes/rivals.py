@@ -111,6 +111,15 @@ RIVALS: Mapping[str, Recipe] = {
             "fit": "regression",
         },
     ),
+    "rdkv": Recipe(
+        "Tokens at 0, 2, 4, 8 or 16 bits by mean-pooled attention from the prompt's last 32",
+        "Zhang et al. 2026, RDKV, arXiv:2605.08317; keys take their token's bits, no streaming",
+        {
+            **_LAST,
+            "value": {"name": "window_attention", "pooling": "avg", "kernel": 5},
+            "precision": "rate_distortion",
+        },
+    ),
     "scissorhands": Recipe(
         "Tokens by how many of the last 400 queries pay them at least uniform attention",
         "Liu et al. 2023, arXiv:2305.17118; once after prefill, equal shares",

@@ -35,6 +35,7 @@ STREAMED = (
     "gracekv-agnostic", "gracekv-plus", "gracekv-plus-allocated", "gracekv-plus-equal", "snapkv",
     "snapkv-4bit", "ada-snapkv", "pyramidkv", "chunkkv", "streaming-llm", "h2o", "tova", "knorm",
     "keydiff", "lagkv", "compactor", "expected-attention", "scissorhands", "critical-snapkv",
+    "rdkv",
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ BITS = {
     "8 bits": ("gracekv-plus", {"name": "uniform", "bits": 8}),
     "4 bits": ("gracekv-plus", {"name": "uniform", "bits": 4}),
     "allocated": ("gracekv-plus-allocated", "allocated"),
+    "a price in each head": ("rdkv", "rate_distortion"),
     # Trees, whose auction has to end at the budget in bytes.
     "trees": ("gracekv", {"name": "uniform", "bits": 4}),
 }
