@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn
 from rich.table import Table
 
 import gracekv
@@ -103,12 +103,7 @@ def entries_plot(results: Sequence[tuple[str, CompressionResult]]) -> bytes:
 
 
 def _trials(console: Console, max_new_tokens: int) -> list[Trial]:
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = SpinnerColumn(), *Progress.get_default_columns()
     trials = []
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(

@@ -21,8 +21,13 @@ TIMEOUT = 300.0
 # Ways in which transformers leaves the norms of queries and keys whole.
 _WHOLE_STYLES = ("replicate", "replicated_with_grad_allreduce")
 
-# Ways in which every process gets all of an output.
-_GATHERING_STYLES = ("colwise_gather_output", "colwise_rep")
+# Ways in which parts of a model may be sharded.
+_STYLES = {
+    # Others gather what they computed, so every process attends with all heads.
+    ".self_attn.": ("colwise", "rowwise", *_WHOLE_STYLES),
+    # Linear layers hold states of all their heads in every process, which get all of an output.
+    ".linear_attn.": ("colwise_gather_output", "colwise_rep", *_WHOLE_STYLES),
+}
 
 
 class Exchange(Protocol):
@@ -249,17 +254,14 @@ def _problem(model: Any) -> str | None:
     if heads % size:
         return f"{heads} KV heads cannot be divided by {size} processes"
     for place, style in (getattr(model, "_tp_plan", None) or {}).items():
-        # Other styles gather what they computed, so every process attends with all heads.
-        if ".self_attn." in place and style not in ("colwise", "rowwise", *_WHOLE_STYLES):
-            return f"{place} is sharded as {style!r}"
-        # Linear layers hold states of all their heads in every process.
-        if ".linear_attn." in place and style not in (*_GATHERING_STYLES, *_WHOLE_STYLES):
-            return f"{place} is sharded as {style!r}"
+        for module, styles in _STYLES.items():
+            if module in place and style not in styles:
+                return f"{place} is sharded as {style!r}"
     for number, layer in enumerate(model.get_decoder().layers):
         attention = getattr(layer, "self_attn", None)
-        if attention is None and hasattr(layer, "linear_attn"):
-            continue
         if attention is None:
+            if hasattr(layer, "linear_attn"):
+                continue
             return f"layer {number} has no attention whose heads they could share"
         for name, dim in (("q_proj", 0), ("k_proj", 0), ("v_proj", 0), ("o_proj", 1)):
             weight: Any = getattr(getattr(attention, name, None), "weight", None)

@@ -12,14 +12,11 @@ from gracekv.allocate import Budget
 from gracekv.errors import ConfigError
 from gracekv.evaluate.methods import parse_method
 from gracekv.evaluate.rendering import Truncate
-from gracekv.evaluate.tasks import SHARED, Task, expand
+from gracekv.evaluate.tasks import GIVEN, SHARED, Task, expand
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import parsed
 from gracekv.registry import Configurable, bounded
 from gracekv.registry.plugins import import_modules, module_list
-
-# Tasks whose name starts so have texts of a given length; RULER makes its own.
-_GIVEN = ("longbench:", "long_output:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +126,7 @@ class Panel(Configurable):
     def all_tasks(self) -> Iterator[Task]:
         """Every task at every length."""
         for name in expand(self.tasks):
-            given = name.startswith(_GIVEN)
+            given = name.partition(":")[0] in GIVEN
             for length in (None,) if given else self.lengths:
                 yield Task(name, length, self.seed)
 

@@ -21,6 +21,9 @@ _CSV = (
 )  # fmt: skip
 
 Format = Callable[[Sequence[Table], Measure], str]
+# How a mean is marked by its rank in a column: 0 for none, best, second.
+_MARKDOWN = ("{}", "**{}**", "<u>{}</u>")
+_LATEX = ("{}", r"\textbf{{{}}}", r"\underline{{{}}}")
 
 
 def markdown(found: Sequence[Table], measure: Measure) -> str:
@@ -28,7 +31,7 @@ def markdown(found: Sequence[Table], measure: Measure) -> str:
     parts = []
     for table in found:
         header = ["method", *(table.columns or (FULL,))]
-        body = _body(table, _ranked(table, measure, _markdown_cell))
+        body = _body(table, _ranked(table, measure, _MARKDOWN))
         # FullKV has one cell, whatever the budget; a table wants as many as its header.
         body = [[*cells, *[""] * (len(header) - len(cells))] for cells in body]
         parts += [f"### {table.title}: {measure.title}", _about(table), _grid(header, body)]
@@ -53,7 +56,7 @@ def latex(found: Sequence[Table], measure: Measure) -> str:
             " & ".join([r"\textbf{Method}", *map(_latex_column, columns)]) + r" \\",
             r"\midrule",
         ]
-        for cells in _body(table, _ranked(table, measure, _latex_cell), _escape):
+        for cells in _body(table, _ranked(table, measure, _LATEX, r"{{\scriptsize {}}}"), _escape):
             if len(cells) == 2 and len(columns) > 1:
                 lines.append(rf"{cells[0]} & \multicolumn{{{len(columns)}}}{{c}}{{{cells[1]}}} \\")
                 lines.append(r"\midrule")
@@ -143,29 +146,18 @@ def _body(
 
 
 def _ranked(
-    table: Table, measure: Measure, cell: Callable[[Interval, int, int], str]
+    table: Table, measure: Measure, marks: Sequence[str], bounds: str = "{}"
 ) -> Callable[[str, str], str]:
-    """Shows a mean by `cell`, which is told the rank in its column, 0 for none."""
+    """Shows a mean by the mark of its rank, and its interval as `bounds` does."""
     ranks = {c: table.ranks(c, measure.higher) for c in table.columns}
 
     def shown(method: str, column: str) -> str:
-        rank = ranks.get(column, {}).get(method, 0)
-        return cell(table.cells[method, column], measure.digits, rank)
+        cell, digits = table.cells[method, column], measure.digits
+        mark = marks[ranks.get(column, {}).get(method, 0)]
+        mean, ends = mark.format(f"{cell.mean:.{digits}f}"), _bounds(cell, digits)
+        return f"{mean} {bounds.format(ends)}" if ends else mean
 
     return shown
-
-
-def _markdown_cell(cell: Interval, digits: int, rank: int) -> str:
-    mean = f"{cell.mean:.{digits}f}"
-    mean = {1: f"**{mean}**", 2: f"<u>{mean}</u>"}.get(rank, mean)
-    return f"{mean} {_bounds(cell, digits)}".rstrip()
-
-
-def _latex_cell(cell: Interval, digits: int, rank: int) -> str:
-    mean = f"{cell.mean:.{digits}f}"
-    mean = {1: rf"\textbf{{{mean}}}", 2: rf"\underline{{{mean}}}"}.get(rank, mean)
-    bounds = _bounds(cell, digits)
-    return rf"{mean} {{\scriptsize {bounds}}}" if bounds else mean
 
 
 def _bounds(cell: Interval, digits: int) -> str:

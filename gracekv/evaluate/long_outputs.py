@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from gracekv.evaluate.sample import Sample
 from gracekv.evaluate.sources import Sources
@@ -19,40 +19,34 @@ EVERY = 64
 """Tokens between two cuts: these answers have about 500 tokens."""
 
 
-class Form(NamedTuple):
-    """What is fixed of a task; its group is "long_output".
-
-    Attributes:
-        asks: where the question begins in LongProc's prompt; empty for made-up tasks.
-        group: the row of the tables.
-        max_new_tokens: most tokens of an answer.
-    """
-
-    asks: str = ""
-    group: str = "long_output"
-    max_new_tokens: int = 1024
-
-
+# Where the question begins in LongProc's prompt; None for made-up tasks.
 TASKS = {
-    "path_traversal": Form("\n\nNow find the route"),
-    "countdown": Form("\n\n[Problem]"),
-    "tom_tracking": Form("\n\n[QUESTION]"),
-    "pseudo_to_code": Form("\n\n[CODE]"),
-    "list_recall": Form(),
-    "early_turn": Form(),
+    "path_traversal": "\n\nNow find the route",
+    "countdown": "\n\n[Problem]",
+    "tom_tracking": "\n\n[QUESTION]",
+    "pseudo_to_code": "\n\n[CODE]",
+    "list_recall": None,
+    "early_turn": None,
 }
 _WORDS = ("amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty")
 
 
+def forms() -> dict[str, dict[str, Any]]:
+    """What is fixed of each task."""
+    form = {"group": "long_output", "max_new_tokens": 1024}
+    return {x: form | {"part": asks and f"longproc:{x}"} for x, asks in TASKS.items()}
+
+
 def record_sample(name: str, index: int, sources: Sources) -> Sample:
     """Sample `index` of the task; raises `TaskError` if there is none."""
-    if TASKS[name].asks:
-        records, template = sources.longproc(name)
-        text, answer = _fields(name, records[index], records[index - 1], template)
-        context, mark, question = text.rpartition(TASKS[name].asks)
-        question = mark + question
-    else:
+    asks = TASKS[name]
+    if asks is None:
         context, question, answer = _made(name, Random(index))
+    else:
+        records, template = sources.records(f"longproc:{name}"), sources.longproc_prompt(name)
+        text, answer = _fields(name, records[index], records[index - 1], template)
+        context, mark, question = text.rpartition(asks)
+        question = mark + question
     task = f"long_output:{name}"
     return Sample(task, index, "", context, question, "", (answer,), "rouge_l", whole=True)
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-from gracekv.errors import ConfigError, required
+from gracekv.errors import required
 from gracekv.evaluate.sample import Sample
 
 _CONTROL = re.compile("[\x00-\x1f]")
@@ -33,19 +33,9 @@ _CHINESE_PUNCTUATION = (
     "〰〾〿–—‘’‛“”„‟…‧﹏."
 )
 
-Metric = Callable[[str, str], float]
 
-
-def score(sample: Sample, prediction: str | None) -> dict[str, float]:
-    """The sample's primary metric first, then those that are reported with it.
-
-    Raises `ConfigError` for None: an answer that was never generated has no score.
-    """
-    if prediction is None:
-        raise ConfigError(
-            f"Sample {sample.index} of {sample.task} has no prediction to score. Generate one; a "
-            f"failed generation is an error, not a 0."
-        )
+def score(sample: Sample, prediction: str) -> dict[str, float]:
+    """The sample's primary metric first, then those that are reported with it."""
     names = [sample.metric]
     if sample.metric == "rouge_l":
         names.append("rouge_l_longbench")
@@ -55,18 +45,13 @@ def score(sample: Sample, prediction: str | None) -> dict[str, float]:
 
 
 def evaluate(name: str, prediction: str, sample: Sample) -> float:
-    """Metric `name` of a prediction against the sample's references.
-
-    Raises `ConfigError` for an unknown metric.
-    """
+    """Metric `name` of a prediction against the sample's references."""
     if name in ("set_recall", "set_any", "strict_recall"):
         return _found(name, prediction, sample.answers)
     if sample.first_line:
         prediction = prediction.lstrip("\n").split("\n")[0]
     if name == "classification":
         return max(class_accuracy(prediction, answer, sample.classes) for answer in sample.answers)
-    if name not in PAIRWISE:
-        raise ConfigError(f"Unknown metric {name!r}. Metrics: {', '.join(METRICS)}.")
     return max(PAIRWISE[name](prediction, answer) for answer in sample.answers)
 
 
@@ -97,7 +82,7 @@ def qa_f1_zh(prediction: str, answer: str) -> float:
     removed = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
 
     def tokens(text: str) -> list[str]:
-        kept = ("".join(t.lower().translate(removed).split()) for t in _jieba().cut(text))
+        kept = ("".join(t.lower().translate(removed).split()) for t in _cut(text))
         return [token for token in kept if token]
 
     return _f1(tokens(prediction), tokens(answer))
@@ -111,7 +96,7 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 def rouge_l_longbench(prediction: str, answer: str) -> float:
     """LongBench's Rouge-L: the package rouge, 0 where it fails."""
-    scorer = _rouge()
+    scorer = required("rouge", "evaluate").Rouge()
     try:
         score: float = scorer.get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
     except (ValueError, RecursionError, ZeroDivisionError):
@@ -121,8 +106,7 @@ def rouge_l_longbench(prediction: str, answer: str) -> float:
 
 def rouge_l_zh(prediction: str, answer: str) -> float:
     """LongBench's Rouge-L of Chinese text cut by jieba."""
-    cut = _jieba().cut
-    return rouge_l_longbench(" ".join(cut(prediction)), " ".join(cut(answer)))
+    return rouge_l_longbench(" ".join(_cut(prediction)), " ".join(_cut(answer)))
 
 
 def class_accuracy(prediction: str, answer: str, classes: Sequence[str]) -> float:
@@ -158,18 +142,8 @@ def code_sim(prediction: str, answer: str) -> float:
     return float(round(fuzz.ratio(code[0] if code else "", answer)) / 100)
 
 
-PAIRWISE: dict[str, Metric] = {
-    "qa_f1": qa_f1,
-    "qa_f1_zh": qa_f1_zh,
-    "rouge_l": rouge_l,
-    "rouge_l_longbench": rouge_l_longbench,
-    "rouge_l_zh": rouge_l_zh,
-    "retrieval": retrieval,
-    "retrieval_zh": retrieval,
-    "count": count,
-    "code_sim": code_sim,
-}
-METRICS = ("set_recall", "set_any", "strict_recall", "classification", *PAIRWISE)
+_BY_NAME = (qa_f1, qa_f1_zh, rouge_l, rouge_l_longbench, rouge_l_zh, retrieval, count, code_sim)
+PAIRWISE = {metric.__name__: metric for metric in _BY_NAME} | {"retrieval_zh": retrieval}
 
 
 def _normal(text: str) -> str:
@@ -191,10 +165,6 @@ def _lcs_scorer() -> Any:
     return scorer.RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=str.split))
 
 
-@cache
-def _rouge() -> Any:
-    return required("rouge", "evaluate").Rouge()
-
-
-def _jieba() -> Any:
-    return required("jieba", "evaluate")
+def _cut(text: str) -> Iterable[str]:
+    words: Iterable[str] = required("jieba", "evaluate").cut(text)
+    return words

@@ -110,13 +110,12 @@ def over_questions(measured: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def error_fields(error: Exception) -> dict[str, Any]:
     """An error as data, with the place in the code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    last = frames[-1] if frames else None
+    last = traceback.extract_tb(error.__traceback__)[-1]
     return {
         "error": {
             "type": type(error).__name__,
             "message": str(error)[:2000],
-            "where": f"{last.name}:{last.lineno}" if last else "",
+            "where": f"{last.name}:{last.lineno}",
         }
     }
 

@@ -20,7 +20,6 @@ from gracekv.evaluate.texts import Family, Texts, largest, letters, random_strea
 
 TASKS = tuple(ruler_forms()["tasks"])
 
-_METRICS = {"string_match_all": "set_recall", "string_match_part": "set_any"}
 _ZETA_2 = math.pi**2 / 6
 
 
@@ -53,7 +52,7 @@ def generate(
 
     def build(size: int) -> Sample:
         texts = family.draw(size, random_stream(name, length, seed, index))
-        return texts.sample(task=f"ruler:{name}", index=index, metric=_METRICS[task["metric"]])
+        return texts.sample(task=f"ruler:{name}", index=index, metric=task["metric"])
 
     room = length - task["max_new_tokens"]
     size = largest(lambda size: count(build(size)) <= room, family.least, family.most)
@@ -74,15 +73,14 @@ def generate(
 def _family(name: str, length: int, index: int, sources: Sources) -> Family:
     task = ruler_forms()["tasks"][name]
     if task["family"] == "niah":
-        essay = task["args"]["type_haystack"] == "essay"
-        return needles(task, sources.essay if essay else ())
+        return needles(task, sources.essay if task["part"] == "essay" else ())
     if task["family"] == "variable_tracking":
         return chains(task, length)
     if task["family"] == "common_words_extraction":
         return common_words(task, length)
     if task["family"] == "freq_words_extraction":
         return coded_words(task, length)
-    questions, corpus = sources.questions(task["args"]["dataset"])
+    questions, corpus = sources.questions(task["part"])
     if index >= len(questions):
         raise TaskError(
             f"ruler:{name} has {len(questions)} questions; sample {index} does not exist. Use "

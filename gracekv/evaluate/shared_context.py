@@ -27,17 +27,19 @@ class Kind(NamedTuple):
         metric: how an answer is scored.
         max_new_tokens: most tokens of one answer.
         in_turns: whether the questions are turns of one conversation.
+        part: what of the sources its samples are made of; None: nothing.
     """
 
     group: str
     metric: str
     max_new_tokens: int
     in_turns: bool
+    part: str | None
 
 
 TASKS = {
-    "squad": Kind("shared_qa", "set_any", 32, in_turns=False),
-    "kv": Kind("shared_lookup", "set_recall", 16, in_turns=True),
+    "squad": Kind("shared_qa", "set_any", 32, in_turns=False, part="squad"),
+    "kv": Kind("shared_lookup", "set_recall", 16, in_turns=True, part=None),
 }
 _QUESTIONS = {"squad": 6, "kv": 5}
 _LEAST = 5

@@ -19,12 +19,23 @@ from typing import Any, Literal, NamedTuple
 from gracekv.errors import TaskError, required
 
 BUILT_IN = "alice_chapter_1.txt"
-_FOUND_IN = {"squad": "qa/squad*.json", "hotpotqa": "qa/hotpot*.json"}
+_LONGBENCH = "THUDM/LongBench"
+# Where the folder holds a part; of "longbench:NAME" what its first word says.
+_FILES = {
+    "essay": "essays/PaulGrahamEssays.json",
+    "squad": "qa/squad*.json",
+    "hotpotqa": "qa/hotpot*.json",
+    # The dot keeps "hotpotqa" from finding "hotpotqa_e.jsonl".
+    "longbench": "longbench/NAME.*jsonl",
+    "longproc": "longproc/NAME_0.5k*.json",
+    "longproc_prompt": "longproc/NAME.prompts.yaml",
+}
 _WHERE_FROM = {
     "squad": "SQuAD v2's dev-v2.0.json (rajpurkar.github.io/SQuAD-explorer)",
     "hotpotqa": "HotpotQA's hotpot_dev_distractor_v1.json (hotpotqa.github.io)",
+    "longproc": "its records at 0.5K and its prompts.yaml (princeton-pli/LongProc)",
+    "longproc_prompt": "its records at 0.5K and its prompts.yaml (princeton-pli/LongProc)",
 }
-_LONGBENCH = "THUDM/LongBench"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +71,11 @@ class Sources:
     """Benchmark data under one folder, read when they are first asked for.
 
     Looks for `essays/PaulGrahamEssays.json`, `qa/squad*.json`, `qa/hotpot*.json`,
-    `longbench/NAME*.jsonl` and `longproc/NAME_0.5k*.json`. Without essays the haystack is the
-    public-domain chapter that comes with gracekv, repeated; LongBench then comes from the hub.
+    `longbench/NAME*.jsonl`, `longproc/NAME_0.5k*.json` and `longproc/NAME.prompts.yaml`. Without
+    essays the haystack is the public-domain chapter that comes with gracekv, repeated; LongBench
+    then comes from the hub.
+
+    Parts are "essay", "squad", "hotpotqa", "longbench:NAME" and "longproc:NAME".
 
     Args:
         folder: the folder, or None. Raises `TaskError` if it does not exist.
@@ -78,13 +92,9 @@ class Sources:
     @cached_property
     def essay(self) -> list[str]:
         """The haystack of RULER's essay tasks, as words."""
-        path = None if self.folder is None else self.folder / "essays" / "PaulGrahamEssays.json"
-        if path is None or not path.is_file():
-            text = (files("gracekv") / "data" / BUILT_IN).read_text(encoding="utf-8")
-            self._digests["essay"] = f"{BUILT_IN} {_digest(text.encode())}"
-            return text.split()
-        raw = path.read_bytes()
-        self._digests["essay"] = f"{path.name} {_digest(raw)}"
+        name, raw = self._read("essay")
+        if name == BUILT_IN:
+            return raw.decode("utf-8").split()
         data = json.loads(raw)
         records = data if isinstance(data, list) else [data]
         return " ".join(record["text"] for record in records).split()
@@ -92,80 +102,62 @@ class Sources:
     def questions(self, dataset: Literal["squad", "hotpotqa"]) -> tuple[list[Question], list[str]]:
         """Questions in file order, and every document; `TaskError` if there is no file."""
         if dataset not in self._questions:
-            data = self._question_file(dataset)
+            data = json.loads(self._read(dataset)[1])
             self._questions[dataset] = squad(data) if dataset == "squad" else hotpot(data)
         return self._questions[dataset]
 
     @cached_property
     def articles(self) -> list[list[Passage]]:
         """SQuAD's articles in file order, by paragraphs; `TaskError` if there is no file."""
-        return squad_articles(self._question_file("squad"))
+        return squad_articles(json.loads(self._read("squad")[1]))
 
-    def _question_file(self, dataset: str) -> Any:
-        found = sorted(self.folder.glob(_FOUND_IN[dataset])) if self.folder else []
-        if not found:
-            raise TaskError(
-                f"Tasks of {dataset} need questions and find none under "
-                f"{self.folder or 'the data folder, which is not set'}. Put "
-                f"{_WHERE_FROM[dataset]} there as {_FOUND_IN[dataset]} and give the folder as "
-                f"--data."
-            )
-        raw = found[0].read_bytes()
-        self._digests[dataset] = f"{found[0].name} {_digest(raw)}"
-        return json.loads(raw)
+    def records(self, part: str) -> list[dict[str, Any]]:
+        """The records of "longbench:NAME" or, at 0.5K, "longproc:NAME", in file order.
 
-    def longproc(self, name: str) -> tuple[list[dict[str, Any]], str]:
-        """The records of a LongProc task at 0.5K, in file order, and its prompt.
-
-        Raises `TaskError` if they are not in the folder.
+        Raises `TaskError` if they are not in the folder, and LongBench's not on the hub either.
         """
+        if part not in self._records:
+            text = self._read(part)[1].decode("utf-8")
+            if part.startswith("longproc"):
+                self._records[part] = json.loads(text)
+            else:
+                # Not splitlines(): it would also cut at separators that JSON leaves inside strings.
+                lines = filter(str.strip, text.split("\n"))
+                self._records[part] = [json.loads(line) for line in lines]
+        return self._records[part]
+
+    def longproc_prompt(self, name: str) -> str:
+        """The prompt of a LongProc task; raises `TaskError` if it is not in the folder."""
         import yaml
 
-        folder = (self.folder or Path()) / "longproc"
-        found = sorted(folder.glob(f"{name}_0.5k*.json"))
-        prompt = folder / f"{name}.prompts.yaml"
-        if self.folder is None or not found or not prompt.is_file():
-            raise TaskError(
-                f"long_output:{name} needs longproc/{name}_0.5k*.json and {prompt.name} of "
-                f"princeton-pli/LongProc in the data folder. Give it as --data."
-            )
-        raw = found[0].read_bytes()
-        self._digests[f"longproc:{name}"] = f"{found[0].name} {_digest(raw)}"
-        return json.loads(raw), yaml.safe_load(prompt.read_text(encoding="utf-8"))["USER_PROMPT"]
-
-    def longbench(self, name: str) -> list[dict[str, Any]]:
-        """The records of a LongBench data set, in file order.
-
-        Raises `TaskError` if they are neither in the folder nor on the hub.
-        """
-        if name not in self._records:
-            folder = self.folder / "longbench" if self.folder else None
-            # The dot keeps "hotpotqa" from finding "hotpotqa_e.jsonl".
-            found = sorted(folder.glob(f"{name}.*jsonl")) if folder else []
-            if found:
-                label, raw = found[0].name, found[0].read_bytes()
-            else:
-                label, raw = f"{_LONGBENCH}/{name}.jsonl", self._download(name)
-            self._digests[f"longbench:{name}"] = f"{label} {_digest(raw)}"
-            # Not splitlines(): it would also cut at separators that JSON leaves inside strings.
-            lines = raw.decode("utf-8").split("\n")
-            self._records[name] = [json.loads(line) for line in lines if line.strip()]
-        return self._records[name]
+        prompt: str = yaml.safe_load(self._read(f"longproc_prompt:{name}")[1])["USER_PROMPT"]
+        return prompt
 
     def digest(self, part: str) -> str:
-        """File name and hash of a part: "essay", "squad", "hotpotqa", or the name of a task.
-
-        Tasks are "longproc:NAME" and "longbench:NAME".
-        """
-        if part == "essay":
-            _ = self.essay
-        elif part in ("squad", "hotpotqa"):
-            self.questions(part)  # type: ignore[arg-type]
-        elif part.startswith("longproc:"):
-            self.longproc(part.removeprefix("longproc:"))
-        else:
-            self.longbench(part.removeprefix("longbench:"))
+        """File name and hash of a part; raises `TaskError` if there is none."""
+        if part not in self._digests:
+            self._read(part)
         return self._digests[part]
+
+    def _read(self, part: str) -> tuple[str, bytes]:
+        """Name and bytes of the part's first file, or of what stands in for it."""
+        kind, _, name = part.partition(":")
+        pattern = _FILES[kind].replace("NAME", name)
+        found = sorted(self.folder.glob(pattern)) if self.folder else []
+        if found:
+            label, raw = found[0].name, found[0].read_bytes()
+        elif kind == "essay":
+            label, raw = BUILT_IN, (files("gracekv") / "data" / BUILT_IN).read_bytes()
+        elif kind == "longbench":
+            label, raw = f"{_LONGBENCH}/{name}.jsonl", self._download(name)
+        else:
+            raise TaskError(
+                f"Tasks of {part} need {pattern} and find none under "
+                f"{self.folder or 'the data folder, which is not set'}. Put {_WHERE_FROM[kind]} "
+                f"there and give the folder as --data."
+            )
+        self._digests[part] = f"{label} {hashlib.sha256(raw).hexdigest()[:16]}"
+        return label, raw
 
     def _download(self, name: str) -> bytes:
         hub = required("huggingface_hub", "evaluate")
@@ -250,7 +242,3 @@ def _packaged(name: str) -> Mapping[str, Any]:
     text = (files("gracekv.evaluate") / "data" / name).read_text(encoding="utf-8")
     data: Mapping[str, Any] = json.loads(text)
     return data
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]

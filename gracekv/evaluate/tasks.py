@@ -19,12 +19,16 @@ from gracekv.registry import suggestion
 SHARED = tuple(f"shared_context:{name}" for name in shared_context.TASKS)
 # Answers that are long traces; see `gracekv.evaluate.long_outputs`.
 LONG = tuple(f"long_output:{name}" for name in long_outputs.TASKS)
-NAMES = (
-    *(f"ruler:{name}" for name in ruler.TASKS),
-    *(f"longbench:{name}" for name in longbench_forms()),
-    *SHARED,
-    *LONG,
-)
+
+FORMS: dict[str, Mapping[str, Any]] = {
+    **{f"ruler:{name}": form for name, form in ruler_forms()["tasks"].items()},
+    **{f"longbench:{name}": form for name, form in longbench_forms().items()},
+    **{f"shared_context:{name}": kind._asdict() for name, kind in shared_context.TASKS.items()},
+    **{f"long_output:{name}": form for name, form in long_outputs.forms().items()},
+}
+"""What is fixed of each task, among it its `group` (the row of the tables), `max_new_tokens`, and
+the `part` of the sources that it is made of: None for nothing, LongBench's by their tasks' names.
+"""
 
 SUITES: dict[str, tuple[str, ...]] = {
     # The paper's six groups. Its few-shot score is Rouge-L, which only samsum has.
@@ -40,7 +44,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "longbench": tuple(
         f"longbench:{name}"
         for name, form in longbench_forms().items()
-        if form["language"] == "en" and form["category"] != "code"
+        if form["language"] == "en" and form["group"] != "code"
     ),
 }
 
@@ -52,10 +56,10 @@ def expand(names: Sequence[str]) -> list[str]:
     """
     found: dict[str, None] = {}
     for name in names:
-        if name not in SUITES and name not in NAMES:
+        if name not in SUITES and name not in FORMS:
             raise TaskError(
-                f"Unknown task {name!r}.{suggestion(name, [*SUITES, *NAMES])} Suites: "
-                f"{', '.join(SUITES)}. Tasks: {', '.join(NAMES)}."
+                f"Unknown task {name!r}.{suggestion(name, [*SUITES, *FORMS])} Suites: "
+                f"{', '.join(SUITES)}. Tasks: {', '.join(FORMS)}."
             )
         found |= dict.fromkeys(SUITES.get(name, (name,)))
     return list(found)
@@ -78,44 +82,27 @@ class Task:
     @property
     def group(self) -> str:
         """The row of the paper's tables that the task counts into."""
-        group = str(self._form["category" if self.name.startswith("longbench") else "group"])
-        # Substring recall over RULER's documents is not LongBench's F1.
-        return "ruler_qa" if group == "qa" else group
+        return str(FORMS[self.name]["group"])
 
     @property
-    def _form(self) -> Mapping[str, Any]:
-        """What is fixed of the task."""
-        benchmark, _, name = self.name.partition(":")
-        if benchmark == "shared_context":
-            return shared_context.TASKS[name]._asdict()
-        if benchmark == "long_output":
-            return long_outputs.TASKS[name]._asdict()
-        form: Mapping[str, Any] = (
-            longbench_forms() if benchmark == "longbench" else ruler_forms()["tasks"]
-        )[name]
-        return form
+    def max_new_tokens(self) -> int:
+        """The benchmark's cap on generated tokens."""
+        return int(FORMS[self.name]["max_new_tokens"])
+
+    @property
+    def _part(self) -> str | None:
+        part: str | None = FORMS[self.name].get("part", self.name)
+        return part
 
     def source(self, sources: Sources) -> str:
         """What the samples are made of: file names and hashes, or "generated"."""
-        benchmark, _, name = self.name.partition(":")
-        if benchmark == "longbench":
-            return sources.digest(self.name)
-        if benchmark == "shared_context":
-            return sources.digest("squad") if name == "squad" else "generated"
-        if benchmark == "long_output":
-            return sources.digest(f"longproc:{name}") if self._form["asks"] else "generated"
-        args = self._form["args"]
-        if "dataset" in args:
-            return sources.digest(args["dataset"])
-        return sources.digest("essay") if args.get("type_haystack") == "essay" else "generated"
+        return "generated" if self._part is None else sources.digest(self._part)
 
     def sample(self, index: int, sources: Sources, tokenizer: Any) -> Sample:
         """Sample `index`; raises `TaskError` if there is none."""
         benchmark, _, name = self.name.partition(":")
-        if benchmark == "longbench":
-            return record_sample(name, index, sources)
-        if benchmark == "long_output":
-            return long_outputs.record_sample(name, index, sources)
+        if benchmark in GIVEN:
+            return GIVEN[benchmark](name, index, sources)
         if self.length is None:
             raise TaskError(f"{self.name} needs a length in tokens, such as 4096.")
         made = (name, self.length, self.seed, index, sources)
@@ -128,26 +115,22 @@ class Task:
             return shared_context.generate(*made, longest)
         return ruler.generate(*made, lambda sample: len(chat_prompt(sample, tokenizer).ids))
 
-    @property
-    def max_new_tokens(self) -> int:
-        """The benchmark's cap on generated tokens."""
-        return int(self._form["max_new_tokens"])
-
     def available(self, samples: int, sources: Sources, first: int = 0) -> range:
         """Numbers of `samples` samples from `first` on, or of as many as the data hold."""
-        benchmark, _, name = self.name.partition(":")
         end = first + samples
-        if benchmark == "longbench":
-            end = min(end, len(sources.longbench(name)))
-        if benchmark == "long_output" and self._form["asks"]:
-            end = min(end, len(sources.longproc(name)[0]))
-        return range(first, end)
+        return range(first, min(end, self._records(sources, end)))
+
+    def _records(self, sources: Sources, made: int) -> int:
+        """How many samples there are of given texts; `made` where they are made here."""
+        if self.length is not None or self._part is None:
+            return made
+        return len(sources.records(self._part))
 
     def fitting(
         self, samples: int, sources: Sources, tokenizer: Any, limit: int, first: int = 0
     ) -> Iterator[int]:
         """`samples` numbers of given texts from `first` on, of at most `limit` prompt tokens."""
-        every = range(first, len(sources.longbench(self.name.partition(":")[2])))
+        every = range(first, self._records(sources, first + samples))
 
         def fits(index: int) -> bool:
             return len(chat_prompt(self.sample(index, sources, tokenizer), tokenizer).ids) <= limit
@@ -161,7 +144,7 @@ def record_sample(name: str, index: int, sources: Sources) -> Sample:
     The query, with the instruction that LongBench repeats after the text, is the question and is
     never compressed. Raises `TaskError` if there is no such record.
     """
-    form, records = longbench_forms()[name], sources.longbench(name)
+    form, records = longbench_forms()[name], sources.records(f"longbench:{name}")
     if index >= len(records):
         raise TaskError(
             f"longbench:{name} has {len(records)} records here; sample {index} does not exist. "
@@ -185,3 +168,8 @@ def record_sample(name: str, index: int, sources: Sources) -> Sample:
         stop=form["extra_stop"],
         classes=classes,
     )
+
+
+GIVEN = {"longbench": record_sample, "long_output": long_outputs.record_sample}
+"""Benchmarks whose texts are given, of no length that could be asked for, by what makes a sample.
+"""

@@ -19,6 +19,7 @@ from gracekv.hf.input_checks import before_forward, check_positions
 from gracekv.hf.layer import PackedStates
 from gracekv.hf.static_layer import tail_is_full
 from gracekv.prefill.attention_patch import attached_bases, base_attention
+from gracekv.prefill.partial_attention import additive
 from gracekv.prefill.supported import check_model
 
 NAME = "gracekv"
@@ -161,8 +162,7 @@ def _eager(
         mask = torch.ones(count, length, dtype=torch.bool, device=query.device)
         mask = mask.tril(length - count)[None, None]
     if mask is not None and mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=query.dtype, device=query.device)
-        mask = torch.where(mask, zero, torch.finfo(query.dtype).min)
+        mask = additive(~mask, query, "eager")
     own = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
     output: Tensor = own(
         module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs

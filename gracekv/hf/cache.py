@@ -162,11 +162,6 @@ class GraceCache(Cache):  # type: ignore[misc]
                 layer.fit(rows)
 
     @property
-    def has_stock_layers(self) -> bool:
-        """Whether layers of the model hold anything beside compressed entries."""
-        return bool(self._kept)
-
-    @property
     def packed_length(self) -> int:
         """Logical tokens that the packed part stands for."""
         return self.grace_layers[0].packed.length

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,17 +37,18 @@ from gracekv.prefill.capture_memory import (
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.model_layers import has_rope, head_sizes, model_layers, rotating
 from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
-from gracekv.prefill.observer import Observer
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.passes import ModelPasses
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.query_pass import QueryPass
 from gracekv.prefill.supported import check_model, check_needs, check_passes, check_prompt_length
-from gracekv.segment import Partition
 from gracekv.segment.curvature import Curvature
 from gracekv.segment.surprisal import Surprisal
 from gracekv.value.output_projection import OutputProjection
+
+# Keys, values and queries of a layer.
+_Layer = tuple[Tensor, Tensor, Tensor]
 
 EVERYTHING = (
     Needs(prompt_samples=1024, context_samples=frozenset({512}), recent=4, later_queries=True)
@@ -171,24 +172,19 @@ def runs_in_parts(model: Any) -> bool:
 def _whole(reading: Reading, held: Tensor) -> Prefill:
     """All layers, chunk by chunk."""
     last, record = reading.by_chunks(), reading.record
-    keys, values, queries = (
-        tuple(x[i] for i in range(len(reading.layers)))
-        for x in (record.keys, record.values, record.queries)
-    )
+    layers = [record.layer(number) for number in range(len(reading.layers))]
     passes = None
     if reading.observations.reads("passes"):
+        keys, values, _ = zip(*layers, strict=True)
         passes = ModelPasses(reading.model, reading.prompt, keys, values, record.rope_of, last)
-    observed = reading.observations.results(reading.device, passes)
-    return Prefill(
-        **_facts(reading, held),
-        keys=keys,
-        values=values,
-        queries=queries,
-        kept=reading.others.states,
-        observed=observed,
+    return _prefill(
+        reading,
+        held,
+        fingerprint(reading.model, reading.prompt.tokenizer),
+        layers,
+        observed=reading.observations.results(reading.device, passes),
         query_source=None if reading.others.states else QueryPass(reading.model),
-        logits=last,
-        seconds=_seconds(reading),
+        **_ending(reading, last),
     )
 
 
@@ -201,56 +197,56 @@ def _by_layers(
     """
     record, count = reading.record, len(reading.layers)
     identity = fingerprint(reading.model, reading.prompt.tokenizer)
-    shells: list[tuple[Tensor, ...]] = []
+    shells: list[_Layer] = []
 
     def show(layer: int) -> None:
-        own = (record.keys[layer], record.values[layer], record.queries[layer])
-        shells.append(tuple(x[:, :0].clone() for x in own))
+        own = record.layer(layer)
+        keys, values, queries = (x[:, :0].clone() for x in own)
+        shells.append((keys, values, queries))
         parts = [shells[min(i, layer)] for i in range(count)]
         parts[layer] = own
-        keys, values, queries = zip(*parts, strict=True)
         observed = reading.observations.layer_results(layer, count, own[0].device)
-        facts = _facts(reading, held, identity)
-        each(Prefill(**facts, keys=keys, values=values, queries=queries, observed=observed), layer)
+        each(_prefill(reading, held, identity, parts, observed=observed), layer)
         record.drop(layer)
         if options.trim and reading.device.type == "cpu":
             trim_memory()
 
     last = reading.by_layers(show)
-    keys, values, queries = zip(*shells, strict=True)
+    return _prefill(reading, held, identity, shells, **_ending(reading, last))
+
+
+def _prefill(
+    reading: Reading,
+    held: Tensor,
+    identity: Mapping[str, str],
+    layers: Sequence[_Layer],
+    **others: Any,
+) -> Prefill:
+    """The prefill of these `layers`; `others` are fields that do not follow from `reading`."""
+    record = reading.record
+    keys, values, queries = zip(*layers, strict=True)
     return Prefill(
-        **_facts(reading, held, identity),
+        spans=reading.prompt.spans,
         keys=keys,
         values=values,
         queries=queries,
-        kept=reading.others.states,
-        logits=last,
-        seconds=_seconds(reading),
+        query_positions=held,
+        rope=record.rope(),
+        scale=record.scale,
+        unrotated=record.unrotated(),
+        softcap=record.softcap,
+        sink_logits=tuple(record.sinks[layer] for layer in sorted(record.sinks)),
+        token_ids=reading.prompt.ids,
+        fingerprint=identity,
+        shard=head_shard(reading.model),
+        **others,
     )
 
 
-def _facts(
-    reading: Reading, held: Tensor, identity: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """The fields of a `Prefill` that hold no tokens of a layer."""
-    model, prompt, record = reading.model, reading.prompt, reading.record
-    return {
-        "spans": prompt.spans,
-        "query_positions": held,
-        "rope": record.rope(),
-        "scale": record.scale,
-        "unrotated": record.unrotated(),
-        "softcap": record.softcap,
-        "sink_logits": tuple(record.sinks[layer] for layer in sorted(record.sinks)),
-        "token_ids": prompt.ids,
-        "fingerprint": fingerprint(model, prompt.tokenizer) if identity is None else identity,
-        "shard": head_shard(model),
-    }
-
-
-def _seconds(reading: Reading) -> dict[str | Observer, float]:
-    observers = ((x, taken) for x, taken in reading.observations.seconds.items())
-    return {"prefill": reading.seconds, **dict[str | Observer, float](observers)}
+def _ending(reading: Reading, last: Tensor) -> dict[str, Any]:
+    """What is known of a prefill at its end, with the last logits [V]."""
+    seconds = {"prefill": reading.seconds} | reading.observations.seconds
+    return {"kept": reading.others.states, "logits": last, "seconds": seconds}
 
 
 def prefilled_run(
@@ -260,13 +256,10 @@ def prefilled_run(
     pipeline: Pipeline,
     budget: Budget,
     options: CaptureOptions,
-    slots: Callable[[Prefill], Partition | None] | None = None,
 ) -> Run:
     """Read `prompt` and compress it, layer by layer where `pipeline` allows it.
 
-    Where everything is read first, `slots` may give what was segmented before.
-
-    Other args and errors are those of `run_capture` and `Pipeline.run`; `BudgetError` comes before
+    Args and errors are those of `run_capture` and `Pipeline.run`; `BudgetError` comes before
     the model runs, `ConfigError` and `LayerOrderError` also if `options.stream` asks for what
     cannot be. Warns (`WholeCacheWarning`) where a model is read as a whole since its layers mix.
     """
@@ -292,6 +285,5 @@ def prefilled_run(
                 f"recipe."
             )
     prefill = [run_capture(model, prompt, past, needs, options)]
-    partition = None if slots is None else slots(prefill[0])
     # Nothing else holds the prefill, so a stage can free what later ones do not read.
-    return pipeline.run(prefill.pop(), budget, partition)
+    return pipeline.run(prefill.pop(), budget)

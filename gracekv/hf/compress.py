@@ -26,17 +26,18 @@ from gracekv.prefill.supported import check_model
 from gracekv.report.recording import released
 
 
+class _Options(BudgetOptions, total=False):
+    """How `compress` treats each prompt."""
+
+    pipeline: str | Pipeline | None
+    backend: str | Backend | None
+    keep_run: bool
+    capture: CaptureOptions
+
+
 @overload
 def compress(
-    model: Any,
-    prompt: Prompt,
-    *,
-    prefill: Prefill | None = None,
-    pipeline: str | Pipeline | None = None,
-    backend: str | Backend | None = None,
-    keep_run: bool = False,
-    capture: CaptureOptions = DEFAULTS,
-    **budget: Unpack[BudgetOptions],
+    model: Any, prompt: Prompt, *, prefill: Prefill | None = None, **options: Unpack[_Options]
 ) -> CompressionResult: ...
 @overload
 def compress(
@@ -44,11 +45,7 @@ def compress(
     prompt: Sequence[Prompt],
     *,
     prefill: Sequence[Prefill] | None = None,
-    pipeline: str | Pipeline | None = None,
-    backend: str | Backend | None = None,
-    keep_run: bool = False,
-    capture: CaptureOptions = DEFAULTS,
-    **budget: Unpack[BudgetOptions],
+    **options: Unpack[_Options],
 ) -> BatchResult: ...
 def compress(
     model: Any,

@@ -227,18 +227,14 @@ class GraceLayer(CacheLayerMixin):  # type: ignore[misc]
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx)
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self._keys is not None:
-            self._select(torch.arange(self.batch).repeat_interleave(repeats))
+            self.batch_select_indices(torch.arange(self.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(indices)
-
-    def _select(self, index: Tensor) -> None:
-        if index.dtype == torch.bool:
-            index = index.nonzero()[:, 0]
+        index = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
         if self.packed.entries.sequences > 1:
             self.rows = self._selected_rows(index)
         if self._keys is None or self._values is None:

@@ -104,7 +104,7 @@ class LimitedLayer(GraceLayer):
         super().reset()
         self._asked, self._last = self._asked[:, :0, :0], 0
 
-    def _select(self, index: Tensor) -> None:
-        super()._select(index)
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
         if self._asked.numel():
-            self._asked = self._asked[index.to(self._asked.device)]
+            self._asked = self._asked[indices.to(self._asked.device)]

@@ -24,14 +24,14 @@ from gracekv.hf.saving import saved_prompt, saved_run
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
-from gracekv.prefill.fingerprint import differences, even_digest, fingerprint
+from gracekv.prefill.fingerprint import differences, fingerprint
 from gracekv.prefill.kept import bytes_by_kind
 from gracekv.prefill.model_layers import head_sizes
 from gracekv.prefill.prompt import Prompt
 from gracekv.registry.plugins import missing_modules
 
 # What every file says of its model.
-_MARKS = {"model_class", "config", "dtype", "weights"}
+_MARKS = {"model_class", "config", "dtype", "weights", "adapters"}
 
 
 def load(
@@ -102,10 +102,11 @@ def _checked_model(
     """The fingerprint of model and tokenizer, which is that of the file."""
     saved, now = header.get("model"), fingerprint(model, tokenizer)
     if not isinstance(saved, dict) or _MARKS - saved.keys():
-        raise SavedCacheError(f"The header of {path} does not say of which model it is. {AGAIN}")
-    # Files of earlier versions name no adapters, and sampled other elements of the weights.
-    old = {} if "adapters" in saved else {"weights": even_digest(model)}
-    other = differences(saved, {**now, **old})
+        raise SavedCacheError(
+            f"The header of {path} does not say of which model, weights and adapters it is, as in "
+            f"files of earlier versions. {AGAIN}"
+        )
+    other = differences(saved, now)
     if other:
         raise SavedCacheError(
             f"{path} was saved from {saved['model_class']} {saved.get('model_name', '')!r}; of the "
@@ -152,11 +153,10 @@ def _check_entries(prompt: Prompt, run: Run, vocabulary: int) -> None:
     uncompressed = spans.length - 1 - spans.context_length
     if not torch.equal(packed.entries() - uncompressed, kept.entries):
         raise ShapeError("the accounting counts other entries than the cache holds")
-    # Files of earlier versions do not list widths.
-    widths = kept.widths in ((), WidthShare.of(packed))
     if dict(kept.kept_bytes) != bytes_by_kind(packed.kept):
         raise ShapeError("the accounting counts other layers than the cache holds")
-    if kept.spent != int(kept.entries.sum()) or kept.bytes != packed.kv_bytes or not widths:
+    sums = int(kept.entries.sum()), packed.kv_bytes, WidthShare.of(packed)
+    if (kept.spent, kept.bytes, kept.widths) != sums:
         raise ShapeError("the accounting's sums are not those of the cache")
     if bool(((prompt.ids < 0) | (prompt.ids >= vocabulary)).any()):
         raise ShapeError(f"token ids are not from 0 to {vocabulary - 1}")

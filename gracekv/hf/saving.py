@@ -41,7 +41,7 @@ def saved_prompt(facts: Mapping[str, Any], ids: Tensor, tokenizer: Any) -> Promp
 
     Raises `ConfigError` or another `ValueError` or `TypeError` if no result wrote them.
     """
-    separator, template = facts.get("format", ("\n\n", True))
+    separator, template = facts["format"]
     written = {"separator": separator, "template": template}
     check_values(Prompt, written)
     return Prompt(ids, _made_of(PromptSpans, facts["spans"]), None, tokenizer, **written)
@@ -57,7 +57,7 @@ def saved_run(
     kept = facts["accounting"]
     counts = {
         "entries": torch.tensor(kept["entries"]),
-        "widths": tuple(_made_of(WidthShare, share) for share in kept.get("widths", ())),
+        "widths": tuple(_made_of(WidthShare, share) for share in kept["widths"]),
     }
     accounting = _made_of(Accounting, {**kept, **counts})
     timings = _made_of(Timings, facts["timings"])

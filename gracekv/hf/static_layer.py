@@ -110,10 +110,10 @@ class StaticGraceLayer(GraceLayer):
         self.check_crop(tokens_to_remove)
         self.length.add_(tokens_to_remove)
 
-    def _select(self, index: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """In place where the number of rows stays: compiled steps keep their addresses."""
         keys, values = self._tail(self.capacity)
-        super()._select(index)
+        super().batch_select_indices(indices)
         new_keys, new_values = self._tail(self.capacity)
         if len(new_keys) == len(keys):
             self._keys, self._values = keys.copy_(new_keys), values.copy_(new_values)

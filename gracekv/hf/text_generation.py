@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, Pipeline
 from transformers.pipelines import PIPELINE_REGISTRY
 
-from gracekv import pipeline as stages
-from gracekv.allocate import Budget, BudgetOptions
+from gracekv.allocate import BudgetOptions
 from gracekv.errors import ConfigError, PromptError
-from gracekv.hf.capture import prefilled_run
-from gracekv.hf.compress import chosen_pipeline
-from gracekv.hf.result import CompressionResult
-from gracekv.prefill import Prefill, PromptSpans
-from gracekv.prefill.options import DEFAULTS
+from gracekv.hf.compress import compress
 from gracekv.prefill.prompt import Prompt
-from gracekv.prefill.supported import check_model
-from gracekv.segment import Partition
 
 TASK = "gracekv-text-generation"
 
@@ -35,10 +27,8 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
         pipe(context=text, question="Who is Dinah?", ratio=8)["answer"]
         [x["answer"] for x in pipe(context=text, question=["Who?", "Where?"], ratio=8)]
 
-    The context is segmented without looking at the question, so a list of questions shares one
-    segmentation and answers as calls of their own would (ours: in `gracekv.compress` the medians
-    that boundaries are measured by run over the question too). Prefill, scores, trees and
-    allocation are made for each question anew: they depend on it.
+    The prompt of each question is read and compressed anew, as by `gracekv.compress`: what is kept
+    depends on the question.
 
     With `reuse=True` the context is read and compressed once, before any question is known, and all
     questions are asked about what is left: see `CompressionResult.ask`. That costs one prefill
@@ -100,11 +90,10 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
                 "answer_prefix stands after a question that the prompt holds; with reuse=True the "
                 "prompt holds none. Leave answer_prefix out, or reuse=True."
             )
-        shared: dict[Any, Partition] = {}
         answers = []
         for asked in [questions] if reuse else questions:
             inputs = {"context": context, "question": asked}
-            answers += self.run_single(inputs, prompt_options, options | {"shared": shared}, {})
+            answers += self.run_single(inputs, prompt_options, options, {})
         return answers[0] if isinstance(question, str) else answers
 
     def preprocess(self, inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -122,21 +111,9 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
             texts["question"] = ""
         return {"prompt": Prompt.from_chat(self.tokenizer, **texts, **options)} | inputs
 
-    def _forward(
-        self, inputs: dict[str, Any], shared: dict[Any, Partition], **options: Any
-    ) -> list[dict[str, Any]]:
+    def _forward(self, inputs: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
         compression = {name: options.pop(name) for name in _COMPRESSION if name in options}
-        budget = Budget.of({name: compression.get(name) for name in _BUDGET})
-        prompt = inputs["prompt"]
-        pipe = chosen_pipeline(compression.get("pipeline"), compression.get("backend"), [prompt])
-        check_model(self.model)
-        how = compression.get("capture", DEFAULTS)
-
-        def slots(prefill: Prefill) -> Partition | None:
-            return _shared_partition(pipe, prefill, budget, shared)
-
-        run = prefilled_run(self.model, prompt, None, pipe, budget, how, slots)
-        result = CompressionResult.from_runs(self.model, [prompt], [run], pipe)
+        result = compress(self.model, inputs["prompt"], **compression)
         kept, questions = result.accounting, inputs["question"]
         if isinstance(questions, list):
             answers = result.ask(questions, **options)
@@ -157,47 +134,6 @@ class GraceTextGeneration(Pipeline):  # type: ignore[misc]
     def postprocess(self, outputs: list[dict[str, Any]], **options: Any) -> list[dict[str, Any]]:
         """What a call returns, question by question, as `_forward` made it."""
         return outputs
-
-
-def _shared_partition(
-    pipe: stages.Pipeline, prefill: Prefill, budget: Budget, shared: dict[Any, Partition]
-) -> Partition | None:
-    """Slots of the region, from `shared` if they are there; None if nothing will be compressed.
-
-    Their key is all that segmenting reads: the ids up to the region's end, and the region. A
-    question whose first letters merge with the context's last token has ids of its own.
-    """
-    plan = pipe.plan(prefill, budget)
-    if pipe.keep_all or plan.keeps_all:
-        return None
-    assert prefill.token_ids is not None  # `capture` keeps them
-    end, region = prefill.spans.context_end, prefill.spans.region(plan.recent)
-    key = (tuple(prefill.token_ids[:end].tolist()), region)
-    if key not in shared:
-        shared[key] = pipe.segment(without_question(prefill), region)
-    return shared[key]
-
-
-def without_question(prefill: Prefill) -> Prefill:
-    """Views of `prefill` up to the context's end: what no question can change."""
-    spans = prefill.spans
-    end = spans.context_end
-    here = prefill.query_positions < end
-    return dataclasses.replace(
-        prefill,
-        spans=PromptSpans(spans.context_start, end, end, end),
-        keys=tuple(x[:, :end] for x in prefill.keys),
-        values=tuple(x[:, :end] for x in prefill.values),
-        queries=tuple(x[:, here.to(x.device)] for x in prefill.queries),
-        query_positions=prefill.query_positions[here],
-        observed={
-            x: tensor.narrow(x.causal_axis, 0, end)
-            for x, tensor in prefill.observed.items()
-            if x.causal_axis is not None
-        },
-        logits=None,
-        token_ids=None if prefill.token_ids is None else prefill.token_ids[:end],
-    )
 
 
 def register() -> None:

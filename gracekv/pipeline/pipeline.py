@@ -25,12 +25,12 @@ from gracekv.backends import Auto, Backend
 from gracekv.cache import Packer, RaggedCache, Timings
 from gracekv.decode import Decoder, NoCut
 from gracekv.distributed.sharding import check_works_sharded
-from gracekv.errors import ConfigError, ShapeError
+from gracekv.errors import ConfigError
 from gracekv.fit import Fitter, NoFit
 from gracekv.pipeline.auction import Auction
 from gracekv.pipeline.run import Run, accounted, finished, timed, whole_cache
 from gracekv.precision import FullPrecision, Precision
-from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import Needs, Prefill, PromptSpans
 from gracekv.prefill.model_layers import compressed_layers, head_sizes
 from gracekv.registry import Configurable
 from gracekv.segment import Curvature, Partition, Segmenter
@@ -165,14 +165,13 @@ class Pipeline(Configurable):
         size = prefill.keys[0].element_size()
         return self.precision.entry_bytes(prefill.entry_dim, size, prefill.spans)
 
-    def run(self, prefill: Prefill, budget: Budget, partition: Partition | None = None) -> Run:
+    def run(self, prefill: Prefill, budget: Budget) -> Run:
         """Compress one prefill: segment, value, tree, allocate, pack, fit, precision.
 
-        With `partition`, slots that were found before for the same region, nothing is segmented.
         Where slots are single tokens that stay or go, the auction is a top-k, without trees.
 
         Raises `BudgetError` if the budget is too small, `MissingCaptureError` if the prefill was
-        captured for another pipeline, `ShapeError` if `partition` covers another region.
+        captured for another pipeline.
         """
         check_works_sharded(self, prefill.shard)
         plan, first = self.plan(prefill, budget), prefill.keys[0]
@@ -185,7 +184,7 @@ class Pipeline(Configurable):
             return Run(plan, stored, kept, timings, prefill.fingerprint)
         region = prefill.spans.region(plan.recent)
         with stage("segment"):
-            partition = self._segment(prefill, region, partition)
+            partition = self.segment(prefill, region)
         with stage("value"):
             prefill = prefill.with_observations(self.needs().observers)
             scored = self.value(prefill, region)
@@ -210,16 +209,6 @@ class Pipeline(Configurable):
 
         fitted = partial(self.fit, prefill, region)
         return finished(auction, plan, partition, packed, fitted, seconds)
-
-    def _segment(self, prefill: Prefill, region: Region, given: Partition | None) -> Partition:
-        """The slots of `region`, which `given` has to cover."""
-        partition = self.segment(prefill, region) if given is None else given
-        if partition.region != region:
-            raise ShapeError(
-                f"The partition covers {partition.region}, this prompt and budget leave {region} "
-                f"to compress. Segment again, or keep context and budget the same."
-            )
-        return partition
 
     def _curvature(self, prefill: Prefill, partition: Partition) -> Tensor | None:
         """kappa [T] where trees are grown by it, which needs the hidden states."""

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -72,8 +72,6 @@ def _digest(text: str) -> str:
 
 # Elements that are read of a weight; all of them would be the whole model. Source: ours.
 _READS = 16
-# As many, evenly spread, identify the model in files of earlier versions.
-_EVEN_READS = 64
 
 
 def weights_digest(model: Any) -> str:
@@ -91,14 +89,6 @@ def active_adapters(model: Any) -> list[str]:
     return sorted({name for layer in _adapted(model).values() for name in _active(layer)})
 
 
-def even_digest(model: Any) -> str:
-    """The digest that files of earlier versions hold, to be compared with.
-
-    It reads evenly spread elements, which in most matrices all lie in one column.
-    """
-    return sampled_digest(model.named_parameters(), places=_even_places, shard=head_shard(model))
-
-
 @functools.lru_cache(maxsize=4096)
 def sample_places(name: str, shape: tuple[int, ...]) -> Tensor:
     """int64 [n]: which elements are read of a weight, as flat indices; needs no weight.
@@ -114,25 +104,17 @@ def sample_places(name: str, shape: tuple[int, ...]) -> Tensor:
     return edges[:-1] + chosen.remainder(edges.diff())
 
 
-def _even_places(name: str, shape: tuple[int, ...]) -> Tensor:
-    """int64 [n]: evenly spread flat indices."""
-    size = math.prod(shape)
-    count = min(_EVEN_READS, size)
-    return torch.arange(count) * (size // max(1, count))
-
-
 def sampled_digest(
     weights: Iterable[tuple[str, Tensor]],
     *,
-    places: Callable[[str, tuple[int, ...]], Tensor] = sample_places,
     dtype: torch.dtype | None = None,
     shard: HeadShard | None = None,
 ) -> str:
-    """16 hexadecimal digits of the weights' names and shapes, and of their elements at `places`.
+    """16 hexadecimal digits of the weights' names and shapes, and of their elements at
+    `sample_places`.
 
     Args:
         weights: [...] by name; their order counts.
-        places: which elements are read, int64 [n] flat indices, from name and shape.
         dtype: compare elements as they are in this dtype; None: in the weight's own.
         shard: gathers the elements of weights whose parts several processes hold; None: the
             elements of such weights are not read.
@@ -146,7 +128,7 @@ def sampled_digest(
         # Quantised tensors of their own class cannot be relied on to be sliced.
         if (not sharded and type(data) is not Tensor) or data.device.type == "meta":
             continue
-        at = places(name, tuple(weight.shape))
+        at = sample_places(name, tuple(weight.shape))
         if sharded:
             apart.append(name)
             samples[name] = _own_elements(data, at)

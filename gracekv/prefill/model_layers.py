@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,9 +24,7 @@ Rotation = Literal["halves", "one_half", "interleaved", "interleaved_table", "no
 - "none": the layer has no RoPE (some of SmolLM3, all of Nemotron-H).
 """
 
-ROTATIONS: tuple[Rotation, ...] = (
-    "halves", "one_half", "interleaved", "interleaved_table", "none",
-)  # fmt: skip
+ROTATIONS: tuple[Rotation, ...] = get_args(Rotation)
 
 COMPRESSED = ("full_attention", "hybrid")
 """Kinds of layers, as transformers names them, whose keys and values are compressed. A hybrid layer

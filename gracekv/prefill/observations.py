@@ -40,8 +40,9 @@ def check_observers(
         missing = sorted(observer.reads - gives)
         if missing:
             raise ObserverError(
-                f"{observer!r} reads {_words(missing)}, and {driver} gives "
-                f"{_words(sorted(gives)) or 'none of it'}. {advice}"
+                f"{observer!r} reads {', '.join(missing)}, and {driver} gives "
+                f"{', '.join(sorted(gives)) or 'none of it'} (see prefill.observer.Reading)."
+                f" {advice}"
             )
 
 
@@ -153,14 +154,3 @@ class Observations:
             last.synchronize()
             self.seconds[observer] += first.elapsed_time(last) / 1000
         self._events.clear()
-
-
-def _words(readings: Sequence[str]) -> str:
-    names = {
-        "hidden": "hidden states",
-        "outputs": "attention outputs",
-        "projection": "output projections",
-        "final": "the decoder's output",
-        "passes": "further passes over the captured keys and values",
-    }
-    return ", ".join(names[x] for x in readings)

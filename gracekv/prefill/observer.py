@@ -183,12 +183,10 @@ class Observer(abc.ABC):
         reads: what it needs of the driver beyond queries, keys and values. A driver that cannot
             give it refuses the observer before the model runs.
         part: which stage of `Timings` its seconds count for.
-        causal_axis: the axis of the result whose entry t no token after t can change; None: none.
     """
 
     reads: ClassVar[frozenset[Reading]] = frozenset()
     part: ClassVar[Part] = "query_sums"
-    causal_axis: ClassVar[int | None] = None
 
     @abc.abstractmethod
     def shape(self, prefill: Any) -> tuple[int | None, ...]:

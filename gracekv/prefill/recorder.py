@@ -78,6 +78,10 @@ class Recorder:
         self._past = past
         self._rotations.append(_table(rotation))
 
+    def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Its keys, values and queries."""
+        return self.keys[layer], self.values[layer], self.queries[layer]
+
     def drop(self, layer: int) -> None:
         """Forget keys, values and queries of a layer; the next one's are written in their place."""
         self._spare = [place.pop(layer) for place in (self.keys, self.values, self.queries)]

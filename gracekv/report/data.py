@@ -177,14 +177,11 @@ def report_column(label: str, result: Result, answer: str | None = None) -> Repo
 
 
 def _check(label: str, result: object) -> None:
-    if hasattr(result, "prompts") and not hasattr(result, "prompt"):
-        raise ReportError(
-            f"{label!r} is a batch; a page shows one prompt. Use batch.report(path), which writes "
-            f"a page a prompt, or compare results of single prompts."
-        )
     if not all(hasattr(result, name) for name in ("_run", "prompt", "pipeline")):
         raise ReportError(
-            f"{label!r} must be what gracekv.compress returns; got {type(result).__name__}."
+            f"{label!r} must be what gracekv.compress returns for one prompt; got "
+            f"{type(result).__name__}. For a page of each prompt of a batch use "
+            f"batch.report(path)."
         )
 
 

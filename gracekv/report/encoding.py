@@ -185,15 +185,9 @@ def _relevance(
 
 
 def _plain(value: object, *names: str) -> dict[str, Any]:
-    """Those attributes as plain data, named as scripts name them: floorEntries."""
-    plain = {}
-    for name in names:
-        first, *rest = name.split("_")
-        member = getattr(value, name)
-        plain[first + "".join(map(str.title, rest))] = (
-            member.tolist() if isinstance(member, Tensor) else member
-        )
-    return plain
+    """Those attributes as plain data."""
+    members = {name: getattr(value, name) for name in names}
+    return {name: x.tolist() if isinstance(x, Tensor) else x for name, x in members.items()}
 
 
 def settings(column: ReportColumn) -> list[list[str]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -35,17 +33,8 @@ def record_of(run: Run) -> ReportRecord | None:
 
 def released(run: Run) -> Run:
     """`run` without what its stages made, but with what a report shows of it."""
-    return replace(
-        run,
-        partition=None,
-        relevance=None,
-        forest=None,
-        floor=None,
-        frontier=None,
-        selection=None,
-        value_change=None,
-        record=record_of(run),
-    )
+    facts = run.plan, run.cache, run.accounting, run.timings, run.fingerprint
+    return Run(*facts, record=record_of(run))
 
 
 def entry_scores(run: Run) -> tuple[Tensor, ...] | None:

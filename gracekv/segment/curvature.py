@@ -83,7 +83,6 @@ class BlockInput(LayerObserver):
 
     reads: ClassVar[frozenset[Reading]] = frozenset({"hidden"})
     part: ClassVar[Part] = "prefill"
-    causal_axis: ClassVar[int | None] = 0
 
     depth: float
 

@@ -33,7 +33,6 @@ class Surprisal(FinalObserver):
     """
 
     part: ClassVar[Part] = "surprisal"
-    causal_axis: ClassVar[int | None] = 0
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
         return (prefill.spans.length,)

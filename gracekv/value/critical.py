@@ -36,7 +36,6 @@ class WrittenNorms(LayerObserver):
 
     reads: ClassVar[frozenset[Reading]] = frozenset({"projection"})
     part: ClassVar[Part] = "projections"
-    causal_axis: ClassVar[int | None] = 2
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
         return prefill.layers, prefill.kv_heads, prefill.spans.length

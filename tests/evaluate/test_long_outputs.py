@@ -67,7 +67,7 @@ def test_the_end_needs_the_beginning(name, sources, tokenizer):
 
 
 def test_without_data_the_files_are_named(tokenizer):
-    with pytest.raises(TaskError, match=r"countdown\.prompts\.yaml"):
+    with pytest.raises(TaskError, match=r"longproc/countdown_0\.5k.*prompts\.yaml"):
         Task("long_output:countdown", None, 0).sample(0, Sources(), tokenizer)
 
 
@@ -88,7 +88,8 @@ def test_rows_tell_what_each_interval_lost(model, tokenizer, tmp_path):
         for what in ("kl", "nll", "top1"):
             total = sum(part[what] * part["tokens"] for part in parts)
             assert total / whole["tokens"] == pytest.approx(whole[what], abs=1e-6)
-        assert rows[name]["fidelity"]["kl"] > 0
+        # Without a cut nothing is lost but by rounding.
+        assert (rows[name]["fidelity"]["kl"] > 1e-6) == (name != methods[0])
     assert rows[methods[0]]["by_interval"] != rows[methods[1]]["by_interval"]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gracekv.errors import TaskError
 from gracekv.evaluate.rendering import chat_prompt, render
 from gracekv.evaluate.sources import Sources
-from gracekv.evaluate.tasks import NAMES, SUITES, Task, expand, record_sample
+from gracekv.evaluate.tasks import FORMS, SUITES, Task, expand, record_sample
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_samples_that_fit_are_chosen_in_file_order(small_data, tokenizer):
 
 
 def test_suites_hold_known_tasks_only():
-    assert all(name in NAMES for names in SUITES.values() for name in names)
+    assert all(name in FORMS for names in SUITES.values() for name in names)
     assert len(SUITES["ruler"]) == 13
     assert expand(["retrieval", "ruler:niah_multikey_1"]) == list(SUITES["retrieval"])
     with pytest.raises(TaskError, match="Did you mean 'retrieval'"):
@@ -118,11 +118,11 @@ def test_longbench_comes_from_the_hubs_archive_if_it_is_not_here(monkeypatch, tm
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     sources = Sources(tmp_path)
-    assert sources.longbench("qasper") == [{"input": "q", "answers": ["a"]}]
+    assert sources.records("longbench:qasper") == [{"input": "q", "answers": ["a"]}]
     assert asked == [(("THUDM/LongBench", "data.zip"), {"repo_type": "dataset"})]
     assert sources.digest("longbench:qasper").startswith("THUDM/LongBench/qasper.jsonl ")
     with pytest.raises(TaskError, match=r"longbench/trec\.jsonl and give the folder"):
-        sources.longbench("trec")
+        sources.records("longbench:trec")
 
 
 def test_a_data_folder_that_is_not_there_is_refused(tmp_path):

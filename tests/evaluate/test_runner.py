@@ -124,7 +124,7 @@ def test_a_sample_that_cannot_be_made_fails_in_all_its_cells(experiment, tiny, t
 
 def test_missing_data_are_found_before_anything_runs(experiment, tiny, tmp_path):
     panel = replace(experiment.panels[0], tasks=("ruler:qa_1",))
-    with pytest.raises(TaskError, match="need questions"):
+    with pytest.raises(TaskError, match="need qa/squad"):
         run(replace(experiment, panels=(panel,), data=None), tmp_path, **tiny)
 
 
@@ -182,13 +182,13 @@ def test_other_data_under_the_same_names_are_noticed(experiment, tiny, finished,
     (finished / "rows-main.jsonl").write_bytes(b"\n".join([*rows[:-2], b""]))
     from gracekv.evaluate import tasks
 
-    real = tasks.record_sample
+    real = tasks.GIVEN["longbench"]
 
     def changed(*args):
         sample = real(*args)
         return replace(sample, context=sample.context + " More.")
 
-    monkeypatch.setattr(tasks, "record_sample", changed)
+    monkeypatch.setitem(tasks.GIVEN, "longbench", changed)
     done = run(experiment, finished, **tiny)
     assert (done.written, done.failed) == (1, 1)
     assert "have changed" in read_rows(finished)[-1]["error"]["message"]

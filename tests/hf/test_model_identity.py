@@ -10,7 +10,6 @@ pytest.importorskip("transformers")
 
 import gracekv
 from gracekv.errors import CacheError, SavedCacheError
-from gracekv.prefill.fingerprint import even_digest
 from gracekv.testing.models import tiny_llama
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -98,22 +97,16 @@ def test_an_adapter_that_was_switched_is_refused_by_name(model, tmp_path):
         gracekv.load(tmp_path / "law.gracekv", model)
 
 
-def test_files_of_earlier_versions_are_compared_with_the_sample_that_they_hold(model, tmp_path):
+def test_files_of_earlier_versions_which_name_no_adapters_are_refused(model, tmp_path):
     path = tmp_path / "old.gracekv"
-    result = result_of(model)
-    result.save(path)
+    result_of(model).save(path)
     with safetensors.safe_open(path, "pt") as file:
         metadata = dict(file.metadata())
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     header = json.loads(metadata["gracekv"])
     del header["model"]["adapters"]
-    header["model"]["weights"] = even_digest(model)
     metadata["gracekv"] = json.dumps(header)
     metadata["gracekv_sha256"] = hashlib.sha256(metadata["gracekv"].encode()).hexdigest()
     safetensors.save_file(tensors, path, metadata=metadata)
-    again = gracekv.load(path, model)
-    assert torch.equal(again.generate_ids(3), result.generate_ids(3))
-    # Saved again it is as new files are.
-    assert again.fingerprint == result.fingerprint
-    with pytest.raises(SavedCacheError, match="weights differ"):
-        gracekv.load(path, tiny_llama(seed=1))
+    with pytest.raises(SavedCacheError, match=r"earlier versions\. Compress and save again"):
+        gracekv.load(path, model)

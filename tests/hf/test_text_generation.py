@@ -1,4 +1,4 @@
-"""The transformers pipeline: registered on demand, one segmentation for all questions."""
+"""The transformers pipeline: registered on demand, and what `gracekv.compress` makes."""
 
 import pytest
 import torch
@@ -12,13 +12,8 @@ from transformers import pipeline as hf_pipeline
 import gracekv
 from gracekv.errors import BudgetError, ConfigError, PromptError
 from gracekv.hf import GraceTextGeneration
-from gracekv.hf.text_generation import register, without_question
-from gracekv.segment import CurvatureDP
-from gracekv.segment.curvature import BlockInput
-from gracekv.segment.surprisal import Surprisal
+from gracekv.hf.text_generation import register
 from gracekv.testing.models import tiny_llama
-from gracekv.testing.prefills import synthetic_prefill
-from gracekv.value.output_projection import ProjectedNorms
 
 WORDS = [f"w{i}" for i in range(90)]
 
@@ -53,19 +48,6 @@ CONTEXT = text(0, 220)
 QUESTIONS = [text(1, 4), text(2, 25), text(3, 11)]
 
 
-@pytest.fixture
-def segmentations(monkeypatch):
-    """Regions that were segmented."""
-    seen, original = [], CurvatureDP.__call__
-
-    def counted(self, prefill, region):
-        seen.append(region)
-        return original(self, prefill, region)
-
-    monkeypatch.setattr(CurvatureDP, "__call__", counted)
-    return seen
-
-
 def test_registering_twice_changes_nothing(caplog):
     register()
     assert "already registered" not in caplog.text
@@ -78,12 +60,13 @@ def test_a_question_is_answered_within_its_budget(pipe, model, tokenizer):
     assert found["spent"] <= found["budget"] == 3 * 2 * 220 // 4
     assert found["kv_bytes"] < found["full_bytes"]
     assert len(found["answer"].split()) <= 7
-    # Nothing is compressed at ratio 1, so there is nothing that segmenting could change.
     prompt = gracekv.Prompt.from_chat(tokenizer, context=CONTEXT, question=QUESTIONS[0])
-    whole = gracekv.compress(model, prompt, ratio=1).generate(7)
-    assert (
-        pipe(context=CONTEXT, question=QUESTIONS[0], ratio=1, max_new_tokens=7)["answer"] == whole
-    )
+    for recipe in ("gracekv-plus", "gracekv"):
+        own = gracekv.compress(model, prompt, ratio=4, pipeline=recipe)
+        found = pipe(
+            context=CONTEXT, question=QUESTIONS[0], ratio=4, pipeline=recipe, max_new_tokens=7
+        )
+        assert (found["answer"], found["spent"]) == (own.generate(7), own.accounting.spent)
 
 
 @settings(max_examples=8)
@@ -93,59 +76,8 @@ def test_a_list_answers_as_calls_of_their_own_would(model, tokenizer, seed, leng
     context = text(seed, 200)
     questions = [text(seed + number + 1, length) for number, length in enumerate(lengths)]
     together = pipe(context=context, question=questions)
-    # Exactly: prompt by prompt the same computation, but for the segmentation that they share.
+    # Exactly: prompt by prompt the same computation.
     assert together == [pipe(context=context, question=question) for question in questions]
-
-
-def test_questions_share_one_segmentation(pipe, segmentations):
-    paper = {"ratio": 4, "pipeline": "gracekv", "max_new_tokens": 2}
-    pipe(context=CONTEXT, question=QUESTIONS, **paper)
-    assert len(segmentations) == 1
-    for question in QUESTIONS:
-        pipe(context=CONTEXT, question=question, **paper)
-    assert len(segmentations) == 4
-
-
-def test_slots_do_not_see_the_question(pipe, monkeypatch):
-    """Neither boundaries nor the curvature that trees are cut at change with the question."""
-    partitions, original = [], gracekv.Pipeline.run
-
-    def kept(self, prefill, budget, partition=None):
-        run = original(self, prefill, budget, partition)
-        partitions.append(run.partition)
-        return run
-
-    monkeypatch.setattr(gracekv.Pipeline, "run", kept)
-    for question in (QUESTIONS[0], text(9, 150)):
-        pipe(context=CONTEXT, question=question, ratio=4, pipeline="gracekv", max_new_tokens=1)
-    assert torch.equal(partitions[0].bounds, partitions[1].bounds)
-    assert partitions[0].curvature.shape == (220,)
-    torch.testing.assert_close(partitions[0].curvature, partitions[1].curvature)
-
-
-def test_views_end_with_the_context():
-    prefill = synthetic_prefill(context=70, prefix=3, question=9)
-    short = without_question(prefill)
-    assert short.spans.length == short.spans.context_end == 73
-    assert short.spans.context_length == 70
-    assert torch.equal(short.keys[1], prefill.keys[1][:, :73])
-    assert torch.equal(short.queries[1], prefill.queries[1][:, :73])
-    for kept in (Surprisal(), BlockInput(0.5)):
-        assert torch.equal(short.observation(kept), prefill.observation(kept)[:73])
-    assert ProjectedNorms() not in short.observed
-    assert (
-        short.keys[0].untyped_storage().data_ptr() == prefill.keys[0].untyped_storage().data_ptr()
-    )
-
-
-def test_a_partition_of_another_region_is_refused():
-    prefill = synthetic_prefill(context=120)
-    pipe = gracekv.Pipeline.named("gracekv")
-    slots = pipe.run(prefill, gracekv.Budget.ratio(4)).partition
-    again = pipe.run(prefill, gracekv.Budget.ratio(4), slots)
-    assert again.partition is slots
-    with pytest.raises(ValueError, match="Segment again, or keep context and budget the same"):
-        pipe.run(prefill, gracekv.Budget.ratio(20), slots)
 
 
 def test_defaults_of_the_constructor_give_way_to_the_call(model, tokenizer):

@@ -123,8 +123,8 @@ def test_what_is_no_value_is_found():
 def test_a_driver_refuses_what_it_cannot_give_by_name():
     with pytest.raises(
         ObserverError,
-        match=r"BlockInput\(depth=0.5\) reads hidden states, and an engine's worker gives "
-        r"attention outputs\. Ask less\.",
+        match=r"BlockInput\(depth=0.5\) reads hidden, and an engine's worker gives outputs "
+        r"\(see prefill\.observer\.Reading\)\. Ask less\.",
     ):
         check_observers(
             {BlockInput(0.5)}, frozenset({"outputs"}), "an engine's worker", "Ask less."
@@ -143,7 +143,7 @@ def test_the_model_does_not_run_for_what_is_refused():
     model = FAMILIES["gemma2"].model()
     prompt = Prompt.from_ids(torch.arange(1, 60), (2, 50))
     hook = model.register_forward_pre_hook(lambda *_: pytest.fail("The model runs."))
-    with pytest.raises(ObserverError, match=r"Draft\(tokens=2\) reads further passes.*layer 0"):
+    with pytest.raises(ObserverError, match=r"Draft\(tokens=2\) reads passes.*layer 0"):
         capture(model, prompt, Needs.observed(Draft(2)))
     with pytest.raises(ObserverError, match=r"Reconstruction.*a passage.*gracekv-agnostic"):
         run_capture(model, prompt, Past((), (), 0), Needs.observed(Reconstruction()), DEFAULTS)

@@ -150,9 +150,9 @@ def test_accounting_is_copied(make):
     kept, ours = header["columns"][0]["accounting"], result.accounting
     assert kept["entries"] == ours.entries.tolist()
     assert (kept["spent"], kept["bytes"]) == (ours.spent, ours.bytes)
-    assert (kept["fullBytes"], kept["floorSpent"]) == (ours.full_bytes, ours.floor_spent)
+    assert (kept["full_bytes"], kept["floor_spent"]) == (ours.full_bytes, ours.floor_spent)
     assert (kept["utility"], kept["bound"]) == (ours.utility, ours.bound)
-    assert kept["certifiedRatio"] == ours.certified_ratio
+    assert kept["certified_ratio"] == ours.certified_ratio
     assert header["columns"][0]["answer"] == "an answer"
 
 

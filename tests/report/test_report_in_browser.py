@@ -23,13 +23,12 @@ def test_loads_from_one_file_without_errors(opened):
 
 
 def test_numbers_are_the_accounting(page, pair):
-    names = {
-        "budget": "budget", "spent": "spent", "floorSpent": "floor_spent", "recent": "recent",
-        "bytes": "bytes", "fullBytes": "full_bytes", "metadataBytes": "metadata_bytes",
-        "backendBytes": "backend_bytes",
-    }  # fmt: skip
-    for field, name in names.items():
-        cells = page.locator(f"#accounting td[data-field={field}]")
+    names = (
+        "budget", "spent", "floor_spent", "recent", "bytes", "full_bytes", "metadata_bytes",
+        "backend_bytes",
+    )  # fmt: skip
+    for name in names:
+        cells = page.locator(f"#accounting td[data-field={name}]")
         for at, result in enumerate(pair.values()):
             assert number(cells.nth(at).text_content()) == getattr(result.accounting, name), name
     shown = page.locator("#accounting td[data-field=utility]").first.get_attribute("data-value")

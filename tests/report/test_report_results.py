@@ -52,7 +52,7 @@ def test_a_result_writes_its_report(model, prompt, tmp_path):
     (column,) = header(tmp_path / "page.html")["columns"]
     assert (column["label"], column["answer"]) == ("mine", "Alice")
     assert column["accounting"]["spent"] == result.accounting.spent
-    assert column["accounting"]["backendBytes"] == result.accounting.backend_bytes
+    assert column["accounting"]["backend_bytes"] == result.accounting.backend_bytes
     result.report(tmp_path / "page.html")
     assert header(tmp_path / "page.html")["columns"][0]["label"] == "gracekv-plus 4x"
 

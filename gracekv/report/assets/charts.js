@@ -3,15 +3,15 @@
 const FIGURES = [
   ["budget", "Budget, context entries", count],
   ["spent", "Kept context entries", count],
-  ["floorSpent", "of them the floor's", count],
+  ["floor_spent", "of them the floor's", count],
   ["recent", "Recent window, tokens a head", count],
   ["bytes", "Keys and values, bytes", count],
-  ["fullBytes", "Full cache, bytes", count],
-  ["metadataBytes", "Metadata, bytes", count],
-  ["backendBytes", "Backend's copies, bytes", count],
+  ["full_bytes", "Full cache, bytes", count],
+  ["metadata_bytes", "Metadata, bytes", count],
+  ["backend_bytes", "Backend's copies, bytes", count],
   ["utility", "Utility of the bought operations", short],
   ["bound", "Upper bound of the utility", short],
-  ["certifiedRatio", "Share of the bound reached", (x) => percent(x, 2)],
+  ["certified_ratio", "Share of the bound reached", (x) => percent(x, 2)],
 ];
 
 function drawSummary(report) {
@@ -27,8 +27,8 @@ function drawSummary(report) {
     const bar = el("div", { class: "bar", "aria-hidden": "true" });
     const floor = el("i", { class: "floor" });
     const rest = el("i", {});
-    floor.style.width = percent(kept.floorSpent / full, 3);
-    rest.style.width = percent((kept.spent - kept.floorSpent) / full, 3);
+    floor.style.width = percent(kept.floor_spent / full, 3);
+    rest.style.width = percent((kept.spent - kept.floor_spent) / full, 3);
     bar.append(floor, rest);
     byId("cards").append(
       el(
@@ -38,8 +38,8 @@ function drawSummary(report) {
         el("p", { class: "big" }, percent(kept.spent / full), el("small", {}, " of the context's entries")),
         bar,
         el("p", {}, `${count(kept.spent)} of ${count(full)} entries` +
-          (kept.floorSpent ? `, ${count(kept.floorSpent)} of them bought by the floor (dark)` : "")),
-        el("p", {}, `${bytes(kept.bytes)} of keys and values, the full cache takes ${bytes(kept.fullBytes)}`),
+          (kept.floor_spent ? `, ${count(kept.floor_spent)} of them bought by the floor (dark)` : "")),
+        el("p", {}, `${bytes(kept.bytes)} of keys and values, the full cache takes ${bytes(kept.full_bytes)}`),
         column.answer === null ? null : el("blockquote", {}, el("span", { class: "said" }, "Answer"), column.answer),
       ),
     );
@@ -192,7 +192,7 @@ function drawAuction(report) {
 }
 
 function auctionFigure(column) {
-  const { entries, utility, floorEntries, boundEntries, bound } = column.curve;
+  const { entries, utility, floor_entries: floorEntries, bound_entries: boundEntries, bound } = column.curve;
   const [wide, high, left, bottom, top, right] = [460, 240, 56, 34, 12, 14];
   const mostX = Math.max(entries[entries.length - 1], ...boundEntries);
   const mostY = Math.max(utility[utility.length - 1], ...bound) || 1;
