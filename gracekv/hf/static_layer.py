@@ -111,7 +111,10 @@ class StaticGraceLayer(GraceLayer):
         self.length.add_(tokens_to_remove)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """In place where the number of rows stays: compiled steps keep their addresses."""
+        """Take the rows `indices` int64 [B], in place where their number stays.
+
+        Compiled steps keep their addresses.
+        """
         keys, values = self._tail(self.capacity)
         super().batch_select_indices(indices)
         new_keys, new_values = self._tail(self.capacity)

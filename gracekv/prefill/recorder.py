@@ -79,7 +79,7 @@ class Recorder:
         self._rotations.append(_table(rotation))
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Its keys, values and queries."""
+        """Its keys [G, T, d], values [G, T, d] and queries [H, n, d]."""
         return self.keys[layer], self.values[layer], self.queries[layer]
 
     def drop(self, layer: int) -> None:
