@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import BudgetError
+from gracekv.kernels import ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class EntryBytes:
 
     def heads(self, exact: int, coded: Tensor) -> int:
         """Bytes of heads with `coded` quantised entries (int64 [heads]), `exact` ones in all."""
-        blocks = int(((coded + self.per_block - 1) // self.per_block).sum())
+        blocks = int(ragged.blocks(coded, self.per_block).sum())
         return exact * self.exact + int(coded.sum()) * self.coded + blocks * self.block
 
     def most(self, size: int) -> int:

@@ -46,11 +46,6 @@ def dense_rank(values: Tensor, *, falling: bool = False) -> Tensor:
     return torch.empty_like(order).index_copy_(0, order, steps)
 
 
-def ordered_bits(values: Tensor) -> Tensor:
-    """int64 [n] in the order of float64 `values` [n], which are at least 0: nearly their log."""
-    return values.contiguous().view(torch.int64)
-
-
 def weighted_cut(
     keys: Tensor, weights: Tensor, limit: int, shard: HeadShard
 ) -> tuple[int, int] | None:
@@ -102,7 +97,8 @@ def first_fitting(
         limit: at least 0.
         shard: reaches the other processes.
     """
-    bits = ordered_bits(keys)
+    # Numbers that are at least 0 have the order of their bits, which are nearly their logs.
+    bits = keys.contiguous().view(torch.int64)
     cut = weighted_cut(bits, weights, limit, shard)
     if cut is None:
         return torch.ones_like(bits, dtype=torch.bool)

@@ -98,25 +98,16 @@ def candidates(
     return gain, kept & (gain > 0) if elastic else kept
 
 
-def token_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Tensor:
-    """float64 [E]: the gain of each entry of `selection`, which are single tokens."""
-    head = selection.head_of_entry().to(scores.device)
-    token = selection.start.to(scores.device).long() - selection.region[0]
-    omega = sensitivity.to(scores.device).double().flatten()
-    return _gains(scores.flatten(0, 1)[head, token], omega[head])
-
-
 def entry_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Tensor:
     """float64 [E]: the gains of all tokens that each entry of `selection` stands for, summed."""
+    device, origin = scores.device, selection.region[0]
+    omega, head = sensitivity.to(device).double(), selection.head_of_entry().to(device)
+    start = selection.start.to(device).long() - origin
     if selection.end is None:
-        return token_gains(scores, sensitivity, selection)
-    gains = _gains(scores, sensitivity.to(scores.device).double()[..., None])
+        return _gains(scores.flatten(0, 1)[head, start], omega.flatten()[head])
+    gains = _gains(scores, omega[..., None])
     sums = torch.nn.functional.pad(gains.cumsum(dim=-1), (1, 0)).flatten(0, 1)
-    head = selection.head_of_entry().to(scores.device)
-    start, end = (
-        x.to(scores.device).long() - selection.region[0] for x in (selection.start, selection.end)
-    )
-    return sums[head, end] - sums[head, start]
+    return sums[head, selection.end.to(device).long() - origin] - sums[head, start]
 
 
 def _gains(scores: Tensor, omega: Tensor) -> Tensor:

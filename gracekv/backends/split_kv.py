@@ -122,7 +122,7 @@ def _part(offsets: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     A row without queries (int64 [rows]) is left out.
     """
-    row, step = ragged.rows_and_steps((offsets.diff() + _ENTRIES - 1) // _ENTRIES * (queries > 0))
+    row, step = ragged.rows_and_steps(ragged.blocks(offsets.diff(), _ENTRIES) * (queries > 0))
     first = offsets[row] + step * _ENTRIES
     return row, first, torch.minimum(first + _ENTRIES, offsets[row + 1])
 

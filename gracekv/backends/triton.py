@@ -85,8 +85,7 @@ class Triton(AttentionBackend):
         return reason
 
     def prepare(self, layer: RaggedEntries | QuantisedEntries) -> TritonEntries:
-        exact, coded = layer.exact, layer.coded
-        device = exact.keys.device
+        exact, device = layer.exact, layer.device
         self.require(AttentionSpec(device))
         capability = gpu.capability(device)
         block = tiles(exact.dim, exact.keys.dtype, capability).keys
@@ -102,18 +101,10 @@ class Triton(AttentionBackend):
             bias=exact.log_multiplicity.float().contiguous(),
             heads=layer.heads,
             sequences=layer.sequences,
-            tables=split_tables(
-                exact.offsets,
-                layer.sequences,
-                block,
-                device,
-                coded=coded,
-                processors=processors,
-                per_processor=self.splits_per_processor,
-            ),
+            tables=split_tables(layer, block, processors, self.splits_per_processor),
             capability=capability,
             programs=self.splits_per_processor * processors,
-            coded=coded,
+            coded=layer.coded,
             copied=sum(new.nbytes for new, old in pairs if new is not old),
         )
 

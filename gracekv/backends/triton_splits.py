@@ -7,13 +7,13 @@ from its length, and long splits start first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gracekv.cache.coded import CodedEntries
+from gracekv.cache.entries import LayerEntries
 from gracekv.kernels import ragged
 
 # With more query tiles on each packed row, larger splits fill the GPU too and write fewer partial
@@ -104,31 +104,19 @@ class SplitTables:
 
 
 def split_tables(
-    offsets: Tensor,
-    sequences: int,
-    block: int,
-    device: torch.device,
-    *,
-    processors: int,
-    per_processor: int,
-    coded: Sequence[CodedEntries] = (),
+    layer: LayerEntries, block: int, processors: int, per_processor: int
 ) -> SplitTables:
-    """The tables of a packed layer.
+    """The tables of a packed layer, on its device.
 
     Args:
-        offsets: int64 [S*G+1] on the CPU, entries of row s*G + g.
-        sequences: S.
+        layer: S sequences.
         block: entries of a kernel step; splits are whole blocks where the head allows.
-        device: where the tables are to lie.
         processors: of the GPU.
         per_processor: splits to aim at for each of them.
-        coded: the coded parts.
     """
-    total = int(offsets[-1]) + sum(part.entries for part in coded)
+    total = int(layer.lengths.sum())
     sizes = [split_size(total * least, block, processors, per_processor) for least in _READERS]
-    sizes.append(max(total, 1))
-    tables = (split_table(offsets, sequences, size, block, coded, device) for size in sizes)
-    return SplitTables(tuple(tables))
+    return SplitTables(tuple(split_table(layer, size, block) for size in (*sizes, max(total, 1))))
 
 
 def split_size(entries: int, block: int, processors: int, per_processor: int) -> int:
@@ -145,30 +133,21 @@ def split_size(entries: int, block: int, processors: int, per_processor: int) ->
     return size
 
 
-def split_table(
-    offsets: Tensor,
-    sequences: int,
-    size: int,
-    block: int,
-    coded: Sequence[CodedEntries] = (),
-    device: torch.device | None = None,
-) -> SplitTable:
+def split_table(layer: LayerEntries, size: int, block: int) -> SplitTable:
     """Each row in equal splits of at most about `size` entries, whole blocks each.
 
     Args:
-        offsets: int64 [S*G+1] on the CPU, of a `RaggedEntries`.
-        sequences: S.
+        layer: S sequences.
         size: entries of a split.
         block: entries of a kernel step.
-        coded: the coded parts.
-        device: where the table is to lie; None: on the CPU.
     """
-    stored = [offsets, *(part.offsets for part in coded)]
+    coded, sequences, device = layer.coded, layer.sequences, layer.device
+    stored = [layer.exact.offsets, *(part.offsets for part in coded)]
     sizes = [_even_sizes(part.diff(), size, block) for part in stored]
     counts = torch.stack(
-        [_ceil(part.diff(), even) for part, even in zip(stored, sizes, strict=True)], dim=1
+        [ragged.blocks(part.diff(), even) for part, even in zip(stored, sizes, strict=True)], dim=1
     )
-    parts, heads = len(stored), len(counts) // sequences
+    parts, heads = len(stored), layer.heads
     # Slots of all sequences, row by row and part by part.
     slots = ragged.offsets(counts.flatten())
     starts = slots[:: heads * parts]
@@ -200,9 +179,8 @@ def split_table(
 
 def _even_sizes(lengths: Tensor, size: int, block: int) -> Tensor:
     """int64 [Z], entries of each row's splits."""
-    count = _ceil(lengths, lengths.new_tensor(size))
-    blocks = _ceil(_ceil(lengths, count.clamp(min=1)), lengths.new_tensor(block))
-    return (blocks * block).clamp(min=block)
+    each = ragged.blocks(lengths, ragged.blocks(lengths, size).clamp(min=1))
+    return (ragged.blocks(each, block) * block).clamp(min=block)
 
 
 def tail_splits(size: int, readers: int, programs: int, block: int) -> tuple[int, int]:
@@ -220,7 +198,3 @@ def tail_splits(size: int, readers: int, programs: int, block: int) -> tuple[int
     chunk = -(-size // splits)
     chunk = -(-chunk // block) * block
     return -(-size // chunk), chunk
-
-
-def _ceil(numbers: Tensor, by: Tensor) -> Tensor:
-    return (numbers + by - 1) // by

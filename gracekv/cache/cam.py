@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
-from gracekv.cache.evict import best_tokens
+from gracekv.cache.evict import best_tokens, kept_in_context
 from gracekv.prefill import Needs
 from gracekv.registry import bounded
 from gracekv.value.column_sums import ReceivedAttention
@@ -68,31 +68,25 @@ class CamPacker(Packer):
 
     def layer(self, given: LayerToPack) -> RaggedEntries:
         """Its entries [E, d]; `MissingCaptureError` without the attention that tokens received."""
-        prefill, layout, layer = given.prefill, given.layout, given.number
-        packed = best_tokens(given)
-        spans, device, positions = prefill.spans, packed.device, packed.positions.long()
-
-        inside = (positions >= spans.context_start) & (positions < spans.context_end)
-        head, at = layout.head[inside], positions[inside] - spans.context_start
-        dropped = torch.ones(
-            prefill.kv_heads, spans.context_length, dtype=torch.bool, device=device
-        )
-        dropped[head, at] = False
+        prefill, layer = given.prefill, given.number
+        packed, spans = best_tokens(given), prefill.spans
+        entry, (head, at), kept = kept_in_context(given, packed)
+        device = kept.device
         columns = prefill.observation(ReceivedAttention())[layer].to(device)
         received = reduce(columns, "(g n) t -> g t", "mean", g=prefill.kv_heads)
         share = self.shares(
             received[:, spans.context_start : spans.context_end],
             received[:, :_SINKS].amax(dim=1),
-            dropped,
+            ~kept,
             self.uniforms(prefill.kv_heads, spans.context_length, layer).to(device),
         )
         before = prefill.values[layer][:, spans.context_start : spans.context_end]
         after = replayed(before.float(), share, self.merge)
         values = packed.values.clone()
-        values[inside] = torch.where(
+        values[entry] = torch.where(
             reached(share, self.merge)[head, at][:, None],
             after[head, at].to(values.dtype),
-            values[inside],
+            values[entry],
         )
         return dataclasses.replace(packed, values=values)
 

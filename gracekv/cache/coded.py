@@ -46,10 +46,6 @@ class Coding:
                 f"head dimension."
             )
 
-    def blocks(self, lengths: Tensor) -> Tensor:
-        """int64, blocks of entries in rows of `lengths` entries (int64 [any shape])."""
-        return (lengths + self.group - 1) // self.group
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
@@ -155,7 +151,7 @@ class CodedEntries:
     @property
     def block_offsets(self) -> Tensor:
         """int64 [S*G+1]: blocks [block_offsets[r], block_offsets[r + 1]) are row r's."""
-        return ragged.offsets(self.coding.blocks(self.lengths))
+        return ragged.offsets(ragged.blocks(self.lengths, self.coding.group))
 
     def numbers(self, row: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values float32 [stop - first, d] of entries [first, stop), all of `row`."""

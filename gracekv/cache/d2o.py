@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
-from gracekv.cache.evict import best_tokens
+from gracekv.cache.evict import best_tokens, kept_in_context
 
 # Bytes of cosines that `best_matches` holds at once.
 _BLOCK = 64 * 2**20
@@ -43,17 +43,10 @@ class D2OPacker(Packer):
     represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
 
     def layer(self, given: LayerToPack) -> RaggedEntries:
-        prefill, layout, packed = given.prefill, given.layout, best_tokens(given)
-        spans, positions = prefill.spans, packed.positions.long()
-        # Entries of the context, in order of (head, position): the targets.
-        entry = torch.nonzero(
-            (positions >= spans.context_start) & (positions < spans.context_end)
-        ).flatten()
-        kept = torch.zeros(
-            prefill.kv_heads, spans.context_length, dtype=torch.bool, device=entry.device
-        )
-        kept[layout.head[entry], positions[entry] - spans.context_start] = True
-        context = slice(spans.context_start, spans.context_end)
+        prefill, packed = given.prefill, best_tokens(given)
+        # The targets.
+        entry, _, kept = kept_in_context(given, packed)
+        context = slice(prefill.spans.context_start, prefill.spans.context_end)
         keys = prefill.keys[given.number][:, context]
         source, target, similarity = best_matches(keys, kept)
         accepted = similarity.double() >= similarity.double().mean()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from gracekv.cache.base import PACKERS, LayerToPack, Packer, RaggedEntries
 from gracekv.kernels import ragged
@@ -54,3 +55,18 @@ def best_tokens(given: LayerToPack) -> RaggedEntries:
         log_multiplicity=torch.zeros(len(source), device=source.device),
         offsets=layout.offsets,
     )
+
+
+def kept_in_context(given: LayerToPack, packed: RaggedEntries) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the K packed entries that are context tokens, one a token: which, and what they are.
+
+    Returns their numbers int64 [K], by head and position; and of each the head and the place in the
+    context, int64 [2, K]; and bool [G, N_ctx], the tokens that are kept.
+    """
+    spans, positions = given.prefill.spans, packed.positions.long()
+    inside = (positions >= spans.context_start) & (positions < spans.context_end)
+    entry = torch.nonzero(inside).flatten()
+    at = torch.stack([given.layout.head[entry], positions[entry] - spans.context_start])
+    kept = torch.zeros(len(given.scores), spans.context_length, dtype=torch.bool, device=at.device)
+    kept[at[0], at[1]] = True
+    return entry, at, kept

@@ -15,7 +15,7 @@ from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.distributed.sharding import HeadShard
 from gracekv.errors import CacheError
-from gracekv.kernels.ragged import offsets, rows_and_steps
+from gracekv.kernels.ragged import blocks, offsets, rows_and_steps
 from gracekv.prefill.kept import KeptLayer
 
 Part = TypeVar("Part", RaggedEntries, CodedEntries)
@@ -108,7 +108,7 @@ def _counts(part: RaggedEntries | CodedEntries, name: str, lengths: Tensor) -> T
     """int64 [any shape]: rows of the tensor `name` for heads of `lengths` entries, as `lengths`."""
     if isinstance(part, RaggedEntries):
         return lengths
-    return part.coding.blocks(lengths) if part.by_block(name) else lengths
+    return blocks(lengths, part.coding.group) if part.by_block(name) else lengths
 
 
 def _in_order(numbers: Tensor, part: RaggedEntries | CodedEntries) -> Tensor:

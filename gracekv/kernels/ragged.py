@@ -16,6 +16,11 @@ def offsets(counts: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
+def blocks(counts: Tensor, size: int | Tensor) -> Tensor:
+    """int64, as `counts`: how many blocks of `size` items, the last perhaps shorter, hold them."""
+    return (counts + size - 1) // size
+
+
 def rows(counts: Tensor) -> Tensor:
     """int64 [sum(counts)]: the row of each item; `counts` are int64 [n], at least 0."""
     return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)

@@ -69,15 +69,12 @@ class Rope:
 
         The result is written to `out` [..., n, d] if given; it must not overlap x.
         """
-        cos, sin = self._at(positions, x)
-        out = torch.empty_like(x) if out is None else out
-        return _apply(x, cos, sin, out, self.interleaved)
+        return _apply(x, *self._at(positions, x), out, self.interleaved)
 
     def unrotate(self, x: Tensor, positions: Tensor, out: Tensor | None = None) -> Tensor:
         """R(t)^-1 x, the key before rotation, for x [..., n, d]; arguments as in `rotate`."""
         cos, sin = self._at(positions, x)
         norm = cos * cos + sin * sin
-        out = torch.empty_like(x) if out is None else out
         return _apply(x, cos / norm, -sin / norm, out, self.interleaved)
 
     def moved(self, positions: Tensor, to: int) -> Rope:
@@ -116,8 +113,9 @@ class Rope:
         return cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
 
 
-def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool) -> Tensor:
+def _apply(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None, interleaved: bool) -> Tensor:
     """x cos + rotate_half(x) sin, half by half, without a temporary of x's size."""
+    out = torch.empty_like(x) if out is None else out
     rotary = cos.shape[-1]
     low, high = slice(0, rotary // 2), slice(rotary // 2, rotary)
     # Both halves of the table are alike.

@@ -16,7 +16,7 @@ from gracekv.allocate import (
     upper_bound,
 )
 from gracekv.allocate.plan import EntryBytes
-from gracekv.allocate.top_tokens import entry_gains, token_gains, top_tokens
+from gracekv.allocate.top_tokens import entry_gains, top_tokens
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.precision import Precision
 from gracekv.precision.base import EXACT
@@ -99,7 +99,7 @@ class Auction:
             prices = (self.relevance.scores, self.relevance.sensitivity)
             kept = top_tokens(*prices, plan.base, quota, elastic=self.elastic, shard=shard)
             selection = Selection.of_tokens(kept, self.prefill.spans.context_start)
-            return AuctionResult(plan, selection, float(token_gains(*prices, selection).sum()))
+            return AuctionResult(plan, selection, float(entry_gains(*prices, selection).sum()))
         floor = pipeline.floor.realize(self.forest, self.candidates, plan, quota)
         frontier = pipeline.allocate(floor, quota)
         if pipeline.certify:

@@ -23,7 +23,7 @@ def quantise(numbers: Tensor, lengths: Tensor, coding: Coding, by: Grouping) -> 
     x = numbers.float()
     kind = torch.float16 if numbers.dtype == torch.float32 else numbers.dtype
     if by == "channel":
-        row, block = ragged.rows_and_steps(coding.blocks(lengths))
+        row, block = ragged.rows_and_steps(ragged.blocks(lengths, coding.group))
         begin = ragged.offsets(lengths)[row] + block * coding.group
         count = (ragged.offsets(lengths)[row + 1] - begin).clamp(max=coding.group)
         # A short block repeats its last entry, which changes neither its range nor its codes.
@@ -57,7 +57,7 @@ def as_read(numbers: Tensor, lengths: Tensor, coding: Coding, by: Grouping) -> T
     if by == "token":
         return codes.numbers(0, len(numbers), coding.bits, None)
     row, step = ragged.rows_and_steps(lengths)
-    block = ragged.offsets(coding.blocks(lengths))[row] + step // coding.group
+    block = ragged.offsets(ragged.blocks(lengths, coding.group))[row] + step // coding.group
     return codes.numbers(0, len(numbers), coding.bits, block)
 
 

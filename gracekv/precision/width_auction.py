@@ -53,7 +53,7 @@ class WidthCosts:
 
     def blocks(self, counts: Tensor) -> Tensor:
         """int64 [any shape], blocks of `counts` (int64 [any shape]) entries of a head and width."""
-        return (counts + self.per_block - 1) // self.per_block
+        return ragged.blocks(counts, self.per_block)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

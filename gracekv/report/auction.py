@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gracekv.allocate import Frontier, Selection, upper_bound
 from gracekv.allocate.operations import Operations
-from gracekv.allocate.top_tokens import token_gains
+from gracekv.allocate.top_tokens import entry_gains
 from gracekv.value import Relevance
 
 # Points of the drawn curve, and budgets at which the bound is computed. Source: ours.
@@ -52,7 +52,7 @@ def auction_curve(
     zero = torch.zeros(1, dtype=torch.int64)
     budgets, bounds, floor_entries = zero[:0], zero[:0].double(), 0
     if frontier is None:
-        gains = token_gains(relevance.scores, relevance.sensitivity, selection)
+        gains = entry_gains(relevance.scores, relevance.sensitivity, selection)
         gained = gains.sort(descending=True).values.cumsum(0).cpu()
         spent = torch.arange(1, len(gained) + 1)
     else:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gracekv import Budget, Pipeline, recipes
 from gracekv.allocate import Frontier, Greedy, Selection
-from gracekv.allocate.top_tokens import largest, token_gains, top_tokens
+from gracekv.allocate.top_tokens import entry_gains, largest, top_tokens
 from gracekv.errors import NonFiniteError, ShapeError
 from gracekv.segment import Partition
 from gracekv.testing import synthetic_prefill
@@ -61,7 +61,7 @@ def test_the_auction_over_trees_keeps_the_same_tokens(seed, kind, weights, budge
     kept = top_tokens(scores, omega, budget, quota, elastic=elastic)
     assert torch.equal(kept.flatten(), slow.kept)
     fast, over_trees = Selection.of_tokens(kept, REGION.start), Selection.of_frontier(slow)
-    assert float(token_gains(scores, omega, fast).sum()) == slow.utility
+    assert float(entry_gains(scores, omega, fast).sum()) == slow.utility
     assert fast.region == over_trees.region
     for name in ("offsets", "start"):
         assert torch.equal(getattr(fast, name), getattr(over_trees, name))

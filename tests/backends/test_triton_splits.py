@@ -15,6 +15,13 @@ from gracekv.errors import BackendUnavailableError, ConfigError
 from gracekv.kernels import device as host
 
 
+def layer_of(sequences, lengths):
+    """Entries of one number, rows of these lengths."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    rows = torch.zeros(int(offsets[-1]), 1)
+    return RaggedEntries(rows, rows, rows[:, 0].int(), rows[:, 0], offsets, sequences)
+
+
 def by_loops(offsets, sequences, size, block):
     """Items sequence by sequence, longest first, and the slots of each head."""
     heads = (len(offsets) - 1) // sequences
@@ -48,10 +55,10 @@ ROWS = st.integers(1, 3).flatmap(
 @given(rows=ROWS, size=st.integers(1, 6).map(lambda n: 16 * n), block=st.sampled_from([1, 16]))
 def test_a_table_equals_loops(rows, size, block):
     sequences, lengths = rows
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    items, slots = by_loops(offsets.tolist(), sequences, size, block)
+    layer = layer_of(sequences, lengths)
+    items, slots = by_loops(layer.offsets.tolist(), sequences, size, block)
 
-    table = split_table(offsets, sequences, size, block)
+    table = split_table(layer, size, block)
 
     assert table.parts[0].items.tolist() == [item for mine in items for item in mine]
     assert table.row_first.tolist() == slots
@@ -62,29 +69,26 @@ def test_a_table_equals_loops(rows, size, block):
 @given(rows=ROWS, processors=st.integers(1, 40))
 def test_each_table_reads_every_entry_once_in_nearly_equal_splits(rows, processors):
     sequences, lengths = rows
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
-    made = split_tables(
-        offsets, sequences, 16, torch.device("cpu"), processors=processors, per_processor=1
-    )
+    layer = layer_of(sequences, lengths)
+    made = split_tables(layer, 16, processors, 1)
     for table in made.tables:
         read = [
             entry
             for _, first, length, _ in table.parts[0].items.tolist()
             for entry in range(first, first + length)
         ]
-        assert sorted(read) == list(range(int(offsets[-1])))
+        assert sorted(read) == list(range(layer.entries))
         assert len(table.parts[0].items) <= processors + len(lengths)
     assert len(made.tables[-1].parts[0].items) == sum(length > 0 for length in lengths)
     sizes = [len(table.parts[0].items) for table in made.tables]
     assert sizes == sorted(sizes, reverse=True)
     # No split is longer than its fair share, rounded to steps, unless all processors have one.
     longest = max((int(item[2]) for item in made.tables[0].parts[0].items), default=0)
-    assert longest <= int(offsets[-1]) / (0.9 * processors) + 2 * 16
+    assert longest <= layer.entries / (0.9 * processors) + 2 * 16
 
 
 def test_more_readers_take_larger_splits():
-    offsets = torch.tensor([0, 5000])
-    made = split_tables(offsets, 1, 16, torch.device("cpu"), processors=32, per_processor=2)
+    made = split_tables(layer_of(1, [5000]), 16, 32, 2)
     picked = [made.tables.index(made.for_readers(n)) for n in (1, 3, 4, 15, 16, 63, 64)]
     assert picked == [0, 0, 1, 1, 2, 2, 3]
 

@@ -10,7 +10,7 @@ from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import Coding
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import ConfigError, NonFiniteError, ShapeError
-from gracekv.kernels.ragged import offsets
+from gracekv.kernels.ragged import blocks, offsets
 from gracekv.pipeline import Pipeline
 from gracekv.precision import PRECISIONS, UniformPrecision, reference
 from gracekv.precision.quantise import quantise
@@ -25,9 +25,9 @@ ROUNDING = 3e-7
 def read(codes, lengths, coding, by):
     """All numbers of `codes`, row after row, as backends read them."""
     starts, rows = offsets(lengths), []
-    blocks = offsets(coding.blocks(lengths))
+    begins = offsets(blocks(lengths, coding.group))
     for row, length in enumerate(lengths.tolist()):
-        block = blocks[row] + torch.arange(length) // coding.group
+        block = begins[row] + torch.arange(length) // coding.group
         span = (int(starts[row]), int(starts[row + 1]))
         rows.append(codes.numbers(*span, coding.bits, block if by == "channel" else None))
     return torch.cat(rows)

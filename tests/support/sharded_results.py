@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 import gracekv
-from gracekv.allocate.top_tokens import token_gains
+from gracekv.allocate.top_tokens import entry_gains
 from support.margins import LOGITS, SCORES
 from support.sharded_books import RATIO, TOKENS, positions
 from support.sharded_process import PROMPTS
@@ -43,7 +43,7 @@ def _assert_clear(run):
     gains = (relevance.scores.double() * relevance.sensitivity.double()[..., None]).flatten(0, 1)
     kept = torch.zeros_like(gains, dtype=torch.bool)
     kept[chosen.head_of_entry(), chosen.start.long() - chosen.region[0]] = True
-    assert torch.equal(gains[kept], token_gains(relevance.scores, relevance.sensitivity, chosen))
+    assert torch.equal(gains[kept], entry_gains(relevance.scores, relevance.sensitivity, chosen))
     if kept.sum(1).unique().numel() > 1 + chosen.layers:  # one cut over all heads
         gains, kept = gains.view(1, -1), kept.view(1, -1)
     for gain, stays in zip(gains, kept, strict=True):
