@@ -62,7 +62,7 @@ MUTATIONS = [
     Mutation("allocate", "self._per_head[self._head[i]] -= self._cost[i]", "pass",
              "allocate/test_allocators.py"),
     # Packing: multiplicities of merged entries; which dropped tokens merge.
-    Mutation("cache", "log_multiplicity[merged] = made.multiplicity.log()", "pass",
+    Mutation("cache", "packed.log_multiplicity[merged] = made.multiplicity.log()", "pass",
              "cache/test_packing.py"),
     Mutation("cache", "similarity.double() >= similarity.double().mean()",
              "similarity.double() <= similarity.double().mean()", "cache/test_d2o.py"),

@@ -33,7 +33,7 @@ class EvictPacker(Packer):
 
 def best_tokens(given: LayerToPack) -> RaggedEntries:
     """Of each entry [E] its token of the highest score, the earliest of equals, as it is."""
-    prefill, layout = given.prefill, given.layout
+    layout = given.layout
     positions = layout.start.clone()
     coarse = torch.nonzero(layout.end - layout.start > 1).flatten()
     if len(coarse):
@@ -47,6 +47,12 @@ def best_tokens(given: LayerToPack) -> RaggedEntries:
         order = own.sort(descending=True, stable=True).indices
         order = order[node[order].sort(stable=True).indices]
         positions[coarse] = token[order[ragged.offsets(count)[:-1]]]
+    return gathered(given, positions)
+
+
+def gathered(given: LayerToPack, positions: Tensor) -> RaggedEntries:
+    """Of each entry the token at `positions` (int64 [E], absolute), as it is; a copy."""
+    prefill, layout = given.prefill, given.layout
     source = layout.head * prefill.spans.length + positions
     return RaggedEntries(
         keys=prefill.keys[given.number].reshape(-1, prefill.head_dim)[source],

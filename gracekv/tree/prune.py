@@ -41,11 +41,11 @@ class Pruner:
 
     def __init__(self, budget: int | None = None, lower_bound: float | None = None) -> None:
         self.threshold = lower_bound or 0.0
-        self._budget = math.inf if budget is None else float(budget)
-        self._limit = self._budget
+        self._budget = self._limit = math.inf if budget is None else float(budget)
         self._may_guess = lower_bound is None and budget is not None
         self._guess = 0.0
-        self._best = _BestOperations()
+        # The known operations of largest key, as many as the budget can pay for.
+        self._keys, self._costs, self._unsorted_cost = list[Tensor](), list[Tensor](), 0
 
     @contextmanager
     def group(self, share: float) -> Iterator[None]:
@@ -66,35 +66,23 @@ class Pruner:
         if self._budget == math.inf:
             return
         above = keys > self.threshold
-        self._best.add(keys[above].cpu(), costs[above].cpu())
-        if 4 * self._best.unsorted_cost > self._limit:
-            self.threshold = max(self.threshold, self._best.threshold(self._limit))
+        self._keys.append(keys[above].cpu())
+        self._costs.append(costs[above].cpu())
+        self._unsorted_cost += int(self._costs[-1].sum())
+        if 4 * self._unsorted_cost > self._limit:
+            self.threshold = max(self.threshold, self._reached(self._limit))
 
     def lower_bound(self) -> float:
         """A proven lower bound of the auction's threshold."""
-        return self._best.threshold(self._budget)
+        return self._reached(self._budget)
 
     def is_exact(self) -> bool:
         """Whether the auction certainly cannot reach any node that was not refined."""
         return self._guess == 0.0 or self.lower_bound() >= self._guess
 
-
-class _BestOperations:
-    """The known operations of largest key, as many as the budget can pay for."""
-
-    def __init__(self) -> None:
-        self.unsorted_cost = 0
-        self._keys: list[Tensor] = []
-        self._costs: list[Tensor] = []
-
-    def add(self, keys: Tensor, costs: Tensor) -> None:
-        self._keys.append(keys)
-        self._costs.append(costs)
-        self.unsorted_cost += int(costs.sum())
-
-    def threshold(self, budget: float) -> float:
-        """The largest key down to which they cost more than `budget`; 0 if they never do."""
-        self.unsorted_cost = 0
+    def _reached(self, budget: float) -> float:
+        """The largest key down to which the known operations cost more than `budget`; 0: never."""
+        self._unsorted_cost = 0
         keys, costs = torch.cat(self._keys), torch.cat(self._costs)
         keys, order = keys.sort(descending=True)
         costs = costs[order]

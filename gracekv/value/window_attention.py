@@ -68,8 +68,7 @@ class WindowAttention(LayerScorer):
 
     def _pooled(self, score: Tensor) -> Tensor:
         """[G, N] -> [G, N]."""
-        if self.pooling == "max":
-            return functional.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
-        if self.pooling == "avg":
-            return functional.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
-        return score
+        if self.pooling == "none":
+            return score
+        pool = functional.max_pool1d if self.pooling == "max" else functional.avg_pool1d
+        return pool(score, self.kernel, stride=1, padding=self.kernel // 2)
