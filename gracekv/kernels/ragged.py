@@ -17,7 +17,7 @@ def offsets(counts: Tensor) -> Tensor:
 
 
 def blocks(counts: Tensor, size: int | Tensor) -> Tensor:
-    """int64, as `counts`: how many blocks of `size` items, the last perhaps shorter, hold them."""
+    """int64, as `counts` [any shape]: blocks of `size` items, the last perhaps shorter."""
     return (counts + size - 1) // size
 
 
