@@ -10,14 +10,13 @@ from einops import rearrange
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Selection
-from gracekv.allocate.plan import EntryBytes
 from gracekv.cache.coded import Coding
 from gracekv.kernels.ragged import rows_and_steps
 from gracekv.precision.base import EXACT, PRECISIONS, Precision
 from gracekv.precision.quantise import as_read
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
-from gracekv.prefill import Prefill, PromptSpans, Region
+from gracekv.prefill import Prefill, Region
 from gracekv.registry import bounded
 
 
@@ -54,12 +53,9 @@ class AllocatedPrecision(Precision):
     rounding: float = bounded(0.5, above=0)
 
     @property
-    def codings(self) -> tuple[Coding, ...]:
-        return (*self._uniform(8).codings, *self._uniform(4).codings)
-
-    def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes:
-        """What entries cost at least, at 4 bits; raises `ShapeError` if the group does not fit."""
-        return self._uniform(4).entry_bytes(dim, itemsize, spans)
+    def stored(self) -> tuple[UniformPrecision, ...]:
+        fields = (self.group, self.keys, self.values, self.sinks)
+        return UniformPrecision(4, *fields), UniformPrecision(8, *fields)
 
     def widths(self, start: Tensor, region: Region) -> Tensor:
         return torch.full_like(start, EXACT, dtype=torch.uint8)
@@ -78,7 +74,7 @@ class AllocatedPrecision(Precision):
     ) -> Tensor:
         if plan.bytes is None:
             return torch.full_like(candidates.start, EXACT, dtype=torch.uint8)
-        costs = WidthCosts.of((self._uniform(4), self._uniform(8)), prefill)
+        costs = WidthCosts.of(self.stored, prefill)
         loss = self.rounding * torch.cat(list(measured))
         head = candidates.head_of_entry()
         entries = Entries(
@@ -91,9 +87,6 @@ class AllocatedPrecision(Precision):
         recent = plan.layers * plan.heads * plan.recent * costs.entry[-1]
         level = allocated_widths(entries, costs, plan.bytes - recent, prefill.shard)
         return torch.tensor((0, *costs.bits), dtype=torch.uint8)[level]
-
-    def _uniform(self, bits: Literal[8, 4]) -> UniformPrecision:
-        return UniformPrecision(bits, self.group, self.keys, self.values, self.sinks)
 
 
 def _places(head: Tensor, prefill: Prefill) -> Tensor | None:

@@ -52,12 +52,17 @@ class Precision(Strategy, abc.ABC):
     allocates: ClassVar[bool] = False
 
     @property
-    def codings(self) -> tuple[Coding, ...]:
-        """How entries of fewer bits are stored, one coding a width; none: they never are."""
+    def stored(self) -> tuple[Precision, ...]:
+        """Precisions of one width each, the narrowest first, among which `allocate` chooses."""
         return ()
 
+    @property
+    def codings(self) -> tuple[Coding, ...]:
+        """How entries of fewer bits are stored, one coding a width; none: they never are."""
+        return tuple(coding for width in self.stored[::-1] for coding in width.codings)
+
     def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes | None:
-        """What entries cost, if budgets count bytes; None: they count entries.
+        """What entries cost, at least, if budgets count bytes; None: they count entries.
 
         Args:
             dim: d.
@@ -66,7 +71,7 @@ class Precision(Strategy, abc.ABC):
 
         Raises `ShapeError` if heads of dimension `dim` cannot be stored so.
         """
-        return None
+        return self.stored[0].entry_bytes(dim, itemsize, spans) if self.stored else None
 
     @abc.abstractmethod
     def widths(self, start: Tensor, region: Region) -> Tensor:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Selection
-from gracekv.allocate.plan import EntryBytes
-from gracekv.cache.coded import Coding
-from gracekv.errors import ConfigError
 from gracekv.precision.base import EXACT, PRECISIONS, Precision
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, widths_by_head
-from gracekv.prefill import Prefill, PromptSpans, Region
+from gracekv.prefill import Prefill, Region
 from gracekv.registry import bounded
-
-_WIDTHS: tuple[Literal[2, 4, 8], ...] = (2, 4, 8)
 
 
 @PRECISIONS.register("rate_distortion", works_sharded=True)
@@ -46,27 +41,12 @@ class RateDistortion(Precision):
     """
 
     allocates: ClassVar[bool] = True
-    distortion: tuple[float, ...] = bounded((0.25, 0.011, 0.000057), above=0, below=1)
+    distortion: tuple[float, float, float] = bounded((0.25, 0.011, 0.000057), above=0, below=1)
     group: int = bounded(32, at_least=1)
 
-    def check(self) -> None:
-        if len(self.distortion) != 3 or list(self.distortion) != sorted(self.distortion)[::-1]:
-            raise ConfigError(
-                f"RateDistortion.distortion takes three falling shares, of 2, 4 and 8 bits; got "
-                f"{self.distortion}."
-            )
-
     @property
-    def codings(self) -> tuple[Coding, ...]:
-        return tuple(stored.codings[0] for stored in reversed(self._stored))
-
-    @property
-    def _stored(self) -> list[UniformPrecision]:
-        return [UniformPrecision(bits, self.group, sinks=0) for bits in _WIDTHS]
-
-    def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes:
-        """What entries cost at least, at 2 bits; raises `ShapeError` if the group does not fit."""
-        return self._stored[0].entry_bytes(dim, itemsize, spans)
+    def stored(self) -> tuple[UniformPrecision, ...]:
+        return tuple(UniformPrecision(bits, self.group, sinks=0) for bits in (2, 4, 8))
 
     def widths(self, start: Tensor, region: Region) -> Tensor:
         return torch.full_like(start, EXACT, dtype=torch.uint8)
@@ -81,14 +61,10 @@ class RateDistortion(Precision):
     ) -> Tensor:
         if plan.bytes is None:
             return torch.full_like(candidates.start, EXACT, dtype=torch.uint8)
-        costs = WidthCosts.of(self._stored, prefill)
-        loss = torch.tensor([[*self.distortion, 0.0]], dtype=torch.float64)
-        entries = Entries(
-            worth=worth.double().cpu(),
-            head=candidates.head_of_entry(),
-            loss=loss.expand(prefill.layers * prefill.kv_heads, -1),
-            fixed=torch.zeros(candidates.entries, dtype=torch.bool),
-        )
+        costs = WidthCosts.of(self.stored, prefill)
+        head, heads = candidates.head_of_entry(), prefill.layers * prefill.kv_heads
+        loss = torch.tensor([[*self.distortion, 0.0]] * heads, dtype=torch.float64)
+        entries = Entries(worth.double().cpu(), head, loss, fixed=torch.zeros_like(head).bool())
         share = plan.bytes // (plan.layers * plan.heads) - plan.recent * costs.entry[-1]
         level = widths_by_head(entries, costs, share)
         return torch.tensor((0, *costs.bits), dtype=torch.uint8)[level]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
@@ -71,32 +70,22 @@ def allocated_widths(entries: Entries, costs: WidthCosts, budget: int) -> list[i
 def widths_at_a_price(entries: Entries, costs: WidthCosts, budget: int) -> list[int]:
     """0 for an entry that is dropped, else 1 + the index of its width, each head within `budget`.
 
-    The price of a bit falls from one at which entries change to the next; entries, the earlier
-    first, get the width that minimises worth times loss plus price times bits, until a step does
-    not fit. Source: `gracekv.precision.width_auction.widths_by_head`.
+    The price of a bit falls; an entry goes to its next width where the loss saved per bit is the
+    price, the earlier first, until one does not fit. Source:
+    `gracekv.precision.width_auction.widths_by_head`.
     """
-    bits, level = (0, *costs.bits), [0] * len(entries.worth)
+    in_bits = WidthCosts(costs.bits, costs.bits, (0,) * len(costs.bits), 1)
+    level = [0] * len(entries.worth)
     for head, loss in enumerate(entries.loss.tolist()):
-        own = {e: float(entries.worth[e]) for e, h in enumerate(entries.head.tolist()) if h == head}
-        lost = (1.0, *loss)
-        slopes = [
-            (lost[a] - lost[b]) / (bits[b] - bits[a]) for a, b in combinations(range(len(bits)), 2)
+        own = [e for e, h in enumerate(entries.head.tolist()) if h == head]
+        prices = [
+            (float(entries.worth[e]) * x, e) for e in own for x in _hull_slopes(loss, in_bits)
         ]
-        prices = sorted({worth * slope for worth in own.values() for slope in slopes}, reverse=True)
-        # Between two prices nothing changes; below the last one all entries want all bits.
-        steps = []
-        for above, below in pairwise([*prices, -1.0]):
-            for e, worth in own.items():
-                cost = [
-                    worth * x + (above + below) / 2 * b for x, b in zip(lost, bits, strict=True)
-                ]
-                steps += [(e, to) for to in range(1, cost.index(min(cost)) + 1)]
-        for e, to in steps:
-            if to > level[e]:
-                level[e] = to
-                if _bytes([level[e] for e in own], [head] * len(own), costs) > budget:
-                    level[e] = to - 1
-                    break
+        for _, e in sorted(prices, key=lambda x: -x[0]):
+            level[e] += 1
+            if _bytes([level[x] for x in own], [head] * len(own), costs) > budget:
+                level[e] -= 1
+                break
     return level
 
 

@@ -137,6 +137,8 @@ def _check(value: Any, hint: Any, bounds: Bounds | None, cls: type, name: str) -
             raise ConfigError(_message(where, "a tuple (in plain data: a list)", value, bounds))
         if bounds is not None and not value:
             raise ConfigError(_message(where, "at least one item", value, bounds))
+        if Ellipsis not in args and len(value) != len(args):
+            raise ConfigError(_message(where, f"{len(args)} items", value, bounds))
         if bounds is not None and bounds.distinct and len(set(value)) < len(value):
             raise ConfigError(_message(where, "items that differ", value, bounds))
         for item in value:
