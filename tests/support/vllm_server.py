@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -43,9 +41,7 @@ class VllmServer:
         import httpx
 
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=subprocess.STDOUT)
         for _ in range(600):
             assert self._process.poll() is None, self._log.read_text()[-3000:]
             with contextlib.suppress(httpx.TransportError):
@@ -56,7 +52,11 @@ class VllmServer:
 
     def kill(self):
         """End all its processes at once, as `kill -9` does."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        import psutil
+
+        # It has no process group of its own, so that it ends with the tests when they are stopped.
+        for process in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+            process.kill()
         self._process.wait(60)
 
     def stop(self):

@@ -48,6 +48,14 @@ def tiny_served(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def served(tmp_path_factory):
+    """The embedded model, and its contexts in a store."""
+    from support.served_model import serve
+
+    return serve(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="session")
 def stored_model():
     """The model of the contexts in `root`."""
     from gracekv.testing.models import tiny_model

@@ -7,22 +7,17 @@ preempted. The model is the embedded one in float32.
 import json
 import re
 import shutil
-from types import SimpleNamespace
+import sys
 
 import pytest
 
 from support.engine_answers import check_answer
 from support.forged_contexts import signed
+from support.served_model import RECIPES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model]
 
-TOKENS = 32
-RECIPES = {
-    "global": {"pipeline": "gracekv-agnostic", "ratio": 3},
-    "tight": {"pipeline": "gracekv-agnostic", "ratio": 8},
-    "merged": {"pipeline": "gracekv", "ratio": 4},
-    "full": {"pipeline": "fullkv", "ratio": 1},
-}
+TOKENS = 20
 QUESTIONS = [
     "Who is the story about?",
     "What did she see?",
@@ -35,55 +30,29 @@ PLAIN = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """The model's folder, its contexts in a store, and gracekv's results for them."""
-    import gracekv
-    from gracekv.hf.smollm2 import load_smollm2
-    from gracekv.vllm import export
-
-    model, tokenizer = load_smollm2()
-    text = chapter()
-    store = tmp_path_factory.mktemp("store")
-    results = {}
-    for number, (name, options) in enumerate(RECIPES.items()):
-        context = text[number * 1500 : number * 1500 + 2400]
-        prompt = gracekv.Prompt.from_chat(tokenizer, context=context)
-        results[name] = gracekv.compress(model, prompt, **options)
-        export(results[name], store / name)
-    question = gracekv.Prompt.from_chat(tokenizer, context=text[:2000], question="Who is Alice?")
-    results["asked"] = gracekv.compress(model, question, ratio=4)
-    export(results["asked"], store / "asked")
-    folder = tokenizer.name_or_path
-    return SimpleNamespace(
-        model=model, tokenizer=tokenizer, store=store, results=results, folder=folder
-    )
-
-
-def chapter():
-    from importlib.resources import files
-
-    return (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
-
-
-@pytest.fixture(scope="module")
 def engine(served):
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     from gracekv.vllm import kv_transfer_config
 
-    made = LLM(
-        served.folder,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=1024,
-        max_num_seqs=48,
-        max_num_batched_tokens=64,
-        block_size=32,
-        num_gpu_blocks_override=50,
-        disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(**kv_transfer_config(served.store)),
-    )
+    options = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 48,
+        "max_num_batched_tokens": 64,
+        "block_size": 32,
+        "num_gpu_blocks_override": 50,
+        "disable_log_stats": False,
+    }
+    transfer = KVTransferConfig(**kv_transfer_config(served.store))
+    with pytest.MonkeyPatch.context() as patch:
+        # In this process: two others would each import vLLM, which takes 10 seconds.
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # vLLM looks for its kernels in all modules, and takes llvmlite's library for their owner.
+        patch.delitem(sys.modules, "llvmlite.binding.ffi", raising=False)
+        made = LLM(served.folder, kv_transfer_config=transfer, **options)
     yield made
     made.llm_engine.engine_core.shutdown()
 
@@ -158,11 +127,12 @@ def metric(engine, name):
 
 
 def test_many_requests_at_once_are_right_and_leave_nothing(served, engine, ask, alone):
-    pairs = [(name, q) for name in RECIPES for q in QUESTIONS] * 3
+    # Short questions often, since long ones cost most of the time.
+    pairs = [*PAIRS, *((name, q) for name in RECIPES for q in QUESTIONS[:2] * 3)][:32]
     before = metric(engine, "num_preemptions")
-    outputs = ask(pairs[:32], plain=8)
+    outputs = ask(pairs, plain=8)
     assert metric(engine, "num_preemptions") > before, "the pages were enough for all"
-    for pair, output in zip(pairs[:32], outputs, strict=False):
+    for pair, output in zip(pairs, outputs, strict=False):
         check_answer(served, *pair, output.outputs[0])
     plain = list(alone["plain"].outputs[0].token_ids)
     assert all(list(output.outputs[0].token_ids) == plain for output in outputs[32:])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from support.served_model import chapter
 from support.vllm_server import NAME, vllm_server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model]
@@ -15,25 +16,15 @@ TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(served, tmp_path_factory):
     """A store of one context, and the server over it."""
-
-    import gracekv
-    from gracekv.hf.smollm2 import load_smollm2
     from gracekv.vllm import export
 
-    model, tokenizer = load_smollm2()
-    from importlib.resources import files
-
-    text = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
-    book = gracekv.compress(
-        model, gracekv.Prompt.from_chat(tokenizer, context=text[:2400]), ratio=3
-    )
-    folder = tmp_path_factory.mktemp("server")
+    folder, book = tmp_path_factory.mktemp("server"), served.results["global"]
     export(book, folder / "store" / "book")
     options = ("--max-model-len", "1024")
-    with vllm_server(folder, tokenizer.name_or_path, folder / "store", *options) as running:
-        running.book, running.tokenizer = book, tokenizer
+    with vllm_server(folder, served.folder, folder / "store", *options) as running:
+        running.book, running.tokenizer = book, served.tokenizer
         yield running
 
 
@@ -99,13 +90,11 @@ def test_an_unusable_context_is_a_client_s_error(client, server):
 
 def test_a_client_compresses_asks_and_deletes(client, server):
     """The server makes the context itself; a chat request goes on in the document's turn."""
-    from importlib.resources import files
-
     import gracekv
     from gracekv.errors import StoreError
     from gracekv.vllm import Client
 
-    text = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")[:1500]
+    text = chapter()[:1500]
     mine = Client(f"{server.url}/v1", tokenizer=server.tokenizer)
     made = mine.compress("own", text, ratio=2)
     assert (made.state, made.saved) == ("ready", False)

@@ -22,7 +22,8 @@ from support.compressing_engine import (
 )
 from support.engine_answers import check_answer
 
-pytestmark = pytest.mark.vllm
+# Each engine is a few processes, which import vLLM for half a minute.
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 8
 
@@ -158,7 +159,6 @@ def test_a_recipe_that_needs_all_heads_is_refused_on_two_ranks(two_ranks, monkey
         run(two_ranks, ([7] * 50, compress("all")))
 
 
-@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
 def test_a_compiled_model_answers_the_same(tiny_served):
     with engine(tiny_served, enforce_eager=False) as made:
@@ -168,7 +168,6 @@ def test_a_compiled_model_answers_the_same(tiny_served):
         check_answer(tiny_served, name, "Why?", answer)
 
 
-@pytest.mark.long
 def test_without_the_plugin_an_engine_with_a_store_does_not_start(tiny_served, monkeypatch, capfd):
     monkeypatch.setenv("VLLM_PLUGINS", "none")
     with (

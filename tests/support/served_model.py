@@ -1,0 +1,46 @@
+"""The embedded model and contexts of it in a store, for engines and servers."""
+
+from types import SimpleNamespace
+
+RECIPES = {
+    "global": {"pipeline": "gracekv-agnostic", "ratio": 3},
+    "tight": {"pipeline": "gracekv-agnostic", "ratio": 8},
+    "merged": {"pipeline": "gracekv", "ratio": 4},
+    "full": {"pipeline": "fullkv", "ratio": 1},
+}
+# Of each context. An engine on one core reads a few hundred characters a second.
+CHARACTERS = 1600
+
+
+def chapter():
+    from importlib.resources import files
+
+    return (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
+
+
+def serve(store):
+    """The model and its folder, contexts in a store, and gracekv's results for them.
+
+    One context a recipe, by its name, and "asked", which holds its question.
+    """
+    import gracekv
+    from gracekv.hf.smollm2 import load_smollm2
+    from gracekv.vllm import export
+
+    model, tokenizer = load_smollm2()
+    text = chapter()
+    results = {}
+    for number, (name, options) in enumerate(RECIPES.items()):
+        context = text[number * 1500 : number * 1500 + CHARACTERS]
+        prompt = gracekv.Prompt.from_chat(tokenizer, context=context)
+        results[name] = gracekv.compress(model, prompt, **options)
+    question = gracekv.Prompt.from_chat(
+        tokenizer, context=text[:CHARACTERS], question="Who is Alice?"
+    )
+    results["asked"] = gracekv.compress(model, question, ratio=4)
+    for name, result in results.items():
+        export(result, store / name)
+    folder = tokenizer.name_or_path
+    return SimpleNamespace(
+        model=model, tokenizer=tokenizer, store=store, results=results, folder=folder
+    )
