@@ -17,7 +17,7 @@ from support.served_model import RECIPES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.model]
 
-TOKENS = 20
+TOKENS = 24
 QUESTIONS = [
     "Who is the story about?",
     "What did she see?",
@@ -43,7 +43,7 @@ def engine(served):
         "max_num_seqs": 48,
         "max_num_batched_tokens": 64,
         "block_size": 32,
-        "num_gpu_blocks_override": 50,
+        "num_gpu_blocks_override": 34,
         "disable_log_stats": False,
     }
     transfer = KVTransferConfig(**kv_transfer_config(served.store))
