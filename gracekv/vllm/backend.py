@@ -11,8 +11,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.vllm import attention
-from gracekv.vllm.attention import ContextBatch, PageLayout, find_layout, plan_batch
+from gracekv.vllm.attention import PageLayout, find_layout
 from gracekv.vllm.context_attention import ContextAttention, LayerCall, Step
+from gracekv.vllm.context_batch import ContextBatch, plan_batch
 
 
 class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -21,14 +22,10 @@ class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type:
     _layout: PageLayout | None = None
 
     def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> ContextBatch | None:
-        rows = len(metadata.query_start_loc) - 1
-        return plan_batch(
-            {block: one.context for block, one in running.asking.items()},
-            metadata.block_table[:rows, 0].tolist(),
-            metadata.query_start_loc.tolist(),
-            metadata.seq_lens.tolist(),
-            self.num_heads // self.num_kv_heads,
-        )
+        there = metadata.block_table[: len(metadata.query_start_loc) - 1, 0].tolist()
+        asking = {block: running.asking[block] for block in there if block in running.asking}
+        group = self.num_heads // self.num_kv_heads
+        return plan_batch(asking, metadata, group, kv_cache, attention.DIVISION) if asking else None
 
     def attend(self, batch: ContextBatch, call: LayerCall) -> None:
         if self._layout is None:

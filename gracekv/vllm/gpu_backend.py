@@ -16,7 +16,8 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
 from gracekv.vllm.context_attention import ContextAttention, LayerCall, Step
-from gracekv.vllm.device_batch import DeviceBatch, plan_device_batch
+from gracekv.vllm.context_batch import ContextBatch
+from gracekv.vllm.gpu_batch import plan_gpu_batch
 from gracekv.vllm.serving import has_store
 
 
@@ -32,11 +33,11 @@ class GPUContextAttention(ContextAttention):
         stock: Any = super()
         return not self._has_store and bool(stock.fused_output_quant_supported(quant_key))
 
-    def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> DeviceBatch:
+    def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> ContextBatch:
         group = self.num_heads // self.num_kv_heads
-        return plan_device_batch(running.asking, metadata, group, kv_cache)
+        return plan_gpu_batch(running.asking, metadata, group, kv_cache)
 
-    def attend(self, batch: DeviceBatch, call: LayerCall) -> None:
+    def attend(self, batch: ContextBatch, call: LayerCall) -> None:
         from gracekv.vllm.triton_attention import attend
 
         attend(batch, extract_layer_index(call.layer.layer_name), call, self.scale)

@@ -39,7 +39,7 @@ class PagedArgs(ctypes.Structure):
     """Arguments of both kernels: addresses, all of contiguous arrays, and sizes.
 
     Fields, with n tokens, G KV heads, q query heads of each, W units of work, S slots:
-        work: int64 [W, 6] as in `ContextBatch`.
+        work: int64 [W, 6], units as in `ContextBatch`.
         contexts: int64 [C, 4], addresses of keys [E, d], values [E, d], log multiplicities float32
             [E] and offsets int64 [G + 1].
         positions, rows: int64 [n].
@@ -50,7 +50,8 @@ class PagedArgs(ctypes.Structure):
         query, output: float32 [n, G, q, d].
         partial: float32 [S * G * q, d + 2]: output, maximum and sum.
         counters: int64 [2] zeros: units and tokens taken.
-        longest: the most tokens of a unit.
+        merged: tokens with slots, which come first.
+        longest: the most query rows of a unit.
     """
 
     _fields_ = [
@@ -58,7 +59,7 @@ class PagedArgs(ctypes.Structure):
             "work", "units", "contexts", "context_count", "positions", "rows", "first_slot",
             "tokens", "slots", "blocks", "table_rows", "block_stride", "pages", "page_elements",
             "page_stride", "head_stride", "block", "key_places", "value_places", "query", "output",
-            "partial", "counters", "longest", "heads", "group", "dim",
+            "partial", "counters", "merged", "longest", "heads", "group", "dim",
         )),
         ("scale", ctypes.c_double),
     ]  # fmt: skip
@@ -113,9 +114,10 @@ def _run_work(args: Any, like: Any) -> None:
     value_places = carray(pointer(args.value_places), (block, dim), np.int32)
     query = carray(pointer(args.query), (args.tokens * heads * group, dim), np.float32)
     partial = carray(pointer(args.partial), (args.slots * heads * group, dim + 2), np.float32)
+    output = carray(pointer(args.output), (args.tokens * heads * group, dim), np.float32)
     counters, scale = pointer(args.counters), np.float32(args.scale)
 
-    most = args.longest * group
+    most = args.longest
     scratch = np.empty((_PIECE, dim), np.float32)
     page_keys, page_values = (
         np.empty((_PIECE, dim), like.dtype),
@@ -124,15 +126,17 @@ def _run_work(args: Any, like: Any) -> None:
     queries, mixed = np.empty((most, dim), np.float32), np.empty((most, dim), np.float32)
     sums, weights = np.empty((most, dim + 2), np.float32), np.empty((most, _PIECE), np.float32)
     bits = np.empty(_PIECE, np.int32)
-    power = bits.view(np.float32)
+    power, row_of_sums = bits.view(np.float32), np.empty(1, np.int64)
 
-    unit = fetch_and_add(counters, 0)
-    while unit < args.units:
-        context, head, first, many = work[unit, 0], work[unit, 1], work[unit, 2], work[unit, 3]
+    taken = fetch_and_add(counters, 0)
+    while taken < args.units * heads:
+        unit, head = taken // heads, taken % heads
+        context, reads_pages, first, count = (
+            work[unit, 0], work[unit, 1], work[unit, 2], work[unit, 3],
+        )  # fmt: skip
         part, parts = work[unit, 4], work[unit, 5]
-        count = many * group
         for j in range(count):
-            of = ((first + j // group) * heads + head) * group + j % group
+            of = ((first + j) // group * heads + head) * group + (first + j) % group
             for i in range(dim):
                 queries[j, i] = scale * query[of, i]
         sums[:count] = np.float32(0)
@@ -155,33 +159,36 @@ def _run_work(args: Any, like: Any) -> None:
                 v, at = as_float32(values, begin, entries, scratch)
                 _add(weights, count, entries, v, at, bits, power, mixed, sums)
                 begin += entries
-            slot_of = part
-        else:
-            row, seen = rows[first], positions[first + many - 1] + 1
-            begin = np.int64(0)
-            while begin < seen:
+        if reads_pages:
+            row, seen = rows[first // group], positions[(first + count - 1) // group] + 1
+            stop = seen * (part + 1) // parts
+            begin = seen * part // parts
+            while begin < stop:
                 inside = begin % block
-                entries = min(_PIECE, min(block - inside, seen - begin))
+                entries = min(_PIECE, min(block - inside, stop - begin))
                 base = blocks[row, begin // block] * args.page_stride + head * args.head_stride
                 _gather(like, base, inside, entries, key_places, page_keys)
                 _gather(like, base, inside, entries, value_places, page_values)
                 k, at = as_float32(page_keys, 0, entries, scratch)
                 products(queries, count, k, at, entries, page_values, 0, weights)
                 for j in range(count):
-                    visible = positions[first + j // group] + 1 - begin
+                    visible = positions[(first + j) // group] + 1 - begin
                     for e in range(max(visible, 0), entries):
                         weights[j, e] = -math.inf
                 v, at = as_float32(page_values, 0, entries, scratch)
                 _add(weights, count, entries, v, at, bits, power, mixed, sums)
                 begin += entries
-            slot_of = -1
         for j in range(count):
-            token = first + j // group
-            slot = first_slot[token + 1] - 1 if slot_of < 0 else first_slot[token] + slot_of
-            of = (slot * heads + head) * group + j % group
-            for i in range(dim + 2):
-                partial[of, i] = sums[j, i]
-        unit = fetch_and_add(counters, 0)
+            token, query_head = (first + j) // group, head * group + (first + j) % group
+            if context >= 0 and reads_pages:
+                row_of_sums[0] = j
+                merge(sums, row_of_sums, 1, output, token * heads * group + query_head)
+            else:
+                slot = first_slot[token] if context >= 0 else first_slot[token + 1] - parts
+                of = (slot + part) * heads * group + query_head
+                for i in range(dim + 2):
+                    partial[of, i] = sums[j, i]
+        taken = fetch_and_add(counters, 0)
 
 
 @inner(inline="always")
@@ -194,7 +201,7 @@ def _run_merges(args: Any) -> None:
     counters = pointer(args.counters)
     slots = np.empty(args.slots, np.int64)
     token = fetch_and_add(counters, 1)
-    while token < args.tokens:
+    while token < args.merged:
         count = first_slot[token + 1] - first_slot[token]
         for h in range(all_heads):
             for p in range(count):

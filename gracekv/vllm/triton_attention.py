@@ -13,9 +13,10 @@ from torch import Tensor
 
 from gracekv.backends.triton_tiles import padded_dim
 from gracekv.cache.base import RaggedEntries
-from gracekv.kernels.device import interpreted
+from gracekv.kernels.device import capability, interpreted
 from gracekv.vllm.context_attention import Asking, LayerCall
-from gracekv.vllm.device_batch import DeviceBatch, plan_device_batch
+from gracekv.vllm.context_batch import ContextBatch
+from gracekv.vllm.gpu_batch import plan_gpu_batch, unit_tile
 from gracekv.vllm.stored_context import StoredContext
 from gracekv.vllm.triton_kernel import attend_units, merge_units
 
@@ -46,13 +47,13 @@ def warm_up(pages: Tensor, group: int) -> None:
             max_seq_len=tokens,
             num_actual_tokens=tokens,
         )
-        batch = plan_device_batch({0: Asking(context, tokens)}, metadata, group, pages)
+        batch = plan_gpu_batch({0: Asking(context, tokens)}, metadata, group, pages)
         query = pages.new_zeros(tokens, heads * group, dim)
         call = LayerCall(None, query, pages, metadata, torch.empty_like(query))
         attend(batch, 0, call, 1.0)
 
 
-def attend(batch: DeviceBatch, layer: int, call: LayerCall, scale: float) -> None:
+def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> None:
     """Write each token's row of `call.output`: it over its context and its pages up to itself.
 
     Args:
@@ -67,7 +68,8 @@ def attend(batch: DeviceBatch, layer: int, call: LayerCall, scale: float) -> Non
     blocks = call.metadata.block_table
     query_heads, dim = query.shape[1:]
     heads, block = pages.shape[1:3]
-    tile, block_d = batch.tile, padded_dim(dim)
+    tile = unit_tile(dim, pages.dtype, capability(pages.device), batch.longest)
+    block_d = padded_dim(dim)
     # The interpreter computes on the bits of bfloat16 as if they were integers, and truncates
     # where it should round; so there the kernel writes float32, and torch rounds.
     upcast = interpreted() and query.dtype == torch.bfloat16

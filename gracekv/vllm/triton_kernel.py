@@ -23,8 +23,8 @@ from gracekv.backends.triton_merge_kernel import add_entries, add_splits, normal
     do_not_specialize_on_alignment=["units", "addresses", "first_slot", "blocks"],
 )
 def attend_units(
-    units,  # [U, 6], see DeviceBatch
-    addresses,  # [L, C, 4], see DeviceBatch
+    units,  # [U, 6], see ContextBatch
+    addresses,  # [L, C, 4], see ContextBatch
     layer,
     contexts,  # C
     places,  # [n]

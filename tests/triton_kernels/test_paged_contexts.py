@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.testing.attention import TOLERANCES
-from gracekv.vllm.device_batch import plan_device_batch
+from gracekv.vllm.gpu_batch import plan_gpu_batch
 from support.covering import LONG
 from support.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
 
@@ -99,7 +99,7 @@ def test_a_request_that_is_not_in_the_step_changes_nothing():
     )  # fmt: skip
     step.metadata.block_table[0] = 99
     asking = {5: next(iter(step.asking.values()))}
-    batch = plan_device_batch(asking, step.metadata, step.group, step.pages)
+    batch = plan_gpu_batch(asking, step.metadata, step.group, step.pages)
     assert batch.places.tolist() == batch.positions.tolist() == [-1]
 
 
@@ -112,4 +112,4 @@ def test_repeats_to_the_bit():
 
 
 def plan(step):
-    return plan_device_batch(step.asking, step.metadata, step.group, step.pages)
+    return plan_gpu_batch(step.asking, step.metadata, step.group, step.pages)

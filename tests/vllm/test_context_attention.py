@@ -11,8 +11,9 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.kernels import ragged
 from gracekv.testing.attention import TOLERANCES, relative_error
 from gracekv.vllm import reference
-from gracekv.vllm.attention import PageLayout, attend, find_layout, plan_batch
-from gracekv.vllm.context_attention import LayerCall
+from gracekv.vllm.attention import DIVISION, PageLayout, attend, find_layout
+from gracekv.vllm.context_attention import Asking, LayerCall
+from gracekv.vllm.context_batch import Division, plan_batch
 from gracekv.vllm.stored_context import StoredContext
 
 HEADS, GROUP, DIM, BLOCK = 2, 3, 16, 32
@@ -58,8 +59,19 @@ class Engine:
                     flat[block, head, self.order[part, slot]] = rows[i, head]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_the_reference(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "division", "merged"),
+    [
+        # Requests of one token share units.
+        (torch.float32, DIVISION, 2),
+        (torch.bfloat16, DIVISION, 2),
+        # Units that begin within a token; many parts, of pages as well.
+        (torch.float32, Division(8, 10**6, 1), 2),
+        (torch.float32, Division(8, 40, 10**6), 125),
+    ],
+    ids=str,
+)
+def test_equals_the_reference(dtype, division, merged):
     rng = torch.Generator().manual_seed(int(dtype.itemsize))
     contexts = {
         name: StoredContext(Header(name), (layer_of([3, 5], rng, dtype), layer_of(n, rng, dtype)))
@@ -71,33 +83,38 @@ def test_equals_the_reference(dtype):
     tails = [torch.randn(2, n, HEADS, DIM, generator=rng).to(dtype) for _, n, _ in ROWS]
     for row, (keys, values) in enumerate(tails):
         engine.write(keys, values, engine.pages, engine.blocks[row])
-    named = {
-        int(engine.blocks[i, 0]): contexts[name] for i, (name, _, _) in enumerate(ROWS) if name
+    asking = {
+        int(engine.blocks[i, 0]): Asking(contexts[name], new)
+        for i, (name, _, new) in enumerate(ROWS)
+        if name
     }
-    firsts, lengths = engine.blocks[:, 0].tolist(), [length for _, length, _ in ROWS]
-    batch = plan_batch(named, firsts, starts, lengths, GROUP)
+    metadata = SimpleNamespace(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        seq_lens=torch.tensor([length for _, length, _ in ROWS], dtype=torch.int32),
+        block_table=engine.blocks,
+        max_seq_len=200,
+        num_actual_tokens=starts[-1],
+    )
+    batch = plan_batch(asking, metadata, GROUP, engine.pages, division)
+    assert batch.merged == merged
     assert not batch.covers_all
     layout = find_layout(engine.write, torch.zeros(1, HEADS, BLOCK, 2 * DIM, dtype=dtype))
     scale = DIM**-0.5
-    output, metadata = torch.full_like(query, 7), SimpleNamespace(block_table=engine.blocks)
+    output = torch.full_like(query, 7)
     attend(batch, 1, LayerCall(None, query, engine.pages, metadata, output), layout, scale)
-    got = output[batch.tokens]
+    places = batch.places.tolist()
+    got = output[places]
     seen = set()
     for row, (name, _, _) in enumerate(ROWS):
         if name is None:
             continue
-        mine = [i for i, t in enumerate(batch.tokens.tolist())
-                if starts[row] <= t < starts[row + 1]]  # fmt: skip
-        assert batch.tokens[mine].tolist() == list(range(starts[row], starts[row + 1]))
+        mine = [i for i, t in enumerate(places) if starts[row] <= t < starts[row + 1]]
+        assert [places[i] for i in mine] == list(range(starts[row], starts[row + 1]))
         seen |= set(mine)
         rows = query[starts[row] : starts[row + 1]]
         want = reference.attend(rows, contexts[name].layers[1], *tails[row], scale)
         assert relative_error(got[mine], want) < TOLERANCES[dtype], f"row {row}"
-    assert seen == set(range(len(batch.tokens)))
-
-
-def test_a_step_without_contexts_has_no_work():
-    assert plan_batch({7: None}, [1, 2], [0, 1, 2], [5, 6], GROUP) is None
+    assert seen == set(range(len(places)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

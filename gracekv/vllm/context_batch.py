@@ -1,36 +1,40 @@
-"""What one step of the engine computes over stored contexts on a GPU; the same in every layer.
+"""What one step of the engine computes over stored contexts; the same in every layer.
 
 The host knows which requests have which context and how many tokens each computes in the step. In
-which row of the step a request lies only the device knows: it is found there by the first block of
-the request's pages, so that the host never waits.
+which row of the step a request lies is found on the device, by the first block of its pages: of a
+GPU the host does not know it, and never waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gracekv.backends.triton_tiles import Tiles, padded_dim, tiles
-from gracekv.kernels import device as gpu
 from gracekv.vllm.context_attention import Asking, pieces
 from gracekv.vllm.stored_context import StoredContext
 
-# Programs that a launch aims at, by processor; more than run at once, since heads are uneven.
-# Source: ours.
-_PROGRAMS = 4
-# The largest query tile that fits the registers beside two loops, by padded head dimension.
-_LARGEST = {128: 32, 256: 16}
-# Entries or tokens that are worth a program of their own. Source: ours.
-_ENTRIES = 256
+
+class Division(NamedTuple):
+    """How small the units of work are, which a kernel chooses.
+
+    Attributes:
+        rows: query rows of a unit, at most.
+        entries: entries of a head, or tokens of pages, that are worth a part of their own.
+        programs: pairs of a unit and a KV head that a step aims at.
+    """
+
+    rows: int
+    entries: int
+    programs: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceBatch:
+class ContextBatch:
     """The n tokens of a step whose requests have a context, and the work that they are.
 
     A query row is a token and a query head of a KV head's group; row r is of token r // group. A
@@ -49,7 +53,7 @@ class DeviceBatch:
         first_slot: int64 [n + 1], where the partial results of a token begin.
         slots: of all tokens.
         merged: how many tokens have slots; they are the first ones.
-        tile: of the kernel.
+        longest: the most query rows of a unit.
         covers_all: whether no other tokens are in the step.
     """
 
@@ -62,7 +66,7 @@ class DeviceBatch:
     first_slot: Tensor
     slots: int
     merged: int
-    tile: Tiles
+    longest: int
     covers_all: bool
 
 
@@ -75,12 +79,11 @@ class _Work:
     units: list[tuple[int, int, int, int, int, int]]
     first_slot: np.ndarray[Any, Any]
     merged: int
-    tile: Tiles
 
 
-def plan_device_batch(
-    asking: Mapping[int, Asking], metadata: Any, group: int, pages: Tensor
-) -> DeviceBatch:
+def plan_batch(
+    asking: Mapping[int, Asking], metadata: Any, group: int, pages: Tensor, division: Division
+) -> ContextBatch:
     """The step's work over contexts, on the device of the pages.
 
     Args:
@@ -88,15 +91,13 @@ def plan_device_batch(
         metadata: vLLM's, of the step's attention, with tensors on the device.
         group: query heads of a KV head.
         pages: [blocks, G, block, 2d] as vLLM holds them.
+        division: how the work is divided.
     """
-    heads, dim, device = pages.shape[1], pages.shape[3] // 2, pages.device
-    tile = unit_tile(dim, pages.dtype, gpu.capability(device), _widest(asking, group))
-    programs = _PROGRAMS * gpu.processors(device)
-    work = _divide(asking, group, heads, metadata.max_seq_len, tile, programs)
+    work = _divide(asking, group, pages.shape[1], metadata.max_seq_len, division)
     counts = np.array([one.tokens for _, one in work.order])
     steps = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
     sent = _send(
-        device,
+        pages.device,
         torch.stack([context.addresses for context in work.contexts], dim=1),
         torch.tensor(work.units),
         torch.from_numpy(work.first_slot),
@@ -113,7 +114,7 @@ def plan_device_batch(
     rows = row[request]
     new = starts[1:] - starts[:-1]
     positions = metadata.seq_lens[: len(new)][rows] - new[rows] + step
-    return DeviceBatch(
+    return ContextBatch(
         contexts=work.contexts,
         addresses=addresses,
         units=units,
@@ -123,52 +124,28 @@ def plan_device_batch(
         first_slot=first_slot,
         slots=int(work.first_slot[-1]),
         merged=work.merged,
-        tile=tile,
+        longest=max(unit[3] for unit in work.units),
         covers_all=int(counts.sum()) == metadata.num_actual_tokens,
     )
 
 
-def unit_tile(dim: int, dtype: torch.dtype, capability: tuple[int, int], rows: int) -> Tiles:
-    """The kernel's tile.
-
-    Args:
-        dim: d.
-        dtype: of queries, keys and values.
-        capability: of the GPU, (major, minor).
-        rows: the most query rows that share a context.
-
-    Raises `BackendUnavailableError` for a dtype or dimension that the kernel does not read.
-    """
-    return tiles(dim, dtype, capability, min(rows, _LARGEST.get(padded_dim(dim), rows)))
-
-
-def _widest(asking: Mapping[int, Asking], group: int) -> int:
-    """The most query rows of a KV head that share a context."""
-    of_context: dict[str, int] = {}
-    for context, tokens in asking.values():
-        digest = context.header.digest
-        of_context[digest] = of_context.get(digest, 0) + tokens * group
-    return max(of_context.values())
-
-
 def _divide(
-    asking: Mapping[int, Asking], group: int, heads: int, longest: int, tile: Tiles, programs: int
+    asking: Mapping[int, Asking], group: int, heads: int, longest: int, division: Division
 ) -> _Work:
-    """Requests that fill a tile have tiles of their own; others of a context share them.
+    """Requests that fill a unit have units of their own; others of a context share them.
 
     Args:
-        asking: see `plan_device_batch`.
+        asking: see `plan_batch`.
         group: query heads of a KV head.
         heads: KV heads.
         longest: tokens of the longest sequence in the step.
-        tile: of the kernel.
-        programs: how many programs to aim at.
+        division: how the work is divided.
     """
-    most = tile.queries
+    most, worth, programs = division
     contexts = {one.context.header.digest: one.context for one in asking.values()}
     number = {digest: i for i, digest in enumerate(contexts)}
-    parts_of_pages = -(-longest // _ENTRIES)
-    parts_of = [-(-context.longest // _ENTRIES) for context in contexts.values()]
+    parts_of_pages = -(-longest // worth)
+    parts_of = [-(-context.longest // worth) for context in contexts.values()]
 
     def context_of(one: Asking) -> int:
         return number[one.context.header.digest]
@@ -184,7 +161,7 @@ def _divide(
     def is_final(one: Asking) -> bool:
         return fills(one) and parts_of_pages == parts_of[context_of(one)] == 1
 
-    # Those with slots first, then by context, those that fill tiles after the others.
+    # Those with slots first, then by context, those that fill units after the others.
     order = sorted(
         asking.items(), key=lambda item: (is_final(item[1]), context_of(item[1]), fills(item[1]))
     )
@@ -212,7 +189,7 @@ def _divide(
     for i, (first, count) in shared.items():
         units += _with_parts(i, 0, first, count, most, parts_of[i])
     first_slot = np.concatenate([[0], np.cumsum(slots)])
-    return _Work(order, tuple(contexts.values()), units + pages, first_slot, merged, tile)
+    return _Work(order, tuple(contexts.values()), units + pages, first_slot, merged)
 
 
 def _with_parts(
