@@ -8,6 +8,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,11 +20,10 @@ from gracekv.cache.sharding import whole_cache
 from gracekv.distributed.agreement import together
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import GracekvError
-from gracekv.prefill.prompt import Prompt
 from gracekv.vllm.context_folder import write_context
 from gracekv.vllm.exporting import describe, moved
-from gracekv.vllm.header import PARAMETER, ContextHeader
-from gracekv.vllm.orders import FOLLOW, Compression, order_of
+from gracekv.vllm.header import ContextHeader
+from gracekv.vllm.orders import Compression
 from gracekv.vllm.recording import Recording
 from gracekv.vllm.served_model import ServedModel
 from gracekv.vllm.serving import LOG, refusal
@@ -42,7 +42,7 @@ class Chunk:
 
     Attributes:
         request: its id.
-        parameters: its `kv_transfer_params`.
+        order: what shall be made of its prompt.
         block: index of the first of its pages.
         start: position of the first token.
         count: tokens of the step.
@@ -50,7 +50,7 @@ class Chunk:
     """
 
     request: str
-    parameters: dict[str, Any]
+    order: Compression
     block: int
     start: int
     count: int
@@ -81,6 +81,7 @@ class _Job:
     recording: Recording | Exception
     is_read: bool = False
     future: Future[StoredContext] | None = None
+    context: StoredContext | None = None
     started: float = field(default_factory=time.monotonic)
 
 
@@ -115,15 +116,21 @@ class Compressor:
     def _served(self) -> ServedModel:
         return ServedModel.of(self._config)
 
-    def begin(self, chunk: Chunk | None, current: str | None) -> Recording | None:
+    def begin(
+        self, chunk: Chunk | None, current: str | None, made: Set[str] = frozenset()
+    ) -> Recording | None:
         """The recording that the step's tokens belong to.
 
         Args:
             chunk: tokens of a compressing request in the step.
             current: id of the request whose turn it is; what another one left is dropped.
+            made: ids of requests of which all ranks have made contexts: they are served from now
+                on, in the place of what their names meant.
         """
         job = self._job
-        if job is not None and job.future is None and job.request != current:
+        if job is not None and job.context is not None and job.request in made:
+            self._serve(job.order, job.context)
+        if job is not None and job.request != current:
             self._drop()
         if chunk is None:
             return None
@@ -147,18 +154,24 @@ class Compressor:
             self._recording.cancel()
         self._job = None
 
+    def _serve(self, order: Compression, context: StoredContext) -> None:
+        try:
+            self._store.put(context.header, order.name, context, saved=order.save)
+        # Who asks for it is refused, and the engine goes on.
+        except Exception as error:
+            LOG.error("Context %r cannot be held.", order.name, exc_info=error)
+
     def _begun(self, chunk: Chunk) -> _Job:
-        order = order_of(chunk.parameters[PARAMETER], chunk.parameters.get(FOLLOW))
-        assert isinstance(order, Compression)  # the scheduler looked at it
         # What a GPU's observers launch goes into the model's own stream.
         pool = self._pool if self._device.type == "cpu" else None
+        recording: Recording | Exception
         try:
             recording = Recording(
-                order, chunk.length, self._served, self._device, pool, self._shard
+                chunk.order, chunk.length, self._served, self._device, pool, self._shard
             )
         except Exception as error:
-            return _Job(chunk.request, order, error)
-        return _Job(chunk.request, order, recording)
+            recording = error
+        return _Job(chunk.request, chunk.order, recording)
 
     def outcome(self, idle: bool) -> Outcome | None:
         """What ended since the last call; called after each step.
@@ -167,7 +180,7 @@ class Compressor:
             idle: whether the step had no tokens, so that the engine may wait a little.
         """
         job = self._job
-        if job is None:
+        if job is None or job.context is not None:
             return None
         if job.future is None and job.is_read:
             # On the stream of the model, so that nothing is freed that is still read.
@@ -177,14 +190,14 @@ class Compressor:
             job.future = self._pool.submit(self._made, job, stream)
         if job.future is None or not wait([job.future], _PAUSE if idle else 0).done:
             return None
-        self._job, seconds = None, time.monotonic() - job.started
+        seconds = time.monotonic() - job.started
         try:
-            context = job.future.result()
-            self._store.put(context.header, job.order.name, context, saved=job.order.save)
+            job.context = job.future.result()
         # The engine goes on, whatever happens to one context.
         except Exception as error:
+            self._job = None
             return Outcome(job.request, None, seconds, _reason(error))
-        return Outcome(job.request, context.header, seconds)
+        return Outcome(job.request, job.context.header, seconds)
 
     @property
     def recorded(self) -> int:
@@ -204,37 +217,28 @@ class Compressor:
             return self._compressed(job.order, job.recording)
 
     def _compressed(self, order: Compression, recording: Recording) -> StoredContext:
-        model, shard, follow = self._served.model, self._shard, order.follow
+        model, shard = self._served.model, self._shard
         run = order.pipeline.run(recording.prefill(), order.budget)
         cache = dequantised(run.cache)
         rotated = moved(model, cache)
         self._store.loaded.check(order.name, rotated.kv_bytes + rotated.metadata_bytes)
-        ids = torch.zeros(recording.spans.length, dtype=torch.int64)
-        prompt = Prompt(ids, recording.spans, separator=follow.separator, template=follow.template)
         # From here on nothing fails on one rank alone, but for the first one's file.
         entries, size = (shard.total(x) for x in (int(cache.entries().sum()), cache.kv_bytes))
 
-        def header(digest: str) -> ContextHeader:
-            made = describe(model, prompt, cache, order.recipe, digest)
-            return replace(
-                made,
-                entries=entries,
-                bytes=size,
-                model=dict(self._store.model or made.model),
-                tokenizer=follow.tokenizer,
-                question_text=follow.question_text,
-            )
-
         # Nobody reads a file of what is not saved: a number that no other context has will do.
         digest = secrets.token_hex(32)
+        made = describe(model, order.follow, cache, order.recipe, digest)
+        facts = dict(self._store.model or made.model)
+        made = replace(made, entries=entries, bytes=size, model=facts)
         if order.save:
             whole = whole_cache(rotated, shard) if shard.ranks > 1 else rotated
             if shard.rank == 0:
-                digest = write_context(whole, header, self._store.folder(order.name)).digest
-        own = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
+                folder = self._store.folder(order.name)
+                made = write_context(whole, lambda digest: replace(made, digest=digest), folder)
+        own = torch.tensor(list(bytes.fromhex(made.digest)), dtype=torch.uint8)
         # The others wait here until the file is there, or the first one has failed.
         digest = bytes(shard.gather(own)[0].tolist()).hex()
-        return StoredContext(header(digest), rotated.layers)
+        return StoredContext(replace(made, digest=digest), rotated.layers)
 
 
 def _give_way() -> None:

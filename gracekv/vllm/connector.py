@@ -69,7 +69,9 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
 
     def bind_connector_metadata(self, connector_metadata: StepContexts) -> None:
         super().bind_connector_metadata(connector_metadata)
+        chunk, current = connector_metadata.chunk, connector_metadata.current
         self._store.retain(connector_metadata.used)
+        recording = self._compressor.begin(chunk, current, connector_metadata.made)
         for name, digest in connector_metadata.forgotten.items():
             self._store.forget(name, digest)
         self._opened = {x: self._load(name, x) for x, name in connector_metadata.opening.items()}
@@ -77,8 +79,6 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
             block: Asking(self._store.load(name, digest), tokens)
             for block, (name, digest, tokens) in connector_metadata.named.items()
         }
-        chunk = connector_metadata.chunk
-        recording = self._compressor.begin(chunk, connector_metadata.current)
         reading = None
         if recording is not None and chunk is not None:
             reading = Reading(recording, chunk.block, chunk.start, chunk.count)

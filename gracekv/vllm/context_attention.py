@@ -130,11 +130,6 @@ def current_step() -> Step | None:
     return _current
 
 
-def pieces(first: int, count: int, most: int) -> list[tuple[int, int]]:
-    """(first, number) of pieces of at most `most` that `count` from `first` on are cut into."""
-    return [(first + i, min(most, count - i)) for i in range(0, count, most)]
-
-
 class ContextAttention(abc.ABC):
     """Stock attention for all tokens, and attention over context and pages for those that have one.
 

@@ -15,8 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gracekv.vllm.context_attention import Asking, pieces
+from gracekv.vllm.context_attention import Asking
 from gracekv.vllm.stored_context import StoredContext
+
+# As a row of `ContextBatch.units`.
+_Unit = tuple[int, int, int, int, int, int]
 
 
 class Division(NamedTuple):
@@ -70,17 +73,6 @@ class ContextBatch:
     covers_all: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Work:
-    """The host's part: `order` has the requests in the order of their tokens."""
-
-    order: list[tuple[int, Asking]]
-    contexts: tuple[StoredContext, ...]
-    units: list[tuple[int, int, int, int, int, int]]
-    first_slot: np.ndarray[Any, Any]
-    merged: int
-
-
 def plan_batch(
     asking: Mapping[int, Asking], metadata: Any, group: int, pages: Tensor, division: Division
 ) -> ContextBatch:
@@ -93,15 +85,25 @@ def plan_batch(
         pages: [blocks, G, block, 2d] as vLLM holds them.
         division: how the work is divided.
     """
-    work = _divide(asking, group, pages.shape[1], metadata.max_seq_len, division)
-    counts = np.array([one.tokens for _, one in work.order])
+    most, worth, programs = division
+    contexts = {one.context.header.digest: one.context for one in asking.values()}
+    tiled = sum(-(-one.tokens * group // most) for one in asking.values()) * pages.shape[1]
+    split = max(1, programs // tiled)
+
+    def parts(entries: int) -> int:
+        return max(1, min(split, -(-entries // worth)))
+
+    of_context = {digest: parts(context.longest) for digest, context in contexts.items()}
+    order, work, slots = _divide(asking, group, most, of_context, parts(metadata.max_seq_len))
+    slots_before = np.concatenate([[0], np.cumsum(slots)])
+    counts = np.array([one.tokens for _, one in order])
     steps = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
     sent = _send(
         pages.device,
-        torch.stack([context.addresses for context in work.contexts], dim=1),
-        torch.tensor(work.units),
-        torch.from_numpy(work.first_slot),
-        torch.tensor([block for block, _ in work.order]),
+        torch.stack([context.addresses for context in contexts.values()], dim=1),
+        torch.tensor(work),
+        torch.from_numpy(slots_before),
+        torch.tensor([block for block, _ in order]),
         torch.from_numpy(np.repeat(np.arange(len(counts)), counts)),
         torch.from_numpy(steps),
     )
@@ -115,89 +117,78 @@ def plan_batch(
     new = starts[1:] - starts[:-1]
     positions = metadata.seq_lens[: len(new)][rows] - new[rows] + step
     return ContextBatch(
-        contexts=work.contexts,
+        contexts=tuple(contexts.values()),
         addresses=addresses,
         units=units,
         places=torch.where(found, starts[rows] + step, -1),
         positions=torch.where(found, positions, -1),
         rows=rows,
         first_slot=first_slot,
-        slots=int(work.first_slot[-1]),
-        merged=work.merged,
-        longest=max(unit[3] for unit in work.units),
+        slots=sum(slots),
+        merged=sum(map(bool, slots)),
+        longest=max(count for _, _, _, count, _, _ in work),
         covers_all=int(counts.sum()) == metadata.num_actual_tokens,
     )
 
 
 def _divide(
-    asking: Mapping[int, Asking], group: int, heads: int, longest: int, division: Division
-) -> _Work:
-    """Requests that fill a unit have units of their own; others of a context share them.
+    asking: Mapping[int, Asking], group: int, most: int, parts_of: Mapping[str, int], of_pages: int
+) -> tuple[list[tuple[int, Asking]], list[_Unit], list[int]]:
+    """Requests in the order of their tokens, units, and how many slots each token has.
+
+    Requests that fill a unit have units of their own; others of a context share them.
 
     Args:
         asking: see `plan_batch`.
         group: query heads of a KV head.
-        heads: KV heads.
-        longest: tokens of the longest sequence in the step.
-        division: how the work is divided.
+        most: query rows of a unit.
+        parts_of: of the contexts that occur, by digest.
+        of_pages: parts of pages.
     """
-    most, worth, programs = division
-    contexts = {one.context.header.digest: one.context for one in asking.values()}
-    number = {digest: i for i, digest in enumerate(contexts)}
-    parts_of_pages = -(-longest // worth)
-    parts_of = [-(-context.longest // worth) for context in contexts.values()]
-
-    def context_of(one: Asking) -> int:
-        return number[one.context.header.digest]
+    number = {digest: i for i, digest in enumerate(parts_of)}
 
     def fills(one: Asking) -> bool:
         return one.tokens * group >= most
 
-    tiled = sum(-(-one.tokens * group // most) for one in asking.values())
-    split = max(1, programs // (tiled * heads))
-    parts_of_pages = max(1, min(split, parts_of_pages))
-    parts_of = [max(1, min(split, parts)) for parts in parts_of]
-
     def is_final(one: Asking) -> bool:
-        return fills(one) and parts_of_pages == parts_of[context_of(one)] == 1
+        return fills(one) and of_pages == parts_of[one.context.header.digest] == 1
+
+    def place(item: tuple[int, Asking]) -> tuple[bool, int, bool]:
+        one = item[1]
+        return is_final(one), number[one.context.header.digest], fills(one)
 
     # Those with slots first, then by context, those that fill units after the others.
-    order = sorted(
-        asking.items(), key=lambda item: (is_final(item[1]), context_of(item[1]), fills(item[1]))
-    )
-    units: list[tuple[int, int, int, int, int, int]] = []
-    pages: list[tuple[int, int, int, int, int, int]] = []
+    order = sorted(asking.items(), key=place)
+    units: list[_Unit] = []
+    pages: list[_Unit] = []
     slots: list[int] = []
-    shared: dict[int, tuple[int, int]] = {}
-    row = merged = 0
+    shared: dict[str, tuple[int, int]] = {}
+    row = 0
     for _, one in order:
-        i, rows = context_of(one), one.tokens * group
+        digest, rows = one.context.header.digest, one.tokens * group
         if is_final(one):
-            units += [(i, 1, first, count, 0, 1) for first, count in pieces(row, rows, most)]
+            units += _with_parts(number[digest], 1, row, rows, most, 1)
             slots += [0] * one.tokens
         else:
-            parts = parts_of[i]
             if fills(one):
-                units += _with_parts(i, 0, row, rows, most, parts)
+                units += _with_parts(number[digest], 0, row, rows, most, parts_of[digest])
             else:
-                first, count = shared.get(i, (row, 0))
-                shared[i] = first, count + rows
-            pages += _with_parts(-1, 1, row, rows, most, parts_of_pages)
-            slots += [parts + parts_of_pages] * one.tokens
-            merged += one.tokens
+                first, count = shared.get(digest, (row, 0))
+                shared[digest] = first, count + rows
+            pages += _with_parts(-1, 1, row, rows, most, of_pages)
+            slots += [parts_of[digest] + of_pages] * one.tokens
         row += rows
-    for i, (first, count) in shared.items():
-        units += _with_parts(i, 0, first, count, most, parts_of[i])
-    first_slot = np.concatenate([[0], np.cumsum(slots)])
-    return _Work(order, tuple(contexts.values()), units + pages, first_slot, merged)
+    for digest, (first, count) in shared.items():
+        units += _with_parts(number[digest], 0, first, count, most, parts_of[digest])
+    return order, units + pages, slots
 
 
 def _with_parts(
     context: int, pages: int, row: int, rows: int, most: int, parts: int
-) -> list[tuple[int, int, int, int, int, int]]:
+) -> list[_Unit]:
     return [
-        (context, pages, first, count, part, parts)
-        for first, count in pieces(row, rows, most)
+        (context, pages, row + at, min(most, rows - at), part, parts)
+        for at in range(0, rows, most)
         for part in range(parts)
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from gracekv.vllm.context_folder import check_replaceable, write_context
 from gracekv.vllm.documents import question_text
 from gracekv.vllm.header import ContextHeader, check_name
 from gracekv.vllm.model_facts import model_facts
+from gracekv.vllm.orders import Follow
 
 
 def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path]:
@@ -72,7 +73,7 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
     caches = [dequantised(result.packed.sequence(number)) for number in range(count)]
     model, recipe = result.model, recipes.label(result.pipeline)
     for cache, prompt, folder in zip(caches, result.prompts, folders, strict=True):
-        header = functools.partial(describe, model, prompt, cache, recipe)
+        header = functools.partial(describe, model, _follow(prompt, cache), cache, recipe)
         write_context(moved(model, cache), header, folder)
     return folders if result.is_batch else folders[0]
 
@@ -118,24 +119,37 @@ def check_served(model: Any) -> None:
         )
 
 
+def _follow(prompt: Prompt, cache: RaggedCache) -> Follow:
+    """How requests go on after `prompt`, of which `cache` was made."""
+    spans, tokenizer = prompt.spans, prompt.tokenizer
+    end = spans.length if prompt.has_question else spans.context_end
+    text = None
+    if tokenizer is not None and not prompt.has_question:
+        text = question_text(tokenizer, prompt.separator, prompt.template)
+    return Follow(
+        tokenizer={} if tokenizer is None else tokenizer_marks(tokenizer),
+        question_text=text,
+        separator=prompt.separator,
+        template=prompt.template,
+        has_question=prompt.has_question,
+        prompt_ids=tuple(prompt.ids[cache.length : end].tolist()),
+    )
+
+
 def describe(
-    model: Any, prompt: Prompt, cache: RaggedCache, recipe: str, digest: str
+    model: Any, follow: Follow, cache: RaggedCache, recipe: str, digest: str
 ) -> ContextHeader:
     """The header of a context.
 
     Args:
         model: made it.
-        prompt: of which it was made.
+        follow: how requests go on after it.
         cache: its entries.
         recipe: the pipeline's name.
         digest: of the entries' file, or what stands for it.
     """
-    spans, tokenizer = prompt.spans, prompt.tokenizer
-    end = spans.length if prompt.has_question else spans.context_end
-    marks = {} if tokenizer is None else tokenizer_marks(tokenizer)
-    text = None
-    if tokenizer is not None and not prompt.has_question:
-        text = question_text(tokenizer, prompt.separator, prompt.template)
+    goes_on = asdict(follow)
+    del goes_on["start"]
     return ContextHeader(
         length=cache.length,
         entries=int(cache.entries().sum()),
@@ -143,15 +157,10 @@ def describe(
         digest=digest,
         dtype=str(model.dtype).removeprefix("torch."),
         model=model_facts(model),
-        tokenizer=marks,
         recipe=recipe,
-        has_question=prompt.has_question,
-        prompt_ids=tuple(prompt.ids[cache.length : end].tolist()),
-        question_text=text,
-        separator=prompt.separator,
-        template=prompt.template,
         positions=trained_length(model),
         gracekv_version=VERSION,
+        **goes_on,
     )
 
 

@@ -74,7 +74,7 @@ class Front:
         if start is not None:
             # Marks take half a second.
             self._format = self._format or (tokenizer_marks(tokenizer), question_text(tokenizer))
-            follow = Follow(start, *self._format)
+            follow = Follow(start, *self._format, template=True)
         most = self._most()
         if len(found) + 1 > most:
             raise StoreError(

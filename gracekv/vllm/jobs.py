@@ -12,8 +12,8 @@ from typing import Any
 from gracekv.errors import StoreError
 from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.context_folder import delete_context
-from gracekv.vllm.header import PARAMETER, is_missing
-from gracekv.vllm.orders import Compression, Deletion, Order
+from gracekv.vllm.header import is_missing
+from gracekv.vllm.orders import Compression, Listing, Order
 from gracekv.vllm.serving import refusal
 from gracekv.vllm.store import ContextStore
 
@@ -31,14 +31,12 @@ class Job:
     Attributes:
         request: id of the request whose prompt it is made of.
         order: what was asked for.
-        parameters: the request's `kv_transfer_params`.
         length: T, tokens of the prompt.
         read: whether all its tokens are computed, so that it goes on without the request.
     """
 
     request: str
     order: Compression
-    parameters: Mapping[str, Any]
     length: int
     read: bool = False
 
@@ -54,6 +52,7 @@ class Jobs:
         jobs: by request id, in the order in which they came: the first one has its turn.
         forgotten: names of contexts that workers have not yet been told to delete, with the digest
             that alone is meant, or None.
+        made: ids of requests whose contexts workers have not yet been told to serve.
     """
 
     def __init__(self, store: ContextStore, ranks: int = 1) -> None:
@@ -64,6 +63,7 @@ class Jobs:
         self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._expiry: dict[str, tuple[float, str]] = {}
         self.forgotten: dict[str, str | None] = {}
+        self.made: set[str] = set()
         # Most bytes that were held of the current document while it was read.
         self._recorded = 0
 
@@ -81,8 +81,10 @@ class Jobs:
         """Whether a context of that name is on its way."""
         return any(job.order.name == name for job in self.jobs.values())
 
-    def add(self, request: str, order: Order, parameters: Mapping[str, Any], length: int) -> None:
-        """Take a request's order in; a deletion is done at once.
+    def add(
+        self, request: str, order: Order, parameters: Mapping[str, Any], length: int
+    ) -> dict[str, Any] | None:
+        """Take a request's order in: the reply, or None if a context shall be made.
 
         Args:
             request: its id.
@@ -93,20 +95,23 @@ class Jobs:
         Raises `StoreError` if the request may not use the name, or what it shall delete is not
         there, or not yet.
         """
-        if isinstance(order, Compression | Deletion):
+        if not isinstance(order, Listing):
             self._store.check_allowed(order.name, parameters)
         if isinstance(order, Compression):
             order.spans(length)
-            self.jobs[request] = Job(request, order, parameters, length)
-        elif isinstance(order, Deletion):
-            if self.is_making(order.name):
-                raise StoreError(f"Context {order.name!r} is being made. Delete it afterwards.")
-            in_memory = self._forget(order.name)
-            known = self._done.pop(order.name, None) is not None
-            if not (delete_context(self._store.folder(order.name)) or in_memory or known):
-                raise StoreError(
-                    f"There is no context {order.name!r} in the store to delete."
-                ) from FileNotFoundError()
+            self.jobs[request] = Job(request, order, length)
+            return None
+        if isinstance(order, Listing):
+            return {"contexts": self.listing(parameters)}
+        if self.is_making(order.name):
+            raise StoreError(f"Context {order.name!r} is being made. Delete it afterwards.")
+        in_memory = self._forget(order.name)
+        known = self._done.pop(order.name, None) is not None
+        if not (delete_context(self._store.folder(order.name)) or in_memory or known):
+            raise StoreError(
+                f"There is no context {order.name!r} in the store to delete."
+            ) from FileNotFoundError()
+        return {"name": order.name, "state": "deleted"}
 
     def _forget(self, name: str) -> bool:
         self.forgotten[name] = None
@@ -122,27 +127,16 @@ class Jobs:
                 if self._store.forget(name, digest):
                     self._forget(name)
 
-    def finished(
-        self, request: str, computed: int, parameters: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """What is replied to a request with an order, which has ended.
+    def finished(self, request: str, computed: int) -> dict[str, Any]:
+        """What is replied to a request of which a context shall be made, and which has ended.
 
         One that ended before all tokens of its prompt were computed makes nothing.
 
         Args:
             request: its id.
             computed: tokens of it that were computed.
-            parameters: its `kv_transfer_params`.
         """
-        order = parameters[PARAMETER]
-        if "list" in order:
-            return {"contexts": self.listing(parameters)}
-        if "delete" in order:
-            return {"name": order["delete"], "state": "deleted"}
-        job = self.jobs.get(request)
-        if job is None:
-            name = order["compress"]["name"]
-            return {"name": name, **self._done.get(name, {}), "state": "failed"}
+        job = self.jobs[request]
         if computed < job.length:
             if request == self.current:
                 self._recorded = 0
@@ -180,10 +174,9 @@ class Jobs:
         if header is None:
             known |= {"name": name, "state": "failed", "reason": " ".join(dict.fromkeys(reasons))}
             known["recipe"] = order.recipe
-            for other in filter(None, (x.header for x in ended)):
-                self.forgotten[name] = other.digest
         else:
             known["digest"] = header.digest
+            self.made.add(ended[0].request)
             self._expiry.pop(name, None)
             if order.save:
                 self._store.forget(name)

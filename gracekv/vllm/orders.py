@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from gracekv.allocate import Budget
 from gracekv.errors import BudgetError, ConfigError, StoreError
@@ -27,26 +27,25 @@ _BUDGETS = {"ratio", "entries_per_head", "kv_bytes"}
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """How a document goes on in later requests, as the front found it.
+    """How later requests go on after a context; `ContextHeader` says what each field is.
 
     Attributes:
         start: tokens before the context, which are never compressed.
-        tokenizer: as `ContextHeader` says it; empty if the document is in no known format.
-        question_text: likewise.
+        tokenizer: empty if the document is in no known format.
+        question_text: as the front found it, or an export.
+        separator: likewise.
+        template: likewise.
+        has_question: likewise.
+        prompt_ids: likewise.
     """
 
     start: int = 0
     tokenizer: dict[str, Any] = field(default_factory=dict)
     question_text: str | None = None
-
-    # What is the same in all of them.
-    separator: ClassVar = SEPARATOR
-    has_question: ClassVar = False
-
-    @property
-    def template(self) -> bool:
-        """As `ContextHeader` says it."""
-        return bool(self.tokenizer)
+    separator: str = SEPARATOR
+    template: bool = False
+    has_question: bool = False
+    prompt_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
         used: digests of the contexts of all requests that have not ended.
         chunk: tokens of the step that are recorded, to be compressed.
         current: id of the request whose prompt is compressed now.
+        made: ids of requests of which all workers have made contexts, and serve them from now on.
         forgotten: names of contexts that were deleted, with the digest that alone is meant, if any.
         idle: whether the step has no tokens.
     """
@@ -43,6 +44,7 @@ class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
     used: set[str] = field(default_factory=set)
     chunk: Chunk | None = None
     current: str | None = None
+    made: set[str] = field(default_factory=set)
     forgotten: dict[str, str | None] = field(default_factory=dict)
     idle: bool = False
 
@@ -105,7 +107,8 @@ class SchedulerSide:
         try:
             order = order_of(params[PARAMETER], params.get(FOLLOW))
             if order is not None:
-                self._jobs.add(key, order, params, request.num_prompt_tokens)
+                reply = self._jobs.add(key, order, params, request.num_prompt_tokens)
+                self._replies |= {} if reply is None else {key: reply}
         # In the scheduler, any other exception would end the engine for everybody.
         except Exception as error:
             self._refuse(request, self._jobs.refused(error))
@@ -185,10 +188,11 @@ class SchedulerSide:
             used=used,
             chunk=self._chunk(scheduler_output),
             current=self._jobs.current,
+            made=self._jobs.made,
             forgotten=self._jobs.forgotten,
             idle=not (scheduler_output.total_num_scheduled_tokens or self._opening),
         )
-        self._jobs.forgotten = {}
+        self._jobs.made, self._jobs.forgotten = set(), {}
         for request, count in scheduler_output.num_scheduled_tokens.items():
             if request in self._contexts:
                 name, header = self._contexts[request]
@@ -206,11 +210,8 @@ class SchedulerSide:
         state = scheduler_output.kv_connector_block_state
         start, block = starts[job.request], state.get_block_ids(job.request)[0][0]
         count = min(scheduler_output.num_scheduled_tokens[job.request], job.length - start)
-        return (
-            Chunk(job.request, dict(job.parameters), block, start, count, job.length)
-            if count > 0
-            else None
-        )
+        chunk = Chunk(job.request, job.order, block, start, count, job.length)
+        return chunk if count > 0 else None
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine has to go on stepping, since a context is being made."""
@@ -235,12 +236,12 @@ class SchedulerSide:
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Whether its pages stay, which they never do, and the reply's `kv_transfer_params`."""
-        params, key = request.kv_transfer_params, request.request_id
+        key = request.request_id
         for known in (self._waiting, self._contexts, self._lost, self._skips):
             known.pop(key, None)
         reply = self._replies.pop(key, None)
-        if reply is None and isinstance(params, dict) and isinstance(params.get(PARAMETER), dict):
-            reply = self._jobs.finished(key, request.num_computed_tokens, params)
+        if key in self._jobs.jobs:
+            reply = self._jobs.finished(key, request.num_computed_tokens)
         return False, None if reply is None else {PARAMETER: reply}
 
 

@@ -9,6 +9,7 @@ from gracekv.distributed.sharding import WHOLE
 from gracekv.hf import capture
 from gracekv.vllm import ContextStore
 from gracekv.vllm.compressing import Chunk, Compressor
+from gracekv.vllm.orders import order_of
 
 LENGTH = 60
 
@@ -44,7 +45,8 @@ class Worker:
 
     def read(self, prefill, request, parameters, first=0, last=LENGTH):
         """A step that computes these tokens: its outcome."""
-        chunk = Chunk(request, parameters, 0, first, last - first, LENGTH)
+        order = order_of(parameters["gracekv"])
+        chunk = Chunk(request, order, 0, first, last - first, LENGTH)
         recording = self.compressor.begin(chunk, request)
         for layer in range(prefill.layers if recording else 0):
             parts = (prefill.queries[layer], prefill.keys[layer], prefill.values[layer])
@@ -55,9 +57,10 @@ class Worker:
         return self.found
 
     def outcome(self):
-        """What became of the document."""
+        """What became of the document, whose context is served then."""
         for _ in range(3000):
             if self.found is not None:
+                self.compressor.begin(None, None, {self.found.request})
                 return self.found
             self.found = self.compressor.outcome(idle=True)
         raise AssertionError

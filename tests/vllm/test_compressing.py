@@ -136,7 +136,7 @@ def jobs(root):
 
 
 def add(jobs, request, parameters, length=10):
-    jobs.add(request, order_of(parameters["gracekv"]), parameters, length)
+    return jobs.add(request, order_of(parameters["gracekv"]), parameters, length)
 
 
 def listed(jobs):
@@ -148,8 +148,8 @@ def test_documents_have_their_turn_one_after_the_other(jobs, headers):
         add(jobs, str(request), asked(name))
     assert jobs.current == "0"
     assert not jobs.pending
-    assert jobs.finished("1", 4, asked("b"))["state"] == "failed"
-    assert jobs.finished("0", 10, asked("a")) == {"name": "a", "state": "compressing"}
+    assert jobs.finished("1", 4)["state"] == "failed"
+    assert jobs.finished("0", 10) == {"name": "a", "state": "compressing"}
     assert jobs.pending
     assert jobs.current == "0"
     assert listed(jobs)["a"]["state"] == "compressing"
@@ -187,7 +187,8 @@ def test_deleted_and_expired_contexts_are_gone(jobs, headers, root):
     time.sleep(0.02)
     assert "brief" not in listed(jobs)
     assert jobs.forgotten == {"brief": None}
-    add(jobs, "1", {"gracekv": {"delete": "c0"}})
+    deleted = add(jobs, "1", {"gracekv": {"delete": "c0"}})
+    assert deleted == {"name": "c0", "state": "deleted"}
     assert sorted(x.name for x in root.iterdir()) == ["c1", "c2"]
     with pytest.raises(StoreError, match="no context 'c0' in the store to delete"):
         add(jobs, "2", {"gracekv": {"delete": "c0"}})

@@ -28,7 +28,7 @@ def test_a_worker_tells_which_contexts_it_cannot_open():
     used = []
     connector._store = SimpleNamespace(load=load, retain=used.append, dropped=dict)
     connector._compressor = SimpleNamespace(
-        begin=lambda chunk, current: None, outcome=lambda idle: None, recorded=0
+        begin=lambda chunk, current, made: None, outcome=lambda idle: None, recorded=0
     )
     opening = {"0": "gone", "1": "book", "3": "damaged"}
     step = StepContexts({9: ("book", "1", 3)}, opening, used={"0", "1", "2"})

@@ -3,7 +3,7 @@
 import pytest
 
 from gracekv.errors import StoreError
-from gracekv.vllm.orders import Compression, Deletion, Listing, order_of
+from gracekv.vllm.orders import Compression, Deletion, Follow, Listing, order_of
 
 
 def compress(**fields):
@@ -18,9 +18,9 @@ def test_names_are_no_orders():
 
 
 def test_an_order_says_how_to_compress():
-    follow = {"start": 3, "tokenizer": {"tokenizer": "0"}, "question_text": "{question}"}
+    follow = {"start": 3, "tokenizer": {"tokenizer": "0"}, "template": True}
     order = order_of(compress(recipe="knorm", expires=60.0), follow)
-    assert order.follow.template
+    assert order.follow == Follow(**follow)
     assert isinstance(order, Compression)
     assert (order.recipe, order.expires, order.follow.start) == ("knorm", 60.0, 3)
     spans = order.spans(10)

@@ -147,7 +147,7 @@ def test_a_context_is_ready_when_all_ranks_have_made_it(jobs, root):
     jobs.update([Outcome("0", header, 2.0)], {})
     found = listed(jobs)["book"]
     assert (found["state"], found["entries"], found["seconds"]) == ("ready", header.entries, 2.0)
-    assert jobs.current is None
+    assert (jobs.current, jobs.made) == (None, {"0"})
 
 
 def test_what_one_rank_could_not_make_failed(jobs, root):
@@ -155,8 +155,8 @@ def test_what_one_rank_could_not_make_failed(jobs, root):
     jobs.update([Outcome("0", None, 1.0, "Too large.")], {})
     jobs.update([Outcome("0", header, 1.0)], {})
     assert listed(jobs)["book"]["reason"] == "Too large."
-    # The rank that has its part shall let go of it.
-    assert jobs.forgotten == {"book": header.digest}
+    # The rank that has its part never serves it.
+    assert (jobs.made, jobs.current) == (set(), None)
 
 
 def test_reasons_of_all_ranks_are_told(jobs):
@@ -167,7 +167,7 @@ def test_reasons_of_all_ranks_are_told(jobs):
 
 def test_what_one_rank_reported_of_an_aborted_document_is_forgotten(jobs):
     jobs.update([Outcome("0", None, 1.0, "Too large.")], {})
-    jobs.finished("0", 10, asked("book"))
+    jobs.finished("0", 10)
     jobs.add("1", order_of(asked("other")["gracekv"]), asked("other"), LENGTH)
     jobs.update([Outcome("1", None, 1.0, "Too large.")], {})
     assert jobs.current == "1"
