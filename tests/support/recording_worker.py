@@ -56,11 +56,15 @@ class Worker:
         self.found = self.compressor.outcome(idle=False)
         return self.found
 
-    def outcome(self):
-        """What became of the document, whose context is served then."""
+    def ended(self):
+        """What became of the document."""
         for _ in range(3000):
             if self.found is not None:
-                self.compressor.begin(None, None, {self.found.request})
                 return self.found
             self.found = self.compressor.outcome(idle=True)
         raise AssertionError
+
+    def outcome(self):
+        """What became of the document, whose context is served then."""
+        self.compressor.begin(None, None, {self.ended().request})
+        return self.found

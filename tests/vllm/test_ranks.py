@@ -129,6 +129,29 @@ def test_what_was_begun_again_or_aborted_keeps_ranks_in_step(prefill, workers):
     assert [x.request for x in made if x.header] == ["1", "1"]
 
 
+def test_a_name_means_the_old_context_until_all_ranks_have_made_the_new_one(prefill, workers):
+    def ended(request, **options):
+        for worker in workers:
+            worker.read(prefill, request, asked("book", **options))
+        made = [worker.ended().header for worker in workers]
+        return made[0]
+
+    old = outcomes(workers, prefill, "0", asked("book"))[0].header
+    new = ended("1", ratio=2)
+    for worker in workers:
+        assert worker.compressor.outcome(idle=True) is None
+        worker.compressor.begin(None, "1")
+        assert worker.store.header("book") == old
+        worker.compressor.begin(None, None, {"1"})
+        assert worker.store.load("book").header == new
+    # Where another rank failed, the one before stays.
+    assert ended("2").digest != new.digest
+    for worker in workers:
+        worker.compressor.begin(None, None)
+        worker.compressor.begin(None, None, {"2"})
+        assert worker.store.load("book").header == new
+
+
 @pytest.fixture
 def jobs(root):
     made = Jobs(ContextStore(root), RANKS)
