@@ -164,10 +164,8 @@ class Jobs:
         if len(self._outcomes) < self._ranks:
             return
         ended, self._outcomes = self._outcomes, []
-        order, reasons = (
-            self.jobs.pop(ended[0].request).order,
-            [x.reason for x in ended if x.reason],
-        )
+        order = self.jobs.pop(ended[0].request).order
+        reasons = [x.reason for x in ended if x.reason]
         name, header = order.name, None if reasons else ended[0].header
         known: dict[str, Any] = {"seconds": round(max(x.seconds for x in ended), 3)}
         known["recorded_bytes"], self._recorded = self._recorded, 0
