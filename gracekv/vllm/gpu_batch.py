@@ -26,7 +26,10 @@ _ENTRIES = 256
 def plan_gpu_batch(
     asking: Mapping[int, Asking], metadata: Any, group: int, pages: Tensor
 ) -> ContextBatch:
-    """The step's work over contexts, on the device of the pages; args as of `plan_batch`."""
+    """The step's work over contexts, on the device of `pages` [blocks, G, block, 2d].
+
+    Other args are those of `plan_batch`.
+    """
     of_context: Counter[str] = Counter()
     for context, tokens in asking.values():
         of_context[context.header.digest] += tokens * group
