@@ -46,6 +46,7 @@ def run(tmp_path):
             | variables,
             capture_output=True,
             text=True,
+            timeout=300,
         )
         made = (tmp_path / "made").read_text().split("\n")
         return done, made, (done.stdout.splitlines() or [""])[-1]

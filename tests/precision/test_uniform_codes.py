@@ -46,7 +46,7 @@ def read(codes, lengths, coding, by):
 )
 def test_numbers_are_within_half_a_step(seed, lengths, bits, group, by, dtype, spread, offset):
     rng = torch.Generator().manual_seed(seed)
-    lengths, dim = torch.tensor(lengths), 14 if group == 7 else 16
+    lengths, dim = torch.tensor(lengths), 28 if group == 7 else 16
     x = (torch.randn(int(lengths.sum()), dim, generator=rng) * spread + offset).to(dtype)
     coding = Coding(bits, group, by, by)
 
