@@ -49,12 +49,10 @@ def needles(task: Mapping[str, Any], essay: Sequence[str]) -> Family:
         elif kind == "noise":
             context = "\n".join(_among(noise_lines(size), hidden, rng))
         else:
-            others = zip(
-                distinct(args["type_needle_k"], size, rng, taken),
-                distinct(args["type_needle_v"], size, rng, taken),
-                strict=True,
-            )
-            context = "\n".join(_among([_needle(args, k, v) for k, v in others], hidden, rng))
+            kinds = args["type_needle_k"], args["type_needle_v"]
+            drawn = [distinct(kind, size, rng, taken) for kind in kinds]
+            others = [_needle(args, k, v) for k, v in zip(*drawn, strict=True)]
+            context = "\n".join(_among(others, hidden, rng))
         asked = rng.sample(names, queried)
         query = asked[0] if queried == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
         fields = {"type_needle_v": args["type_needle_v"], "query": query}
@@ -116,10 +114,8 @@ def noise_lines(sentences: int) -> list[str]:
 
 
 def _needle(args: Mapping[str, Any], key: str, value: str) -> str:
-    text: str = ruler_forms()["needle"].format(
-        type_needle_v=args["type_needle_v"], key=key, value=value
-    )
-    return text
+    form: str = ruler_forms()["needle"]
+    return form.format(type_needle_v=args["type_needle_v"], key=key, value=value)
 
 
 def _singular(text: str) -> str:

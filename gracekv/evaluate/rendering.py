@@ -144,11 +144,12 @@ def _answer_ids(prompt: Prompt, sample: Sample, tokenizer: Any, words: int) -> T
     answer = sample.reference(words)
     if not text[-1].isspace():
         answer = " " + answer
+
+    def encode(part: str) -> list[int]:
+        return list(tokenizer(part, add_special_tokens=False, truncation=False)["input_ids"])
+
     # A word's token may differ at the start of a text; ids of the joint text show it in place.
-    joint = tokenizer(text + answer, add_special_tokens=False, truncation=False)["input_ids"]
-    alone = tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"]
-    if list(joint[: len(alone)]) == list(alone):
-        ids = joint[len(alone) :]
-    else:
-        ids = tokenizer(answer, add_special_tokens=False, truncation=False)["input_ids"]
-    return torch.tensor(list(ids), dtype=torch.int64)
+    joint, alone = encode(text + answer), encode(text)
+    together = joint[: len(alone)] == alone
+    ids = joint[len(alone) :] if together else encode(answer)
+    return torch.tensor(ids, dtype=torch.int64)

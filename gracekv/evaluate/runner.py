@@ -108,7 +108,7 @@ def _bar(schedule: Schedule, shown: bool) -> Iterator[Callable[[Row], None]]:
     )  # fmt: skip
     # Cells come in bursts, a prefill before each: a short window would make the estimate jump.
     with rich.Progress(*columns, speed_estimate_period=600) as bar:
-        task = bar.add_task("starting", total=schedule.cells)
+        task = bar.add_task("starting", total=sum(len(x.cells) for x in schedule.samples))
         printed: set[tuple[str, str]] = set()
 
         def tick(row: Row) -> None:

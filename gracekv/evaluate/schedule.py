@@ -51,11 +51,6 @@ class Schedule:
     done: int
     failed: int
 
-    @property
-    def cells(self) -> int:
-        """Cells to run."""
-        return sum(len(sample.cells) for sample in self.samples)
-
 
 def make_schedule(
     experiment: Experiment,

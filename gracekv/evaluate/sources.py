@@ -130,8 +130,7 @@ class Sources:
         """The prompt of a LongProc task; raises `TaskError` if it is not in the folder."""
         import yaml
 
-        prompt: str = yaml.safe_load(self._read(f"longproc_prompt:{name}")[1])["USER_PROMPT"]
-        return prompt
+        return str(yaml.safe_load(self._read(f"longproc_prompt:{name}")[1])["USER_PROMPT"])
 
     def digest(self, part: str) -> str:
         """File name and hash of a part; raises `TaskError` if there is none."""

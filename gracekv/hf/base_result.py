@@ -141,8 +141,7 @@ class BaseResult(ABC):
     def accounting(self) -> Accounting:
         """Entries and bytes of all prompts together: [S*L, G] entries, prompt after prompt."""
         total = Accounting.total(self.accountings, backend_bytes=self._cache.held_bytes)
-        ids = [prompt.ids for prompt in self.prompts]
-        held = held_memory(self._cache, self._runs, ids)
+        held = held_memory(self._cache, self._runs, self._rows)
         return dataclasses.replace(total, held_bytes=held)
 
     @property

@@ -101,12 +101,17 @@ def capture(
     Warns (`LengthWarning`) where little room is left before a length at which the cache ends.
     """
     check_model(model)
+    check_prompt(prompt, "capture takes one Prompt")
+    return run_capture(model, prompt, None, EVERYTHING if needs is None else needs, options)
+
+
+def check_prompt(prompt: object, takes: str) -> None:
+    """Raise `PromptError`, which says what a call `takes`, unless it is a `Prompt`."""
     if not isinstance(prompt, Prompt):
         raise PromptError(
-            f"capture takes one Prompt; got {type(prompt).__name__}. Build it with "
-            f"Prompt.from_chat or Prompt.from_ids."
+            f"{takes}; got {type(prompt).__name__}. Build it with Prompt.from_chat or "
+            f"Prompt.from_ids."
         )
-    return run_capture(model, prompt, None, EVERYTHING if needs is None else needs, options)
 
 
 @torch.no_grad()
@@ -149,7 +154,9 @@ def run_capture(
         )
     length = prompt.spans.length
     on_gpu = model.device.type == "cuda"
-    size = options.chunk_of(length, splits=runs_in_parts(model), on_gpu=on_gpu)
+    # Without RoPE a decoder that rotates nothing can run in parts, too.
+    splits = has_rope(model) or rotating(model_layers(model)) == "none"
+    size = options.chunk_of(length, splits=splits, on_gpu=on_gpu)
     sizes = CaptureSizes.of(model, stays)
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
     begin = partial(Reading, model, prompt, past, needs, held, size, options.progress)
@@ -162,11 +169,6 @@ def run_capture(
     trim_memory()
     free = free_bytes(input_device(model))
     raise CaptureMemoryError(out_of_memory_message(length, size, len(held), sizes, free))
-
-
-def runs_in_parts(model: Any) -> bool:
-    """Whether a prompt can be read in chunks."""
-    return has_rope(model) or rotating(model_layers(model)) == "none"
 
 
 def _whole(reading: Reading, held: Tensor) -> Prefill:

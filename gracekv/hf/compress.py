@@ -14,7 +14,7 @@ from gracekv.backends import BACKENDS, Backend
 from gracekv.distributed.agreement import call_facts, in_step
 from gracekv.distributed.sharding import check_works_sharded
 from gracekv.errors import CacheError, ConfigError, PromptError
-from gracekv.hf.capture import prefilled_run
+from gracekv.hf.capture import check_prompt, prefilled_run
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.pipeline import Pipeline
 from gracekv.prefill import Prefill
@@ -148,11 +148,7 @@ def _check_inputs(
         )
     check_model(model)
     for prompt, prefill in zip(prompts, prefills, strict=True):
-        if not isinstance(prompt, Prompt):
-            raise PromptError(
-                f"compress takes a Prompt or a list of them; got {type(prompt).__name__}. Build it "
-                f"with Prompt.from_chat or Prompt.from_ids."
-            )
+        check_prompt(prompt, "compress takes a Prompt or a list of them")
         if prefill is not None:
             check_prefill(model, prompt, prefill)
         pipe.plan_for(model, prompt.spans, budget)

@@ -17,9 +17,9 @@ from gracekv.cache.quantised import QuantisedEntries
 from gracekv.distributed import HeadShard, head_shard
 from gracekv.distributed.agreement import call_facts
 from gracekv.errors import CacheError
+from gracekv.hf.base_result import BaseResult
 from gracekv.hf.capture import prefilled_run
 from gracekv.kernels.ragged import offsets
-from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run, physical_sizes
 from gracekv.prefill import PromptSpans
 from gracekv.prefill.fingerprint import check_same_model
@@ -31,26 +31,21 @@ from gracekv.prefill.supported import check_prompt_length, longest_sequence
 
 
 def extended_run(
-    model: Any,
-    before: Prompt,
-    run: Run,
-    pipeline: Pipeline,
+    result: BaseResult,
     passage: str | Tensor | Sequence[int],
     budget: Budget,
     capture: CaptureOptions,
 ) -> tuple[Prompt, Run]:
-    """The prompt that goes on with `passage`, and `run` with its entries behind those packed.
+    """The prompt that goes on with `passage`, and the run with its entries behind those packed.
 
     Args:
-        model: as for `capture`.
-        before: what was compressed.
-        run: what the pipeline made of it.
-        pipeline: compresses the passage.
+        result: of one prompt, whose pipeline compresses the passage.
         passage: text, or token ids [n].
 
     The other arguments and errors are those of `CompressionResult.extend`; `CacheError` also if the
     model caps its logits.
     """
+    model, pipeline, before, run = result.model, result.pipeline, result.prompts[0], result._runs[0]
     check_same_model(
         run.fingerprint, model, "What is packed", "Compress the whole text with this model."
     )

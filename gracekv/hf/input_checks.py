@@ -59,10 +59,10 @@ def before_forward(
         if positions is not None and positions.shape[-1] > new:
             kwargs["position_ids"] = positions = positions[..., -new:]
     cache.make_room(kwargs[name], mask)
-    if mask is None and positions is not None and not any(cache.padding):
-        # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
-        check_positions(int(positions.max()) + 1, cached + new)
     if not any(cache.padding):
+        if mask is None and positions is not None:
+            # `generate` drops a mask of ones, so only positions tell a used cache from a fresh one.
+            check_positions(int(positions.max()) + 1, cached + new)
         if flat is not None:
             _check_hidden(flat, flat.new_ones(1, cache.packed_length, dtype=torch.bool))
             if positions is not None and new == 1 and flat.shape[1] == cached + 1:

@@ -140,11 +140,6 @@ class LimitedCache(GraceCache):
         read = torch.tensor(self._read, dtype=torch.long)
         return CutHistory(self._start.packed_length, read, (*self._left,))
 
-    def _entries(self, new: int) -> int:
-        """Entries of all rows with `new` tokens more."""
-        first = self.grace_layers[0]
-        return self._packed_entries + self._units * first.batch * (int(first.tail_length) + new)
-
     def _count(self) -> None:
         """Packed entries in all layers and heads, and those of the largest sequence."""
         counts = torch.stack([x.packed.entries.lengths for x in self.grace_layers])
@@ -183,7 +178,8 @@ class LimitedCache(GraceCache):
 
         Raises `CacheError` for more tokens than an interval, and for a mask of another form.
         """
-        used, new = self.grace_layers[0].tail_length, tokens.shape[1]
+        first, new = self.grace_layers[0], tokens.shape[1]
+        used = first.tail_length
         room = self._room(used + new)
         if used + new > room and (used or self._carried is not None):
             self._cut(mask)
@@ -196,7 +192,8 @@ class LimitedCache(GraceCache):
             )
         for layer in self.grace_layers:
             layer.places = room
-        self._most = max(self._most, self._entries(new))
+        tail = self._units * first.batch * (used + new)
+        self._most = max(self._most, self._packed_entries + tail)
         if self.limit.history:
             # Tokens that were taken back are read again.
             del self._read[self.packed_length + used - self._start.packed_length :]

@@ -186,15 +186,7 @@ class CompressionResult(BaseResult):
             RankError: as for `gracekv.compress`, on a model whose heads are spread over processes.
         """
         with in_step(self.model):
-            prompt, run = extended_run(
-                self.model,
-                self.prompt,
-                self._run,
-                self.pipeline,
-                passage,
-                Budget.of(budget),
-                capture,
-            )
+            prompt, run = extended_run(self, passage, Budget.of(budget), capture)
             result = CompressionResult.from_runs(self.model, [prompt], [run], self.pipeline)
         if capture.trim and self.model.device.type == "cpu":
             trim_memory()
@@ -273,7 +265,7 @@ def ask_ids(
     Raises `PromptError` if the context has a question already or no tokenizer, or if a question is
     empty or does not fit the positions that are left.
     """
-    prompt = result.prompt
+    model, prompt, tokenizer = result.model, result.prompt, result.tokenizer
     check_context(prompt)
     if not isinstance(questions, Sequence) or not questions:
         given = "an empty list" if questions == [] else repr(questions)
@@ -282,24 +274,17 @@ def ask_ids(
     rows = []
     for question in questions:
         check_question(question)
-        new = first_turn(prompt.tokenizer, question, prompt.separator, prompt.template)
+        new = first_turn(tokenizer, question, prompt.separator, prompt.template)
         rows.append(torch.cat([context, torch.tensor(new)]))
-        check_room(result.model, prompt, len(rows[-1]), max_new_tokens)
+        check_room(model, prompt, len(rows[-1]), max_new_tokens)
     asked = [rows]
     if result.packed.kept and len({len(row) for row in rows}) > 1:
         # Padding between context and question would take places in sliding windows.
         asked = [[row] for row in rows]
     answers = [
-        continue_ids(
-            result.model,
-            some,
-            result.new_cache(limit),
-            prompt.tokenizer,
-            max_new_tokens,
-            dict(options),
-        )
+        continue_ids(model, some, result.new_cache(limit), tokenizer, max_new_tokens, options)
         for some in asked
     ]
     width = max(answer.shape[1] for answer in answers)
-    fill = padding_id(result.model, prompt.tokenizer)
+    fill = padding_id(model, tokenizer)
     return torch.cat([functional.pad(x, (0, width - x.shape[1]), value=fill) for x in answers])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +14,32 @@ from torch import Tensor
 from tqdm import tqdm
 
 from gracekv.allocate import Budget, BudgetOptions
-from gracekv.errors import ConfigError, PromptError, TaskError
+from gracekv.errors import PromptError, TaskError
 from gracekv.hf.base_result import BaseResult
 from gracekv.hf.compress import compress
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline
 from gracekv.prefill.prompt import Prompt, PromptSpans
 from gracekv.prefill.supported import check_model
+from gracekv.registry import Configurable, bounded
 
 # A request of lm-eval: its texts (None for a part of one), context ids and continuation ids.
 _Request = tuple[tuple[str, str] | None, list[int], list[int]]
+
+
+@dataclass(frozen=True)
+class Parts(Configurable):
+    """What of a prompt is not the context, in tokens.
+
+    Attributes:
+        question_tokens: how many of a prompt's last tokens are the question, which stays whole.
+        question_seen: whether the recipe may read the question before it compresses the context.
+        prefix_tokens: how many of a prompt's first tokens stay whole: attention sinks.
+    """
+
+    question_tokens: int = bounded(64, at_least=1)
+    question_seen: bool = False
+    prefix_tokens: int = bounded(4, at_least=0)
 
 
 class GraceLM(HFLM):  # type: ignore[misc]
@@ -62,11 +79,7 @@ class GraceLM(HFLM):  # type: ignore[misc]
     ) -> None:
         amounts = {name: options.pop(name, None) for name in BudgetOptions.__annotations__}
         self._budget = Budget.of(amounts)
-        _check_count("question_tokens", question_tokens, at_least=1)
-        _check_count("prefix_tokens", prefix_tokens, at_least=0)
-        if not isinstance(question_seen, bool):
-            raise ConfigError(f"question_seen is True or False; got {question_seen!r}.")
-        self._prefix, self._question, self._seen = prefix_tokens, question_tokens, question_seen
+        self._parts = Parts(question_tokens, question_seen, prefix_tokens)
         default = Pipeline.default(question=question_seen)
         self._pipeline = default if pipeline is None else load_pipeline(pipeline)
         self._attention = backend
@@ -75,15 +88,15 @@ class GraceLM(HFLM):  # type: ignore[misc]
 
     def _prompt(self, ids: Tensor) -> Prompt:
         """The prompt of ids [T]; raises `PromptError` if there is nothing to compress."""
-        length = len(ids)
-        end = length - self._question
-        if end <= self._prefix:
+        length, parts = len(ids), self._parts
+        start, end = parts.prefix_tokens, length - parts.question_tokens
+        if end <= start:
             raise PromptError(
-                f"A prompt of {length} tokens has nothing to compress: its first {self._prefix} "
-                f"(prefix_tokens) and its last {self._question} (question_tokens) stay whole. Set "
-                f"them lower, or leave tasks with short prompts to --model hf."
+                f"A prompt of {length} tokens has nothing to compress: its first {start} "
+                f"(prefix_tokens) and its last {parts.question_tokens} (question_tokens) stay "
+                f"whole. Set them lower, or leave tasks with short prompts to --model hf."
             )
-        spans = PromptSpans(self._prefix, end, length if self._seen else end, length)
+        spans = PromptSpans(start, end, length if parts.question_seen else end, length)
         return Prompt(ids.cpu(), spans, tokenizer=self.tokenizer)
 
     def _compress(self, rows: Sequence[Tensor]) -> BaseResult:
@@ -163,11 +176,4 @@ class GraceLM(HFLM):  # type: ignore[misc]
         raise TaskError(
             "Tasks of type loglikelihood_rolling, the perplexity of whole texts, have no context "
             "that could be compressed before it is used. Run them with --model hf."
-        )
-
-
-def _check_count(name: str, value: object, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ConfigError(
-            f"{name} counts tokens, a whole number of at least {at_least}; got {value!r}."
         )

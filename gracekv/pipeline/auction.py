@@ -76,11 +76,6 @@ class Auction:
     candidates: Tensor | None = None
     measured: Sequence[Any] = ()
 
-    @property
-    def elastic(self) -> bool:
-        """Whether budget is left unspent rather than buy what gains nothing."""
-        return bool(getattr(self.pipeline.allocate, "elastic", False))
-
     def spend(self, plan: BudgetPlan) -> AuctionResult:
         """Spend the budget; where it counts bytes, its entries are the most that could fit."""
         if self.pipeline.precision.allocates:
@@ -97,14 +92,14 @@ class Auction:
             quota = shard.own_heads(quota, 1)
         if self.forest is None:
             prices = (self.relevance.scores, self.relevance.sensitivity)
-            kept = top_tokens(*prices, plan.base, quota, elastic=self.elastic, shard=shard)
+            kept = top_tokens(*prices, plan.base, quota, elastic=pipeline.elastic, shard=shard)
             selection = Selection.of_tokens(kept, self.prefill.spans.context_start)
             return AuctionResult(plan, selection, float(entry_gains(*prices, selection).sum()))
         floor = pipeline.floor.realize(self.forest, self.candidates, plan, quota)
         frontier = pipeline.allocate(floor, quota)
         if pipeline.certify:
             empty = Frontier.empty(self.forest, plan.base)
-            bound = upper_bound(empty, quota, elastic=self.elastic)
+            bound = upper_bound(empty, quota, elastic=pipeline.elastic)
             frontier = replace(frontier, bound=max(bound, frontier.utility))
         selection = Selection.of_frontier(frontier, floor)
         return AuctionResult(plan, selection, frontier.utility, floor, frontier)
@@ -149,8 +144,7 @@ def within_bytes(
         shard: which heads the selections are of; by default all.
     """
     limit = plan.bytes
-    if limit is None:
-        raise AssertionError("The plan counts entries, not bytes.")
+    assert limit is not None  # a plan of entries is spent as it is
 
     def attempt(total: int) -> tuple[int, AuctionResult]:
         """Bytes that a selection of so many entries leaves, and the selection."""

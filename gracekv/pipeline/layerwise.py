@@ -68,7 +68,6 @@ class LayerwiseCompression:
 
     def __init__(self, pipeline: Pipeline, budget: Budget) -> None:
         self._pipeline, self._budget = pipeline, budget
-        self._elastic = bool(getattr(pipeline.allocate, "elastic", False))
         self._memory: Memory = {}
         self._seconds: dict[str, float] = {}
         self._scores: list[Tensor] = []
@@ -101,7 +100,7 @@ class LayerwiseCompression:
             caps = pipe.quota.layer(scores, layer, plan)
             if caps is not None:
                 caps = prefill.shard.own_heads(caps, 0)
-            gains, kept = candidates(scores, pipe.sensitivity(prefill)[layer], caps, self._elastic)
+            gains, kept = candidates(scores, pipe.sensitivity(prefill)[layer], caps, pipe.elastic)
             # Decoding feeds the last prompt token again, so it is no entry.
             kept[:, prefill.spans.length - 1 - region.start :] = False
             head, token = kept.nonzero().unbind(1)

@@ -160,6 +160,11 @@ class Pipeline(Configurable):
             costs=self.precision.entry_bytes(dim, size, spans),
         )
 
+    @property
+    def elastic(self) -> bool:
+        """Whether budget is left unspent rather than buy what gains nothing."""
+        return bool(getattr(self.allocate, "elastic", False))
+
     def costs(self, prefill: Prefill) -> EntryBytes | None:
         """What entries cost, if budgets count bytes; None: they count entries."""
         size = prefill.keys[0].element_size()

@@ -160,7 +160,7 @@ def finished(
         floor=bought.floor,
         frontier=bought.frontier,
         selection=bought.selection,
-        elastic=auction.elastic,
+        elastic=pipeline.elastic,
         value_change=change,
     )
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -58,16 +57,12 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         """What both need; of numbers the larger."""
-        sets = {
-            name: getattr(self, name) | getattr(other, name)
-            for name in ("context_samples", "observers")
+        both = {x.name: (getattr(self, x.name), getattr(other, x.name)) for x in fields(self)}
+        joined = {
+            name: one | two if isinstance(one, frozenset) else max(one, two)
+            for name, (one, two) in both.items()
         }
-        numbers = {
-            field.name: max(getattr(self, field.name), getattr(other, field.name))
-            for field in dataclasses.fields(self)
-            if field.name not in sets
-        }
-        return Needs(**numbers, **sets)
+        return Needs(**joined)
 
     def window_positions(self, spans: PromptSpans) -> Tensor:
         """int64 [n] ascending: direct probes and observation windows, which every capture keeps."""
@@ -140,16 +135,12 @@ def held_positions(
     take at most `memory_limit` bytes; failing both, direct probes and observation windows. What is
     missing then is computed again when it is asked for. Where that cannot be, all that is needed.
     """
+    everything, known = torch.arange(spans.past, spans.length), needs.known_positions(spans)
     if not sizes.again:
-        return (
-            torch.arange(spans.past, spans.length)
-            if needs.later_queries
-            else (needs.known_positions(spans))
-        )
+        return everything if needs.later_queries else known
     limit = max(QUERY_BYTES, spans.length * sizes.kv // 4) if memory_limit is None else memory_limit
-    if needs.later_queries and (spans.length - spans.past) * sizes.queries <= limit:
-        return torch.arange(spans.past, spans.length)
-    known = needs.known_positions(spans)
+    if needs.later_queries and len(everything) * sizes.queries <= limit:
+        return everything
     return known if len(known) * sizes.queries <= limit else needs.window_positions(spans)
 
 

@@ -150,18 +150,12 @@ def read_states(layer: Any) -> dict[str, Tensor]:
 
 def states_of(cache: Cache, kept: Sequence[ModelLayer]) -> tuple[KeptLayer, ...]:
     """What the layers `kept` hold."""
-    return tuple(
-        KeptLayer(
-            layer.number,
-            layer.kind,
-            layer.window,
-            _tensors(cache.layers[layer.number], layer),
-        )
-        for layer in kept
-    )
-
-
-def _tensors(held: Any, layer: ModelLayer) -> dict[str, Tensor]:
-    if layer.window is None:
-        return read_states(held) if layer.has_states else {}
-    return {"keys": held.keys.contiguous(), "values": held.values.contiguous()}
+    states = []
+    for layer in kept:
+        held, tensors = cache.layers[layer.number], dict[str, Tensor]()
+        if layer.window is not None:
+            tensors = {"keys": held.keys.contiguous(), "values": held.values.contiguous()}
+        elif layer.has_states:
+            tensors = read_states(held)
+        states.append(KeptLayer(layer.number, layer.kind, layer.window, tensors))
+    return tuple(states)

@@ -71,13 +71,9 @@ def auction_curve(
         budgets = torch.linspace(0, frontier.budget, _BOUNDS + 1)[1:].long().unique()
         budgets = budgets[budgets > 0]
         empty = Frontier.empty(frontier.forest, frontier.budget)
-        bounds = torch.tensor(
-            [
-                upper_bound(replace(empty, budget=budget), elastic=elastic)
-                for budget in budgets.tolist()
-            ],
-            dtype=torch.float64,
-        )
+        offered = (replace(empty, budget=budget) for budget in budgets.tolist())
+        found = [upper_bound(x, elastic=elastic) for x in offered]
+        bounds = torch.tensor(found, dtype=torch.float64)
         # At the whole budget the certificate itself, which knows the quotas.
         bounds[-1:] = frontier.bound
     return AuctionCurve(

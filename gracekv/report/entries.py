@@ -86,10 +86,6 @@ class KeptEntries:
         """int64 [E]: layer * G + head."""
         return rows(self.offsets.diff())
 
-    def per_head(self) -> Tensor:
-        """int64 [L, G] entries."""
-        return self.offsets.diff().view(self.layers, self.heads)
-
     def entry_of_token(self, position: int) -> Tensor:
         """int64 [L*G]: the entry of each head that stands for the token, -1 where it is gone."""
         stride = int(self.end.max()) + 1 if len(self.end) else 1

@@ -38,8 +38,8 @@ def test_intervals_are_the_packed_ones(make, recipe, seed, ratio):
     entries, spans = entries_of(result), result.prompt.spans
     first, last = entries.region
     assert (first, last) == (spans.context_start, spans.context_end)
-    assert torch.equal(entries.per_head(), result.accounting.entries)
-    assert int(entries.per_head().sum()) == result.accounting.spent
+    assert torch.equal(entries.offsets.diff(), result.accounting.entries.flatten())
+    assert int(entries.offsets[-1]) == result.accounting.spent
     merges = result.pipeline.pack.represents == "node"
     layouts = result._run.selection.layouts(result.prefill.spans.length, result.prefill.keys)
     for layer, layout in enumerate(layouts):
@@ -125,7 +125,7 @@ def test_a_prompt_that_ends_with_its_context(make, recipe, window):
 def test_fullkv_keeps_every_token(make):
     result = make("fullkv", 1)
     entries = entries_of(result)
-    assert torch.equal(entries.per_head(), result.accounting.entries)
+    assert torch.equal(entries.offsets.diff(), result.accounting.entries.flatten())
     assert (entries.length == 1).all()
     assert entries.depth is None
     assert entries.floor is None

@@ -59,7 +59,7 @@ def _column(number: int, tokens: int, layers: int, heads: int, kept: int) -> Rep
         spent=len(start),
         floor_spent=0,
         recent=32,
-        entries=entries.per_head(),
+        entries=entries.offsets.diff().view(entries.layers, entries.heads),
         bytes=256 * len(start),
         metadata_bytes=8 * len(start),
         full_bytes=256 * units * tokens,
