@@ -110,7 +110,8 @@ def compress(
         str | None,
         typer.Option(
             help=f"A recipe's name, or a .yaml, .toml or .json file; default: {recipes.DEFAULT}, "
-            f"without a question {recipes.DEFAULT_WITHOUT_QUESTION}."
+            f"without a question {recipes.DEFAULT_WITHOUT_QUESTION}; for a budget in bytes and in "
+            f"16 bits the same with -allocated."
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the answer.")] = 64,
@@ -135,7 +136,9 @@ def compress(
     imports: Imports = None,
 ) -> None:
     """Compress one prompt's cache, and answer a question over what is left or save it."""
+    from gracekv.allocate import Budget
     from gracekv.hf import loading
+    from gracekv.hf.compress import per_byte
 
     text = read_text(context)
     if not question and save is None and report is None:
@@ -148,9 +151,8 @@ def compress(
     for out in (save, report, json_out):
         if out is not None:
             check_output(out)
-    if pipeline is None:
-        pipeline = recipes.DEFAULT if question else recipes.DEFAULT_WITHOUT_QUESTION
-    pipelines = _pipelines(pipeline, compare or [])
+    name = pipeline or recipes.default(question=bool(question))
+    pipelines = _pipelines(name, compare or [])
     budget: dict[str, Any] = {
         "ratio": ratio,
         "compression_ratio": compression_ratio,
@@ -159,27 +161,31 @@ def compress(
     }
     if all(amount is None for amount in budget.values()):
         budget["ratio"] = "8"
+    amount = Budget.of(budget)
     loaded, tokenizer = loading.load_model(model, dtype)
+    if pipeline is None and per_byte(loaded, amount):
+        name = recipes.default(question=bool(question), per_byte=True)
+        pipelines = _pipelines(name, compare or [])
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction
     )
     results = _compressed(loaded, prompt, pipelines, budget, beyond_positions)
-    result = results[pipeline]
+    result = results[name]
     if save is not None:
         result.save(save)
     answers = {}
     if question:
         answers = {
-            name: one.generate(max_new_tokens=max_new_tokens) for name, one in results.items()
+            recipe: one.generate(max_new_tokens=max_new_tokens) for recipe, one in results.items()
         }
-        typer.echo(answers[pipeline])
+        typer.echo(answers[name])
     if report is not None and compare:
         gracekv.report.compare(results, report, answers=answers)
     elif report is not None:
-        result.report(report, answer=answers.get(pipeline))
+        result.report(report, answer=answers.get(name))
     facts = _facts(result)
     typer.echo(
-        f"\n{pipeline} kept {facts['spent']:,} of {facts['full_entries']:,} context entries "
+        f"\n{name} kept {facts['spent']:,} of {facts['full_entries']:,} context entries "
         f"(budget {facts['budget']:,}); {facts['kv_bytes']:,} bytes of keys and values and "
         f"{facts['metadata_bytes']:,} of metadata, full cache {facts['full_bytes']:,}; "
         f"prefill {facts['seconds']['prefill']:.2f} s, "
@@ -188,9 +194,9 @@ def compress(
     )
     if json_out is not None:
         record = {
-            "answer": answers.get(pipeline),
+            "answer": answers.get(name),
             "model": model,
-            "pipeline": pipelines[pipeline].to_dict(),
+            "pipeline": pipelines[name].to_dict(),
             **facts,
         }
         write_atomically(json_out, (json.dumps(record, indent=2) + "\n").encode())

@@ -20,6 +20,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.prefill import Prefill
 from gracekv.prefill.capture_memory import trim_memory
 from gracekv.prefill.fingerprint import check_same_model
+from gracekv.prefill.model_layers import head_sizes
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
@@ -84,7 +85,9 @@ def compress(
         prefill: what `capture(model, prompt)` made, which is only read; for a list of prompts a
             list. It must hold what the pipeline needs: `capture` keeps everything unless told less.
         pipeline: the name of a recipe, or a pipeline of your own; default: "gracekv-plus", or
-            "gracekv-agnostic" for a prompt without a question. "gracekv" is the paper's method.
+            "gracekv-agnostic" for a prompt without a question; for a budget in bytes, and for a
+            ratio of a model that computes in 16 bits, "gracekv-plus-allocated" or
+            "gracekv-agnostic-allocated". "gracekv" is the paper's method.
         backend: the attention implementation of decoding; default: the pipeline's.
         keep_run: keep what the stages made (scores, trees, selection) in `result.details`;
             otherwise only what a report shows of it is kept, compactly and on the CPU.
@@ -108,7 +111,7 @@ def compress(
         chosen = Budget.of(budget)
         is_batch = isinstance(prompt, list | tuple)
         prompts: Sequence[Any] = prompt if is_batch else [prompt]  # type: ignore[assignment]
-        pipe = chosen_pipeline(pipeline, backend, prompts)
+        pipe = chosen_pipeline(model, chosen, pipeline, backend, prompts)
         prefills: Sequence[Any] = [None] * len(prompts) if prefill is None else [prefill]
         if is_batch and prefill is not None:
             prefills = prefill  # type: ignore[assignment]
@@ -182,10 +185,24 @@ def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
     )
 
 
+def per_byte(model: Any, budget: Budget) -> bool:
+    """Whether the default gives entries 4, 8 or 16 bits each: `budget` counts 16-bit numbers.
+
+    So it is for budgets in bytes, and for ratios where the model computes in 16 bits. Heads whose
+    channels are no whole groups of 32 keep the model's dtype.
+    """
+    counts = budget.kind == "kv_bytes" or (budget.kind == "ratio" and model.dtype.itemsize == 2)
+    return counts and head_sizes(model)[2] % 32 == 0
+
+
 def chosen_pipeline(
-    pipeline: str | Pipeline | None, backend: str | Backend | None, prompts: Sequence[Any]
+    model: Any,
+    budget: Budget,
+    pipeline: str | Pipeline | None,
+    backend: str | Backend | None,
+    prompts: Sequence[Any],
 ) -> Pipeline:
-    """The pipeline of that name, or itself, or the prompts' default; with the backend, if given.
+    """The pipeline of that name, or itself, or the default; with the backend, if given.
 
     Raises `ConfigError` if it is neither, or if the prompts have several defaults.
     """
@@ -197,7 +214,9 @@ def chosen_pipeline(
                 f"{recipes.DEFAULT!r} and {recipes.DEFAULT_WITHOUT_QUESTION!r}. Name one: "
                 f"pipeline={recipes.DEFAULT_WITHOUT_QUESTION!r}, or compress them apart."
             )
-        pipeline = Pipeline.default(question=asked != {False})
+        check_model(model)
+        by_byte = per_byte(model, budget)
+        pipeline = Pipeline.default(question=asked != {False}, per_byte=by_byte)
     elif isinstance(pipeline, str):
         pipeline = Pipeline.named(pipeline)
     if not isinstance(pipeline, Pipeline):

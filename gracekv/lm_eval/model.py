@@ -16,7 +16,7 @@ from tqdm import tqdm
 from gracekv.allocate import Budget, BudgetOptions
 from gracekv.errors import PromptError, TaskError
 from gracekv.hf.base_result import BaseResult
-from gracekv.hf.compress import compress
+from gracekv.hf.compress import compress, per_byte
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.config import load_pipeline
 from gracekv.prefill.prompt import Prompt, PromptSpans
@@ -51,8 +51,8 @@ class GraceLM(HFLM):  # type: ignore[misc]
 
     Args:
         pretrained: a name or folder of a model, or a loaded model.
-        pipeline: a recipe's name or a pipeline file; default: "gracekv-plus" if the question is
-            seen, else "gracekv-agnostic".
+        pipeline: a recipe's name or a pipeline file; default: as for `gracekv.compress`, by
+            `question_seen`.
         backend: the attention implementation of decoding; default: the pipeline's.
         question_tokens: how many of a prompt's last tokens are the question, which stays whole.
         question_seen: whether the recipe may read the question before it compresses the context.
@@ -80,11 +80,12 @@ class GraceLM(HFLM):  # type: ignore[misc]
         amounts = {name: options.pop(name, None) for name in BudgetOptions.__annotations__}
         self._budget = Budget.of(amounts)
         self._parts = Parts(question_tokens, question_seen, prefix_tokens)
-        default = Pipeline.default(question=question_seen)
-        self._pipeline = default if pipeline is None else load_pipeline(pipeline)
+        named = None if pipeline is None else load_pipeline(pipeline)
         self._attention = backend
         super().__init__(pretrained, backend="causal", **options)
         check_model(self.model)
+        by_byte = per_byte(self.model, self._budget)
+        self._pipeline = named or Pipeline.default(question=question_seen, per_byte=by_byte)
 
     def _prompt(self, ids: Tensor) -> Prompt:
         """The prompt of ids [T]; raises `PromptError` if there is nothing to compress."""

@@ -113,13 +113,9 @@ class Pipeline(Configurable):
         return cls.from_dict({}, base=name)
 
     @classmethod
-    def default(cls, *, question: bool = True) -> Self:
-        """What `gracekv.compress` and the command line use unless told otherwise.
-
-        `question` says whether the prompt has one: `recipes.DEFAULT`, or
-        `recipes.DEFAULT_WITHOUT_QUESTION`.
-        """
-        return cls.named(recipes.DEFAULT if question else recipes.DEFAULT_WITHOUT_QUESTION)
+    def default(cls, *, question: bool = True, per_byte: bool = False) -> Self:
+        """What `gracekv.compress` and the command line use unless told; see `recipes.default`."""
+        return cls.named(recipes.default(question=question, per_byte=per_byte))
 
     def check(self) -> None:
         if self.keep_all and self.precision.allocates:

@@ -18,6 +18,7 @@ __all__ = [
     "DEFAULT_WITHOUT_QUESTION",
     "PAPER",
     "Recipe",
+    "default",
     "describe",
     "find",
     "label",
@@ -32,7 +33,17 @@ answers. "gracekv" is the paper's method."""
 DEFAULT_WITHOUT_QUESTION = "gracekv-agnostic"
 """The same for a prompt without a question, whose cache is asked later."""
 
+
 RECIPES: dict[str, Recipe] = {**OWN, **RIVALS}
+
+
+def default(*, question: bool = True, per_byte: bool = False) -> str:
+    """What `compress` uses unless told, for a prompt with or without a question.
+
+    With `per_byte` entries take 4, 8 or 16 bits a number, by what each byte brings.
+    """
+    name = DEFAULT if question else DEFAULT_WITHOUT_QUESTION
+    return f"{name}-allocated" if per_byte else name
 
 
 def names() -> list[str]:

@@ -43,6 +43,8 @@ _CHOSEN: Mapping[str, Any] = {
     "window": {"size": 4, "minimum": 4},
 }
 _PLUS: Mapping[str, Any] = {**_CHOSEN, "fit": "values_and_mass"}
+# Exact tokens are dear where others take 4 bits, so the window is half as long.
+_ALLOCATED: Mapping[str, Any] = {"window": {"size": 2, "minimum": 2}, "precision": "allocated"}
 # Without a question every query of the context may come again, so all of them count alike.
 _AGNOSTIC: Mapping[str, Any] = {
     **_CHOSEN,
@@ -96,7 +98,12 @@ OWN: Mapping[str, Recipe] = {
     "gracekv-plus-allocated": Recipe(
         "gracekv-plus whose entries take 4, 8 or 16 bits a number, by what each byte brings",
         "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
-        {**_PLUS, "window": {"size": 2, "minimum": 2}, "precision": "allocated"},
+        {**_PLUS, **_ALLOCATED},
+    ),
+    "gracekv-agnostic-allocated": Recipe(
+        "gracekv-agnostic whose entries take 4, 8 or 16 bits a number, by what each byte brings",
+        "ours; rounding: Liu et al. 2024, KIVI, arXiv:2402.02750",
+        {**_AGNOSTIC, **_ALLOCATED},
     ),
     "gracekv-draft": Recipe(
         "gracekv-plus after a look at what 16 drafted answer tokens read",

@@ -13,7 +13,6 @@ import torch
 import gracekv
 from gracekv import recipes
 from gracekv.cache import Accounting, Timings
-from gracekv.errors import BudgetError
 from gracekv.pipeline import Pipeline
 from gracekv.pipeline.stages import REGISTRIES
 
@@ -46,8 +45,6 @@ def calls(monkeypatch):
 
     def compress(model, prompt, **options):
         seen.append({"model": model, **prompt.texts, **options})
-        if options["ratio"] == "0.5":
-            raise BudgetError("ratio is at least 1; got '0.5'.")
         return FakeResult(prompt, options["ratio"] or 2)
 
     monkeypatch.setattr(gracekv, "Prompt", SimpleNamespace(from_chat=from_chat), raising=False)
@@ -55,6 +52,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(
         "gracekv.hf.loading.load_model", lambda name, dtype: (f"{name}:{dtype}", None)
     )
+    monkeypatch.setattr("gracekv.hf.compress.per_byte", lambda model, budget: "bfloat16" in model)
     return seen
 
 
@@ -132,19 +130,19 @@ def test_compress_prints_answer_and_accounting(run, calls, story, tmp_path):
     )  # fmt: skip
     assert (status, out) == (0, "5 tokens\n")
     assert (tmp_path / "saved").read_text() == "entries"
-    assert "gracekv-plus kept 60 of 120 context entries (budget 15)" in err
+    assert "gracekv-plus-allocated kept 60 of 120 context entries (budget 15)" in err
     assert "compression 0.75 s" in err
     (call,) = calls
     assert call["model"] == "smollm2:bfloat16"
     assert call["context"] == "Once “upon” a time."
     assert (call["question"], call["instruction"]) == ("Why?", "Read.")
     assert (call["ratio"], call["entries_per_head"], call["kv_bytes"]) == ("8", None, None)
-    assert call["pipeline"] == Pipeline.named("gracekv-plus")
+    assert call["pipeline"] == Pipeline.named("gracekv-plus-allocated")
     record = json.loads(target.read_text())
     assert record["answer"] == "5 tokens"
     assert record["entries_per_head"] == [[10, 10]] * 3
     assert record["seconds"]["prefill"] == 2.0
-    assert Pipeline.from_dict(record["pipeline"]) == Pipeline.named("gracekv-plus")
+    assert Pipeline.from_dict(record["pipeline"]) == call["pipeline"]
     assert [path.name for path in target.parent.iterdir()] == ["out.json"]
 
 
@@ -189,7 +187,7 @@ def test_an_interrupt_leaves_no_trace(run, calls, story, tmp_path, monkeypatch):
 BAD = [
     (["list", "--stage", "alocate"], "Did you mean 'allocate'?"),
     (["compress", "--context", "missing.txt"], "Cannot read missing.txt"),
-    (["compress", "--ratio", "0.5"], "BudgetError: ratio is at least 1"),
+    (["compress", "--ratio", "0.5"], "BudgetError: ratio says how many"),
     (["compress", "--pipeline", "gracekw"], "Did you mean 'gracekv'?"),
     (["compress", "--pipeline", "missing.toml"], "Cannot read missing.toml"),
     (["compress"], "Missing option"),

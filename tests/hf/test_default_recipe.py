@@ -1,0 +1,88 @@
+"""Which recipe `compress` takes unless told: by question, and by what budgets count."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import gracekv
+from gracekv import recipes
+from gracekv.allocate import Budget
+from gracekv.hf.compress import per_byte
+from gracekv.testing.models import tiny_llama
+from support.asked_context import TEXT
+from support.static_tails import steps
+
+
+def llama(dtype=torch.bfloat16, dim=32):
+    return tiny_llama(layers=2, dim=dim, vocabulary=2000, positions=4096, dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def asked(tokenizer):
+    return gracekv.Prompt.from_chat(tokenizer, context=TEXT, question="Who fell?")
+
+
+BUDGETS = [Budget.ratio(4), Budget.kv_bytes(10**6), Budget.entries_per_head(20)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "want"),
+    [
+        (torch.bfloat16, 32, [True, True, False]),
+        (torch.float16, 64, [True, True, False]),
+        (torch.float32, 32, [False, True, False]),
+        # Groups of 32 channels do not fit: entries stay as they are, and nothing is refused.
+        (torch.bfloat16, 16, [False, False, False]),
+    ],
+)
+def test_bits_are_allocated_where_budgets_count_16_bit_numbers(dtype, dim, want):
+    given = llama(dtype, dim)
+    assert [per_byte(given, budget) for budget in BUDGETS] == want
+
+
+@pytest.mark.parametrize("question", [True, False])
+def test_the_four_defaults(model, prompt, asked, question):
+    given = asked if question else prompt
+    name = recipes.DEFAULT if question else recipes.DEFAULT_WITHOUT_QUESTION
+    by_ratio = gracekv.compress(model, given, ratio=4)
+    assert recipes.label(by_ratio.pipeline) == f"{name}-allocated"
+    assert by_ratio.accounting.spent_bytes <= by_ratio.accounting.budget_bytes
+    assert {share.bits for share in by_ratio.accounting.widths} >= {4, 16}
+    by_entries = gracekv.compress(model, given, entries_per_head=20)
+    assert recipes.label(by_entries.pipeline) == name
+
+
+def test_at_ratio_1_it_is_the_full_cache_bit_for_bit(model, asked):
+    prefill = gracekv.capture(model, asked)
+    ours, full = (
+        gracekv.compress(model, asked, prefill=prefill, ratio=1, pipeline=name).packed
+        for name in (None, "fullkv")
+    )
+    for own, whole in zip(ours.layers, full.layers, strict=True):
+        assert sum(part.entries for part in own.coded) == 0
+        assert torch.equal(own.exact.keys, whole.keys)
+        assert torch.equal(own.exact.values, whole.values)
+
+
+def test_it_goes_wherever_the_other_default_goes(model, prompt, tokenizer, tmp_path):
+    book = gracekv.compress(model, prompt, ratio=3)
+    ids = torch.randint(0, 97, (1, 12), generator=torch.Generator().manual_seed(1))
+    want = steps(model, book.new_cache(), ids)
+    static = steps(model, book.new_cache().with_static_tail(8), ids)
+    torch.testing.assert_close(static, want, rtol=0, atol=0.05)
+
+    book.save(tmp_path / "book")
+    again = gracekv.load(tmp_path / "book", model)
+    torch.testing.assert_close(steps(model, again.new_cache(), ids), want, rtol=0, atol=0.05)
+
+    longer = book.extend("\n\nThe end. " * 12, ratio=3)
+    assert longer.accounting.spent_bytes > book.accounting.spent_bytes
+    assert longer.ask("Who fell?", max_new_tokens=3)
+    both = gracekv.compress(model, [prompt, prompt], ratio=3)
+    assert both.new_cache() is not None
