@@ -285,6 +285,7 @@ def test_the_harness_keeps_its_own_models(harness):
 
 
 def test_without_lm_eval_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    for name in ("lm_eval", "lm_eval.models", "lm_eval.api.registry"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingDependencyError, match=r"gracekv\[lm-eval\]"):
         gracekv.lm_eval.register()
