@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -33,11 +34,15 @@ def plan_gpu_batch(
     of_context: Counter[str] = Counter()
     for context, tokens in asking.values():
         of_context[context.header.digest] += tokens * group
-    tile = unit_tile(
-        pages.shape[3] // 2, pages.dtype, gpu.capability(pages.device), max(of_context.values())
-    )
+    tile = device_tile(pages.device, pages.shape[3] // 2, pages.dtype, max(of_context.values()))
     programs = _PROGRAMS * gpu.processors(pages.device)
     return plan_batch(asking, metadata, group, pages, Division(tile.queries, _ENTRIES, programs))
+
+
+@functools.cache
+def device_tile(device: torch.device, dim: int, dtype: torch.dtype, rows: int) -> Tiles:
+    """`unit_tile` on `device`; every layer asks."""
+    return unit_tile(dim, dtype, gpu.capability(device), rows)
 
 
 def unit_tile(dim: int, dtype: torch.dtype, capability: tuple[int, int], rows: int) -> Tiles:

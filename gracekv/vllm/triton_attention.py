@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gracekv.backends.triton_tiles import padded_dim
 from gracekv.cache.base import RaggedEntries
-from gracekv.kernels.device import capability, interpreted
+from gracekv.kernels.device import interpreted
 from gracekv.vllm.context_attention import Asking, LayerCall
 from gracekv.vllm.context_batch import ContextBatch
-from gracekv.vllm.gpu_batch import plan_gpu_batch, unit_tile
+from gracekv.vllm.gpu_batch import device_tile, plan_gpu_batch
 from gracekv.vllm.stored_context import StoredContext
 from gracekv.vllm.triton_kernel import attend_units, merge_units
 
@@ -68,7 +68,7 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
     blocks = call.metadata.block_table
     query_heads, dim = query.shape[1:]
     heads, block = pages.shape[1:3]
-    tile = unit_tile(dim, pages.dtype, capability(pages.device), batch.longest)
+    tile = device_tile(pages.device, dim, pages.dtype, batch.longest)
     block_d = padded_dim(dim)
     # The interpreter computes on the bits of bfloat16 as if they were integers, and truncates
     # where it should round; so there the kernel writes float32, and torch rounds.
