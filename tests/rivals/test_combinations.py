@@ -136,7 +136,8 @@ def test_a_comparison_sets_one_window_for_all():
         own = recipe != "gracekv-plus-trees" and recipe.startswith(
             ("gracekv-plus", "gracekv-agnostic", "gracekv-draft", "gracekv-foresight")
         )
-        matching = dict.fromkeys(("attention-matching", "attention-matching-omp", "rdkv"), 1)
-        special = {"streaming-llm": 1, "gracekv-plus-allocated": 2, **matching}
+        one = ("attention-matching", "attention-matching-omp", "rdkv", "streaming-llm")
+        two = ("gracekv-plus-allocated", "gracekv-agnostic-allocated")
+        special = dict.fromkeys(one, 1) | dict.fromkeys(two, 2)
         expected = special.get(recipe, 4 if own else 10)
         assert run.accounting.recent == expected
