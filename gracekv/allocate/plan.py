@@ -1,4 +1,4 @@
-"""`BudgetPlan`: a budget in entries, what entries cost, and whole shares."""
+"""`BudgetPlan`: a budget in entries, and whole shares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import BudgetError
-from gracekv.kernels import ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +48,10 @@ class BudgetPlan:
         """Nothing need be removed: the result is FullKV."""
         return self.compressible <= 0 or self.total >= self.layers * self.heads * self.context
 
-
-@dataclass(frozen=True, slots=True)
-class EntryBytes:
-    """Bytes of keys and values of the entries of one head.
-
-    Source: ours.
-
-    Attributes:
-        exact: of an entry as it is, in the model's dtype.
-        coded: of a quantised entry, with the scales and zero points of its own.
-        block: of the scales and zero points that a block of quantised entries shares.
-        per_block: entries of a block; the last block of a head may have fewer.
-        full: of an entry of 16-bit numbers, by which ratios count whatever the model's dtype.
-        sinks: how many of the context's first tokens stay as they are where they are kept.
-    """
-
-    exact: int
-    coded: int
-    block: int
-    per_block: int
-    full: int
-    sinks: int = 0
-
-    def heads(self, exact: int, coded: Tensor) -> int:
-        """Bytes of heads with `coded` quantised entries (int64 [heads]), `exact` ones in all."""
-        blocks = int(ragged.blocks(coded, self.per_block).sum())
-        return exact * self.exact + int(coded.sum()) * self.coded + blocks * self.block
-
-    def most(self, size: int) -> int:
-        """Entries that `size` bytes hold at most, all quantised and in full blocks."""
-        return size * self.per_block // (self.coded * self.per_block + self.block)
+    def holds(self, entry_bytes: int) -> bool:
+        """Whether every entry fits at `entry_bytes`, if bytes count at all."""
+        full = self.layers * self.heads * self.context * entry_bytes
+        return self.bytes is None or full <= self.bytes
 
 
 def equal_shares(plan: BudgetPlan) -> Tensor:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from gracekv.distributed.sharding import HeadShard, head_shard
 from gracekv.errors import RankError
 
 
-@contextmanager
-def in_step(model: Any) -> Iterator[HeadShard]:
+def in_step(model: Any) -> AbstractContextManager[HeadShard]:
     """A block that all processes of a sharded `model` run together; yields its `head_shard`.
 
     If the block fails on one process, the others raise `RankError` at their next exchange.
     """
-    with together(head_shard(model)) as shard:
-        yield shard
+    return together(head_shard(model))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from gracekv.allocate import (
     RecentWindow,
     Selection,
 )
-from gracekv.allocate.plan import EntryBytes
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.backends import Auto, Backend
 from gracekv.cache import Packer, RaggedCache, Timings
 from gracekv.decode import Decoder, NoCut

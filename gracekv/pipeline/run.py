@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Frontier, Selection
-from gracekv.allocate.plan import EntryBytes
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache import (
     Accounting,
     CompressedCache,
@@ -104,10 +104,8 @@ def whole_cache(
             length=covered,
         )
     region = prefill.spans.region(plan.recent)
-    if not quantise and plan.bytes is not None:
-        entries = plan.layers * plan.heads * prefill.spans.context_length
-        if entries * prefill.entry_bytes <= plan.bytes:
-            region = Region(region.start, region.start)
+    if not quantise and plan.bytes is not None and plan.holds(prefill.entry_bytes):
+        region = Region(region.start, region.start)
     with stage("precision"):
         widths = [precision.widths(layer.positions, region) for layer in cache.layers]
         return precision(cache, widths).with_kept(prefill.kept)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gracekv.allocate import BudgetPlan, Selection
-from gracekv.allocate.plan import EntryBytes
+from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache
@@ -84,9 +84,9 @@ class Precision(Strategy, abc.ABC):
 
     def keeps_all(self, plan: BudgetPlan, entry_bytes: int) -> bool:
         """Whether nothing need be dropped, nor shared out; `entry_bytes` is that of an entry."""
-        if not self.allocates or not plan.keeps_all or plan.bytes is None or plan.compressible <= 0:
-            return plan.keeps_all
-        return plan.layers * plan.heads * plan.context * entry_bytes <= plan.bytes
+        return plan.keeps_all and (
+            not self.allocates or plan.compressible <= 0 or plan.holds(entry_bytes)
+        )
 
     def measured(self, prefill: Prefill, layer: int, region: Region) -> Any:
         """What `allocate` needs of the tokens of one layer; asked where it is declared."""
