@@ -107,7 +107,7 @@ def replay(bench: Bench) -> None:
 
         def work(length: int = length, rows: int = rows) -> Row:
             prompts = [bench.prompt(length - 7 * number) for number in range(rows)]
-            result = gracekv.compress(model, prompts, ratio=options.ratio)
+            result = gracekv.compress(model, prompts, ratio=options.ratio, pipeline="gracekv-plus")
             suits, found, answers = graph_replay.suits, {}, {}
             try:
                 for name, replays in (("growing", False), ("replayed", True)):

@@ -135,7 +135,7 @@ def profile(bench: Bench) -> None:
     if bench.cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as recorded:
-        result = gracekv.compress(model, prompt, ratio=bench.options.ratio)
+        result = gracekv.compress(model, prompt, ratio=bench.options.ratio, pipeline="gracekv-plus")
         result.generate_ids(8, eos_token_id=None)
     key = "self_device_time_total" if bench.cuda else "self_cpu_time_total"
     events = sorted(recorded.key_averages(), key=lambda event: -getattr(event, key))[:20]

@@ -61,7 +61,9 @@ class AdaptiveHeads(Quota):
         if self.floor > 0:
             guaranteed = max(1, guaranteed)
         # The recent window is held anyway, and counts as part of what is guaranteed.
-        guaranteed = max(0, guaranteed - plan.recent)
+        guaranteed -= plan.recent
+        if guaranteed <= 0:
+            return scores
         best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :guaranteed]
         return scores.scatter(-1, best, torch.inf)
 

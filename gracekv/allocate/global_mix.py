@@ -22,8 +22,8 @@ class GlobalMix(Quota):
 
     Source: ours; the rules are those of Feng et al. (2024), arXiv:2407.11550, within a layer.
 
-    Cost: one sort of the scores of all heads. Shares compare layers, so a pipeline with it keeps
-    all layers until the last is read.
+    Cost: one sort of the scores of all heads, 16 bytes a token of each meanwhile. Shares compare
+    layers, so a pipeline with it keeps all layers until the last is read.
 
     Attributes:
         floor: weight of the equal part (ours, 0.25: tuned with `gracekv-plus`).

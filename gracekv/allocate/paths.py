@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, tensor
+from torch import Tensor, int64, tensor
 
 from gracekv.allocate.ranking import first_fitting, first_offer
 from gracekv.distributed.sharding import HeadShard
@@ -81,7 +81,9 @@ def buy_together(
     done, prices = bought(last, list(caps))
     if shard.total(sum(prices)) <= budget:
         return done
-    at = int(first_fitting(score.cpu(), ties.cpu(), tensor(prices), budget, shard).sum())
+    # A process without candidates has prices all the same, of the same dtype.
+    paid = tensor(prices, dtype=int64)
+    at = int(first_fitting(score.cpu(), ties.cpu(), paid, budget, shard).sum())
     left = list(caps)
     done, prices = bought(last[:at], left)
     budget -= shard.total(sum(prices))

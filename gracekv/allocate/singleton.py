@@ -106,7 +106,8 @@ class Singleton(Floor):
         caps = [self.head_limit(plan)] * (forest.layers * forest.heads)
         quota = check_quota(quota, forest.layers, forest.heads)
         if quota is not None:
-            caps = [min(own, int(cap)) for own, cap in zip(caps, quota.flatten(), strict=True)]
+            most = quota.long().flatten().tolist()
+            caps = [min(own, cap) for own, cap in zip(caps, most, strict=True)]
         executed = torch.zeros(len(ops), dtype=torch.bool, device=ops.cost.device)
         last, place = _last_operation(ops, candidates)
         score = candidates.flatten()[place]

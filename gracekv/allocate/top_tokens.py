@@ -31,7 +31,8 @@ def top_tokens(
     """bool [L, G, N]: the tokens that the greedy auction keeps.
 
     Ties go to the earlier layer, head and token. Holds about 11 bytes a token of every head, and 24
-    bytes a token of the heads of one layer.
+    bytes a token of the heads of one layer; over processes also about 60 bytes for each token that
+    is among the `budget` best of this one.
 
     Args:
         scores: R^tok [L, G, N].
@@ -59,24 +60,25 @@ def top_tokens(
         return kept
     if budget == 0:
         return torch.zeros_like(kept)
+    if wanted > budget:
+        # What is not among the best here is not among the best of all processes. Gains are at least
+        # 0, so what is out already comes last.
+        flat = rough.masked_fill_(~kept, -1.0).flatten()
+        cut = kth_largest(flat, budget)
+        kept = (flat > cut).view_as(scores)
+        tied = where_true(flat == cut)
+        left = budget - int(torch.count_nonzero(kept))
+        if left < len(tied):
+            exact = _gains(scores.flatten()[tied], omega.flatten()[tied // tokens])
+            tied = tied[exact.sort(descending=True, stable=True).indices[:left]]
+        kept.view(-1)[tied] = True
     if shard.ranks > 1:
         at = where_true(kept.flatten())
-        row, token = at // tokens, at % tokens
+        row = at // tokens
         gains = _gains(scores.flatten()[at], omega.flatten()[row])
-        place = shard.among_all(row, heads) * tokens + token
+        place = shard.among_all(row, heads) * tokens + at % tokens
         kept.view(-1)[at] = first_fitting(gains, place, torch.ones_like(at), budget, shard)
-        return kept
-    # Gains are at least 0, so what is out already comes last.
-    flat = rough.masked_fill_(~kept, -1.0).flatten()
-    cut = kth_largest(flat, budget)
-    kept = flat > cut
-    tied = where_true(flat == cut)
-    left = budget - int(torch.count_nonzero(kept))
-    if left < len(tied):
-        exact = _gains(scores.flatten()[tied], omega.flatten()[tied // tokens])
-        tied = tied[exact.sort(descending=True, stable=True).indices[:left]]
-    kept[tied] = True
-    return kept.view_as(scores)
+    return kept
 
 
 def candidates(

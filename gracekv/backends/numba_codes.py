@@ -145,10 +145,13 @@ def coded_rows(
         at, to = (first + done) * step, done * dim
         if not in_vectors:
             for e in range(rows):
-                for c in range(dim):
-                    g = c if by_channel else e * groups + c // width
-                    code = _code(codes, first + done + e, c, p.bits)
-                    wide[done + e, c] = z[0, g] + s[0, g] * code
+                for part_of_byte in range(8 // p.bits):
+                    shift = part_of_byte * p.bits
+                    for j in range(step):
+                        c = part_of_byte * step + j
+                        g = c if by_channel else e * groups + c // width
+                        code = codes[first + done + e, j] >> shift & ((1 << p.bits) - 1)
+                        wide[done + e, c] = z[0, g] + s[0, g] * np.float32(code)
         elif by_channel:
             for c in range(0, step, WIDTH):
                 if p.bits == 8:
@@ -183,10 +186,3 @@ def _widened(numbers: Any, first: int, count: int, out: Any) -> None:
     """out[0, i] <- number first + i of the 16-bit `numbers`, in the order in which they lie."""
     begin = numbers.ctypes.data + numbers.itemsize * first
     as_float32(carray(pointer(begin), (1, count), numbers.dtype), 0, 1, out)
-
-
-@inner(inline="always")
-def _code(codes: Any, e: int, c: int, bits: int) -> Any:
-    """Code c of row e as float32."""
-    step = codes.shape[1]
-    return np.float32(codes[e, c % step] >> (c // step * bits) & ((1 << bits) - 1))

@@ -166,9 +166,9 @@ class RaggedCache(CompressedCache):
     layers: tuple[RaggedEntries, ...]
 
     def with_keys_of(self, other: RaggedCache, dim: int) -> RaggedCache:
-        """The keys of `other`, which holds the same entries; of keys and values `dim` coordinates.
+        """This cache with the keys of `other`, which holds the same entries.
 
-        They are the first; views.
+        Of keys and values these are the first `dim` coordinates, as views.
         """
         layers = tuple(
             replace(own, keys=x.keys[:, :dim], values=own.values[:, :dim])

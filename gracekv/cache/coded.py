@@ -42,8 +42,8 @@ class Coding:
             )
         if dim * self.bits % 8:
             raise ShapeError(
-                f"{dim} codes of {self.bits} bits do not fill whole bytes. Use 8 bits for this "
-                f"head dimension."
+                f"{dim} codes of {self.bits} bits do not fill whole bytes. Use the precision "
+                f"'uniform' with 8 bits, or 'full'."
             )
 
 
@@ -69,8 +69,9 @@ class Codes:
         `block` int64 [n] are the rows of `scale` of each entry; None: they are its own.
         """
         codes = self.codes[first:stop]
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
-        codes = ((codes[:, None] >> shifts) & (2**bits - 1)).flatten(1)
+        if bits < 8:
+            shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
+            codes = ((codes[:, None] >> shifts) & (2**bits - 1)).flatten(1)
         if block is None:
             scale, zero = self.scale[first:stop, :, None], self.zero[first:stop, :, None]
         else:

@@ -64,10 +64,10 @@ def gathered(given: LayerToPack, positions: Tensor) -> RaggedEntries:
 
 
 def kept_in_context(given: LayerToPack, packed: RaggedEntries) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the K packed entries that are context tokens, one a token: which, and what they are.
+    """Which packed entries are tokens of the context, and which tokens of it are kept.
 
-    Returns their numbers int64 [K], by head and position; and of each the head and the place in the
-    context, int64 [2, K]; and bool [G, N_ctx], the tokens that are kept.
+    Returns indices int64 [K] of these entries, ascending; their heads and their tokens' offsets in
+    the context, int64 [2, K]; and bool [G, N_ctx], which tokens each head keeps.
     """
     spans, positions = given.prefill.spans, packed.positions.long()
     inside = (positions >= spans.context_start) & (positions < spans.context_end)

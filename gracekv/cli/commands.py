@@ -92,10 +92,10 @@ def compress(
         str, typer.Option(help="'smollm2' (embedded), or a transformers name or folder.")
     ] = "smollm2",
     ratio: Annotated[
-        str | None, typer.Option(help="Keep this many times fewer entries (8 if no budget).")
+        str | None, typer.Option(help="Keep this many times less of the cache (8 if no budget).")
     ] = None,
     compression_ratio: Annotated[
-        str | None, typer.Option(help="Remove this fraction of the entries, as kvpress counts.")
+        str | None, typer.Option(help="Remove this fraction of the cache, as kvpress counts.")
     ] = None,
     entries_per_head: Annotated[
         int | None, typer.Option(help="Budget as entries per KV head and layer, on average.")
@@ -151,8 +151,8 @@ def compress(
     for out in (save, report, json_out):
         if out is not None:
             check_output(out)
-    name = pipeline or recipes.default(question=bool(question))
-    pipelines = _pipelines(name, compare or [])
+    named = [*([] if pipeline is None else [pipeline]), *(compare or [])]
+    _pipelines(named)  # what cannot be read is refused before the model is loaded
     budget: dict[str, Any] = {
         "ratio": ratio,
         "compression_ratio": compression_ratio,
@@ -163,9 +163,10 @@ def compress(
         budget["ratio"] = "8"
     amount = Budget.of(budget)
     loaded, tokenizer = loading.load_model(model, dtype)
-    if pipeline is None and per_byte(loaded, amount):
-        name = recipes.default(question=bool(question), per_byte=True)
-        pipelines = _pipelines(name, compare or [])
+    if pipeline is None:
+        by_byte = per_byte(loaded, amount)
+        named = [recipes.default(question=bool(question), per_byte=by_byte), *named]
+    pipelines, name = _pipelines(named), named[0]
     prompt = gracekv.Prompt.from_chat(
         tokenizer, context=text, question=question, instruction=instruction
     )
@@ -202,15 +203,15 @@ def compress(
         write_atomically(json_out, (json.dumps(record, indent=2) + "\n").encode())
 
 
-def _pipelines(name: str, others: list[str]) -> dict[str, Pipeline]:
+def _pipelines(names: list[str]) -> dict[str, Pipeline]:
     """The pipelines of these names or files, by name; raises `ConfigError` if one is twice."""
     from gracekv.pipeline.config import load_pipeline
 
-    pipelines = {one: load_pipeline(one) for one in (name, *others)}
-    if len(pipelines) <= len(others):
+    pipelines = {one: load_pipeline(one) for one in names}
+    if len(pipelines) < len(names):
         raise ConfigError(
-            f"--pipeline and each --compare must name different pipelines; got {name!r} and "
-            f"{', '.join(map(repr, others))}."
+            f"--pipeline and each --compare must name different pipelines; got "
+            f"{', '.join(map(repr, names))}."
         )
     return pipelines
 

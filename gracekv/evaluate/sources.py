@@ -71,7 +71,7 @@ class Sources:
     """Benchmark data under one folder, read when they are first asked for.
 
     Looks for `essays/PaulGrahamEssays.json`, `qa/squad*.json`, `qa/hotpot*.json`,
-    `longbench/NAME*.jsonl`, `longproc/NAME_0.5k*.json` and `longproc/NAME.prompts.yaml`. Without
+    `longbench/NAME.*jsonl`, `longproc/NAME_0.5k*.json` and `longproc/NAME.prompts.yaml`. Without
     essays the haystack is the public-domain chapter that comes with gracekv, repeated; LongBench
     then comes from the hub.
 

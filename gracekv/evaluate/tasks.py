@@ -129,7 +129,10 @@ class Task:
     def fitting(
         self, samples: int, sources: Sources, tokenizer: Any, limit: int, first: int = 0
     ) -> Iterator[int]:
-        """`samples` numbers of given texts from `first` on, of at most `limit` prompt tokens."""
+        """`samples` numbers of given texts from `first` on, of at most `limit` prompt tokens.
+
+        Of texts that are made here `samples` are tried, so there may be fewer.
+        """
         every = range(first, self._records(sources, first + samples))
 
         def fits(index: int) -> bool:

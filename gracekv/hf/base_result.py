@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gracekv import recipes
-from gracekv.cache import Accounting, CompressedCache, Timings
+from gracekv.cache import Accounting, CompressedCache, Timings, dequantised
+from gracekv.cache.quantised import QuantisedEntries
 from gracekv.cache.serialization import write_cache
 from gracekv.cache.sharding import whole_cache
 from gracekv.decode import Limit
@@ -96,9 +97,9 @@ class BaseResult(ABC):
 
         Every call makes another one: keep it in a variable to continue a conversation on it.
 
-        With `limit` it is a `LimitedCache`, which is cut while it grows. Raises `BudgetError` if
-        the limit is below what must stay, `CacheError` if entries are quantised or heads are spread
-        over processes.
+        With `limit` it is a `LimitedCache`, which is cut while it grows. It holds entries in the
+        model's dtype, of its own where these are quantised. Raises `BudgetError` if the limit is
+        below what must stay, `CacheError` if heads are spread over processes.
         """
         if limit is None:
             return self._cache.with_empty_tail()
@@ -106,8 +107,11 @@ class BaseResult(ABC):
         known = [x for x in scores if x is not None]
         joined = map(torch.cat, zip(*known, strict=True)) if len(known) == len(scores) else None
         strategy = limit.decoder(self.pipeline.decode)
+        source = self._cache
+        if any(isinstance(layer, QuantisedEntries) for layer in self.packed.layers):
+            source = GraceCache(dequantised(self.packed), self.pipeline.backend)
         return LimitedCache(
-            self._cache, self.model, limit, strategy, None if joined is None else tuple(joined)
+            source, self.model, limit, strategy, None if joined is None else tuple(joined)
         )
 
     @property

@@ -17,6 +17,7 @@ from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.capture import check_prompt, prefilled_run
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.pipeline import Pipeline
+from gracekv.precision import AllocatedPrecision
 from gracekv.prefill import Prefill
 from gracekv.prefill.capture_memory import trim_memory
 from gracekv.prefill.fingerprint import check_same_model
@@ -186,13 +187,16 @@ def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:
 
 
 def per_byte(model: Any, budget: Budget) -> bool:
-    """Whether the default gives entries 4, 8 or 16 bits each: `budget` counts 16-bit numbers.
+    """Whether the default chooses how many bits each entry takes: `budget` comes to bytes.
 
-    So it is for budgets in bytes, and for ratios where the model computes in 16 bits. Heads whose
-    channels are no whole groups of 32 keep the model's dtype.
+    So do budgets in bytes, and ratios where the model computes in 16 bits. Heads whose channels are
+    no whole groups of numbers that share a scale keep the model's dtype.
+
+    Raises `UnsupportedModelError` as `capture` does.
     """
+    check_model(model)
     counts = budget.kind == "kv_bytes" or (budget.kind == "ratio" and model.dtype.itemsize == 2)
-    return counts and head_sizes(model)[2] % 32 == 0
+    return counts and head_sizes(model)[2] % AllocatedPrecision().group == 0
 
 
 def chosen_pipeline(
@@ -207,15 +211,14 @@ def chosen_pipeline(
     Raises `ConfigError` if it is neither, or if the prompts have several defaults.
     """
     if pipeline is None:
+        by_byte = per_byte(model, budget)
         asked = {getattr(prompt, "has_question", True) for prompt in prompts}
         if len(asked) > 1:
+            known, unknown = (recipes.default(question=x, per_byte=by_byte) for x in (True, False))
             raise ConfigError(
-                f"Prompts with and without a question have different default recipes, "
-                f"{recipes.DEFAULT!r} and {recipes.DEFAULT_WITHOUT_QUESTION!r}. Name one: "
-                f"pipeline={recipes.DEFAULT_WITHOUT_QUESTION!r}, or compress them apart."
+                f"Prompts with and without a question have different default recipes, {known!r} "
+                f"and {unknown!r}. Name one: pipeline={unknown!r}, or compress them apart."
             )
-        check_model(model)
-        by_byte = per_byte(model, budget)
         pipeline = Pipeline.default(question=asked != {False}, per_byte=by_byte)
     elif isinstance(pipeline, str):
         pipeline = Pipeline.named(pipeline)

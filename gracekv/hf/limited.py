@@ -33,7 +33,7 @@ class LimitedCache(GraceCache):
     own. Positions go on: they count what was read, not what is kept.
 
     Args:
-        source: a cache with an empty tail.
+        source: a cache with an empty tail, whose entries are not quantised.
         model: the model that it is of.
         limit: what it may hold.
         strategy: what stays.
@@ -45,7 +45,7 @@ class LimitedCache(GraceCache):
 
     Raises:
         BudgetError: the limit is below what must stay.
-        CacheError: the entries are quantised, or the model's heads are spread over processes.
+        CacheError: the model's heads are spread over processes.
     """
 
     limit: Limit
@@ -71,11 +71,6 @@ class LimitedCache(GraceCache):
             raise CacheError(
                 "The model's heads are spread over processes, and a cut compares all of them. "
                 "Generate without a limit, or load the model without tp_plan."
-            )
-        if not all(isinstance(x.packed.entries, RaggedEntries) for x in source.grace_layers):
-            raise CacheError(
-                "A limit needs entries as they are; some of this result are quantised. Compress "
-                "with precision='full', or generate without a limit."
             )
         packed: Any = source.grace_layers[0].packed.entries
         self._units: int = len(source.grace_layers) * packed.heads

@@ -78,12 +78,13 @@ class Auction:
 
     def spend(self, plan: BudgetPlan) -> AuctionResult:
         """Spend the budget; where it counts bytes, its entries are the most that could fit."""
-        if self.pipeline.precision.allocates:
-            return self._with_widths(self.choose(plan))
-        costs = self.pipeline.costs(self.prefill)
-        if costs is None or plan.bytes is None:
+        costs, size = self.pipeline.costs(self.prefill), plan.bytes
+        if costs is None or size is None:
             return self.choose(plan)
-        return within_bytes(plan, costs, self.choose, self.prefill.shard)
+        if not self.pipeline.precision.allocates:
+            return within_bytes(plan, costs, self.choose, self.prefill.shard)
+        recent = (plan.total - plan.base) * costs.exact
+        return self._with_widths(self.choose(plan), size - recent)
 
     def choose(self, plan: BudgetPlan) -> AuctionResult:
         """Spend `plan.base` entries, which are those of the heads of all processes."""
@@ -104,18 +105,18 @@ class Auction:
         selection = Selection.of_frontier(frontier, floor)
         return AuctionResult(plan, selection, frontier.utility, floor, frontier)
 
-    def _with_widths(self, offered: AuctionResult) -> AuctionResult:
-        """Of the entries that are offered, those that get bits."""
+    def _with_widths(self, offered: AuctionResult, budget: int) -> AuctionResult:
+        """Of the entries that are offered, those that get bits of `budget` bytes."""
         plan, selection = offered.plan, offered.selection
         gains = entry_gains(self.relevance.scores, self.relevance.sensitivity, selection)
         precision, prefill = self.pipeline.precision, self.prefill
-        widths = precision.allocate(prefill, self.measured, selection, gains, plan)
+        widths = precision.allocate(prefill, self.measured, selection, gains, budget)
         kept = widths > 0
         selection = selection.where(kept)
         total = prefill.shard.total(selection.entries)
         return replace(
             offered,
-            plan=replace(plan, total=plan.layers * plan.heads * plan.recent + total),
+            plan=replace(plan, total=plan.total - plan.base + total),
             selection=selection,
             widths=widths[kept],
             utility=float(gains[kept.to(gains.device)].sum()),

@@ -45,7 +45,7 @@ from gracekv.value.column_sums import ReceivedAttention
 class Pipeline(Configurable):
     """Compression as a composition of strategies.
 
-    `Pipeline.named("gracekv")` is the paper's method, `Pipeline.default()` what `compress` uses.
+    `Pipeline.named("gracekv")` is the paper's method, `Pipeline.default` what `compress` uses.
     Change one stage with `dataclasses.replace(pipeline, floor=FLOORS.build("none"))`, or in plain
     data with `Pipeline.from_dict({"floor": "none"})`, whose other fields are the paper's. The
     constructor takes every stage by name: it has no defaults of its own.

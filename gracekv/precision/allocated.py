@@ -9,10 +9,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.allocate import BudgetPlan, Selection
+from gracekv.allocate import Selection
 from gracekv.cache.coded import Coding
 from gracekv.kernels.ragged import rows_and_steps
-from gracekv.precision.base import EXACT, PRECISIONS, Precision
+from gracekv.precision.base import PRECISIONS, Precision
 from gracekv.precision.quantise import as_read
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
@@ -57,9 +57,6 @@ class AllocatedPrecision(Precision):
         fields = (self.group, self.keys, self.values, self.sinks)
         return UniformPrecision(4, *fields), UniformPrecision(8, *fields)
 
-    def widths(self, start: Tensor, region: Region) -> Tensor:
-        return torch.full_like(start, EXACT, dtype=torch.uint8)
-
     def measured(self, prefill: Prefill, layer: int, region: Region) -> Tensor:
         """float64 [G, 2]: the losses of 4 and 8 bits, see `rounding_loss`."""
         return rounding_loss(prefill, layer, region, self.codings[::-1])
@@ -70,10 +67,8 @@ class AllocatedPrecision(Precision):
         measured: Sequence[Tensor],
         candidates: Selection,
         worth: Tensor,
-        plan: BudgetPlan,
+        budget: int,
     ) -> Tensor:
-        if plan.bytes is None:
-            return torch.full_like(candidates.start, EXACT, dtype=torch.uint8)
         costs = WidthCosts.of(self.stored, prefill)
         loss = self.rounding * torch.cat(list(measured))
         head = candidates.head_of_entry()
@@ -84,8 +79,7 @@ class AllocatedPrecision(Precision):
             fixed=(candidates.start < self.sinks).cpu(),
             place=_places(head, prefill),
         )
-        recent = plan.layers * plan.heads * plan.recent * costs.entry[-1]
-        level = allocated_widths(entries, costs, plan.bytes - recent, prefill.shard)
+        level = allocated_widths(entries, costs, budget, prefill.shard)
         return torch.tensor((0, *costs.bits), dtype=torch.uint8)[level]
 
 

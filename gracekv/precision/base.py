@@ -73,14 +73,14 @@ class Precision(Strategy, abc.ABC):
         """
         return self.stored[0].entry_bytes(dim, itemsize, spans) if self.stored else None
 
-    @abc.abstractmethod
     def widths(self, start: Tensor, region: Region) -> Tensor:
-        """uint8 [E]: bits of a number of each entry; `EXACT` is the model's dtype.
+        """uint8 [E]: bits of a number of each entry; `EXACT`, which is all, the model's dtype.
 
         Args:
             start: int64 [E], the first position that each entry stands for.
             region: the compressible positions; an empty one leaves everything as it is.
         """
+        return torch.full_like(start, EXACT, dtype=torch.uint8)
 
     def keeps_all(self, plan: BudgetPlan, entry_bytes: int) -> bool:
         """Whether nothing need be dropped, nor shared out; `entry_bytes` is that of an entry."""
@@ -98,18 +98,18 @@ class Precision(Strategy, abc.ABC):
         measured: Sequence[Any],
         candidates: Selection,
         worth: Tensor,
-        plan: BudgetPlan,
+        budget: int,
     ) -> Tensor:
         """uint8 [E]: bits of a number of each candidate, 0 where it is dropped.
 
-        Only strategies that declare `allocates` are asked.
+        Only strategies that declare `allocates` are asked, and only if the budget is in bytes.
 
         Args:
             prefill: one sequence, of which tokens may be gone.
             measured: of each layer what `measured` gave.
             candidates: the entries that would fit at the least width.
             worth: float64 [E], what is lost where a candidate is dropped.
-            plan: the budget, in bytes or in entries.
+            budget: bytes that the candidates of all processes may take.
         """
         raise NotImplementedError(f"{type(self).__name__} declares `allocates` without doing so.")
 

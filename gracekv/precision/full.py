@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from gracekv.precision.base import EXACT, PRECISIONS, Precision
-from gracekv.prefill import Region
+from gracekv.precision.base import PRECISIONS, Precision
 
 
 @PRECISIONS.register("full", works_sharded=True)
@@ -17,6 +13,3 @@ class FullPrecision(Precision):
 
     Cost: none.
     """
-
-    def widths(self, start: Tensor, region: Region) -> Tensor:
-        return torch.full_like(start, EXACT, dtype=torch.uint8)

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gracekv.allocate import BudgetPlan, Selection
-from gracekv.precision.base import EXACT, PRECISIONS, Precision
+from gracekv.allocate import Selection
+from gracekv.precision.base import PRECISIONS, Precision
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, widths_by_head
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import Prefill
 from gracekv.registry import bounded
 
 
@@ -48,23 +48,17 @@ class RateDistortion(Precision):
     def stored(self) -> tuple[UniformPrecision, ...]:
         return tuple(UniformPrecision(bits, self.group, sinks=0) for bits in (2, 4, 8))
 
-    def widths(self, start: Tensor, region: Region) -> Tensor:
-        return torch.full_like(start, EXACT, dtype=torch.uint8)
-
     def allocate(
         self,
         prefill: Prefill,
         measured: Sequence[Any],
         candidates: Selection,
         worth: Tensor,
-        plan: BudgetPlan,
+        budget: int,
     ) -> Tensor:
-        if plan.bytes is None:
-            return torch.full_like(candidates.start, EXACT, dtype=torch.uint8)
         costs = WidthCosts.of(self.stored, prefill)
         head, heads = candidates.head_of_entry(), prefill.layers * prefill.kv_heads
         loss = torch.tensor([[*self.distortion, 0.0]] * heads, dtype=torch.float64)
         entries = Entries(worth.double().cpu(), head, loss, fixed=torch.zeros_like(head).bool())
-        share = plan.bytes // (plan.layers * plan.heads) - plan.recent * costs.entry[-1]
-        level = widths_by_head(entries, costs, share)
+        level = widths_by_head(entries, costs, budget // (heads * prefill.shard.ranks))
         return torch.tensor((0, *costs.bits), dtype=torch.uint8)[level]

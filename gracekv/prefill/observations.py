@@ -41,8 +41,8 @@ def check_observers(
         if missing:
             raise ObserverError(
                 f"{observer!r} reads {', '.join(missing)}, and {driver} gives "
-                f"{', '.join(sorted(gives)) or 'none of it'} (see prefill.observer.Reading)."
-                f" {advice}"
+                f"{', '.join(sorted(gives)) or 'none of it'} "
+                f"(see gracekv.prefill.observer.Reading). {advice}"
             )
 
 

@@ -27,12 +27,11 @@ __all__ = [
 ]
 
 DEFAULT = "gracekv-plus"
-"""What `gracekv.compress` and the command line use unless told: the recipe that keeps the most
-answers. "gracekv" is the paper's method."""
+"""What `gracekv.compress` and the command line use for a known question where entries are counted;
+`default` says what else. "gracekv" is the paper's method."""
 
 DEFAULT_WITHOUT_QUESTION = "gracekv-agnostic"
 """The same for a prompt without a question, whose cache is asked later."""
-
 
 RECIPES: dict[str, Recipe] = {**OWN, **RIVALS}
 

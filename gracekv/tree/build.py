@@ -75,9 +75,12 @@ def _grow_all(
         x.name: torch.cat([getattr(part, x.name).to(device) for part in grown])
         for x in fields(Grown)
     }
+    # What is copied is freed: nodes are held twice at most.
+    grown.clear()
+    del group
     # Nodes of one tree and level come from one part, in order.
     order = (columns["level"] * trees + columns["tree"]).argsort(stable=True)
-    return {name: column[order] for name, column in columns.items()}, drop
+    return {name: columns.pop(name)[order] for name in list(columns)}, drop
 
 
 def _forest(

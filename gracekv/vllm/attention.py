@@ -135,5 +135,6 @@ def attend(
         scale=scale,
     )
     omp_threads.run(work_kernel(pages.dtype), ctypes.addressof(args))
-    omp_threads.run(merge_kernel(), ctypes.addressof(args))
+    if batch.merged:
+        omp_threads.run(merge_kernel(), ctypes.addressof(args))
     call.output[batch.places] = output.to(call.output.dtype)

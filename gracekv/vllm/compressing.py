@@ -78,7 +78,7 @@ class Outcome:
 class _Job:
     request: str
     order: Compression
-    recording: Recording | Exception
+    recording: Recording | Exception | None
     is_read: bool = False
     future: Future[StoredContext] | None = None
     context: StoredContext | None = None
@@ -90,8 +90,8 @@ class Compressor:
 
     On CPUs, observers look in that thread, too, while the model goes on. Tensor-parallel ranks read
     the same prompts in the same steps, so their threads take them in the same order, and meet in
-    each: they make one cut, and all of them serve the context or none. What fails on one before
-    that fails in its thread, where the others hear of it.
+    each: they make one cut, and all of them serve the context or none. An error before that is
+    raised in the thread, so that the other ranks hear of it.
 
     Args:
         vllm_config: vLLM's.
@@ -193,6 +193,8 @@ class Compressor:
         seconds = time.monotonic() - job.started
         try:
             job.context = job.future.result()
+            # Observers and what they hold are not read any more.
+            job.recording = None
         # The engine goes on, whatever happens to one context.
         except Exception as error:
             self._job = None
@@ -211,10 +213,11 @@ class Compressor:
     @torch.inference_mode()
     def _made(self, job: _Job, stream: Any) -> StoredContext:
         with torch.cuda.stream(stream), together(self._shard) as shard:
-            if isinstance(job.recording, Exception):
-                raise job.recording
+            recording = job.recording
+            if not isinstance(recording, Recording):
+                raise recording or AssertionError("A document is compressed once.")
             shard.agree(request=job.request.encode())
-            return self._compressed(job.order, job.recording)
+            return self._compressed(job.order, recording)
 
     def _compressed(self, order: Compression, recording: Recording) -> StoredContext:
         model, shard = self._served.model, self._shard
@@ -222,7 +225,6 @@ class Compressor:
         cache = dequantised(run.cache)
         rotated = moved(model, cache)
         self._store.loaded.check(order.name, rotated.kv_bytes + rotated.metadata_bytes)
-        # From here on nothing fails on one rank alone, but for the first one's file.
         entries, size = (shard.total(x) for x in (int(cache.entries().sum()), cache.kv_bytes))
 
         # Nobody reads a file of what is not saved: a number that no other context has will do.
@@ -238,7 +240,10 @@ class Compressor:
         own = torch.tensor(list(bytes.fromhex(made.digest)), dtype=torch.uint8)
         # The others wait here until the file is there, or the first one has failed.
         digest = bytes(shard.gather(own)[0].tolist()).hex()
-        return StoredContext(replace(made, digest=digest), rotated.layers)
+        context = StoredContext(replace(made, digest=digest), rotated.layers)
+        # A rank without room for it fails before this, and so do all.
+        shard.total(0)
+        return context
 
 
 def _give_way() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,8 +74,8 @@ class Jobs:
 
     @property
     def pending(self) -> bool:
-        """Whether something is made that no request waits for."""
-        return any(job.read for job in self.jobs.values())
+        """Whether something is made that no request waits for, or that workers are yet to serve."""
+        return bool(self.made) or any(job.read for job in self.jobs.values())
 
     def is_making(self, name: object) -> bool:
         """Whether a context of that name is on its way."""
@@ -146,17 +146,17 @@ class Jobs:
         return {"name": job.order.name, "state": "compressing"}
 
     def update(
-        self, outcomes: Iterable[Outcome], dropped: Mapping[str, str], recorded: int = 0
+        self, outcomes: Iterable[Outcome], dropped: Set[tuple[str, str]], recorded: int = 0
     ) -> None:
         """Take in what workers tell.
 
         Args:
             outcomes: of the current job.
-            dropped: digests of contexts that went for want of room, by name.
+            dropped: names and digests of contexts that went for want of room.
             recorded: bytes that are held of the current job's document.
         """
         self._recorded = max(self._recorded, recorded)
-        for name, digest in dropped.items():
+        for name, digest in dropped:
             if self._store.forget(name, digest):
                 # Other ranks may have room for their part.
                 self.forgotten[name] = digest

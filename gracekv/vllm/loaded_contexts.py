@@ -24,13 +24,13 @@ class LoadedContexts:
 
     Attributes:
         made: headers of contexts that are in no file, by name.
-        dropped: digests of those of them that went for want of room, by name.
+        dropped: names and digests of those of them that went for want of room.
     """
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self.limit, self._device = limit, device
         self.made: dict[str, ContextHeader] = {}
-        self.dropped: dict[str, str] = {}
+        self.dropped: set[tuple[str, str]] = set()
         # By digest, with the name under which it was read; the digest that a name means.
         self._held: OrderedDict[str, tuple[str, StoredContext]] = OrderedDict()
         self._newest: dict[str, str] = {}
@@ -96,4 +96,4 @@ class LoadedContexts:
             name, _ = self._held.pop(digest)
             if name in self.made and self.made[name].digest == digest:
                 del self.made[name]
-                self.dropped[name] = digest
+                self.dropped.add((name, digest))

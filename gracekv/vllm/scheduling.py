@@ -55,14 +55,14 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     Attributes:
         outcomes: of prompts that were compressed, one of each worker.
-        dropped: digests of contexts in no file that went for want of room, by name.
+        dropped: names and digests of contexts in no file that went for want of room.
         opened: of each context that the step opened, by digest, the reply to requests that cannot
             read it; None: it is in memory.
         recorded: bytes that are held of the prompt that is compressed.
     """
 
     outcomes: list[Outcome]
-    dropped: dict[str, str]
+    dropped: set[tuple[str, str]]
     opened: dict[str, dict[str, Any] | None]
     recorded: int = 0
 

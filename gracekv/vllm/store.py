@@ -147,10 +147,10 @@ class ContextStore:
                 return False
             return self.loaded.forget(name)
 
-    def dropped(self) -> dict[str, str]:
-        """Digests of contexts in no file that went for want of room since the last call."""
+    def dropped(self) -> set[tuple[str, str]]:
+        """Names and digests of contexts in no file that went since the last call."""
         with self._lock:
-            found, self.loaded.dropped = self.loaded.dropped, {}
+            found, self.loaded.dropped = self.loaded.dropped, set()
             return found
 
     def header(self, name: object) -> ContextHeader:

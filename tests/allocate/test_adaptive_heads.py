@@ -10,23 +10,11 @@ from gracekv.allocate.adaptive_heads import winners
 from gracekv.allocate.plan import equal_shares
 from gracekv.allocate.reference import adaptive_heads
 from gracekv.errors import ConfigError
-
-
-@st.composite
-def problems(draw):
-    """Scores, often tied, and a plan over them."""
-    layers, heads, count = (draw(st.integers(1, most)) for most in (3, 4, 20))
-    recent = draw(st.integers(0, 6))
-    base = draw(st.integers(0, layers * heads * count))
-    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
-    levels = draw(st.sampled_from([1, 3, 1000]))
-    tokens = torch.randint(0, levels, (layers, heads, count), generator=rng) / levels
-    plan = BudgetPlan(layers, heads, count + recent, base + layers * heads * recent, recent)
-    return tokens, plan
+from support.scored_plans import scored_plans
 
 
 @given(
-    problem=problems(),
+    problem=scored_plans(),
     floor=st.sampled_from([0.0, 0.2, 0.35, 1.0]),
     rule=st.sampled_from(["mix", "safeguard"]),
 )
@@ -39,7 +27,7 @@ def test_equals_the_reference_and_leaves_layers_equal(problem, floor, rule):
     assert bool((got <= plan.compressible).all())
 
 
-@given(problem=problems())
+@given(problem=scored_plans())
 def test_a_floor_of_one_is_equal_and_of_zero_is_adaptive(problem):
     tokens, plan = problem
     pools = equal_shares(plan).sum(1).tolist()

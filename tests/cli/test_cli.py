@@ -159,6 +159,20 @@ def test_other_budgets_replace_the_ratio(run, calls, story):
     ]
 
 
+def test_the_default_is_compared_with_what_it_is_not(run, calls, story, tmp_path, monkeypatch):
+    monkeypatch.setattr(gracekv, "report", SimpleNamespace(compare=lambda *args, **answers: None))
+    monkeypatch.setattr(gracekv, "capture", lambda *args: None, raising=False)
+    base = ("compress", "--context", story, "--question", "q", "--report", tmp_path / "page.html")
+    status, _, _ = run(*base, "--dtype", "bfloat16", "--compare", "gracekv-plus")
+    assert status == 0
+    assert [recipes.label(call["pipeline"]) for call in calls] == [
+        "gracekv-plus-allocated",
+        "gracekv-plus",
+    ]
+    status, _, err = run(*base, "--compare", "gracekv-plus")
+    assert (status, "must name different pipelines" in err) == (2, True)
+
+
 def test_without_a_question_the_cache_is_saved_to_be_asked_later(run, calls, story, tmp_path):
     status, out, err = run("compress", "--context", story, "--save", tmp_path / "book")
     assert (status, out) == (0, "")

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gracekv.allocate.paths import buy_together
 from gracekv.allocate.ranking import weighted_cut
 from gracekv.allocate.top_tokens import top_tokens
 from support.thread_exchange import in_threads
@@ -79,3 +80,17 @@ def test_processes_that_differ_are_told_apart():
         return shard.from_first(torch.arange(3 + shard.rank)).tolist()
 
     assert in_threads(3, run) == [[0, 1, 2]] * 3
+
+
+def test_a_process_without_candidates_takes_part_in_the_floor():
+    """Its list of prices is empty, and is of the others' dtype all the same."""
+
+    def buy(shard):
+        count = 3 if shard.rank == 0 else 0
+        score = torch.tensor([0.9, 0.8, 0.7][:count], dtype=torch.float64)
+        return buy_together(
+            [*range(count)], [-1] * count, [2] * count, [0] * count, score=score,
+            ties=torch.arange(count), budget=4, caps=[10], shard=shard,
+        )  # fmt: skip
+
+    assert in_threads(2, buy) == [[True, True, False], []]

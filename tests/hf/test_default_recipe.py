@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 import gracekv
 from gracekv import recipes
 from gracekv.allocate import Budget
+from gracekv.errors import ConfigError, UnsupportedModelError
 from gracekv.hf.compress import per_byte
 from gracekv.testing.models import tiny_llama
 from support.asked_context import TEXT
@@ -70,7 +71,20 @@ def test_at_ratio_1_it_is_the_full_cache_bit_for_bit(model, asked):
         assert torch.equal(own.exact.values, whole.values)
 
 
-def test_it_goes_wherever_the_other_default_goes(model, prompt, tokenizer, tmp_path):
+def test_a_model_without_support_is_named():
+    from transformers import AutoModel, GPT2Config
+
+    unknown = AutoModel.from_config(GPT2Config(n_layer=1, n_embd=32, n_head=1, vocab_size=8))
+    with pytest.raises(UnsupportedModelError):
+        per_byte(unknown, Budget.kv_bytes(10**6))
+
+
+def test_prompts_of_both_kinds_are_told_their_defaults(model, prompt, asked):
+    with pytest.raises(ConfigError, match="pipeline='gracekv-agnostic-allocated'"):
+        gracekv.compress(model, [prompt, asked], ratio=4)
+
+
+def test_static_tails_saving_extending_and_limits_take_it(model, prompt, tmp_path):
     book = gracekv.compress(model, prompt, ratio=3)
     ids = torch.randint(0, 97, (1, 12), generator=torch.Generator().manual_seed(1))
     want = steps(model, book.new_cache(), ids)
@@ -83,6 +97,14 @@ def test_it_goes_wherever_the_other_default_goes(model, prompt, tokenizer, tmp_p
 
     longer = book.extend("\n\nThe end. " * 12, ratio=3)
     assert longer.accounting.spent_bytes > book.accounting.spent_bytes
-    assert longer.ask("Who fell?", max_new_tokens=3)
-    both = gracekv.compress(model, [prompt, prompt], ratio=3)
-    assert both.new_cache() is not None
+    limit = gracekv.Limit(entries_per_head=250, every=16, window=8)
+    assert book.ask("Who fell?", max_new_tokens=3, limit=limit)
+
+
+def test_a_short_prompt_of_a_batch_may_keep_everything(model, prompt, tokenizer):
+    short = gracekv.Prompt.from_chat(tokenizer, context="Alice fell down.", instruction="Read.")
+    size = 4 * 32 * 2 * 2 * short.spans.context_length
+    alone = [gracekv.compress(model, x, kv_bytes=size) for x in (prompt, short)]
+    both = gracekv.compress(model, [prompt, short], kv_bytes=size)
+    assert alone[1].accounting.spent_bytes == size > alone[0].accounting.spent_bytes - size // 8
+    assert [x.spent_bytes for x in both.accountings] == [x.accounting.spent_bytes for x in alone]

@@ -85,9 +85,3 @@ def test_a_step_longer_than_an_interval_names_the_chunk_size(model, result):
     cache = result.new_cache(Limit(**SMALL))
     with torch.no_grad(), pytest.raises(CacheError, match="prefill_chunk_size=16"):
         model(input_ids=torch.zeros(1, 300, dtype=torch.long), past_key_values=cache)
-
-
-def test_quantised_entries_are_refused(model):
-    coded = gracekv.compress(model, PROMPT, ratio=1, pipeline=gracekv.Pipeline.named("fullkv-8bit"))
-    with pytest.raises(CacheError, match="precision='full'"):
-        coded.new_cache(Limit(entries_per_head=100))

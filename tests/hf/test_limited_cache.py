@@ -130,6 +130,22 @@ def test_accounting_counts_quantised_entries_and_rows(model):
     assert cache.accounting.bytes == coded.accounting.bytes + 3 * 5 * 4 * 2 * 16 * 4
 
 
+def test_quantised_entries_are_held_in_the_models_dtype(model):
+    coded = gracekv.compress(model, PROMPT, ratio=2, pipeline="gracekv-plus-allocated")
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    caches = coded.new_cache(), coded.new_cache(Limit(**SMALL, strategy="none"))
+    with torch.no_grad():
+        want, got = (model(input_ids=ids, past_key_values=x).logits for x in caches)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+    assert caches[1].accounting.bytes > caches[0].accounting.bytes
+    limited = coded.new_cache(Limit(**SMALL))
+    with torch.no_grad():
+        for _ in range(12):
+            model(input_ids=ids, past_key_values=limited)
+    assert limited.cuts > 0
+    assert limited.accounting.most_entries <= 4 * (SMALL["entries_per_head"] + SMALL["every"])
+
+
 def test_none_cuts_nothing(result):
     want = result.generate_ids(60)
     assert torch.equal(result.generate_ids(60, limit=Limit(**SMALL, strategy="none")), want)

@@ -124,7 +124,7 @@ def test_a_driver_refuses_what_it_cannot_give_by_name():
     with pytest.raises(
         ObserverError,
         match=r"BlockInput\(depth=0.5\) reads hidden, and an engine's worker gives outputs "
-        r"\(see prefill\.observer\.Reading\)\. Ask less\.",
+        r"\(see gracekv\.prefill\.observer\.Reading\)\. Ask less\.",
     ):
         check_observers(
             {BlockInput(0.5)}, frozenset({"outputs"}), "an engine's worker", "Ask less."

@@ -16,7 +16,7 @@ class _ThreadExchange:
     def __call__(self, tensor):
         number = self._post(tensor)
         with self.changed:
-            there = self.changed.wait_for(lambda: min(map(len, self.posts)) > number, 20)
+            there = self.changed.wait_for(lambda: min(map(len, self.posts)) > number, 120)
         assert there, "a rank did not answer"
         found = [own[number] for own in self.posts]
         failed = [str(rank) for rank, given in enumerate(found) if given is None]

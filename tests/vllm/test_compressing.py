@@ -106,8 +106,8 @@ def test_the_least_recently_used_of_what_is_in_no_file_goes_for_good(headers, ro
     assert store.names() == ["c0", "c1", "c2", "m0", "m1"]
     store.load("m0")
     store.put(headers[2].header, "m2", headers[2])
-    assert store.dropped() == {"m1": headers[1].header.digest}
-    assert store.dropped() == {}
+    assert store.dropped() == {("m1", headers[1].header.digest)}
+    assert store.dropped() == set()
     with pytest.raises(StoreError, match="There is no context 'm1'"):
         store.load("m1")
     # What a request reads stays.
@@ -153,21 +153,24 @@ def test_documents_have_their_turn_one_after_the_other(jobs, headers):
     assert jobs.pending
     assert jobs.current == "0"
     assert listed(jobs)["a"]["state"] == "compressing"
-    jobs.update([], {}, 5000)
+    jobs.update([], set(), 5000)
     assert listed(jobs)["a"]["recorded_bytes"] == 5000
     assert listed(jobs)["hide"]["recorded_bytes"] == 0
-    jobs.update([Outcome("0", headers[0].header, 1.5)], {}, 10)
+    jobs.update([Outcome("0", headers[0].header, 1.5)], set(), 10)
     assert jobs.current == "2"
+    # An idle engine goes on until workers are told to serve it.
+    assert jobs.pending
+    jobs.made = set()
     assert not jobs.pending
     found = listed(jobs)["a"]
     assert (found["state"], found["seconds"], found["saved"]) == ("ready", 1.5, False)
     assert found["recorded_bytes"] == 5000
-    jobs.update([Outcome("2", None, 0.5, "Too long.")], {})
+    jobs.update([Outcome("2", None, 0.5, "Too long.")], set())
     assert listed(jobs)["hide"]["reason"] == "Too long."
     missing = StoreError("There is none.")
     missing.__cause__ = FileNotFoundError()
     assert "Too long" in jobs.refused(missing, "hide")["reason"]
-    jobs.update([], {"a": headers[0].header.digest})
+    jobs.update([], {("a", headers[0].header.digest)})
     assert "a" not in listed(jobs)
 
 
@@ -177,13 +180,13 @@ def test_a_context_that_is_made_anew_says_so(jobs, headers):
         add(jobs, "1", {"gracekv": {"delete": "c0"}})
     assert listed(jobs)["c0"]["state"] == "compressing"
     assert listed(jobs)["c0"]["entries"] > 0
-    jobs.update([Outcome("0", headers[1].header, 1.0)], {})
+    jobs.update([Outcome("0", headers[1].header, 1.0)], set())
     assert listed(jobs)["c0"]["saved"] is False
 
 
 def test_deleted_and_expired_contexts_are_gone(jobs, headers, root):
     add(jobs, "0", asked("brief", expires=0.01))
-    jobs.update([Outcome("0", headers[0].header, 1.0)], {})
+    jobs.update([Outcome("0", headers[0].header, 1.0)], set())
     time.sleep(0.02)
     assert "brief" not in listed(jobs)
     assert jobs.forgotten == {"brief": None}

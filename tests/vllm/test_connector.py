@@ -26,7 +26,7 @@ def test_a_worker_tells_which_contexts_it_cannot_open():
 
     connector = object.__new__(GraceConnector)
     used = []
-    connector._store = SimpleNamespace(load=load, retain=used.append, dropped=dict)
+    connector._store = SimpleNamespace(load=load, retain=used.append, dropped=set)
     connector._compressor = SimpleNamespace(
         begin=lambda chunk, current, made: None, outcome=lambda idle: None, recorded=0
     )

@@ -165,9 +165,9 @@ def listed(jobs):
 
 def test_a_context_is_ready_when_all_ranks_have_made_it(jobs, root):
     header = ContextStore(root).header("c0")
-    jobs.update([Outcome("0", header, 1.0)], {}, 100)
+    jobs.update([Outcome("0", header, 1.0)], set(), 100)
     assert listed(jobs)["book"]["state"] == "compressing"
-    jobs.update([Outcome("0", header, 2.0)], {})
+    jobs.update([Outcome("0", header, 2.0)], set())
     found = listed(jobs)["book"]
     assert (found["state"], found["entries"], found["seconds"]) == ("ready", header.entries, 2.0)
     assert (jobs.current, jobs.made) == (None, {"0"})
@@ -175,8 +175,8 @@ def test_a_context_is_ready_when_all_ranks_have_made_it(jobs, root):
 
 def test_what_one_rank_could_not_make_failed(jobs, root):
     header = ContextStore(root).header("c0")
-    jobs.update([Outcome("0", None, 1.0, "Too large.")], {})
-    jobs.update([Outcome("0", header, 1.0)], {})
+    jobs.update([Outcome("0", None, 1.0, "Too large.")], set())
+    jobs.update([Outcome("0", header, 1.0)], set())
     assert listed(jobs)["book"]["reason"] == "Too large."
     # The rank that has its part never serves it.
     assert (jobs.made, jobs.current) == (set(), None)
@@ -184,22 +184,22 @@ def test_what_one_rank_could_not_make_failed(jobs, root):
 
 def test_reasons_of_all_ranks_are_told(jobs):
     told = [Outcome("0", None, 1.0, reason) for reason in ("Process 1 has failed.", "Too large.")]
-    jobs.update(told, {})
+    jobs.update(told, set())
     assert listed(jobs)["book"]["reason"] == "Process 1 has failed. Too large."
 
 
 def test_what_one_rank_reported_of_an_aborted_document_is_forgotten(jobs):
-    jobs.update([Outcome("0", None, 1.0, "Too large.")], {})
+    jobs.update([Outcome("0", None, 1.0, "Too large.")], set())
     jobs.finished("0", 10)
     jobs.add("1", order_of(asked("other")["gracekv"]), asked("other"), LENGTH)
-    jobs.update([Outcome("1", None, 1.0, "Too large.")], {})
+    jobs.update([Outcome("1", None, 1.0, "Too large.")], set())
     assert jobs.current == "1"
 
 
 def test_what_one_rank_drops_for_want_of_room_all_let_go(jobs, root):
     header = ContextStore(root).header("c0")
-    jobs.update([Outcome("0", header, 1.0)] * RANKS, {})
-    jobs.update([], {"book": header.digest})
+    jobs.update([Outcome("0", header, 1.0)] * RANKS, set())
+    jobs.update([], {("book", header.digest)})
     assert "book" not in listed(jobs)
     assert jobs.forgotten == {"book": header.digest}
 
@@ -208,7 +208,7 @@ def test_what_one_rank_drops_for_want_of_room_all_let_go(jobs, root):
 def test_reports_of_ranks_are_added():
     from gracekv.vllm.scheduling import WorkerReport
 
-    one, other = (WorkerReport([Outcome(x, None, 1.0)], {x: "d"}, {}, 5) for x in "01")
+    one, other = (WorkerReport([Outcome(x, None, 1.0)], {("a", x)}, {}, 5) for x in "01")
     both = one.aggregate(other)
     assert [x.request for x in both.outcomes] == ["0", "1"]
-    assert (both.dropped, both.recorded) == ({"0": "d", "1": "d"}, 10)
+    assert (both.dropped, both.recorded) == ({("a", "0"), ("a", "1")}, 10)

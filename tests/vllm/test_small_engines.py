@@ -66,7 +66,8 @@ def big(tiny_served):
     """A context of which the first rank's part is smaller than the second's."""
     made = by_transformers(tiny_served, tiny_served.tokenizer(TEXT).input_ids, ratio=1.2)
     first, second = made.packed.entries().sum(0).tolist()
-    assert first < second
+    # Other sums may cost a few entries, but not so many.
+    assert second - first > 0.02 * (first + second)
     return made
 
 
