@@ -18,7 +18,7 @@ from gracekv.allocate import (
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains, top_tokens
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.precision import Precision
+from gracekv.precision import AllocatingPrecision, Precision
 from gracekv.precision.base import EXACT
 from gracekv.prefill import Prefill, Region
 from gracekv.tree import Forest
@@ -81,7 +81,7 @@ class Auction:
         costs, size = self.pipeline.costs(self.prefill), plan.bytes
         if costs is None or size is None:
             return self.choose(plan)
-        if not self.pipeline.precision.allocates:
+        if not isinstance(self.pipeline.precision, AllocatingPrecision):
             return within_bytes(plan, costs, self.choose, self.prefill.shard)
         recent = (plan.total - plan.base) * costs.exact
         return self._with_widths(self.choose(plan), size - recent)

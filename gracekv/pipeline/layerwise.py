@@ -25,6 +25,7 @@ from gracekv.kernels.ragged import rows
 from gracekv.pipeline.auction import Auction
 from gracekv.pipeline.pipeline import Pipeline
 from gracekv.pipeline.run import Run, finished, timed
+from gracekv.precision import AllocatingPrecision
 from gracekv.prefill import Prefill
 from gracekv.segment.tokens import Tokens
 from gracekv.value import Memory, Relevance, TokenScores
@@ -94,7 +95,7 @@ class LayerwiseCompression:
         with stage("fit"):
             self._references.append(pipe.fit.reference(prefill, layer, region, self._memory))
         with stage("precision"):
-            if pipe.precision.allocates:
+            if isinstance(pipe.precision, AllocatingPrecision):
                 self._measured.append(pipe.precision.measured(prefill, layer, region))
         with stage("allocate"):
             caps = pipe.quota.layer(scores, layer, plan)

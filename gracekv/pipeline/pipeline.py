@@ -29,7 +29,7 @@ from gracekv.errors import ConfigError
 from gracekv.fit import Fitter, NoFit
 from gracekv.pipeline.auction import Auction
 from gracekv.pipeline.run import Run, accounted, finished, timed, whole_cache
-from gracekv.precision import FullPrecision, Precision
+from gracekv.precision import AllocatingPrecision, FullPrecision, Precision
 from gracekv.prefill import Needs, Prefill, PromptSpans
 from gracekv.prefill.model_layers import compressed_layers, head_sizes
 from gracekv.registry import Configurable
@@ -118,7 +118,7 @@ class Pipeline(Configurable):
         return cls.named(recipes.default(question=question, per_byte=per_byte))
 
     def check(self) -> None:
-        if self.keep_all and self.precision.allocates:
+        if self.keep_all and isinstance(self.precision, AllocatingPrecision):
             raise ConfigError("keep_all has no budget to allocate bits by: use 'uniform'.")
 
     def needs(self) -> Needs:
@@ -199,7 +199,7 @@ class Pipeline(Configurable):
             prefill = prefill.without(BlockInput)
             forest, candidates = self._trees(prefill, partition, relevance, curvature, plan, quota)
         measured = []
-        if self.precision.allocates:
+        if isinstance(self.precision, AllocatingPrecision):
             with stage("precision"):
                 layers = range(prefill.layers)
                 measured = [self.precision.measured(prefill, x, region) for x in layers]

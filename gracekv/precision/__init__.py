@@ -1,6 +1,7 @@
 """Stage after fitting: how many bits the numbers of an entry take."""
 
 from gracekv.precision.allocated import AllocatedPrecision as AllocatedPrecision
+from gracekv.precision.allocating import AllocatingPrecision as AllocatingPrecision
 from gracekv.precision.base import PRECISIONS as PRECISIONS
 from gracekv.precision.base import Precision as Precision
 from gracekv.precision.full import FullPrecision as FullPrecision

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -12,7 +12,8 @@ from torch import Tensor
 from gracekv.allocate import Selection
 from gracekv.cache.coded import Coding
 from gracekv.kernels.ragged import rows_and_steps
-from gracekv.precision.base import PRECISIONS, Precision
+from gracekv.precision.allocating import AllocatingPrecision
+from gracekv.precision.base import PRECISIONS
 from gracekv.precision.quantise import as_read
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
@@ -21,7 +22,7 @@ from gracekv.registry import bounded
 
 
 @PRECISIONS.register("allocated", works_sharded=True)
-class AllocatedPrecision(Precision):
+class AllocatedPrecision(AllocatingPrecision):
     """Each entry of each head at 0 (dropped), 4, 8 or all bits, by what a byte brings.
 
     Candidates are the entries that the budget would hold at 4 bits. Each may be bought at 4 bits,
@@ -45,7 +46,6 @@ class AllocatedPrecision(Precision):
         rounding: how much a measured rounding error counts against that of dropping an entry.
     """
 
-    allocates: ClassVar[bool] = True
     group: int = bounded(32, at_least=1)
     keys: Literal["channel", "token"] = "channel"
     values: Literal["channel", "token"] = "token"

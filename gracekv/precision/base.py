@@ -5,19 +5,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gracekv.allocate import BudgetPlan, Selection
+from gracekv.allocate import BudgetPlan
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.precision.quantise import as_read, quantise
-from gracekv.prefill import Prefill, PromptSpans, Region
+from gracekv.prefill import PromptSpans, Region
 from gracekv.registry import Registry, Strategy
 
 EXACT = 16
@@ -43,26 +42,16 @@ class Precision(Strategy, abc.ABC):
 
     Positions and multiplicities stay. Entries outside the region (prefix, recent window, question)
     stay bit for bit unless a strategy's fields say otherwise. Deterministic.
-
-    Attributes:
-        allocates: whether `allocate` says which width each entry has, and which ones are dropped;
-            else all that fit are kept, and `widths` says how.
+    All entries that fit are kept, unless it is an `AllocatingPrecision`.
     """
-
-    allocates: ClassVar[bool] = False
-
-    @property
-    def stored(self) -> tuple[Precision, ...]:
-        """Precisions of one width each, the narrowest first, among which `allocate` chooses."""
-        return ()
 
     @property
     def codings(self) -> tuple[Coding, ...]:
         """How entries of fewer bits are stored, one coding a width; none: they never are."""
-        return tuple(coding for width in self.stored[::-1] for coding in width.codings)
+        return ()
 
     def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes | None:
-        """What entries cost, at least, if budgets count bytes; None: they count entries.
+        """What entries cost, if budgets count bytes; None: they count entries.
 
         Args:
             dim: d.
@@ -71,47 +60,20 @@ class Precision(Strategy, abc.ABC):
 
         Raises `ShapeError` if heads of dimension `dim` cannot be stored so.
         """
-        return self.stored[0].entry_bytes(dim, itemsize, spans) if self.stored else None
+        return None
 
+    @abc.abstractmethod
     def widths(self, start: Tensor, region: Region) -> Tensor:
-        """uint8 [E]: bits of a number of each entry; `EXACT`, which is all, the model's dtype.
+        """uint8 [E]: bits of a number of each entry; `EXACT` is the model's dtype.
 
         Args:
             start: int64 [E], the first position that each entry stands for.
             region: the compressible positions; an empty one leaves everything as it is.
         """
-        return torch.full_like(start, EXACT, dtype=torch.uint8)
 
     def keeps_all(self, plan: BudgetPlan, entry_bytes: int) -> bool:
         """Whether nothing need be dropped, nor shared out; `entry_bytes` is that of an entry."""
-        return plan.keeps_all and (
-            not self.allocates or plan.compressible <= 0 or plan.holds(entry_bytes)
-        )
-
-    def measured(self, prefill: Prefill, layer: int, region: Region) -> Any:
-        """What `allocate` needs of the tokens of one layer; asked where it is declared."""
-        return None
-
-    def allocate(
-        self,
-        prefill: Prefill,
-        measured: Sequence[Any],
-        candidates: Selection,
-        worth: Tensor,
-        budget: int,
-    ) -> Tensor:
-        """uint8 [E]: bits of a number of each candidate, 0 where it is dropped.
-
-        Only strategies that declare `allocates` are asked, and only if the budget is in bytes.
-
-        Args:
-            prefill: one sequence, of which tokens may be gone.
-            measured: of each layer what `measured` gave.
-            candidates: the entries that would fit at the least width.
-            worth: float64 [E], what is lost where a candidate is dropped.
-            budget: bytes that the candidates of all processes may take.
-        """
-        raise NotImplementedError(f"{type(self).__name__} declares `allocates` without doing so.")
+        return plan.keeps_all
 
     def keys_as_read(
         self, cache: RaggedCache, widths: Sequence[Tensor], dim: int | None = None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from gracekv.precision.base import PRECISIONS, Precision
+import torch
+from torch import Tensor
+
+from gracekv.precision.base import EXACT, PRECISIONS, Precision
+from gracekv.prefill import Region
 
 
 @PRECISIONS.register("full", works_sharded=True)
@@ -13,3 +17,6 @@ class FullPrecision(Precision):
 
     Cost: none.
     """
+
+    def widths(self, start: Tensor, region: Region) -> Tensor:
+        return torch.full_like(start, EXACT, dtype=torch.uint8)

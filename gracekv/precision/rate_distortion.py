@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gracekv.allocate import Selection
-from gracekv.precision.base import PRECISIONS, Precision
+from gracekv.precision.allocating import AllocatingPrecision
+from gracekv.precision.base import PRECISIONS
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, widths_by_head
 from gracekv.prefill import Prefill
@@ -17,7 +18,7 @@ from gracekv.registry import bounded
 
 
 @PRECISIONS.register("rate_distortion", works_sharded=True)
-class RateDistortion(Precision):
+class RateDistortion(AllocatingPrecision):
     """Each entry at 0 (dropped), 2, 4, 8 or all bits, by one price of a bit in each head (RDKV).
 
     An entry of score s takes the b bits that minimise s epsilon(b) + lambda b. Every KV head has
@@ -40,7 +41,6 @@ class RateDistortion(Precision):
             all entries, or channels, which rounds keys to 2 bits too coarsely).
     """
 
-    allocates: ClassVar[bool] = True
     distortion: tuple[float, float, float] = bounded((0.25, 0.011, 0.000057), above=0, below=1)
     group: int = bounded(32, at_least=1)
 
