@@ -75,28 +75,28 @@ _MEMORY = "python benchmarks/memory.py --models smollm2 --log {rows}/memory.json
 
 PARTS = (
     _evaluation(
-        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 26,
+        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 22,
         "smollm2_default",
     ),
     _evaluation(
-        "smollm2-agnostic", "How close is it, the question not seen?", 14, "smollm2_agnostic"
+        "smollm2-agnostic", "How close is it, the question not seen?", 13, "smollm2_agnostic"
     ),
-    _evaluation("answers", "Which answers are kept, the question seen?", 13, "smollm2_answers"),
+    _evaluation("answers", "Which answers are kept, the question seen?", 16, "smollm2_answers"),
     _evaluation(
         "answers-agnostic", "Which answers are kept, the question not seen?", 7,
         "smollm2_agnostic_answers",
     ),
     _evaluation(
-        "precision", "What do bits bring at equal bytes?", 8, "smollm2_bytes",
+        "precision", "What do bits bring at equal bytes?", 7, "smollm2_bytes",
         _compared(
             "precision-differences", "Bits at equal bytes, prompt by prompt", "gracekv-plus",
             "gracekv-plus-allocated", _BITS.format(8), _BITS.format(4),
         ),
         outputs=("precision", "precision-differences"),
     ),
-    _evaluation("compaction", "10x, 20x and 50x?", 9, "smollm2_compaction"),
+    _evaluation("compaction", "2x to 64x beside Attention Matching?", 16, "smollm2_compaction"),
     _evaluation(
-        "ablations", "What does each part of the recipes bring?", 9, "smollm2_ablations",
+        "ablations", "What does each part of the recipes bring?", 8, "smollm2_ablations",
         _compared("fit", "What the fit brings", "gracekv-plus-no-fit", "gracekv-plus"),
         outputs=("ablations", "fit"),
     ),
@@ -104,7 +104,7 @@ PARTS = (
         "long-outputs", "What does a limit lose in long answers?", 8, "smollm2_long_outputs"
     ),
     Part(
-        "memory", "How much memory does a compression take?", 9,
+        "memory", "How much memory does a compression take?", 8,
         (
             f"{_MEMORY} prefill gracekv-plus gracekv-agnostic",
             f"{_MEMORY} gracekv \"whole gracekv-plus\" snapkv",
@@ -150,11 +150,11 @@ PARTS = (
         ("python benchmarks/extend.py",), ("extend",), threads=1,
     ),
     Part(
-        "ten_questions", "Ten questions to one context, read once or ten times?", 5,
+        "ten_questions", "Ten questions to one context, read once or ten times?", 4,
         ("python benchmarks/ten_questions.py --tokens 2048",), ("ten_questions",), threads=1,
     ),
     Part(
-        "vllm", "What do contexts bring in vLLM?", 8,
+        "vllm", "What do contexts bring in vLLM?", 7,
         ("vllm-python benchmarks/vllm_serving.py --lengths 1024 4096 8192",), ("vllm",), threads=1,
     ),
     Part(
