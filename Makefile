@@ -65,8 +65,10 @@ interpreted: $(STAMP)
 
 # A file's tests run in one process, so that its site, model or capture is made once; in their order,
 # since the other one leaves long files of few tests for the end, where one process waits.
+# AFTER_LOWEST=1, as in CI: without the tests that `make lowest` has run.
 suite: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$(DAILY)"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$(DAILY)" \
+		$(if $(AFTER_LOWEST),$(addprefix --ignore=,$(COMPUTES)))
 
 # What computes, once more with the oldest instruction sets and two threads: sums round otherwise.
 lowest: export ATEN_CPU_CAPABILITY=default

@@ -79,22 +79,22 @@ PARTS = (
         "smollm2_default",
     ),
     _evaluation(
-        "smollm2-agnostic", "How close is it, the question not seen?", 13, "smollm2_agnostic"
+        "smollm2-agnostic", "How close is it, the question not seen?", 18, "smollm2_agnostic"
     ),
-    _evaluation("answers", "Which answers are kept, the question seen?", 16, "smollm2_answers"),
+    _evaluation("answers", "Which answers are kept, the question seen?", 12, "smollm2_answers"),
     _evaluation(
         "answers-agnostic", "Which answers are kept, the question not seen?", 7,
         "smollm2_agnostic_answers",
     ),
     _evaluation(
-        "precision", "What do bits bring at equal bytes?", 7, "smollm2_bytes",
+        "precision", "What do bits bring at equal bytes?", 10, "smollm2_bytes",
         _compared(
             "precision-differences", "Bits at equal bytes, prompt by prompt", "gracekv-plus",
             "gracekv-plus-allocated", _BITS.format(8), _BITS.format(4),
         ),
         outputs=("precision", "precision-differences"),
     ),
-    _evaluation("compaction", "2x to 64x beside Attention Matching?", 16, "smollm2_compaction"),
+    _evaluation("compaction", "2x to 50x beside Attention Matching?", 14, "smollm2_compaction"),
     _evaluation(
         "ablations", "What does each part of the recipes bring?", 8, "smollm2_ablations",
         _compared("fit", "What the fit brings", "gracekv-plus-no-fit", "gracekv-plus"),
@@ -125,7 +125,7 @@ PARTS = (
         ("construction-cpu",),
     ),
     Part(
-        "construction-plus", "What does compressing add to the prefill?", 5,
+        "construction-plus", "What does compressing add to the prefill?", 4,
         ("python benchmarks/construction_plus.py",), ("construction-plus",), threads=1,
     ),
     Part(
@@ -146,7 +146,7 @@ PARTS = (
         ("python benchmarks/limit_cost.py --rounds 3",), ("limit-cost",),
     ),
     Part(
-        "extend", "What does a text lose in passages?", 5,
+        "extend", "What does a text lose in passages?", 4,
         ("python benchmarks/extend.py",), ("extend",), threads=1,
     ),
     Part(

@@ -14,7 +14,6 @@ are left out.
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,14 +33,18 @@ FIDELITY = ("log_kl", "top1")
 
 
 def whole(rows: Sequence[Row]) -> list[Row]:
-    """The rows of samples that have as many cells as the fullest of their task and length."""
+    """The rows of samples with all cells: none of another sample of that length that they lack."""
     rows = list(latest(list(rows)).values())
-    cells = Counter(row["sample"] for row in rows)
-    most: dict[tuple[str, object], int] = {}
+    cells: dict[tuple[object, str], set[tuple[str, str]]] = {}
     for row in rows:
-        place = row["task"], row["length"]
-        most[place] = max(most.get(place, 0), cells[row["sample"]])
-    return [row for row in rows if cells[row["sample"]] == most[row["task"], row["length"]]]
+        place = row["length"], row["sample"]
+        cells.setdefault(place, set()).add((row["method"], row["column"]))
+    # Panels of one length may have other methods: theirs are no more of the same.
+    short = {
+        sample for (length, sample), own in cells.items()
+        if any(own < other for (x, _), other in cells.items() if x == length)
+    }  # fmt: skip
+    return [row for row in rows if row["sample"] not in short]
 
 
 def head(rows: Sequence[Row], suite: Suite) -> str:

@@ -16,10 +16,12 @@ kernels | lowest | test | vllm-environment | test-vllm)
 	echo "$word" >>"$ROOT/made"
 	name=${word//-/_}
 	eval "${!name:-true}" ;;
-VLLM_TESTS=*) echo "$word" >>"$ROOT/made" ;;
+VLLM_TESTS=* | AFTER_LOWEST=1) echo "$word" >>"$ROOT/made" ;;
 esac; done
 """
-ALL = "5 passed, 1 skipped in 3.00s"
+REST = "5 passed, 1 skipped in 3.00s"
+LOWEST = "4 passed in 1.00s"
+ALL = f"{REST}; oldest instruction sets: {LOWEST}"
 BEGUN = "until [ -e $ROOT/begun ]; do sleep 0.05; done"
 
 
@@ -42,7 +44,8 @@ def run(tmp_path):
             cwd=tmp_path,
             env=kept
             | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "ROOT": str(tmp_path)}
-            | {"test": f"echo '{ALL}'", "test_vllm": "echo '2 passed in 1.00s'"}
+            | {"test": f"echo '{REST}'", "test_vllm": "echo '2 passed in 1.00s'"}
+            | {"lowest": f"echo '{LOWEST}'"}
             | variables,
             capture_output=True,
             text=True,
@@ -57,7 +60,7 @@ def run(tmp_path):
 def test_the_proofs_run_beside_everything(run):
     # Neither side ends before it has seen the other one.
     done, made, last = run(
-        lowest=f"{BEGUN}; touch $ROOT/others",
+        lowest=f"{BEGUN}; touch $ROOT/others; echo '{LOWEST}'",
         test_vllm="touch $ROOT/begun; until [ -e $ROOT/others ]; do sleep 0.05; done; "
         "echo '2 passed in 1.00s'",
     )
@@ -68,6 +71,7 @@ def test_the_proofs_run_beside_everything(run):
     (options,) = [name for name in made if name.startswith("VLLM_TESTS")]
     assert options.startswith("VLLM_TESTS=-x")
     assert [x for x in made if x in ("kernels", "lowest", "test")] == ["kernels", "lowest", "test"]
+    assert "AFTER_LOWEST=1" in made, "what the oldest instruction sets ran is not run again"
     assert made.index("vllm-environment") < made.index("test-vllm")
     assert made.index("kernels") < made.index("test-vllm")
 
@@ -93,7 +97,7 @@ def test_all_of_them_or_none_if_asked(run):
             "stopped",
             {
                 "test_vllm": "touch $ROOT/begun; sleep 60",
-                "lowest": BEGUN,
+                "lowest": f"{BEGUN}; echo '{LOWEST}'",
                 "GRACEKV_CI_SECONDS": "0",
             },
         ),
@@ -109,7 +113,7 @@ def test_what_is_missing_or_slow_is_said_loudly_and_fails_nothing(run, said, var
 def test_proofs_that_ended_count_however_long_the_others_took(run):
     done, _, last = run(
         test_vllm="echo '2 passed in 1.00s'; touch $ROOT/begun",
-        test=f"{BEGUN}; sleep 1; echo '{ALL}'",
+        test=f"{BEGUN}; sleep 1; echo '{REST}'",
         GRACEKV_CI_SECONDS="0",
     )
     assert (done.returncode, last) == (0, f"{ALL}; vLLM: 2 passed in 1.00s"), done.stderr

@@ -9,7 +9,6 @@ including the tokens after their own. This approximates the second pass of KVzip
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
 
 import torch
 from einops import reduce
@@ -50,8 +49,8 @@ class Replay(LayerScorer):
             and all queries are evenly spaced.
         max_queries: number of queries; of a longer context, half are evenly spaced and half are
             those of the likeliest tokens.
-        likely_in: which layers tell the likely tokens to a layer: itself and those below, so that
-            it can be scored as soon as it is read; or all.
+        likely_layers: how many layers tell a layer its likely tokens: itself and the next ones
+            below, so that it can be scored as soon as it is read; 0: all layers.
     """
 
     query_scorer: ReadAhead = field(default_factory=lambda: ReadAhead(lookahead=12, max_weight=1.0))
@@ -59,7 +58,7 @@ class Replay(LayerScorer):
     mean_power: float = bounded(2.0, at_least=1)
     uniform_weight: float = bounded(0.5, at_least=0, at_most=1)
     max_queries: int = bounded(1024, at_least=2)
-    likely_in: Literal["layers_below", "all_layers"] = "layers_below"
+    likely_layers: int = bounded(4, at_least=0)
 
     def needs(self) -> Needs:
         """Evenly spaced queries of the context, and those of likely words, known later."""
@@ -70,7 +69,7 @@ class Replay(LayerScorer):
 
     @property
     def by_layer(self) -> bool:
-        return self.uniform_weight == 1 or self.likely_in == "layers_below"
+        return self.uniform_weight == 1 or self.likely_layers > 0
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """The queries of all layers, int64 [P]."""
@@ -116,11 +115,12 @@ class Replay(LayerScorer):
     def _likely(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
         """float32 [N]: how likely each token is to appear in the answer, as seen by `layer`."""
         rows = memory.setdefault(("likely", self.query_scorer, region), [])
-        count = prefill.layers if self.likely_in == "all_layers" else layer + 1
+        count = layer + 1 if self.likely_layers else prefill.layers
         while len(rows) < count:
             best = self.query_scorer.layer(prefill, len(rows), region, memory).amax(dim=0)
             rows.append(prefill.shard.maximum(best).to(prefill.keys[0].device))
-        return torch.stack(rows[:count]).mean(dim=0)
+        first = max(0, count - self.likely_layers) if self.likely_layers else 0
+        return torch.stack(rows[first:count]).mean(dim=0)
 
 
 def _normalised(weights: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def affordable(frontier, quota):
     return fits
 
 
-@settings(max_examples=1500 if LONG else 400)
+@settings(max_examples=1500 if LONG else 200)
 @given(case=auctions(), elastic=st.booleans())
 def test_greedy_buys_what_the_heap_buys(case, elastic):
     start, quota = case

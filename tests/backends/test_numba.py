@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from gracekv.backends import AttentionStep, Numba, split_kv
 from gracekv.backends.reference import attention
 from gracekv.testing.attention import TOLERANCES, relative_error
+from support.covering import LONG
 from support.decode_steps import ragged, step
 
 pytestmark = pytest.mark.usefixtures("short_splits", "no_detour")
 
 
-@settings(max_examples=150)
+@settings(max_examples=150 if LONG else 60)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=4),

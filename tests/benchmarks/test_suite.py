@@ -161,3 +161,13 @@ def test_samples_that_were_cut_short_are_left_out(suite):
     cut = [row for row in found if row["index"] == 0 or row["column"] != "64x"]
     assert {row["index"] for row in suite.whole(cut)} == {0}
     assert suite.whole(found) == found
+    # Nor does a task remain of which no sample was finished.
+    task = found[0]["task"]
+    cut = [row for row in found if row["task"] != task or row["column"] != "64x"]
+    assert {row["task"] for row in suite.whole(cut)} == {row["task"] for row in found} - {task}
+    # A panel of other methods over other samples of that length stays.
+    other = [
+        row | {name: f"other {row[name]}" for name in ("sample", "key")}
+        for row in rows("query_aware", "cam", kls("cam"))
+    ]
+    assert suite.whole([*found, *other]) == [*found, *other]

@@ -166,7 +166,7 @@ def test_processes_make_one_cut(ranks, levels):
         ({"quota": "density"}, "h2o", r"'density' \(quota\) compare layers"),
         ({"value": Late()}, "snapkv", "reads the decoder's output, which comes last"),
         ({"sensitivity": "output_projection"}, "snapkv", r"'output_projection' \(sensitivity\)"),
-        ({"value": {"name": "replay", "likely_in": "all_layers"}}, "snapkv", r"'replay' \(value\)"),
+        ({"value": {"name": "replay", "likely_layers": 0}}, "snapkv", r"'replay' \(value\)"),
         (
             {"quota": "pyramid", "precision": {"name": "uniform", "bits": 4}},
             "snapkv",

@@ -69,16 +69,17 @@ def test_uniform_weights_do_not_read_the_question():
 
 
 @pytest.mark.parametrize(
-    ("likely_in", "counted"), [("layers_below", [1, 2, 3]), ("all_layers", [3, 3, 3])]
+    ("likely_layers", "counted"),
+    [(2, [(0, 1), (0, 2), (1, 3)]), (9, [(0, 1), (0, 2), (0, 3)]), (0, [(0, 3)] * 3)],
 )
-def test_likely_words_weigh_most(likely_in, counted):
+def test_likely_words_weigh_most(likely_layers, counted):
     prefill, region, memory = small(layers=3), Region(2, 20), {}
     query_scorer = ReadAhead(lookahead=3, max_weight=1.0)
-    scorer = Replay(query_scorer, power=3.0, uniform_weight=0.0, likely_in=likely_in)
-    assert scorer.by_layer == (likely_in == "layers_below")
-    for layer, count in enumerate(counted):
+    scorer = Replay(query_scorer, power=3.0, uniform_weight=0.0, likely_layers=likely_layers)
+    assert scorer.by_layer == (likely_layers > 0)
+    for layer, (first, last) in enumerate(counted):
         _, weights = scorer.select_queries(prefill, layer, region, memory)
-        likely = query_scorer(prefill, region).scores.amax(1)[:count].mean(0)
+        likely = query_scorer(prefill, region).scores.amax(1)[first:last].mean(0)
         assert_same_order(weights.argsort(), likely.argsort(), likely)
         torch.testing.assert_close(weights, likely**3 / (likely**3).sum(), rtol=1e-4, atol=1e-7)
 
