@@ -39,7 +39,7 @@ def test_a_worker_tells_which_contexts_it_cannot_open():
     assert (told["0"]["status"], told["1"], told["3"]["status"]) == (404, None, 400)
     assert "There is no context 'gone'" in told["0"]["reason"]
     # A rank that opened it does not speak for one that could not.
-    other = type(connector.build_connector_worker_meta())([], {}, dict.fromkeys("013"))
+    other = type(connector.build_connector_worker_meta())([], set(), dict.fromkeys("013"))
     assert connector.build_connector_worker_meta().aggregate(other).opened == told
     connector.clear_connector_metadata()
     assert current_step() is None
@@ -76,7 +76,7 @@ class Scheduler:
         )
         from gracekv.vllm.scheduling import WorkerReport
 
-        report = WorkerReport([], {}, dict(opened))
+        report = WorkerReport([], set(), dict(opened))
         self.side.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
         return told
 
