@@ -43,6 +43,8 @@ MUTATIONS = [
              "value/test_window_attention.py"),
     Mutation("value", "0.5 * prefill.scale**2", "prefill.scale**2",
              "value/test_expected_attention.py"),
+    Mutation("value", "max(0, count - self.likely_layers) if self.likely_layers else 0", "0",
+             "value/test_replay.py"),
     Mutation("value", "torch.arange(run.start + 1, run.end + 1)",
              "torch.arange(run.start, run.end)",
              "value/test_column_sums.py"),
@@ -54,7 +56,7 @@ MUTATIONS = [
     Mutation("allocate", "(1 - self.consensus) * relevance + self.consensus * mean",
              "relevance", "allocate/test_floors.py"),
     # Quotas: what is guaranteed beside the recent window; remainders to the smallest.
-    Mutation("allocate", "guaranteed = max(0, guaranteed - plan.recent)", "guaranteed += 0",
+    Mutation("allocate", "guaranteed -= plan.recent", "guaranteed += 0",
              "allocate/test_adaptive_heads.py"),
     Mutation("allocate", "int(wanted[i]) - wanted[i]", "wanted[i] - int(wanted[i])",
              "allocate/test_shares.py"),
