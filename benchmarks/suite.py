@@ -33,13 +33,16 @@ FIDELITY = ("log_kl", "top1")
 
 
 def whole(rows: Sequence[Row]) -> list[Row]:
-    """The rows of samples with all cells: none of another sample of that length that they lack."""
+    """The rows of samples whose cells are all there.
+
+    A cell is a method at a budget. A sample that has some of another's cells of that length, and no
+    others, was cut short.
+    """
     rows = list(latest(list(rows)).values())
     cells: dict[tuple[object, str], set[tuple[str, str]]] = {}
     for row in rows:
         place = row["length"], row["sample"]
         cells.setdefault(place, set()).add((row["method"], row["column"]))
-    # Panels of one length may have other methods: theirs are no more of the same.
     short = {
         sample for (length, sample), own in cells.items()
         if any(own < other for (x, _), other in cells.items() if x == length)

@@ -43,7 +43,7 @@ MUTATIONS = [
              "value/test_window_attention.py"),
     Mutation("value", "0.5 * prefill.scale**2", "prefill.scale**2",
              "value/test_expected_attention.py"),
-    Mutation("value", "max(0, count - self.likely_layers) if self.likely_layers else 0", "0",
+    Mutation("value", "rows[:count][-self.likely_layers :]", "rows[:count]",
              "value/test_replay.py"),
     Mutation("value", "torch.arange(run.start + 1, run.end + 1)",
              "torch.arange(run.start, run.end)",

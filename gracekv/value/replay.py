@@ -29,8 +29,8 @@ class Replay(LayerScorer):
     Root mean square over queries, or another power mean: dropping a token that one query needs
     changes one output much, and squared errors add up. Half of the weight goes to queries of tokens
     that `query_scorer` finds likely to appear in the answer, half is uniform. A token is likely if
-    in most layers some probe of some head attends to it: the values of a list each have heads of
-    their own, which a mean over probes and heads would hide.
+    in most of `likely_layers` layers some probe of some head attends to it: the values of a list
+    each have heads of their own, which a mean over probes and heads would hide.
 
     Source: ours; the idea that repeating the context shows what an answer will attend to is from
     Kim et al. (2025), KVzip, arXiv:2505.23416, which runs the model a second time.
@@ -119,8 +119,8 @@ class Replay(LayerScorer):
         while len(rows) < count:
             best = self.query_scorer.layer(prefill, len(rows), region, memory).amax(dim=0)
             rows.append(prefill.shard.maximum(best).to(prefill.keys[0].device))
-        first = max(0, count - self.likely_layers) if self.likely_layers else 0
-        return torch.stack(rows[first:count]).mean(dim=0)
+        # The last 0 rows of a list are all of it.
+        return torch.stack(rows[:count][-self.likely_layers :]).mean(dim=0)
 
 
 def _normalised(weights: Tensor) -> Tensor:
