@@ -14,11 +14,11 @@ _FLOOR = -9.21
 def draw(theme: Theme) -> Figure:
     """A panel for known questions, one for unknown ones."""
     figure = new_figure(theme, 8.4, 3.3)
-    known = table("smollm2-default", "method", "1.5x")
+    known = table("smollm2-default", "method", "2x")
     rivals = [row for row in known if not row["method"].startswith("gracekv")]
     columns = [column for column in known[0] if column.endswith("x")]
     best = {column: min((row[column] for row in rivals), key=number) for column in columns}
-    unknown = table("smollm2-agnostic", "method", "1.5x")
+    unknown = table("smollm2-agnostic", "method", "2x")
     panels = (
         ("the question is known", [
             (_row(known, "gracekv-plus"), "gracekv-plus", theme.blue),
