@@ -75,11 +75,16 @@ _MEMORY = "python benchmarks/memory.py --models smollm2 --log {rows}/memory.json
 
 PARTS = (
     _evaluation(
-        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 22,
+        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 20,
         "smollm2_default",
     ),
     _evaluation(
-        "smollm2-agnostic", "How close is it, the question not seen?", 18, "smollm2_agnostic"
+        "smollm2-agnostic", "How close is it, the question not seen?", 16, "smollm2_agnostic",
+        _compared(
+            "agnostic-differences", "The question not seen, prompt by prompt", "kvzip-two-pass",
+            "gracekv-agnostic", "gracekv-agnostic-allocated",
+        ),
+        outputs=("smollm2-agnostic", "agnostic-differences"),
     ),
     _evaluation("answers", "Which answers are kept, the question seen?", 12, "smollm2_answers"),
     _evaluation(
@@ -125,7 +130,7 @@ PARTS = (
         ("construction-cpu",),
     ),
     Part(
-        "construction-plus", "What does compressing add to the prefill?", 4,
+        "construction-plus", "What does compressing add to the prefill?", 8,
         ("python benchmarks/construction_plus.py",), ("construction-plus",), threads=1,
     ),
     Part(

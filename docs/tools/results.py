@@ -68,6 +68,7 @@ class Known:
 KNOWN = {
     "smollm2-default": Known("quality.md"),
     "smollm2-agnostic": Known("quality.md"),
+    "agnostic-differences": Known("quality.md", tables=False),
     "answers": Known("quality.md"),
     "answers-agnostic": Known("quality.md"),
     "precision": Known("stages/precision.md"),
@@ -94,7 +95,7 @@ KNOWN = {
     "vllm": Known("vllm.md"),
     "vllm-plugin": Known("vllm.md"),
     "vllm_compress": Known("vllm.md"),
-    "gpu": Known("limits.md"),
+    "gpu": Known("limits.md", tables=False),
     "fuzz": Known("security.md"),
 }
 
