@@ -27,7 +27,7 @@ def draw(theme: Theme) -> Figure:
         ]),
         ("the question is not known", [
             (_row(unknown, "gracekv-agnostic"), "gracekv-agnostic", theme.blue),
-            (_row(unknown, "kvzip-two-pass"), "KVzip, two passes", theme.orange),
+            (_row(unknown, "kvzip-two-pass"), "KVzip", theme.orange),
             (_row(unknown, "expected-attention"), "Expected Attention", theme.green),
         ]),
     )  # fmt: skip
