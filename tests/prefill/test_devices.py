@@ -89,7 +89,7 @@ def spread(prefill, devices):
     ("name", "where"), zip(recipes.names(), cycle(["second half", "first half"]))
 )
 def test_every_recipe_packs_each_layer_where_it_lies(name, where):
-    prefill = synthetic_prefill(layers=4, context=150)
+    prefill = synthetic_prefill(layers=4, context=100)
     pipeline, budget = gracekv.Pipeline.named(name), gracekv.Budget.ratio(4)
     expected = pipeline.run(prefill, budget).cache
     with two_devices():

@@ -30,7 +30,7 @@ def loaded() -> tuple[Any, Any]:
 def prompt(loaded: tuple[Any, Any]) -> gracekv.Prompt:
     text = files("gracekv.data").joinpath("alice_chapter_1.txt").read_text(encoding="utf-8")
     return gracekv.Prompt.from_chat(
-        loaded[1], context=text[:2500], question="What did the White Rabbit say?"
+        loaded[1], context=text[:1500], question="What did the White Rabbit say?"
     )
 
 

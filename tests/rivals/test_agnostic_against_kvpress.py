@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 from gracekv.value import Compactor, Critical, LagRelative, Scorer, TokenScores
 from gracekv.value.critical import WrittenNorms
+from support.covering import LONG
 from support.kvpress_cases import RATIOS, ours, true_scores
 from support.margins import assert_same_choice, indicator
 
@@ -58,7 +59,7 @@ def test_lagkv(case, kvpress_module, lag):
     assert_keeps_the_same(case, "lagkv", press, least=always, value=LagRelative(lag=lag))
 
 
-@pytest.mark.parametrize("blending", [0.5, 20.0])
+@pytest.mark.parametrize("blending", [0.5, 20.0] if LONG else [0.5])
 def test_compactor(case, kvpress_module, monkeypatch, blending):
     module = kvpress_module("presses.compactor_press")
     dim = case.prefill.head_dim
@@ -89,7 +90,7 @@ class Drawn(Scorer):
         return torch.rand(shape, generator=torch.Generator().manual_seed(self.seed))
 
 
-@pytest.mark.parametrize("first_stage", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("first_stage", [0.0, 0.5, 0.9] if LONG else [0.5])
 @torch.no_grad()
 def test_criticalkv(case, kvpress_module, first_stage):
     """The norms equal theirs; over the same scores and norms, so does what is kept."""

@@ -13,6 +13,7 @@ from gracekv.segment import Partition
 from gracekv.tree import BinaryExtract, IntervalCosts, Nodes, Prototype, PrototypeRule, build_forest
 from gracekv.tree.engines.reference import ReferenceDistortion
 from gracekv.tree.engines.triton import block_sizes
+from support.covering import LONG
 from support.interval_costs import assert_same_costs, evaluator_of, some_nodes
 from support.trees import tree_context
 
@@ -32,7 +33,7 @@ def check(context, lengths, distortion=None, seed=0):
     return nodes, costs
 
 
-@settings(max_examples=6)
+@settings(max_examples=6 if LONG else 4)
 @given(
     seed=st.integers(0, 2**32 - 1),
     group=st.integers(1, 3),

@@ -1,6 +1,7 @@
 """The kernels, interpreted, against attention in float64."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from gracekv.backends import AttentionSpec, Auto, Eager, Triton
 from gracekv.backends.reference import attention
 from gracekv.errors import BackendUnavailableError, ShapeError
 from gracekv.testing.attention import TOLERANCES, attention_problem, check_attention, relative_error
-from support.covering import LONG
+from support.covering import LONG, covering
 
 BACKEND = Triton()
 
@@ -20,7 +21,7 @@ def ask(backend, problem):
     return backend(replace(problem, packed=backend.prepare(problem.packed)))
 
 
-@settings(max_examples=15 if LONG else 8)
+@settings(max_examples=15 if LONG else 6)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 90), min_size=2, max_size=2),
@@ -60,11 +61,12 @@ def test_equals_dense_attention(
     )
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
-@pytest.mark.parametrize(
-    ("dim", "group", "tokens"), [(64, 1, 1), (80, 4, 2), (96, 7, 3), (128, 8, 1), (256, 2, 1)]
-)
-def test_every_dimension_and_dtype(dim, group, tokens, dtype):
+SHAPES = [(64, 1, 1), (80, 4, 2), (96, 7, 3), (128, 8, 1), (256, 2, 1)]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), covering(list(product(SHAPES, TOLERANCES))), ids=str)
+def test_every_dimension_and_dtype(shape, dtype):
+    dim, group, tokens = shape
     check_attention(
         BACKEND,
         attention_problem(

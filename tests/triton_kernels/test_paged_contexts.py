@@ -38,7 +38,7 @@ def test_shapes_and_layouts(dim, group, block, layout, dtype):
     )
 
 
-@settings(max_examples=12 if LONG else 7)
+@settings(max_examples=12 if LONG else 5)
 @given(
     seed=st.integers(0, 2**32 - 1),
     lengths=st.lists(st.integers(0, 90), min_size=4, max_size=4),
