@@ -148,7 +148,7 @@ def test_one_that_takes_too_long_is_stopped_with_what_it_started(made, tmp_path)
     (tmp_path / "beats.py").write_text(BEATS.format(path=str(beats)))
     start = f"import subprocess\nsubprocess.Popen([sys.executable, {str(tmp_path / 'beats.py')!r}])"
     wait = f"while not pathlib.Path({str(beats)!r}).exists():\n    time.sleep(0.02)"
-    short = {"minutes": 1 / 30}
+    short = {"minutes": 1 / 20}
     balanced = {**short, "balanced": True, "pages": (f"python {tmp_path / 'page.py'}",)}
     run = made(
         ("page", "(page.parent / 'b.md').write_text('some')"),
