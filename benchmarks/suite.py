@@ -19,7 +19,7 @@ from pathlib import Path
 
 import machine
 import suite_tables as tables
-from suites import NEEDLES, SUITES, TEXTS, Suite, suite_of
+from suites import NEEDLES, SUITES, TEXTS, Suite, in_bytes, suite_of
 
 from gracekv.evaluate.formats import footer, markdown
 from gracekv.evaluate.measures import measure
@@ -89,6 +89,10 @@ def fidelity(rows: Sequence[Row], suite: Suite) -> list[str]:
     if suite.placed:
         text = tables.standings(found, shown, suite)
         parts += ["## Standings by log KL to FullKV", "", text, ""]
+    if suite.per_byte in {row["method"] for row in rows}:
+        own = in_bytes(suite)
+        text = tables.standings(make_tables(rows, shown, own.ours), shown, own)
+        parts += [f"## Standings of `{own.ours}`, at equal bytes", "", text, ""]
     for name in () if suite.placed else FIDELITY:
         text = tables.by_task(rows, measure(name))
         parts += [f"## {measure(name).title}: by task", "", text, ""]

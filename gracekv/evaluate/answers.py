@@ -8,7 +8,6 @@ that could answer. It separates methods where scores lie on the floor.
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from gracekv.evaluate.sample import Sample
 from gracekv.hf.generation import continue_ids
 from gracekv.prefill.model_layers import attention_module, model_layers
+from gracekv.undo import hooked
 
 
 class Answer(NamedTuple):
@@ -95,7 +95,7 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
     device = model.get_input_embeddings().weight.device
     kept: list[Tensor] = []
     count = 0
-    with ExitStack() as undo:
+    with hooked() as hooks:
         for layer in model_layers(model):
             if not layer.has_attention:
                 continue
@@ -105,7 +105,7 @@ def teacher_force(model: Any, ids: Tensor, answer: Tensor, cache: Any) -> Answer
                 kept.append(mixed[0, -len(answer) :])
 
             attention = attention_module(model.get_decoder().layers[layer.number])
-            undo.callback(attention.register_forward_hook(listen).remove)
+            hooks.append(attention.register_forward_hook(listen))
             count += 1
         # A cache with a limit is cut between two pieces.
         pieces = fed.split(len(fed) if cache.limit is None else cache.limit.every)

@@ -6,6 +6,7 @@ line without its end; readers ignore it and the next writer cuts it off.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -44,7 +45,8 @@ class RowFile(AbstractContextManager["RowFile"]):
         self.path = folder / f"rows-{name}.jsonl"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            # An interrupt may keep `__exit__` from it: then it is closed as it is freed.
+            self._file = io.FileIO(self.path, "a")
         except OSError as error:
             raise OutputError(
                 f"Rows cannot be written to {self.path}: {error}. Give --out a folder that can be "
@@ -55,21 +57,21 @@ class RowFile(AbstractContextManager["RowFile"]):
             data = self.path.read_bytes()
             # A line that was torn off by a crash goes.
             if (end := data.rfind(b"\n") + 1) < len(data):
-                os.ftruncate(self._file, end)
+                self._file.truncate(end)
         except BaseException:
-            os.close(self._file)
+            self._file.close()
             raise
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one row; it is on the disk when this returns. `OutputError` if it cannot be."""
         line = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n").encode()
         try:
-            written = os.write(self._file, line)
+            written = os.write(self._file.fileno(), line)
             if written != len(line):
                 # A full disk: take the half line back, so that the next one is not glued to it.
-                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+                self._file.truncate(os.fstat(self._file.fileno()).st_size - written)
                 raise OSError(f"only {written} of {len(line)} bytes fit")
-            os.fsync(self._file)
+            os.fsync(self._file.fileno())
         except OSError as error:
             raise OutputError(
                 f"A row could not be written to {self.path}: {error}. The rows before it are "
@@ -78,7 +80,7 @@ class RowFile(AbstractContextManager["RowFile"]):
 
     def __exit__(self, *_: object) -> None:
         # Unlocks it for other writers.
-        os.close(self._file)
+        self._file.close()
 
     def _lock(self) -> None:
         try:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from gracekv.hf.static_layer import tail_is_full
 from gracekv.prefill.attention_patch import attached_bases, base_attention
 from gracekv.prefill.partial_attention import additive
 from gracekv.prefill.supported import check_model
+from gracekv.undo import undone
 
 NAME = "gracekv"
 
@@ -53,15 +55,18 @@ def detach(model: Any) -> None:
     Where an attached model shares the config, both keep gracekv's attention, which does what sdpa
     does without a compressed cache.
     """
-    base = attached_bases.pop(model, "sdpa")
+    base = attached_bases.get(model, "sdpa")
     decoder = model.get_decoder()
     # A deep copy of an attached model has copies of its hooks, too.
     for key in _hooks(model):
         del decoder._forward_pre_hooks[key]
         decoder._forward_pre_hooks_with_kwargs.pop(key, None)
-    shared = any(other.config is model.config for other in attached_bases)
+    others = (other for other in attached_bases if other is not model)
+    shared = any(other.config is model.config for other in others)
     if model.config._attn_implementation == NAME and not shared:
         model.set_attn_implementation(base)
+    # Last: a call that was interrupted can be made again.
+    attached_bases.pop(model, None)
 
 
 def _hooks(model: Any) -> list[int]:
@@ -82,12 +87,9 @@ def attached(model: Any) -> Iterator[None]:
     """
     named = getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
     was_attached = named and bool(_hooks(model))
-    attach(model)
-    try:
+    with nullcontext() if was_attached else undone(partial(detach, model)):
+        attach(model)
         yield
-    finally:
-        if not was_attached:
-            detach(model)
 
 
 def attention(

@@ -50,6 +50,10 @@ from gracekv.value.output_projection import OutputProjection
 # Keys, values and queries of a layer.
 _Layer = tuple[Tensor, Tensor, Tensor]
 
+# Layers from one return of freed memory to the next. What goes back must be got again, which takes
+# longer than the return itself.
+_TRIM = 4
+
 EVERYTHING = (
     Needs(prompt_samples=1024, context_samples=frozenset({512}), recent=4, later_queries=True)
     | Curvature((0.33, 0.5, 0.67, 0.75)).needs()
@@ -156,7 +160,7 @@ def run_capture(
     on_gpu = model.device.type == "cuda"
     # Without RoPE a decoder that rotates nothing can run in parts, too.
     splits = has_rope(model) or rotating(model_layers(model)) == "none"
-    size = options.chunk_of(length, splits=splits, on_gpu=on_gpu)
+    size = options.chunk_of(length, splits=splits, on_gpu=on_gpu, by_layers=each is not None)
     sizes = CaptureSizes.of(model, stays)
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
     begin = partial(Reading, model, prompt, past, needs, held, size, options.progress)
@@ -193,7 +197,7 @@ def _whole(reading: Reading, held: Tensor) -> Prefill:
 def _by_layers(
     reading: Reading, held: Tensor, each: Callable[[Prefill, int], None], options: CaptureOptions
 ) -> Prefill:
-    """One layer after the other; if `options.trim`, freed memory goes back to a CPU after each.
+    """One layer after the other; if `options.trim`, freed memory goes back to a CPU meanwhile.
 
     What is kept of a layer lies between what was freed, so the heap would grow with every layer.
     """
@@ -210,7 +214,8 @@ def _by_layers(
         observed = reading.observations.layer_results(layer, count, own[0].device)
         each(_prefill(reading, held, identity, parts, observed=observed), layer)
         record.drop(layer)
-        if options.trim and reading.device.type == "cpu":
+        last = layer + 1 == count
+        if options.trim and reading.device.type == "cpu" and (last or layer % _TRIM == 0):
             trim_memory()
 
     last = reading.by_layers(show)
@@ -240,7 +245,7 @@ def _prefill(
         sink_logits=tuple(record.sinks[layer] for layer in sorted(record.sinks)),
         token_ids=reading.prompt.ids,
         fingerprint=identity,
-        shard=head_shard(reading.model),
+        shard=reading.shard,
         **others,
     )
 

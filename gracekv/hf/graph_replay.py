@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gracekv.hf.cache import GraceCache
+from gracekv.undo import undone
 
 # Places of the first static tail; each further one is twice as long. Ours.
 _FIRST_CAPACITY = 128
@@ -77,14 +78,18 @@ def replaying(model: Any, cache: GraceCache, max_new_tokens: int) -> Iterator[Gr
     if not free:
         yield cache
         return
-    try:
-        yield forward.cache
-    finally:
+
+    def undo() -> None:
         with _lock:
+            if model.__dict__.get("forward") is not forward:
+                return
             if own is None:
                 del model.forward
             else:
                 model.forward = own
+
+    with undone(undo):
+        yield forward.cache
 
 
 class ReplayedForward:

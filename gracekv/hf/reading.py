@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gracekv.distributed.sharding import head_shard
 from gracekv.errors import LayerOrderError
 from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
 from gracekv.prefill.model_layers import (
@@ -37,6 +38,7 @@ from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt, Region
 from gracekv.prefill.recorder import Recorder, no_rotation
 from gracekv.prefill.stock_layers import StockLayers
+from gracekv.undo import hooked, undone
 
 
 class Reading:
@@ -56,6 +58,7 @@ class Reading:
         record: keys, values and queries.
         observations: what observers see.
         others: layers that are not compressed.
+        shard: which KV heads this process holds.
         seconds: of the model's forward, without the observers'.
     """
 
@@ -70,6 +73,7 @@ class Reading:
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.model, self.prompt, self._past, self._progress = model, prompt, past, progress
+        self.shard = head_shard(model)
         self.layers, self.device = compressed_layers(model), input_device(model)
         self.observations = Observations(needs.observers, len(self.layers), prompt.spans)
         self.record = Recorder(prompt.spans, self.observations, held, self.layers)
@@ -119,14 +123,13 @@ class Reading:
             driver.switch(number)
 
         outputs: list[Any] = []
-        with self._patched(), ExitStack() as undo:
+        runs: list[Any] = []
+        # An error ends the forwards that are paused, too.
+        with self._patched(), hooked() as hooks, undone(runs.clear):
             for number, block in enumerate(blocks):
                 # Before the recorder's hooks, which are of the chunk that goes on.
-                hook = block.register_forward_pre_hook(partial(pause, number), prepend=True)
-                undo.callback(hook.remove)
-            runs = [greenlet(partial(self._forward, chunk)) for chunk in self._chunks]
-            # An error ends the forwards that are paused, too.
-            undo.callback(runs.clear)
+                hooks.append(block.register_forward_pre_hook(partial(pause, number), prepend=True))
+            runs += [greenlet(partial(self._forward, chunk)) for chunk in self._chunks]
             for chunk, run in zip(self._chunks, runs, strict=True):
                 run.gr_context = copy_context()
                 self._begin(chunk)

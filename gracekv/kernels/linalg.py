@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gracekv.undo import undone
+
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T: [M, K] and [N, K] to [M, N], in the dtype of both.
@@ -55,16 +57,16 @@ def full_float32() -> Iterator[None]:
         backends: list[Any] = [torch.backends.cuda.matmul]
         backends.append(getattr(torch.backends.mkldnn, "matmul", backends[0]))
         set_before = [backend.fp32_precision for backend in backends]
-        try:
+
+        def undo() -> None:
+            for backend, precision in zip(backends, set_before, strict=True):
+                backend.fp32_precision = precision
+
+        with undone(undo):
             for backend in backends:
                 backend.fp32_precision = "ieee"
             yield
-        finally:
-            for backend, precision in zip(backends, set_before, strict=True):
-                backend.fp32_precision = precision
         return
-    torch.set_float32_matmul_precision("highest")
-    try:
+    with undone(lambda: torch.set_float32_matmul_precision(before)):
+        torch.set_float32_matmul_precision("highest")
         yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -163,8 +163,8 @@ class LayerwiseCompression:
             return RaggedCache(tuple(self._packed), length=prefill.spans.length - 1)
 
         def fitted(cache: RaggedCache) -> RaggedCache:
-            pairs = zip(cache.layers, self._references, strict=True)
-            layers = (pipe.fit.layer(*pair, region) for pair in pairs)
+            # What was noted of a layer is freed once it is fitted.
+            layers = [pipe.fit.layer(x, self._references.pop(0), region) for x in cache.layers]
             return replace(cache, layers=tuple(layers))
 
         partition = pipe.segment(prefill, region)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.prefill.model_layers import attention_module
+from gracekv.undo import undone
 
 BASE_ATTENTION = ("sdpa", "eager")
 """Attention implementations of transformers that a patched one can replace."""
@@ -90,16 +91,17 @@ def patched_attention(model: Any, attend: Callable[[AttentionCall], Any]) -> Ite
         # Some families pass the mask by name.
         return attend(AttentionCall(stock, module, query, key, value, attention_mask, kwargs))
 
-    AttentionInterface.register(name, attention)
-    # An attention name without a mask of the same name would silently get no mask at all.
-    AttentionMaskInterface.register(name, masks[base])
-    try:
+    def undo() -> None:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop(name, None)
+        masks.pop(name, None)
+
+    with undone(undo):
+        AttentionInterface.register(name, attention)
+        # An attention name without a mask of the same name would silently get no mask at all.
+        AttentionMaskInterface.register(name, masks[base])
         model.set_attn_implementation(name)
         yield
-    finally:
-        model.set_attn_implementation(before)
-        AttentionInterface._global_mapping.pop(name)
-        masks.pop(name)
 
 
 def base_attention(model: Any) -> str:

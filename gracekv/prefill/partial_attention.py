@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.prefill.attention_patch import AttentionCall
+from gracekv.undo import undone
 
 # Elements of the mask of a second pass, which every layer reads, and its least and most tokens.
 _MASK, _LEAST, _MOST = 2**25, 128, 1024
@@ -158,11 +159,12 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
             return tuple(part[:, first : last + 1] for part in made[layer_type])
         return tuple(part[:, places.to(part.device)] for part in made[layer_type])
 
-    rotary.forward = forward
-    try:
-        yield
-    finally:
-        if before is None:
-            del rotary.forward
-        else:
+    def undo() -> None:
+        if before is not None:
             rotary.forward = before
+        elif "forward" in vars(rotary):
+            del rotary.forward
+
+    with undone(undo):
+        rotary.forward = forward
+        yield

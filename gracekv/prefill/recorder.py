@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from gracekv.prefill.partial_attention import PartialAttention
 from gracekv.prefill.past import Past, widened
 from gracekv.prefill.projection import Projection
 from gracekv.prefill.prompt import PromptSpans, Region
+from gracekv.undo import hooked
 
 
 class Recorder:
@@ -153,7 +154,7 @@ class Recorder:
         def final(module: Any, args: Any, output: Any) -> None:
             self.final = output.last_hidden_state[0]
 
-        with ExitStack() as undo:
+        with hooked() as hooks:
             for layer in range(len(self._layers)):
                 if not reads("hidden", layer):
                     continue
@@ -168,13 +169,11 @@ class Recorder:
                     self._hidden[layer] = stream
 
                 block = decoder.layers[self._layers[layer].number]
-                hook = block.register_forward_pre_hook(block_input, with_kwargs=True)
-                undo.callback(hook.remove)
+                hooks.append(block.register_forward_pre_hook(block_input, with_kwargs=True))
             first = attention_module(decoder.layers[self._layers[0].number])
-            hook = first.register_forward_pre_hook(rotation, with_kwargs=True)
-            undo.callback(hook.remove)
+            hooks.append(first.register_forward_pre_hook(rotation, with_kwargs=True))
             if reads("final"):
-                undo.callback(decoder.register_forward_hook(final).remove)
+                hooks.append(decoder.register_forward_hook(final))
             yield
 
     def rope(self) -> Rope:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -32,6 +32,7 @@ from gracekv.prefill.model_layers import (
     rope_of_table,
 )
 from gracekv.prefill.stock_layers import StockLayers
+from gracekv.undo import hooked
 
 _TOKENS = 24
 # The largest difference, relative to what the model gives: rounding, by the bytes of a number.
@@ -75,11 +76,10 @@ def self_check(model: Any) -> None:
     ids = torch.arange(1, _TOKENS + 1) * 7919 % model.get_input_embeddings().num_embeddings
     ids = ids[None].to(input_device(model))
     seen = _Seen()
-    hooks = ExitStack()
-    with hooks, patched_attention(model, seen.attend):
+    with hooked() as hooks, patched_attention(model, seen.attend):
         for number, attention in attending.items():
-            hook = attention.register_forward_pre_hook(seen.before(number), with_kwargs=True)
-            hooks.callback(hook.remove)
+            before = seen.before(number)
+            hooks.append(attention.register_forward_pre_hook(before, with_kwargs=True))
         stock = model(input_ids=ids, use_cache=False).logits[0, -1]
     missing = sorted(attending.keys() - seen.keys.keys())
     if missing:

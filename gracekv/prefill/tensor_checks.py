@@ -73,8 +73,11 @@ def _check_observation(prefill: Any, observer: Observer, tensor: Tensor) -> None
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether all of `tensor` [...] is finite, without a copy of its size."""
-    # A NaN or an infinity survives a sum; float64, since long float16 sums overflow. In parts,
-    # since torch copies what it sums in another dtype.
+    # A NaN or an infinity survives a sum. One that overflows is looked at again.
+    if tensor.dtype == torch.float32 and bool(tensor.sum().isfinite()):
+        return True
+    # float64, since long float16 sums overflow; in parts, since torch copies what it sums in
+    # another dtype.
     axis = max(range(tensor.ndim), key=lambda i: tensor.shape[i])
     sums = [part.sum(dtype=torch.float64) for part in tensor.split(_TOKENS, dim=axis)]
     return not sums or bool(torch.isfinite(torch.stack(sums)).all())

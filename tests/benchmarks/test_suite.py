@@ -26,10 +26,13 @@ def suite(monkeypatch, tmp_path):
 
 
 def rows(protocol, ours, kl):
-    """Two groups, two samples and ratios each; `kl` of (group, method) at 2x, twice that at 16x."""
+    """Two groups, two samples and ratios each; `kl` of (group, method) at 2x, twice that at 16x.
+
+    Other methods than ours and snapkv have rows where `kl` has them.
+    """
     tasks = {"retrieval": "ruler:niah_multikey_1", "single_doc_qa": "longbench:qasper"}
     for group, task in tasks.items():
-        for method in ("fullkv", ours, "snapkv"):
+        for method in dict.fromkeys(("fullkv", ours, "snapkv", *(name for _, name in kl))):
             for column in ["full"] if method == "fullkv" else ["2x", "4x", "16x", "64x"]:
                 for index in range(2):
                     far = {"2x": 1, "4x": 1.5, "16x": 2}.get(column, 3)
@@ -59,6 +62,19 @@ def kls(ours):
         ("retrieval", ours): 0.04, ("retrieval", "snapkv"): 0.02,
         ("single_doc_qa", ours): 0.01, ("single_doc_qa", "snapkv"): 0.03,
     }  # fmt: skip
+
+
+def test_what_chooses_bits_has_standings_of_its_own(suite, monkeypatch, tmp_path):
+    ours, bits = "gracekv-agnostic", "gracekv-agnostic-allocated"
+    kl = {**kls(ours), ("retrieval", bits): 0.01, ("single_doc_qa", bits): 0.02}
+    runs = written(tmp_path / "runs", rows("query_agnostic", ours, kl))
+    monkeypatch.setattr(sys, "argv", ["suite.py", str(runs), "--name", "smollm2-agnostic"])
+    suite.main()
+    page = (tmp_path / "smollm2-agnostic.md").read_text(encoding="utf-8")
+    # Neither competes with the other: both are first on texts, the second one on needles too.
+    assert f"Of 8 settings `{ours}` is first in 4" in page
+    assert f"## Standings of `{bits}`, at equal bytes" in page
+    assert f"Of 8 settings `{bits}` is first in 8" in page
 
 
 @pytest.mark.parametrize(

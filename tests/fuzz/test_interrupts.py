@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
 
 import gracekv
 from gracekv.evaluate import Experiment, read_rows, run
@@ -38,9 +39,27 @@ class Session:
         }  # fmt: skip
         self.experiment = Experiment.from_dict(panel)
         self.want = self.answers()
+        self.state = self.state_of_process()
+
+    def state_of_process(self):
+        """What an interrupt may leave changed though answers stay right."""
+        hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in self.model.modules()]
+        interfaces = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
+        return [
+            self.model.config._attn_implementation,
+            hooks,
+            ["forward" in vars(module) for module in self.model.modules()],
+            [sorted(interface) for interface in interfaces],
+            torch.get_float32_matmul_precision(),
+            torch.is_grad_enabled(),
+        ]
 
     def compress(self):
         gracekv.compress(self.model, self.prompt, ratio=2)
+
+    def compress_in_chunks(self):
+        options = gracekv.CaptureOptions(chunk=32)
+        gracekv.compress(self.model, self.prompt, ratio=2, capture=options)
 
     def generate(self):
         self.result.generate_ids(3)
@@ -65,7 +84,7 @@ class Session:
         return [plain.tolist(), *(r.generate_ids(3).tolist() for r in (self.result, new))]
 
     def check(self, action):
-        assert torch.is_grad_enabled()
+        assert self.state_of_process() == self.state
         assert self.answers() == self.want
         if action == "save":
             # Before each save the other file was put there. Two files of one result differ in the
@@ -93,7 +112,9 @@ class Session:
             (self.folder / "rows" / "rows-main.jsonl").write_bytes(b"")
 
 
-ACTIONS = ("compress", "generate", "extend", "save", "load", "evaluate")
+ACTIONS = (
+    "compress", "compress_in_chunks", "generate", "extend", "save", "load", "evaluate",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
