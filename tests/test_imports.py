@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "gracekv"
 
 # Every folder may use what stands for everyone, and itself.
-COMMON = {"gracekv.errors", "gracekv.kernels", "gracekv.registry"}
+COMMON = {"gracekv.errors", "gracekv.kernels", "gracekv.registry", "gracekv.undo"}
 KNOWS = {
     "registry": set(),
     "kernels": set(),
