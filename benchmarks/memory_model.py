@@ -83,7 +83,7 @@ def compressed(shape: Shape, length: int, needs: Needs, ratio: float) -> tuple[f
     fixed = length * shape.sizes.kv + held * shape.sizes.queries
     streams = sum(isinstance(x, BlockInput) for x in needs.observers)
     fixed += streams * length * shape.hidden * shape.unit
-    running = shape.activations(_chunk(length)) + _mask(length) * shape.unit
+    running = _running(shape, length, by_layers=False)
     again = 0
     if needs.later_queries and held < length:
         again = (
@@ -110,18 +110,15 @@ def streamed(shape: Shape, length: int, needs: Needs, ratio: float) -> float:
     stream = 2 * length * shape.hidden * shape.unit
     packed = int(length / ratio) * (sizes.kv + 24 * shape.layers * shape.groups)
     scores = 4 * length * shape.layers * shape.groups
-    running = shape.activations(_chunk(length)) + _mask(length) * shape.unit
+    running = _running(shape, length, by_layers=True)
     return (stream + layer + packed + scores + running) / MIB
 
 
-def _chunk(length: int) -> int:
-    """Tokens that run at once."""
-    return CaptureOptions().chunk_of(length, splits=True, on_gpu=False)
-
-
-def _mask(length: int) -> int:
-    """Elements of the mask of some rows; a prompt in one chunk has none."""
-    return 0 if _chunk(length) == length else min(256 * length, 2**22)
+def _running(shape: Shape, length: int, *, by_layers: bool) -> int:
+    """Bytes of a chunk's activations, and of the mask of some rows; one chunk alone has no mask."""
+    chunk = CaptureOptions().chunk_of(length, splits=True, on_gpu=False, by_layers=by_layers)
+    mask = 0 if chunk == length else min(256 * length, 2**22)
+    return shape.activations(chunk) + mask * shape.unit
 
 
 def report(rows: list[dict[str, Any]]) -> str:
