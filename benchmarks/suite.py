@@ -87,11 +87,12 @@ def fidelity(rows: Sequence[Row], suite: Suite) -> list[str]:
         text = tables.differences(rows, found, shown, suite, base)
         parts += [f"## {shown.title}: minus `{base}`, 95 % intervals", "", text, ""]
     if suite.placed:
-        text = tables.standings(found, shown, suite)
+        text = tables.standings(tables.places(found, shown, suite), suite)
         parts += ["## Standings by log KL to FullKV", "", text, ""]
     if suite.per_byte in {row["method"] for row in rows}:
         own = in_bytes(suite)
-        text = tables.standings(make_tables(rows, shown, own.ours), shown, own)
+        settings = tables.places(make_tables(rows, shown, own.ours), shown, own)
+        text = tables.behind(settings, own)
         parts += [f"## Standings of `{own.ours}`, at equal bytes", "", text, ""]
     for name in () if suite.placed else FIDELITY:
         text = tables.by_task(rows, measure(name))

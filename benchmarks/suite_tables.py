@@ -33,36 +33,59 @@ def standing(table: Table, column: str, shown: Measure, suite: Suite) -> tuple[i
     return place, delta.low <= 0 <= delta.high, first
 
 
-def standings(found: Sequence[Table], shown: Measure, suite: Suite) -> str:
+Places = dict[tuple[str, str], tuple[int, bool, str]]
+
+
+def places(found: Sequence[Table], shown: Measure, suite: Suite) -> Places:
+    """The `standing` of ours in each setting, by the group's title and the ratio."""
+    return {
+        (title(table), column): standing(table, column, shown, suite)
+        for table in found
+        for column in table.columns
+        if column.endswith("x") and (suite.ours, column) in table.cells
+    }
+
+
+def standings(settings: Places, suite: Suite) -> str:
     """One row a group, one column a ratio: the place, and who is first where ours is not."""
-    ours = suite.ours
-    found = [table for table in found if any((ours, c) in table.cells for c in table.columns)]
-    columns = list(dict.fromkeys(c for table in found for c in table.columns if c.endswith("x")))
+    groups, columns = (list(dict.fromkeys(x)) for x in zip(*settings, strict=True))
     columns.sort(key=lambda c: float(c[:-1]))
     lines = [
         f"| group | {' | '.join(columns)} |",
         "|---" * (len(columns) + 1) + "|",
     ]
-    firsts = tied = worse = total = 0
-    for table in found:
-        cells = []
-        for column in columns:
-            if (ours, column) not in table.cells:
-                cells.append("")
-                continue
-            place, even, first = standing(table, column, shown, suite)
-            total += 1
-            firsts += place == 1
-            tied += place > 1 and even
-            worse += place > 2
-            cells.append("**1**" if place == 1 else f"{place}{' =' if even else ''} ({first})")
-        lines.append(f"| {title(table)} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        f"Of {total} settings `{ours}` is first in {firsts}, tied with the first in {tied} more, "
-        f"and worse than second in {worse}.",
+    for group in groups:
+        cells = [_place(settings.get((group, column))) for column in columns]
+        lines.append(f"| {group} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", counted(settings, suite)])
+
+
+def behind(settings: Places, suite: Suite) -> str:
+    """How often ours is first, and the settings where it is not."""
+    rows = [
+        f"| {group} | {column} | {_place(own)} |"
+        for (group, column), own in settings.items()
+        if own[0] > 1
     ]
-    return "\n".join(lines)
+    head = ["", "| group | ratio | place |", "|---|---|---|"] if rows else []
+    return "\n".join([counted(settings, suite), *head, *rows])
+
+
+def counted(settings: Places, suite: Suite) -> str:
+    """In how many settings ours is first, tied and worse than second."""
+    own = settings.values()
+    firsts, tied = sum(x[0] == 1 for x in own), sum(x[0] > 1 and x[1] for x in own)
+    return (
+        f"Of {len(own)} settings `{suite.ours}` is first in {firsts}, tied with the first in "
+        f"{tied} more, and worse than second in {sum(x[0] > 2 for x in own)}."
+    )
+
+
+def _place(own: tuple[int, bool, str] | None) -> str:
+    if own is None:
+        return ""
+    place, even, first = own
+    return "**1**" if place == 1 else f"{place}{' =' if even else ''} ({first})"
 
 
 def placed(found: Sequence[Table], suite: Suite) -> list[Table]:
