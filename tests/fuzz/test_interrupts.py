@@ -1,5 +1,6 @@
 """Interrupts at random lines: the model answers as before, files are the old or the new ones."""
 
+import inspect
 from pathlib import Path
 from random import Random
 
@@ -9,7 +10,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 import gracekv
 from gracekv.evaluate import Experiment, read_rows, run
+from gracekv.prefill.attention_patch import patched_attention
+from gracekv.prefill.partial_attention import rotations
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
+from gracekv.undo import hooked, undone
 from support.covering import LONG
 from support.interrupts import executed_lines, interrupted
 
@@ -143,3 +147,20 @@ def test_interrupts_at_random_lines_harm_nothing(session, tally):
             where = f"{Path(place[0]).relative_to(PACKAGE)}:{place[1]}"
             raise AssertionError(f"seed {seed}: {action} at {where}, {occurrence}") from error
         tally.add(f"{action} interrupted" if came else f"{action} not interrupted")
+
+
+def test_interrupts_where_a_model_is_set_back_harm_nothing(session):
+    """Every line of what changes a model and sets it back, when it is first and last executed."""
+    changes = (patched_attention, rotations, undone, hooked)
+    sources = [inspect.getsourcelines(change.__wrapped__) for change in changes]
+    lines = {
+        (change.__wrapped__.__code__.co_filename, first + number)
+        for change, (text, first) in zip(changes, sources, strict=True)
+        for number in range(len(text))
+    }
+    count = executed_lines(session.compress_in_chunks)
+    assert len(lines & count.keys()) > 20
+    for place in sorted(lines & count.keys()):
+        for occurrence in {1, count[place]}:
+            assert interrupted(session.compress_in_chunks, place, occurrence)
+            session.check("compress_in_chunks")

@@ -1,0 +1,40 @@
+"""What a block has changed is set back, whenever an interrupt comes."""
+
+import pytest
+import torch
+
+from gracekv.undo import hooked, undone
+
+
+def test_set_back_after_the_block_even_if_it_fails():
+    calls = []
+    with undone(lambda: calls.append(1)):
+        assert not calls
+    assert calls
+    calls.clear()
+    with pytest.raises(ZeroDivisionError), undone(lambda: calls.append(1)):
+        _ = 1 / 0
+    assert calls
+
+
+def test_a_call_that_was_interrupted_is_made_again():
+    state = {"a": 1, "b": 1}
+
+    def undo():
+        state["a"] = 0
+        if state["b"] == 1:
+            state["b"] = 2
+            raise KeyboardInterrupt
+        state["b"] = 0
+
+    with pytest.raises(KeyboardInterrupt), undone(undo):
+        pass
+    assert state == {"a": 0, "b": 0}
+
+
+def test_hooks_go():
+    module = torch.nn.Identity()
+    with hooked() as hooks:
+        hooks.append(module.register_forward_hook(lambda *_: None))
+        assert module._forward_hooks
+    assert not module._forward_hooks
