@@ -42,9 +42,9 @@ _SEEN, _HIDDEN = "query_aware", "query_agnostic"
 _PLUS = "`gracekv-plus` was tuned on other tasks and another seed; see the config's head"
 _AGNOSTIC = "`gracekv-agnostic` was tuned on `benchmarks/smollm2_agnostic_tuning.yaml`"
 _EQUAL = (
-    "A ratio of `gracekv-agnostic-allocated` counts bytes of keys and values against a full cache "
-    "of 16-bit numbers: as many as the others, which keep 16 bits a number, have in such a model. "
-    "Positions and multiplicities, 8 bytes an entry, are counted for none"
+    "A ratio of `gracekv-agnostic-allocated` counts bytes against a full cache of 16-bit numbers: "
+    "as many as the others, which keep 16 bits a number, have in such a model. Positions and "
+    "multiplicities, 8 bytes an entry, are counted for none"
 )
 _BYTES = (
     "A ratio counts bytes against a full cache of 16-bit numbers; entries that stay as they are "
