@@ -20,10 +20,10 @@ from gracekv.errors import BudgetError, CacheError
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.limited_layer import LimitedLayer
 from gracekv.hf.packed_layer import PackedLayer
-from gracekv.kernels.linalg import full_float32
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.model_layers import rotations_up_to
 from gracekv.report.history import CutHistory
+from gracekv.undo import full_float32
 
 
 class LimitedCache(GraceCache):

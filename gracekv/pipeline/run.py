@@ -25,13 +25,13 @@ from gracekv.cache import (
 from gracekv.distributed.sharding import HeadShard
 from gracekv.fit import NoFit
 from gracekv.fit.base import value_change
-from gracekv.kernels.linalg import full_float32
 from gracekv.pipeline.auction import Auction, AuctionResult
 from gracekv.precision import Precision
 from gracekv.prefill import Prefill, Region
 from gracekv.prefill.kept import bytes_by_kind
 from gracekv.segment import Partition
 from gracekv.tree import Forest
+from gracekv.undo import full_float32
 from gracekv.value import Relevance
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ObserverError
-from gracekv.kernels.linalg import full_float32
 from gracekv.prefill.observer import (
     Accumulator,
     FinalObserver,
@@ -23,6 +22,7 @@ from gracekv.prefill.observer import (
     TokenRun,
 )
 from gracekv.prefill.prompt import PromptSpans
+from gracekv.undo import full_float32
 
 
 def check_observers(

@@ -62,11 +62,9 @@ class CaptureOptions(Configurable):
             on_gpu: where it runs.
             by_layers: whether all of them go through one layer before the next.
         """
-        if self.chunk is not None:
-            return min(self.chunk, length)
-        size = _GPU_CHUNK if on_gpu else _CHUNK
-        whole = size if by_layers else max(size, _ONE_PASS)
-        return size if splits and length > whole else length
+        size = self.chunk or (_GPU_CHUNK if on_gpu else _CHUNK)
+        whole = size if self.chunk or by_layers else max(size, _ONE_PASS)
+        return size if length > whole and (self.chunk or splits) else length
 
 
 DEFAULTS = CaptureOptions()

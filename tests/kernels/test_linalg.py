@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gracekv import Budget, Pipeline
-from gracekv.kernels.linalg import full_float32
 from gracekv.testing import synthetic_prefill
+from gracekv.undo import full_float32
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_settings_by_backend_are_kept_too():
     """torch refuses to sum them up, and cannot go back; so in a process of its own."""
     code = """
 import torch
-from gracekv.kernels.linalg import full_float32
+from gracekv.undo import full_float32
 torch.backends.cuda.matmul.fp32_precision = "tf32"
 with full_float32():
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
