@@ -85,8 +85,9 @@ def attached(model: Any) -> Iterator[None]:
 
     Raises what `attach` raises.
     """
-    named = getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
-    was_attached = named and bool(_hooks(model))
+    # What is no model cannot be detached either.
+    check_model(model)
+    was_attached = model.config._attn_implementation == NAME and bool(_hooks(model))
     with nullcontext() if was_attached else undone(partial(detach, model)):
         attach(model)
         yield

@@ -37,13 +37,19 @@ def packed(prefill, ratio):
 
 
 def published(K, V, Q, indices, least, most, iterations):
-    """C2 and beta of the public code for one head, with the ideal step size."""
+    """C2 and beta of the public code for one head; its power iteration starts from ones, as ours.
+
+    It takes three rounds. With the ideal step a few masses come out up to 8 % off, seed 776's too.
+    """
     scores = Q @ K.T / math.sqrt(K.shape[1])
     exp_scores = torch.exp(scores - scores.max(dim=1, keepdim=True)[0])
     target, M = exp_scores.sum(dim=1), exp_scores[:, indices]
     B = torch.linalg.lstsq(M, target.unsqueeze(1), driver="gels").solution.squeeze(1)
     B = B.clamp(least, most)
-    eta = 1 / torch.linalg.matrix_norm(M, ord=2) ** 2
+    u = torch.ones_like(B)
+    for _ in range(3):
+        u = torch.nn.functional.normalize(M.T @ (M @ u), dim=0)
+    eta = 1 / (M @ u).square().sum()
     for _ in range(iterations):
         B = (B - eta * (M.T @ (M @ B - target))).clamp(least, most)
     beta = torch.log(B)
@@ -74,13 +80,11 @@ def test_equals_the_public_formulas(seed, group, ratio, bounds):
         own = prefill.observation(OBSERVED)[layer][head * group : (head + 1) * group].flatten(0, 1)
         K, V = prefill.keys[layer][head, inside], prefill.values[layer][head, inside]
         X, C2, beta = published(K.double(), V.double(), own.double(), kept, *bounds)
-        # Masses, since the logarithm of one near 0 magnifies its rounding.
-        fitted = log_m[free].double().exp()
-        torch.testing.assert_close(fitted, beta.exp(), rtol=1e-2, atol=2e-2)
+        torch.testing.assert_close(log_m[free].double(), beta, rtol=1e-2, atol=2e-2)
         # Values that the queries tell apart badly may differ; what they give may not.
         torch.testing.assert_close(X @ values[free].double(), X @ C2, rtol=1e-2, atol=1e-2)
         slow, masses = reference.matched_head(K, V, own * prefill.scale, kept, *bounds)
-        torch.testing.assert_close(fitted, masses, rtol=1e-2, atol=2e-2)
+        torch.testing.assert_close(log_m[free].double(), masses.log(), rtol=1e-2, atol=2e-2)
         torch.testing.assert_close(X @ values[free].double(), X @ slow, rtol=1e-2, atol=1e-2)
 
 

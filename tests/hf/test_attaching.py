@@ -95,3 +95,13 @@ def test_models_that_cannot_be_attached_are_refused():
     model.config._attn_implementation_internal = "flex_attention"
     with pytest.raises(UnsupportedModelError, match="'flex_attention'"):
         attach(model)
+
+
+def test_a_block_refuses_what_is_no_model_and_leaves_others_as_they_are():
+    with pytest.raises(UnsupportedModelError, match="got NoneType"), gracekv.attached(None):
+        pass
+    model = tiny_llama()
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(UnsupportedModelError, match="'flex_attention'"), gracekv.attached(model):
+        pass
+    assert model.config._attn_implementation == "flex_attention"
