@@ -29,7 +29,13 @@ from gracekv.files import write_atomically
 from gracekv.hf.smollm2 import load_smollm2
 
 PAGE = Path(__file__).parent / "results" / "construction-plus.md"
-RECIPES = ("gracekv-plus", "gracekv-agnostic", "gracekv-plus-no-fit", "snapkv")
+RECIPES = (
+    "gracekv-plus",
+    "gracekv-agnostic",
+    "gracekv-agnostic-allocated",
+    "gracekv-plus-no-fit",
+    "snapkv",
+)
 
 
 def seconds(work: Callable[[], object]) -> float:

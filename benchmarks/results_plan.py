@@ -130,15 +130,15 @@ PARTS = (
         ("construction-cpu",),
     ),
     Part(
-        "construction-plus", "What does compressing add to the prefill?", 8,
+        "construction-plus", "What does compressing add to the prefill?", 10,
         ("python benchmarks/construction_plus.py",), ("construction-plus",), threads=1,
     ),
     Part(
-        "decode", "How fast is decoding?", 3,
+        "decode", "How fast is decoding?", 2,
         ("python benchmarks/decode.py --skews 3,50 --bits \"\"",), ("decode",),
     ),
     Part(
-        "decode-bits", "And with fewer bits?", 3,
+        "decode-bits", "And with fewer bits?", 2,
         (
             "python benchmarks/decode.py --parts attention --dtype float32,bfloat16 --lengths 8192 "
             "--ratios 1,4,8 --rounds 21 --least --title \"Decoding with fewer bits\" "
