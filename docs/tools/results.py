@@ -16,6 +16,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from result_data import parts, to_csv
 
@@ -208,27 +209,35 @@ def page(results: list[Result], folder: Path | None = None) -> str:
     names = [*(COMMANDS if folder else [n for n in COMMANDS if n in found])]
     names += [name for name in found if name not in COMMANDS and name not in OUTSIDE]
     rows = ["| result | machine | commit |", "|---|---|---|"]
+    state = _state(folder) if folder else {}
     for name in names:
         if name not in found:
             rows.append(f"| [{name}](#{anchor(name)}) | not measured yet | |")
             continue
         result = found[name]
+        # The run's own machine is told once, above.
         machine = result.fact("machine").partition(";")[0]
+        machine = machine.removeprefix(f"{state.get('machine')}, ")
         rows.append(f"| [{result.title}](#{anchor(name)}) | {machine} | {result.fact('commit')} |")
     sections = [_section(found[name]) if name in found else _missing(name) for name in names]
     outside = [_section(found[name]) for name in OUTSIDE if name in found]
-    told = [_run(folder)] if folder else []
+    told = [_run(state)] if folder else []
     return "\n".join(
         [_INTRO, *told, *rows, "", *sections, *([_OUTSIDE, *outside] if outside else [])]
     )
 
 
-def _run(folder: Path) -> str:
-    """What the state of `make results` says; "" without one."""
+def _state(folder: Path) -> dict[str, Any]:
+    """The state of `make results`; empty without one."""
     path = folder / "run.json"
-    if not path.is_file():
+    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return state
+
+
+def _run(state: dict[str, Any]) -> str:
+    """What the state of `make results` says; "" without one."""
+    if not state:
         return ""
-    state = json.loads(path.read_text(encoding="utf-8"))
     ended = state["parts"].values()
     short = [f"{name} ({x['why']})" for name, x in state["parts"].items() if x["why"]]
     return (
