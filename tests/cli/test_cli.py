@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -251,3 +252,22 @@ def test_demo_plot_and_tables():
     assert "yes" in text
     assert "50.0%" in text
     assert demo.physical_cores() >= 1
+
+
+def test_demo_tables_are_whole_on_80_columns():
+    from rich.console import Console
+
+    from gracekv.cli import demo
+
+    labels = ["fullkv", *(f"{recipes.DEFAULT} {x}x" for x in demo.RATIOS)]
+    labels += [f"{recipe} {x}x" for recipe, x in demo.OTHERS]
+    result = FakeResult(None, 1)
+    # FullKV's entries in the demo, the longest number there.
+    result.accounting = replace(result.accounting, spent=245_790)
+    trials = [demo.Trial(label, result, "it says drink me", 0.05) for label in labels]
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in (demo._answers(trials), demo._memory(trials), demo._seconds(trials)):
+        console.print(table)
+    text = console.export_text()
+    assert text.count("245,790") == len(labels)
+    assert "…" not in text
