@@ -1,15 +1,17 @@
 """How much memory does a compression take? Writes `benchmarks/results/memory.md`.
 
-One process a row: it loads the model, compresses a short prompt so that all code is loaded, and
-then measures one plain prefill or one recipe. Highest and held memory are over the loaded model: on
-a CPU resident memory (VmHWM after writing 5 to /proc/self/clear_refs, and VmRSS, Linux), on CUDA
-torch's allocated memory. glibc keeps much of what torch has freed; with `--allocator direct` it
-gives every block from 128 KiB on back at once: resident memory is what torch holds then. Rows are
-appended to `--log` as they come; those of this commit that are there are not measured again.
+A row is measured in `--processes` fresh processes, since what glibc keeps differs between them; the
+page gives the median, the lowest and the highest. Each loads the model, compresses a short prompt
+so that all code is loaded, and then measures one plain prefill or one recipe. Highest and held
+memory are over the loaded model: on a CPU resident memory (VmHWM after writing 5 to
+/proc/self/clear_refs, and VmRSS, Linux), on CUDA torch's allocated memory. glibc keeps much of what
+torch has freed; with `--allocator direct` it gives every block from 128 KiB on back at once, and
+resident memory is what torch holds. What was measured is appended to `--log` as it comes; what is
+there of this commit is not measured again.
 
     python benchmarks/memory.py                      # all rows that are missing
     python benchmarks/memory.py --allocator direct --rows prefill gracekv gracekv-plus
-    python benchmarks/memory.py --rows prefill gracekv-plus --lengths 7800
+    python benchmarks/memory.py --rows prefill gracekv-plus --lengths 7800 --processes 3
     python benchmarks/memory.py --report             # only write the tables
 """
 
@@ -121,7 +123,7 @@ def _kib(name: str) -> int:
 
 
 def measure(name: str, length: int, row: str, ratio: str, device: str) -> dict[str, Any]:
-    """One row, in this process."""
+    """A row's figures, in this process."""
     model, tokenizer = load(name, device)
     short = run(model, prompt_of(tokenizer, 512), row, ratio)
     prompt = prompt_of(tokenizer, length)
@@ -131,17 +133,11 @@ def measure(name: str, length: int, row: str, ratio: str, device: str) -> dict[s
     seconds = time.perf_counter() - start
     gc.collect()
     fields = {
-        "model": name,
-        "length": length,
-        "row": row,
-        "ratio": ratio,
-        "device": device,
         "highest": round(meter.highest(), 1),
         "held": round(meter.held(), 1),
         "seconds": round(seconds, 1),
         "threads": torch.get_num_threads(),
         **where(),
-        "allocator": "direct" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "default",
     }
     if row != PREFILL:
         kept = result.accounting
@@ -165,24 +161,18 @@ def where() -> dict[str, str]:
     return {"machine": place, "commit": machine.commit(), "versions": machine.versions()}
 
 
-def failed(name: str, length: int, row: str, args: argparse.Namespace) -> dict[str, Any]:
-    """A row without figures."""
-    own = {"model": name, "length": length, "row": row, "ratio": args.ratio}
-    return {**own, "device": args.device, "allocator": args.allocator, **where()}
-
-
 def rows_in(log: Path) -> list[dict[str, Any]]:
-    """The rows of this commit; of what was measured again the last one."""
+    """What was measured at this commit; of what was measured again the last."""
     lines = log.read_text().splitlines() if log.exists() else []
     here = machine.commit()
-    names = ("model", "length", "row", "ratio", "device", "allocator")
-    return list(
-        {
-            tuple(row[name] for name in names): row
-            for row in map(json.loads, lines)
-            if row["commit"] == here
-        }.values()
-    )
+    found = (row for row in map(json.loads, lines) if row["commit"] == here)
+    return list({key_of(row): row for row in found}.values())
+
+
+def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What is measured once."""
+    names = ("model", "length", "row", "ratio", "device", "allocator", "process")
+    return tuple(row[name] for name in names)
 
 
 def main() -> None:
@@ -193,6 +183,7 @@ def main() -> None:
     parser.add_argument("--ratio", default="8")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--allocator", default="default", choices=list(ALLOCATORS))
+    parser.add_argument("--processes", type=int, default=1, help="for each row")
     parser.add_argument("--out", type=Path, default=RESULTS / "memory.md")
     parser.add_argument("--log", type=Path, default=Path("runs/memory.jsonl"), help="of rows")
     parser.add_argument("--report", action="store_true", help="measure nothing")
@@ -205,15 +196,16 @@ def main() -> None:
         print(json.dumps(measure(name, int(length), row, args.ratio, args.device)))
         return
     args.log.parent.mkdir(parents=True, exist_ok=True)
-    done = rows_in(args.log)
-    keys = {
-        (x["model"], x["length"], x["row"], x["ratio"], x["device"], x["allocator"])
-        for x in done
-        if "status" not in x
-    }
+    known = {key_of(row) for row in rows_in(args.log) if "status" not in row}
     environment = {**os.environ, **ALLOCATORS[args.allocator]}
-    for name, length, row in [] if args.report else rows_of(args):
-        if (name, length, row, args.ratio, args.device, args.allocator) in keys:
+    # All rows once, then once more: whatever ends this, each has its turn.
+    asked = [(process, *row) for process in range(args.processes) for row in rows_of(args)]
+    for process, name, length, row in [] if args.report else asked:
+        own = {
+            "model": name, "length": length, "row": row, "ratio": args.ratio,
+            "device": args.device, "allocator": args.allocator, "process": process,
+        }  # fmt: skip
+        if key_of(own) in known:
             continue
         command = [sys.executable, __file__, "--one", name, str(length), row]
         command += ["--ratio", args.ratio, "--device", args.device]
@@ -222,9 +214,9 @@ def main() -> None:
         )
         if child.returncode:
             print(f"{name} {length} {row}: failed\n{child.stderr[-2000:]}", file=sys.stderr)
-            line = json.dumps({**failed(name, length, row, args), "status": child.returncode})
+            line = json.dumps({**own, **where(), "status": child.returncode})
         else:
-            line = child.stdout.splitlines()[-1]
+            line = json.dumps({**json.loads(child.stdout.splitlines()[-1]), **own})
         print(line, flush=True)
         # By one call, since another process may write its own.
         with args.log.open("a") as file:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import machine
@@ -126,8 +128,9 @@ def report(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Memory of a compression",
         "",
-        "- Highest and held memory over the loaded model, MiB; one fresh process a row, in which a "
-        "prompt of 512 tokens was compressed before. CPU: resident memory (VmHWM, VmRSS); CUDA: "
+        "- Highest and held memory over the loaded model, MiB, medians over fresh processes (n), "
+        "with the lowest and the highest process in brackets; a prompt of 512 tokens was "
+        "compressed in each before. CPU: resident memory (VmHWM, VmRSS); CUDA: "
         "torch's allocated memory. `prefill` is a plain forward pass with a cache and the last "
         "logits; held is what its cache keeps.",
         f"- machine: {'; '.join(sorted({row['machine'] for row in rows}))}; "
@@ -140,30 +143,39 @@ def report(rows: list[dict[str, Any]]) -> str:
         "in float32. Rows called whole read everything before they compress "
         "(`CaptureOptions(stream=False)`).",
         "",
-        "| model | tokens | row | highest | of prefill | held | cache | device, threads |",
-        "|---|--:|---|--:|--:|--:|--:|---|",
+        "| model | tokens | row | highest | of prefill | held | cache | device, threads | n |",
+        "|---|--:|---|--:|--:|--:|--:|---|--:|",
     ]
     lost = [x for x in rows if "status" in x]
     rows = [x for x in rows if "status" not in x]
-    usual = [x for x in rows if x["allocator"] == "default"]
-    plains = {
-        (x["model"], x["length"], x["device"]): x["highest"] for x in usual if x["row"] == "prefill"
-    }
-    for row in sorted(usual, key=lambda x: (x["model"] != "smollm2", x["length"], x["row"])):
-        base = plains.get((row["model"], row["length"], row["device"]))
-        share = f"{row['highest'] / base:.2f}" if base else ""
+    usual: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if row["allocator"] == "default":
+            usual[row["model"] != "smollm2", row["model"], row["length"], row["device"],
+                  row["row"]].append(row)  # fmt: skip
+    for key, same in sorted(usual.items()):
+        first, highest = same[0], median(x["highest"] for x in same)
+        plain = [x["highest"] for x in usual.get((*key[:-1], "prefill"), ())]
+        share = f"{highest / median(plain):.2f}" if plain else ""
         lines.append(
-            f"| {row['model']} | {row['length']:,} | `{row['row']}` | {row['highest']:,.0f} | "
-            f"{share} | {row['held']:,.0f} | {row.get('cache', '')} | {row['device']}, "
-            f"{row['threads']} |"
+            f"| {first['model']} | {first['length']:,} | `{first['row']}` | "
+            f"{_middle(x['highest'] for x in same)} | {share} | {_middle(x['held'] for x in same)} "
+            f"| {first.get('cache', '')} | {first['device']}, {first['threads']} | {len(same)} |"
         )
     lines += [
         f"| {x['model']} | {x['length']:,} | `{x['row']}` | failed, status {x['status']} | | | | "
-        f"{x['device']} |"
+        f"{x['device']} | |"
         for x in lost
     ]
     lines += ["", "## Computed", "", *_computed(rows)]
     return "\n".join(lines) + "\n"
+
+
+def _middle(values: Iterable[float]) -> str:
+    """The median; of several the lowest and the highest, too."""
+    found = sorted(values)
+    spread = f" [{found[0]:,.0f}, {found[-1]:,.0f}]" if len(found) > 1 else ""
+    return f"{median(found):,.0f}{spread}"
 
 
 def _computed(rows: list[dict[str, Any]]) -> list[str]:

@@ -75,7 +75,7 @@ _MEMORY = "python benchmarks/memory.py --models smollm2 --log {rows}/memory.json
 
 PARTS = (
     _evaluation(
-        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 20,
+        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 18,
         "smollm2_default",
     ),
     _evaluation(
@@ -86,9 +86,9 @@ PARTS = (
         ),
         outputs=("smollm2-agnostic", "agnostic-differences"),
     ),
-    _evaluation("answers", "Which answers are kept, the question seen?", 12, "smollm2_answers"),
+    _evaluation("answers", "Which answers are kept, the question seen?", 11, "smollm2_answers"),
     _evaluation(
-        "answers-agnostic", "Which answers are kept, the question not seen?", 7,
+        "answers-agnostic", "Which answers are kept, the question not seen?", 6,
         "smollm2_agnostic_answers",
     ),
     _evaluation(
@@ -106,13 +106,13 @@ PARTS = (
         outputs=("ablations", "fit"),
     ),
     _evaluation(
-        "long-outputs", "What does a limit lose in long answers?", 8, "smollm2_long_outputs"
+        "long-outputs", "What does a limit lose in long answers?", 7, "smollm2_long_outputs"
     ),
     Part(
-        "memory", "How much memory does a compression take?", 8,
+        "memory", "How much memory does a compression take?", 14,
         (
-            f"{_MEMORY} prefill gracekv-plus gracekv-agnostic",
-            f"{_MEMORY} gracekv \"whole gracekv-plus\" snapkv",
+            f"{_MEMORY} prefill gracekv-plus --processes 3",
+            f"{_MEMORY} gracekv-agnostic gracekv \"whole gracekv-plus\" snapkv",
         ),
         ("memory",),
         (
@@ -159,7 +159,7 @@ PARTS = (
         ("python benchmarks/ten_questions.py --tokens 2048",), ("ten_questions",), threads=1,
     ),
     Part(
-        "vllm", "What do contexts bring in vLLM?", 7,
+        "vllm", "What do contexts bring in vLLM?", 6,
         ("vllm-python benchmarks/vllm_serving.py --lengths 1024 4096 8192",), ("vllm",), threads=1,
     ),
     Part(
