@@ -144,8 +144,9 @@ def main() -> None:
         f"- Stored: from the request to the stored context, by the clock; prefill: a plain "
         f"request. CPU seconds are those of the engine's process, all threads together. "
         f"Latencies: 99th percentile of {TOKENS} tokens of a request that runs meanwhile.\n\n"
-        "| tokens | prefill, s | stored, s | ratio | prefill, CPU s | stored, CPU s | ratio "
-        "| latency beside a prefill, ms | beside a compression, ms | ratio |\n"
+        "| tokens | prefill, s | stored, s | ratio of s | prefill, CPU s | stored, CPU s "
+        "| ratio of CPU s | latency beside a prefill, ms | beside a compression, ms "
+        "| ratio of latencies |\n"
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|\n"
     )
     options.out.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")

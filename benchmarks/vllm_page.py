@@ -76,8 +76,8 @@ def write(
         "",
         *(f"- {note}" for note in notes),
         "",
-        "| context | engine | first token, against cold | against prefix caching "
-        "| requests/s, against cold | against prefix caching | KV blocks a request "
+        "| context | engine | first token, against cold | first token, against prefix caching "
+        "| requests/s, against cold | requests/s, against prefix caching | KV blocks a request "
         "| requests in 1 GiB |",
         "|--:|---|--:|--:|--:|--:|--:|--:|",
         *rows,

@@ -17,6 +17,8 @@ _TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 # What a program printed.
 _OUTPUT = re.compile(r"^```\n.*?^```$", re.MULTILINE | re.DOTALL)
 _MARKS = re.compile(r"\*\*|</?u>|`")
+# "1,024", which a reader of CSV would take for a text.
+_THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,18 @@ def to_csv(title: str, notes: Sequence[str], found: Sequence[Part]) -> str:
     """All tables below one another: the first column names the table, the others are everyone's.
 
     Lines that begin with "#" are the file's title and notes, and what is said above a table.
+
+    Raises:
+        ValueError: two columns of a table have one name, of which one would be lost.
     """
-    columns = dict.fromkeys(x or "row" for part in found for table in part.tables for x in table[0])
+    heads = [[x or "row" for x in table[0]] for part in found for table in part.tables]
+    for head in heads:
+        if twice := {x for x in head if head.count(x) > 1}:
+            raise ValueError(
+                f"{title}: a table has two columns named {', '.join(sorted(twice))}. Name each by "
+                "what it holds."
+            )
+    columns = dict.fromkeys(x for head in heads for x in head)
     out = io.StringIO()
     out.writelines(f"# {line}\n" for line in (title, *notes))
     rows = csv.writer(out, lineterminator="\n")
@@ -96,6 +108,11 @@ def to_csv(title: str, notes: Sequence[str], found: Sequence[Part]) -> str:
         out.writelines(f"# {line}\n" for line in part.prose.splitlines() if line)
         for head, *body in part.tables:
             for row in body:
-                cells = dict(zip((x or "row" for x in head), row, strict=True))
+                cells = dict(zip((x or "row" for x in head), map(_number, row), strict=True))
                 rows.writerow([part.heading or title, *(cells.get(x, "") for x in columns)])
     return out.getvalue()
+
+
+def _number(cell: str) -> str:
+    """A number without commas; anything else as it is."""
+    return cell.replace(",", "") if _THOUSANDS.fullmatch(cell) else cell

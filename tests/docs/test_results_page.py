@@ -124,7 +124,7 @@ def test_tables_that_another_page_has_are_in_the_data(results, measured):
 
 
 def test_long_tables_and_those_of_single_tasks_are_in_the_data(results, measured):
-    long = TABLE + "| 3 | 4 |\n" * 20
+    long = TABLE + "| 3 | 4 |\n" * 19 + "| 1,024 | 4 |\n"
     single = "| method | 8x |\n|---|--:|\n| **a** | <u>-1</u> [-2, `0`] |\n"
     body = f"## All\n\n{long}\n## Tasks\n\n### A task\n\nOf 3 samples.\n\n{single}"
     [result] = results.read_all(measured("a-study", body=body))
@@ -135,7 +135,8 @@ def test_long_tables_and_those_of_single_tasks_are_in_the_data(results, measured
     lines = result.csv.splitlines()
     assert lines[:3] == ["# About a-study", "# machine: two cores; torch", "# commit: abc"]
     assert lines[3] == "table,tokens,s,method,8x"
-    assert lines.count("All,3,4,,") == 20
+    assert lines.count("All,3,4,,") == 19
+    assert "All,1024,4,," in lines
     assert lines[-2:] == ["# Of 3 samples.", 'A task,,,a,"-1 [-2, 0]"']
 
 
@@ -162,6 +163,13 @@ def test_a_result_that_hides_where_it_was_measured_is_refused(results, measured,
     folder = measured("a-study", notes=notes)
     with pytest.raises(results.ResultError, match=f"Add '- {missing}: "):
         results.read_all(folder)
+
+
+def test_columns_of_one_name_are_refused(results, measured):
+    body = "| s | ratio | MiB | ratio |\n|--:|--:|--:|--:|\n| 1 | 2 | 3 | 4 |\n"
+    (found,) = results.read_all(measured("extend", body=body))
+    with pytest.raises(ValueError, match="two columns named ratio"):
+        _ = found.csv
 
 
 def test_a_result_without_title_is_refused(results, tmp_path):
