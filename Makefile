@@ -23,6 +23,8 @@ DAILY := not long
 COMPUTES := $(addprefix tests/,segment value fit precision \
 	$(if $(DAILY),,tree cache kernels backends hf/test_compress.py hf/test_threads.py))
 
+LOCK_VENV ?= .venv-lock
+LOCKER := uv==0.13.9
 LOWEST_VENV ?= .venv-lowest
 LOWEST_TESTS ?= $(addprefix tests/,cache cli/test_saved_commands.py hf/test_compress.py hf/test_saving.py \
 	backends/test_numba.py)
@@ -33,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 lowest suite test-vllm: export OMP_WAIT_POLICY=passive
 
 .PHONY: demo test test-vllm vllm-environment test-long lint types browser kernels interpreted \
-	suite lowest gpu format docs figures results results-page package lowest-versions clean
+	suite lowest gpu format docs figures results results-page package hashes lowest-versions clean
 
 demo: $(STAMP)
 	$(BIN)/gracekv demo
@@ -147,6 +149,13 @@ results-page: $(STAMP)
 package: $(STAMP)
 	.ci/package $(PYTHON) "$(if $(REGISTRY),,$(VENV))" $(MODEL)
 
+# requirements-hashed.txt: what gracekv[cli,cpu] asks for on any platform, torch apart, in the versions
+# of constraints.txt.
+hashes:
+	$(PYTHON) -m venv $(LOCK_VENV)
+	$(LOCK_VENV)/bin/pip install -q --disable-pip-version-check $(LOCKER)
+	.ci/hashes $(LOCK_VENV)/bin/uv
+
 # The lowest versions that pyproject.toml names, and a part of the tests that uses each of them. The
 # torch of that age brings CUDA's libraries, three gigabytes.
 lowest-versions:
@@ -158,4 +167,4 @@ lowest-versions:
 	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -q -p no:cacheprovider $(LOWEST_TESTS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) site demo-out dist
+	rm -rf $(VENV) $(VLLM_VENV) $(LOWEST_VENV) $(LOCK_VENV) site demo-out dist

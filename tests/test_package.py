@@ -28,13 +28,34 @@ def test_one_version_everywhere():
     assert f"## [{VERSION}] - " in changes
 
 
+def pins():
+    """{package: version} of constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_lowest_versions_are_at_most_the_pinned_ones(extra):
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    found = {n: v for n, v in lowest_versions.lowest([extra]).items() if n in pins}
+    found = {n: v for n, v in lowest_versions.lowest([extra]).items() if n in pins()}
     assert {"torch", "numpy"} <= found.keys()
-    assert not {n: v for n, v in found.items() if numbers(v) > numbers(pins[n])}
+    assert not {n: v for n, v in found.items() if numbers(v) > numbers(pins()[n])}
+
+
+def test_hashed_requirements_are_the_pinned_ones_and_everything_but_torch():
+    """`make hashes` makes them."""
+    text = (ROOT / "requirements-hashed.txt").read_text(encoding="utf-8")
+    entries = re.findall(
+        r"^([\w.-]+)==(\S+)((?:.*\\\n)(?:    --hash=sha256:\w{64}.*\n)+)", text, re.M
+    )
+    assert len(entries) == len(re.findall(r"^[^#\s]", text, re.M)), "an entry without hashes"
+    hashed = {link_requirements.canonicalize_name(name): version for name, version, _ in entries}
+    pinned = {link_requirements.canonicalize_name(name): v for name, v in pins().items()}
+    assert {name: pinned[name] for name in hashed.keys() & pinned.keys()}.items() <= hashed.items()
+    others = {
+        link_requirements.canonicalize_name(made.metadata["Name"]): made for made in distributions()
+    }
+    others["torch"] = Made(pinned["torch"])  # what it asks for comes with it
+    assert link_requirements.needed("gracekv[cli,cpu]", others).keys() - {"torch"} <= hashed.keys()
 
 
 class Made:
