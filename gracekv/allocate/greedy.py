@@ -42,7 +42,7 @@ class Greedy(Allocator):
     budget refuses is one of those, so the cut at the budget runs over them, and the queue finishes
     under both limits.
 
-    Source: Eqs. (A5), (A6) and (A7); departures 6. Ours: the parallel form (departures 8), the tie
+    Source: Eqs. (A5) to (A8); departures 6. Ours: the parallel form (departures 8), the tie
     order and the clipping of gains.
 
     Cost: one sort of the V operations and running minima down the levels: O(V log V), well below

@@ -119,7 +119,7 @@ class CurvatureDP(Segmenter):
 
         `boundary` [N] and the sampled layers' `states` [N, D] cover the compressible region. Entry
         (a, n-1) belongs to the n tokens from a on. Starting at a > 0 earns the score of the token
-        before, as the cut lies after it. Source: Eqs. (S8), (S12).
+        before, as the cut lies after it. Source: Eqs. (S10) and (S11).
         """
         lengths = torch.arange(1, self.max_length + 1, dtype=torch.float64, device=boundary.device)
         penalty = self.length_weight * ((lengths - self.target_length) / self.target_length) ** 2

@@ -73,7 +73,7 @@ def robust_zscore(signal: Sequence[float], epsilon: float = 1e-6) -> Floats:
 def dispersion(states: Sequence[Tensor], start: int, end: int, epsilon: float) -> float:
     """Disp of the slot [start, end), relative to the region that the states [N, D] cover.
 
-    Source: Eqs. (S8) to (S9).
+    Source: Eq. (S9).
     """
     total = 0.0
     for hidden in states:
@@ -98,7 +98,7 @@ def slot_profit(
 ) -> float:
     """What the slot [start, end) adds to the objective; boundary [N] and states [N, D].
 
-    Source: Eqs. (S10), (S11) and (S8).
+    Source: Eqs. (S10) and (S11).
     """
     reward = float(boundary[start - 1]) - rule.cut_cost if start > 0 else 0.0
     spread = dispersion(states, start, end, rule.curvature.epsilon)

@@ -18,7 +18,8 @@ class Forest:
     contiguous and ordered by start, in the order of their parents. All tensors on one device.
 
     The auction executes operations. Add(r) puts root r on the frontier of its empty tree, Split(v)
-    replaces v by its children. An operation's cost is the number of physical entries that it adds.
+    replaces v by its children. An operation's cost is the number of physical entries that it adds
+    (Eq. (A6)).
 
     Attributes:
         heads: G.
