@@ -85,7 +85,12 @@ def fidelity(rows: Sequence[Row], suite: Suite) -> list[str]:
     found = make_tables(rows, shown, suite.ours)
     for base in (suite.ours, *suite.bases):
         text = tables.differences(rows, found, shown, suite, base)
-        parts += [f"## {shown.title}: minus `{base}`, 95 % intervals", "", text, ""]
+        # With one prompt a group there are no intervals, and the means above say the rest.
+        parts += (
+            []
+            if "[" not in text
+            else [f"## {shown.title}: minus `{base}`, 95 % intervals", "", text, ""]
+        )
     if suite.placed:
         text = tables.standings(tables.places(found, shown, suite), suite)
         parts += ["## Standings by log KL to FullKV", "", text, ""]

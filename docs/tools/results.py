@@ -69,7 +69,7 @@ class Known:
 KNOWN = {
     "smollm2-default": Known("quality.md"),
     "smollm2-agnostic": Known("quality.md"),
-    "agnostic-differences": Known("quality.md", tables=False),
+    "agnostic-differences": Known("quality.md"),
     "answers": Known("quality.md"),
     "answers-agnostic": Known("quality.md"),
     "precision": Known("stages/precision.md"),
@@ -100,12 +100,16 @@ KNOWN = {
     "fuzz": Known("security.md"),
 }
 
-# What measures each file; shards and pages apart.
+# What measures each file, a line each; shards are one, pages apart.
 COMMANDS = {
-    name: part.commands[0]
-    .format(data="FOLDER", rows=f"runs/results/{part.name}")
-    .removesuffix(" --shard 0/2")
-    .replace("vllm-python", ".venv-vllm/bin/python")
+    name: "\n".join(
+        dict.fromkeys(
+            re.sub(r" --shard \d/\d$", "", command)
+            .format(data="FOLDER", rows=f"runs/results/{part.name}")
+            .replace("vllm-python", ".venv-vllm/bin/python")
+            for command in part.commands
+        )
+    )
     for part in PARTS
     for name in part.outputs
 }
@@ -208,36 +212,21 @@ def page(results: list[Result], folder: Path | None = None) -> str:
     found = {result.name: result for result in results}
     names = [*(COMMANDS if folder else [n for n in COMMANDS if n in found])]
     names += [name for name in found if name not in COMMANDS and name not in OUTSIDE]
-    rows = ["| result | machine | commit |", "|---|---|---|"]
-    state = _state(folder) if folder else {}
-    for name in names:
-        if name not in found:
-            rows.append(f"| [{name}](#{anchor(name)}) | not measured yet | |")
-            continue
-        result = found[name]
-        # The run's own machine is told once, above.
-        machine = result.fact("machine").partition(";")[0]
-        machine = machine.removeprefix(f"{state.get('machine')}, ")
-        rows.append(f"| [{result.title}](#{anchor(name)}) | {machine} | {result.fact('commit')} |")
-    sections = [_section(found[name]) if name in found else _missing(name) for name in names]
+    state = _state(folder) if folder else None
+    sections = [_section(found[x], state) if x in found else _missing(x) for x in names]
     outside = [_section(found[name]) for name in OUTSIDE if name in found]
-    told = [_run(state)] if folder else []
-    return "\n".join(
-        [_INTRO, *told, *rows, "", *sections, *([_OUTSIDE, *outside] if outside else [])]
-    )
+    told = [_run(state)] if state else []
+    return "\n".join([_INTRO, *told, *sections, *([_OUTSIDE, *outside] if outside else [])])
 
 
-def _state(folder: Path) -> dict[str, Any]:
-    """The state of `make results`; empty without one."""
+def _state(folder: Path) -> dict[str, Any] | None:
+    """The state of `make results`; None without one."""
     path = folder / "run.json"
-    state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return state
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _run(state: dict[str, Any]) -> str:
-    """What the state of `make results` says; "" without one."""
-    if not state:
-        return ""
+    """What the state of `make results` says."""
     ended = state["parts"].values()
     short = [f"{name} ({x['why']})" for name, x in state["parts"].items() if x["why"]]
     return (
@@ -248,10 +237,15 @@ def _run(state: dict[str, Any]) -> str:
 
 
 def _missing(name: str) -> str:
-    return f"## {name} {{ #{anchor(name)} }}\n\n`{COMMANDS[name]}`\n\nNot measured yet.\n"
+    return f"## {name} {{ #{anchor(name)} }}\n\n{_commands(name)}\n\nNot measured yet.\n"
 
 
-def _section(result: Result) -> str:
+def _commands(name: str) -> str:
+    return ", ".join(f"`{command}`" for command in COMMANDS[name].splitlines())
+
+
+def _section(result: Result, state: dict[str, Any] | None = None) -> str:
+    """Its heading, links, notes and tables; what `state` says is told once, above."""
     known = KNOWN.get(result.name, Known())
     data = f"assets/results/{result.data}"
     level = "###" if result.name in OUTSIDE else "##"
@@ -260,7 +254,7 @@ def _section(result: Result) -> str:
     if result.name in OUTSIDE:
         shown.append(f"By {OUTSIDE[result.name]}; commit {result.fact('commit')}.")
     elif result.name in COMMANDS:
-        shown.append(f"`{COMMANDS[result.name]}`")
+        shown.append(_commands(result.name))
     if known.page is not None:
         links.append(f"[what they mean]({known.page})")
     shown.append(", ".join(links) + ".")
@@ -268,6 +262,8 @@ def _section(result: Result) -> str:
         shown.append(_figure(known.figure, known.alt))
     shown += [f"![{result.title}](assets/results/{plot.name})" for plot in result.plots]
     short = [note for note in result.notes if len(note.split()) <= _LONGEST_NOTE]
+    for told in (f"{state['machine']}, ", f"; {state['versions']}") if state else ():
+        short = [note.replace(told, "") for note in short]
     shown.append(_folded("How it was measured", "\n".join(f"- {note}" for note in short)))
     if known.tables:
         tables = (part.shown(data, level) for part in parts(_PLOT.sub("", result.body)))

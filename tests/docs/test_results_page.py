@@ -80,12 +80,17 @@ def test_what_is_not_measured_yet_has_a_section_that_says_so(results, measured):
 
 
 def test_the_page_tells_the_run_and_what_failed(results, measured):
-    folder = measured("decode", body="**Failed**, so there are no figures: status 3: no room")
+    notes = ("machine: two cores, CPU; torch 2", "commit: abc")
+    folder = measured(
+        "decode", notes, body="**Failed**, so there are no figures: status 3: no room"
+    )
     parts = {"decode": {"state": "failed", "minutes": 2.0, "load": 0.1, "why": "status 3: no room"},
              "memory": {"state": "done", "minutes": 5.0, "load": 0.1, "why": ""}}  # fmt: skip
     state = {"commit": "abc", "machine": "two cores", "versions": "torch 2", "parts": parts}
     (folder / "run.json").write_text(json.dumps(state))
     page = results.page(results.read_all(folder), folder)
+    # What is told of the run is not told again.
+    assert "    - machine: CPU\n" in page
     assert (
         f"7 minutes, 2 of {len(results.PARTS)} parts. Not whole: decode (status 3: no room)."
         in (page)
@@ -96,7 +101,6 @@ def test_the_page_tells_the_run_and_what_failed(results, measured):
 def test_a_section_shows_machine_commit_and_tables(results, measured):
     notes = ("machine: two cores; torch", "commit: abc", f"config: {'word ' * 60}")
     page = results.page(results.read_all(measured("a-study", notes)))
-    assert "| [About a-study](#a-study) | two cores | abc |" in page
     assert "## About a-study { #a-study }" in page
     assert "    - machine: two cores; torch" in page
     assert TABLE in page
