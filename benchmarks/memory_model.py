@@ -36,6 +36,11 @@ NARROW = {
     "max_position_embeddings": 65536,
 }
 """A random-weight Qwen2 whose keys and values outweigh everything else."""
+_MODELS = {"smollm2": "smollm2 is SmolLM2-135M-Instruct"} | {
+    name: f"{name} has random weights, {sizes['num_attention_heads']} query heads over "
+    f"{sizes['num_key_value_heads']} KV heads, and {sizes['num_hidden_layers']} layers"
+    for name, sizes in (("grouped", GROUPED), ("narrow", NARROW))
+}
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ def _running(shape: Shape, length: int, *, by_layers: bool) -> int:
 
 def report(rows: list[dict[str, Any]]) -> str:
     """The page."""
+    names = {row["model"] for row in rows}
     lines = [
         "# Memory of a compression",
         "",
@@ -136,12 +142,8 @@ def report(rows: list[dict[str, Any]]) -> str:
         f"- machine: {'; '.join(sorted({row['machine'] for row in rows}))}; "
         f"{'; '.join(sorted({row['versions'] for row in rows}))}",
         f"- commit: {machine.commit()}",
-        "- Models: smollm2 is SmolLM2-135M-Instruct in float32; grouped has random weights and "
-        f"{GROUPED['num_attention_heads']} query heads over {GROUPED['num_key_value_heads']} KV "
-        f"heads in {GROUPED['num_hidden_layers']} layers, narrow "
-        f"{NARROW['num_key_value_heads']} KV heads in {NARROW['num_hidden_layers']} layers, both "
-        "in float32. Rows called whole read everything before they compress "
-        "(`CaptureOptions(stream=False)`).",
+        f"- Models, in float32: {'; '.join(_MODELS[x] for x in _MODELS if x in names)}. Rows "
+        "called whole read everything before they compress (`CaptureOptions(stream=False)`).",
         "",
         "| model | tokens | row | highest | of prefill | held | cache | device, threads | n |",
         "|---|--:|---|--:|--:|--:|--:|---|--:|",

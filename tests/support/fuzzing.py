@@ -12,8 +12,8 @@ HEAD = """# Fuzz: broken files, headers and rows, random pipelines, interrupts
 
 - machine: {machine}
 - commit: {commit}
-- `make test-long`; these alone: `make test-long LONG=tests/fuzz`. Each test replaces its own line,
-  which says of which commit.
+- `make test-long`; these alone: `make test-long LONG=tests/fuzz`. Each test replaces its own \
+line, which says of which commit.
 
 | what | cases | outcomes | slowest, CPU seconds | minutes | commit |
 |---|---:|---|---:|---:|---|
