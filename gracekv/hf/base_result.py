@@ -20,6 +20,7 @@ from gracekv.cache.serialization import write_cache
 from gracekv.cache.sharding import whole_cache
 from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
+from gracekv.errors import ConfigError
 from gracekv.files import VERSION
 from gracekv.hf.attention import attach
 from gracekv.hf.cache import GraceCache, held_memory
@@ -103,6 +104,11 @@ class BaseResult(ABC):
         """
         if limit is None:
             return self._cache.with_empty_tail()
+        if not isinstance(limit, Limit):
+            raise ConfigError(
+                f"A limit is a gracekv.Limit; got {limit!r}. Use Limit(entries_per_head=512), for "
+                f"instance."
+            )
         scores = [entry_scores(run) for run in self._runs]
         known = [x for x in scores if x is not None]
         joined = map(torch.cat, zip(*known, strict=True)) if len(known) == len(scores) else None

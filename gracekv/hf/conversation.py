@@ -14,9 +14,16 @@ from torch import Tensor
 from gracekv.allocate import BudgetOptions
 from gracekv.cache import Occupancy
 from gracekv.decode import Limit
-from gracekv.errors import CacheError, ConfigError, PromptError
+from gracekv.errors import CacheError, PromptError
 from gracekv.hf.base_result import BaseResult
-from gracekv.hf.generation import continue_ids, decode_rows, stream_text
+from gracekv.hf.generation import (
+    check_new_tokens,
+    check_one,
+    continue_ids,
+    decode_rows,
+    setting,
+    stream_text,
+)
 from gracekv.prefill.chat_text import check_question, first_turn, next_turn
 from gracekv.prefill.fingerprint import check_same_model
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
@@ -59,8 +66,10 @@ class Conversation:
         self._begin_after(result)
 
     def _begin_after(self, result: Any) -> None:
+        # Until the limit has let it be made, nothing has changed.
+        cache = result.new_cache(self._limit)
         self._result, self._model, self._prompt = result, result.model, result.prompts[0]
-        self._cache = result.new_cache(self._limit)
+        self._cache = cache
         self._ids = self._prompt.ids[: self._prompt.spans.context_end]
 
     @overload
@@ -87,12 +96,13 @@ class Conversation:
             ConfigError: `kwargs` ask for beams or for several answers, which a conversation cannot
                 go on from.
         """
-        for name in ("num_beams", "num_return_sequences"):
-            if kwargs.get(name, 1) != 1:
-                raise ConfigError(
-                    f"A conversation goes on from one answer; got {name}={kwargs[name]}. Use "
-                    f"result.ask, whose questions are independent."
-                )
+        check_one(
+            self._model,
+            kwargs,
+            ["num_beams", "num_return_sequences"],
+            "A conversation goes on from one answer",
+            "Use result.ask, whose questions are independent.",
+        )
         self._check_open()
         check_question(question)
         if stream:
@@ -201,8 +211,9 @@ class Conversation:
             model, [ids], self._cache, tokenizer, max_new_tokens, options, keep_cache=True
         )
         answer = rows[0].cpu()
-        ends = options.get("eos_token_id", model.generation_config.eos_token_id)
-        if len(answer) and int(answer[-1]) in (ends if isinstance(ends, list) else [ends]):
+        ends = setting(model, options, "eos_token_id")
+        known = () if ends is None else torch.as_tensor(ends).flatten().tolist()
+        if len(answer) and int(answer[-1]) in known:
             answer = answer[:-1]
         return answer
 
@@ -239,7 +250,9 @@ def check_room(model: Any, prompt: Prompt, length: int, new_tokens: int) -> None
     """Raise `PromptError` if a sequence of `length` tokens and its answer pass the last position.
 
     A context that is itself longer than what the model was made for had its warning already.
+    `ConfigError` if `new_tokens` is no number of tokens.
     """
+    check_new_tokens(new_tokens)
     most = trained_length(model)
     if most is None or prompt.spans.context_end > most or length + new_tokens - 1 <= most:
         return

@@ -63,10 +63,12 @@ def continue_ids(
     """int64 [B, new tokens] of `model.generate` over `cache`; greedy by default.
 
     The first arguments are those of `padded_inputs`; with `keep_cache` the new tokens are in
-    `cache` afterwards, all but the last. Raises `ConfigError` if `options` hold ids, a mask or a
-    cache, `CacheError` if so many tokens would outgrow what the model's RoPE or sliding window lets
-    a cache cover, `RankError` if the processes of a sharded model were given different rows.
+    `cache` afterwards, all but the last. Raises `ConfigError` if `options` hold ids, a mask, a
+    cache, or a `generation_config` with a length, and for no tokens; `CacheError` if so many tokens
+    would outgrow what the model's RoPE or sliding window lets a cache cover; `RankError` if the
+    processes of a sharded model were given different rows.
     """
+    check_new_tokens(max_new_tokens)
     taken = {"input_ids", "inputs_embeds", "attention_mask", "past_key_values"} & set(options)
     with in_step(model) as shard:
         if taken:
@@ -78,9 +80,16 @@ def continue_ids(
         if shard.ranks > 1:
             ids = repr([row.tolist() for row in rows])
             shard.agree(ids=ids.encode(), max_new_tokens=repr(max_new_tokens).encode())
+    given = options.get("generation_config")
+    for name in ("max_new_tokens", "max_length"):
+        if getattr(given, name, None) is not None:
+            raise ConfigError(
+                f"generation_config sets {name}={getattr(given, name)}. Give the length as "
+                f"max_new_tokens: it is checked before the model runs."
+            )
     attach(model)
     inputs = padded_inputs(model, rows, cache, tokenizer)
-    if "do_sample" not in options:
+    if "do_sample" not in options and getattr(given, "do_sample", None) is None:
         # The model's own sampling settings would only raise warnings here.
         greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         options = greedy | options
@@ -103,6 +112,29 @@ def continue_ids(
         )
     sequences: Tensor = output if isinstance(output, Tensor) else output.sequences
     return sequences[:, inputs["input_ids"].shape[1] :]
+
+
+def setting(model: Any, options: dict[str, Any], name: str) -> Any:
+    """What `model.generate` takes for `name`: an option, else of its config, else the model's."""
+    if name in options:
+        return options[name]
+    given = getattr(options.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if given is None else given
+
+
+def check_one(
+    model: Any, options: dict[str, Any], names: Sequence[str], rule: str, advice: str
+) -> None:
+    """Raise `ConfigError` if one of these settings asks for more than one sequence."""
+    for name in names:
+        if (count := setting(model, options, name)) not in (None, 1):
+            raise ConfigError(f"{rule}; got {name}={count}. {advice}")
+
+
+def check_new_tokens(count: Any) -> None:
+    """Raise `ConfigError` unless so many tokens can be generated."""
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"max_new_tokens must be a whole number of at least 1; got {count!r}.")
 
 
 def decode_rows(tokenizer: Any, rows: Tensor) -> list[str]:

@@ -21,7 +21,7 @@ from gracekv.hf.base_result import BaseResult
 from gracekv.hf.cache import GraceCache
 from gracekv.hf.conversation import Conversation, check_context, check_room
 from gracekv.hf.extend import extended_run
-from gracekv.hf.generation import continue_ids, decode_rows, padding_id
+from gracekv.hf.generation import check_one, continue_ids, decode_rows, padding_id
 from gracekv.pipeline.run import Run
 from gracekv.prefill.capture_memory import trim_memory
 from gracekv.prefill.chat_text import check_question, first_turn
@@ -94,7 +94,7 @@ class CompressionResult(BaseResult):
         compressed prompt, so calls can be repeated. Raises `PromptError` if the prompt has no
         tokenizer, `ConfigError` if more than one sequence comes back.
         """
-        _check_one_answer(kwargs)
+        _check_one_answer(self.model, kwargs)
         ids = self.generate_ids(max_new_tokens, limit=limit, **kwargs)
         return decode_rows(self.tokenizer, ids)[0]
 
@@ -142,7 +142,7 @@ class CompressionResult(BaseResult):
                 does not fit the positions that are left.
             ConfigError: several answers to one question, or a stream of several questions.
         """
-        _check_one_answer(kwargs)
+        _check_one_answer(self.model, kwargs)
         questions = [question] if isinstance(question, str) else question
         if not stream:
             rows = ask_ids(self, questions, max_new_tokens, kwargs, limit)
@@ -245,12 +245,11 @@ class BatchResult(BaseResult):
         return decode_rows(self.tokenizer, ids)
 
 
-def _check_one_answer(options: dict[str, Any]) -> None:
-    if options.get("num_return_sequences", 1) != 1:
-        raise ConfigError(
-            f"One text is returned for each prompt or question; got num_return_sequences="
-            f"{options['num_return_sequences']}. Use generate_ids and decode its rows."
-        )
+def _check_one_answer(model: Any, options: dict[str, Any]) -> None:
+    rule = "One text is returned for each prompt or question"
+    check_one(
+        model, options, ["num_return_sequences"], rule, "Use generate_ids and decode its rows."
+    )
 
 
 def ask_ids(

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from transformers import GenerationConfig
 
 import gracekv
-from gracekv.errors import CacheError, ConfigError, PromptError
+from gracekv.errors import BudgetError, CacheError, ConfigError, PromptError
 from support.asked_context import TEXT, same_greedy, steps
 
 
@@ -88,10 +89,36 @@ def test_a_turn_that_fails_is_undone(model, book):
         assert chat.ask("Why?", max_new_tokens=4) == chat.messages[-1]["content"]
 
 
+def test_turns_that_a_limit_has_no_room_for_stay_as_they_are(book, monkeypatch):
+    def refuse(*_):
+        raise BudgetError("325 must stay")
+
+    with book.chat() as chat:
+        chat.ask("Who fell?", max_new_tokens=4)
+        result, ids = chat._result, chat._ids
+        with monkeypatch.context() as patch:
+            patch.setattr(type(book), "new_cache", refuse)
+            with pytest.raises(BudgetError, match="325 must stay"):
+                chat.compress(ratio=1)
+        assert chat._result is result
+        assert torch.equal(chat._ids, ids)
+        chat.compress(ratio=1)
+        assert chat.ask("Why?", max_new_tokens=2) == chat.messages[-1]["content"]
+
+
+def test_several_tokens_may_end_an_answer(book):
+    ends = torch.tensor([1998, 1999])
+    with book.chat() as chat, book.chat() as other:
+        told = chat.ask("Who fell?", max_new_tokens=6, eos_token_id=ends)
+        assert told == other.ask("Who fell?", max_new_tokens=6, eos_token_id=[1998, 1999])
+
+
 def test_bad_conversations_are_refused(model, tokenizer, prompt, book):
     chat = book.chat()
     with pytest.raises(ConfigError, match="num_beams=4"):
         chat.ask("Who?", num_beams=4)
+    with pytest.raises(ConfigError, match="num_beams=3"):
+        chat.ask("Who?", generation_config=GenerationConfig(num_beams=3))
     with pytest.raises(PromptError, match="Ask something first"):
         chat.compress(ratio=2)
     chat.close()

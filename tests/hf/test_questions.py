@@ -4,6 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from transformers import GenerationConfig
 
 import gracekv
 from gracekv import recipes
@@ -138,6 +139,22 @@ def test_a_base_model_is_asked_in_plain_text(model, tokenizer):
         ({"question": None}, PromptError, "at least one; got None"),
         ({"question": [3]}, PromptError, "not empty; got 3"),
         ({"question": "Who?", "num_return_sequences": 2}, ConfigError, "One text is returned"),
+        (
+            {
+                "question": "Who?",
+                "generation_config": GenerationConfig(do_sample=True, num_return_sequences=2),
+            },
+            ConfigError,
+            "One text is returned .* got num_return_sequences=2",
+        ),
+        (
+            {"question": "Who?", "generation_config": GenerationConfig(max_new_tokens=2)},
+            ConfigError,
+            "Give the length as max_new_tokens",
+        ),
+        ({"question": "Who?", "max_new_tokens": "8"}, ConfigError, "at least 1; got '8'"),
+        ({"question": "Who?", "max_new_tokens": 0}, ConfigError, "at least 1; got 0"),
+        ({"question": "Who?", "limit": 512}, ConfigError, "gracekv.Limit; got 512"),
         ({"question": ["Who?"], "stream": True}, ConfigError, "one question, a text"),
         ({"question": "Who?", "max_new_tokens": 4096}, PromptError, "max_new_tokens=.* or less"),
         ({"question": "Who? " * 4096}, PromptError, "a shorter question"),
@@ -146,3 +163,20 @@ def test_a_base_model_is_asked_in_plain_text(model, tokenizer):
 def test_bad_questions_are_refused(book, options, error, message):
     with pytest.raises(error, match=message):
         book.ask(**options)
+
+
+def test_several_answers_by_the_models_own_setting_are_refused(model, book, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "num_return_sequences", 2)
+    for question in ("Who?", ["Who?", "Where?"]):
+        with pytest.raises(ConfigError, match="got num_return_sequences=2"):
+            book.ask(question)
+
+
+def test_a_generation_config_is_what_keywords_are(book):
+    settings = {"do_sample": True, "temperature": 9.0, "top_k": 0}
+    found = []
+    for options in (settings, {"generation_config": GenerationConfig(**settings)}):
+        torch.manual_seed(0)
+        found.append(book.ask("Who?", max_new_tokens=12, **options))
+    assert found[0] == found[1]
+    assert found[0] != book.ask("Who?", max_new_tokens=12)
