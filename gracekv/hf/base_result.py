@@ -100,7 +100,8 @@ class BaseResult(ABC):
 
         With `limit` it is a `LimitedCache`, which is cut while it grows. It holds entries in the
         model's dtype, of its own where these are quantised. Raises `BudgetError` if the limit is
-        below what must stay, `CacheError` if heads are spread over processes.
+        below what must stay, `CacheError` if heads are spread over processes, `ConfigError` if it
+        is no limit.
         """
         if limit is None:
             return self._cache.with_empty_tail()
@@ -215,5 +216,5 @@ class BaseResult(ABC):
             f"{recipes.label(self.pipeline)!r}, {batch}"
             f"{sum(len(prompt.ids) for prompt in self.prompts):,} tokens, "
             f"{kept.spent:,} of {full:,} context entries, {kept.bytes:,} of "
-            f"{kept.full_bytes:,} bytes)"
+            f"{kept.full_bytes:,} bytes{'' if kept.budget_bytes is None else ' in 16 bits'})"
         )

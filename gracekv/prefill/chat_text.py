@@ -10,6 +10,10 @@ from torch import Tensor
 
 from gracekv.errors import PromptError
 
+# What `continued` reads a text behind, in this order. A word becomes one token with a letter before
+# it, rarely with a line end or a full stop; the rest serve texts that begin with one of those.
+_LEADS = ("a", "\n", ".", "0", "|", "\u4e2d")
+
 
 def has_chat_template(tokenizer: Any) -> bool:
     """Whether the tokenizer has a chat format."""
@@ -42,10 +46,28 @@ def render(
     return before, after
 
 
+def check_text(name: str, text: object) -> None:
+    """Raise `PromptError`, naming the text, unless it is text that a tokenizer can read."""
+    if not isinstance(text, str):
+        raise PromptError(
+            f"{name} must be text; got {type(text).__name__}. Pass one prompt at a time; for token "
+            f"ids use Prompt.from_ids."
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # Python reads bytes that are not UTF-8, of a command line for one, as lone surrogates.
+        raise PromptError(
+            f"{name} must be valid Unicode; got a lone surrogate, {text[error.start]!r}, at "
+            f"position {error.start}. Decode it as UTF-8, or with errors='replace' if it is not."
+        ) from error
+
+
 def check_question(question: object) -> None:
-    """Raise `PromptError` unless it is a text that is not empty."""
+    """Raise `PromptError` unless it is a text that is not empty and that can be read."""
     if not isinstance(question, str) or not question.strip():
         raise PromptError(f"A question is a text that is not empty; got {question!r}.")
+    check_text("question", question)
 
 
 def question_end(after: str, question: str) -> int:
@@ -116,9 +138,21 @@ def next_turn(
 
 
 def continued(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text that follows others: a tokenizer may treat the start of a text differently."""
-    ids, borders = encode(tokenizer, ("", "a", text, ""), special=False)
-    return ids[borders[1] :]
+    """Ids of a text that follows others: a tokenizer may treat the start of a text differently.
+
+    Some put a blank before the first word, so the text is encoded behind a short lead whose ids are
+    then taken off. A lead counts only if its own ids come first: otherwise a token holds parts of
+    both. If none counts, the text is encoded alone, which loses nothing but may add that blank.
+    """
+
+    def plain(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"])
+
+    for lead in _LEADS if text else ():
+        first, ids = plain(lead), plain(lead + text)
+        if first and ids[: len(first)] == first:
+            return ids[len(first) :]
+    return plain(text) if text else []
 
 
 def _encode_whole(

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from gracekv.errors import PromptError
 from gracekv.prefill.chat_text import (
+    check_question,
+    check_text,
     checked_ids,
     continued,
     encode,
@@ -208,13 +210,14 @@ class Prompt:
         Args:
             tokenizer: a Hugging Face tokenizer.
             context: the long text, the only part that may be compressed.
-            question: may be empty; the question then counts as absent.
+            question: "" if there is none; blanks alone are refused.
             instruction: stands before the context and is never compressed.
             answer_prefix: what the model's answer starts with, already given.
             separator: stands between the texts that are not empty; "" if they bring their own.
             template: False leaves the chat format out, as benchmarks of base models ask.
 
-        Raises `PromptError` if the context is empty or the chat template changes the texts.
+        Raises `PromptError` if the context is empty, the question blank, a text not valid Unicode,
+        or if the chat template changes the texts.
         """
         texts = {
             "context": context,
@@ -224,11 +227,9 @@ class Prompt:
             "separator": separator,
         }
         for name, text in texts.items():
-            if not isinstance(text, str):
-                raise PromptError(
-                    f"{name} must be text; got {type(text).__name__}. Pass one prompt at a time; "
-                    f"for token ids use Prompt.from_ids."
-                )
+            check_text(name, text)
+        if question:
+            check_question(question)
         if not context.strip():
             raise PromptError(
                 "The context is empty: there is nothing to compress. Pass the long text as "
@@ -271,6 +272,7 @@ class Prompt:
                 "a tokenizer to Prompt.from_ids or gracekv.load."
             )
         if isinstance(passage, str):
+            check_text("passage", passage)
             new = torch.tensor(continued(self.tokenizer, passage), dtype=torch.int64)
         else:
             new = checked_ids(passage)

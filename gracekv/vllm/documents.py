@@ -89,10 +89,18 @@ def continuing(
             f"gracekv.vllm.Client, or by /v1/chat/completions without a system message."
         )
     if opening and again:
-        # Blanks alone may be other tokens than blanks before a word.
-        between = continued(tokenizer, header.separator + "a")[:-1] if closing else []
+        between = _between(tokenizer, header.separator) if closing else []
         ids = between + ids[len(opening) :]
     return ids
+
+
+def _between(tokenizer: Any, separator: str) -> list[int]:
+    """Ids of a separator between a text and a question whose own ids follow."""
+    # Blanks alone may be other tokens than blanks before a word.
+    word, both = continued(tokenizer, "a"), continued(tokenizer, separator + "a")
+    cut = len(both) - len(word)
+    # A token may hold the separator's end and the word's start.
+    return both[:cut] if both[cut:] == word else continued(tokenizer, separator)
 
 
 def _frame(

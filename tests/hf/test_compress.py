@@ -228,6 +228,9 @@ def test_results_print_in_one_line(model, prompt, result):
         f"CompressionResult(LlamaForCausalLM, 'gracekv-plus', 150 tokens, {kept.spent} of 804 "
         f"context entries, {kept.bytes:,} of {kept.full_bytes:,} bytes)"
     )
+    coded = gracekv.Pipeline.from_dict({"precision": "uniform"}, base="gracekv-plus")
+    # Bytes of such a pipeline are held against a cache of 16-bit numbers.
+    assert repr(gracekv.compress(model, prompt, ratio=2, pipeline=coded)).endswith(" in 16 bits)")
     pair = gracekv.compress(model, [prompt, prompt], ratio=3)
     assert repr(pair).startswith(
         "BatchResult(LlamaForCausalLM, 'gracekv-plus', 2 prompts, 300 tokens, "

@@ -26,7 +26,7 @@ def result(model):
 
 REFUSED = [
     ({"entries_per_head": 20}, BudgetError, "entries_per_head of at least"),
-    ({"ratio": 3}, BudgetError, "ratio of at most"),
+    ({"ratio": 3}, BudgetError, "no ratio works"),
     ({"kv_bytes": 4000}, BudgetError, "kv_bytes of at least"),
     ({"entries_per_head": 50, "strategy": "random"}, BudgetError, "keeps the prompt"),
     ({"entries_per_head": 50}, BudgetError, "keeps the prompt"),
@@ -57,8 +57,8 @@ def test_the_least_that_is_named_works(model):
     ({"entries_per_head": 90, "every": 0}, "every takes a whole number >= 1"),
     ({"entries_per_head": 90, "window": 0}, "window takes a whole number >= 1"),
     ({"entries_per_head": 90, "strategy": "rnd"}, "Unknown decode strategy"),
-    ({}, "exactly one budget"),
-    ({"entries_per_head": 90, "ratio": 2}, "exactly one budget"),
+    ({}, "exactly one of entries_per_head, ratio, kv_bytes; got none"),
+    ({"entries_per_head": 90, "ratio": 2}, "exactly one of .*got entries_per_head and ratio"),
 ])  # fmt: skip
 def test_bad_limits_are_refused(fields, said):
     with pytest.raises((ConfigError, BudgetError), match=said):
@@ -85,3 +85,23 @@ def test_a_step_longer_than_an_interval_names_the_chunk_size(model, result):
     cache = result.new_cache(Limit(**SMALL))
     with torch.no_grad(), pytest.raises(CacheError, match="prefill_chunk_size=16"):
         model(input_ids=torch.zeros(1, 300, dtype=torch.long), past_key_values=cache)
+
+
+def test_no_ratio_is_advised_where_none_works(model):
+    """All 60 tokens stay, and a window beside them: even ratio=1 leaves too few."""
+    whole = gracekv.compress(model, PROMPT, ratio=1)
+    with pytest.raises(BudgetError, match="; no ratio works") as failure:
+        whole.new_cache(Limit(ratio=2, every=16, window=8))
+    assert "at most 0" not in str(failure.value)
+
+
+def test_the_ratio_that_is_named_works(model, result):
+    with pytest.raises(BudgetError) as failure:
+        result.new_cache(Limit(ratio=50, every=16, window=8))
+    most = str(failure.value).split("ratio of at most ")[1].split()[0]
+    result.new_cache(Limit(ratio=most, every=16, window=8))
+
+
+def test_bytes_below_an_interval_leave_no_negative_number(result):
+    with pytest.raises(BudgetError, match="leaves 0 entries per head"):
+        result.new_cache(Limit(kv_bytes=4000))

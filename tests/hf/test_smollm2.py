@@ -117,3 +117,13 @@ def test_the_model_answers():
     assert (config.num_hidden_layers, config.num_attention_heads) == (30, 9)
     assert config.num_key_value_heads == 3
     assert next(model.parameters()).dtype == torch.float32
+
+
+def test_the_model_is_named_by_its_name_wherever_its_folder_is(tmp_path):
+    """So that commands over what it saved find it as the embedded model, without a bar."""
+    from gracekv.testing.models import tiny_llama, tiny_tokenizer
+
+    tiny_llama().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model, _ = smollm2._read_model(tmp_path, torch.float32)
+    assert model.config.name_or_path == smollm2.MODEL_NAME

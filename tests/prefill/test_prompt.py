@@ -112,7 +112,7 @@ def test_an_empty_question_leaves_no_question_probes():
 
 @given(
     context=st.text("aeo .\n4é🙂", min_size=1).filter(str.strip),
-    question=st.text("aeo ?\n", max_size=8),
+    question=st.text("aeo ?\n", max_size=8).filter(lambda text: not text or text.strip()),
     instruction=st.text("aeo :\n", max_size=8),
 )
 @pytest.mark.parametrize("chat", [True, False])
@@ -208,6 +208,7 @@ def template(text):
         (lambda: FAST[True], {"context": " \n"}, "context is empty"),
         (lambda: FAST[True], {"context": ["a", "b"]}, "context must be text; got list"),
         (lambda: FAST[True], {"question": None}, "question must be text; got NoneType"),
+        (lambda: FAST[True], {"question": " \n"}, r"A question is a text that is not empty; got '"),
         (lambda: template("fixed"), {}, "shows the user's message 0 times"),
         (
             lambda: template(
@@ -265,3 +266,13 @@ def test_ids_of_a_tokenizer_with_a_batch_axis():
     prompt = Prompt.from_ids(nested, (1, 5))
     assert torch.equal(prompt.ids, flat)
     assert prompt.spans == Prompt.from_ids(flat, (1, 5)).spans
+
+
+@pytest.mark.parametrize(
+    "name", ["context", "question", "instruction", "answer_prefix", "separator"]
+)
+def test_a_lone_surrogate_is_refused_by_the_text_s_name_and_its_place(name):
+    texts = {"context": "The room is seven.", name: b"bad \xff".decode("utf-8", "surrogateescape")}
+    message = rf"^{name} must be valid Unicode; .*'\\udcff', at position 4\. Decode it as UTF-8"
+    with pytest.raises(PromptError, match=message):
+        Prompt.from_chat(FAST[True], **texts)

@@ -102,6 +102,14 @@ def test_a_chat_goes_on_in_the_turn_of_the_context(name, question):
     assert ids == list(request(None, "book", question, tokenizer).prompt_ids)
 
 
+@pytest.mark.parametrize("separator", ["", " ", "\n", "\n\n"])
+def test_any_separator_takes_the_place_of_what_opens_a_chat(separator):
+    tokenizer = TOKENIZERS["chat"]
+    ids = chat(tokenizer, "no one?")
+    got = continuing(tokenizer, "book", header(tokenizer, separator=separator), ids)
+    assert tokenizer.decode(got) == f"{separator}no one?<|end|><|assistant|>"
+
+
 def test_a_text_may_begin_as_every_text_does():
     tokenizer = TOKENIZERS["none"]
     ids = tokenizer("\n\nWho?")["input_ids"]

