@@ -24,8 +24,13 @@ def read_text(path: Path) -> str:
 
 def check_output(path: Path) -> None:
     """Raise `OutputError` if `replacing` could not write to `path`; for use before long work."""
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
+    try:
+        target = Path(os.path.realpath(path))
+        there = target.exists()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
+        raise OutputError(f"Cannot write to {str(path)!r}: {reason}. Name another file.") from error
+    if there and not target.is_file():
         kind = "a folder" if target.is_dir() else "no regular file"
         raise OutputError(f"Cannot write to {path}: it is {kind}. Name a file.")
     folder = next(x for x in target.parents if x.exists())
@@ -54,7 +59,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     check_output(path)
     target = Path(os.path.realpath(path))
-    scratch = target.with_name(f".{target.name}-{os.urandom(6).hex()}")
+    # A name may have 255 bytes, a character four.
+    scratch = target.with_name(f".{target.name[:50]}-{os.urandom(6).hex()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
@@ -71,7 +77,8 @@ def replacing(path: Path) -> Iterator[Path]:
             scratch.unlink(missing_ok=True)
             raise
     except OSError as error:
+        # The file that the system's error names is the scratch file.
         raise OutputError(
-            f"Cannot write to {path}: {error}. What was there is unchanged; free some room, or "
-            f"name a file elsewhere."
+            f"Cannot write to {path}: {error.strerror or error}. What was there is unchanged. "
+            f"Name a file in a folder that can be written to and has room."
         ) from error

@@ -119,3 +119,24 @@ def test_a_saver_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
     )  # fmt: skip
     assert done.stdout.split()[0] == "25"
     assert {x.name for x in tmp_path.iterdir() if not x.name.startswith(".")} == {"cache"}
+
+
+def test_names_that_the_system_refuses_are_named_with_the_reason():
+    for path, reason in (("a" * 300, "too long"), ("a\0b", "null byte|null character")):
+        for call in (check_output, lambda x: write_atomically(x, b"data")):
+            with pytest.raises(OutputError, match=reason) as failure:
+                call(Path(path))
+            assert repr(path) in str(failure.value)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
+def test_a_failure_names_the_file_that_was_given_and_not_the_scratch_file():
+    with pytest.raises(OutputError, match="Cannot write to /proc/x: ") as failure:
+        write_atomically(Path("/proc/x"), b"data")
+    assert "/proc/.x" not in str(failure.value)
+    assert "free some room" not in str(failure.value)
+
+
+def test_the_longest_name_is_written(tmp_path):
+    write_atomically(tmp_path / ("é" * 127), b"data")
+    assert (tmp_path / ("é" * 127)).read_bytes() == b"data"

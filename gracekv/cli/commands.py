@@ -29,6 +29,8 @@ app = typer.Typer(
     help="Compress a language model's KV cache once after prefill.",
     no_args_is_help=True,
     add_completion=False,
+    # Rich's tables cut option names on terminals of 80 columns.
+    rich_markup_mode=None,
     # A user of the command is served by the message; a developer by the plain traceback.
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -76,7 +78,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("demo-out"),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of each answer.")] = 32,
 ) -> None:
-    """Ask a 135M model about a book chapter, with the full cache and at 4x, 8x and 16x."""
+    """Ask a 135M model about a chapter, by full cache, 4x, 8x and 16x."""
     from gracekv.cli.demo import run_demo
 
     run_demo(out, max_new_tokens=max_new_tokens)
@@ -135,7 +137,7 @@ def compress(
     ] = None,
     imports: Imports = None,
 ) -> None:
-    """Compress one prompt's cache, and answer a question over what is left or save it."""
+    """Compress one prompt's cache, then ask a question or save it."""
     from gracekv.allocate import Budget
     from gracekv.hf import loading
     from gracekv.hf.compress import per_byte
@@ -188,7 +190,8 @@ def compress(
     typer.echo(
         f"\n{name} kept {facts['spent']:,} of {facts['full_entries']:,} context entries "
         f"(budget {facts['budget']:,}); {facts['kv_bytes']:,} bytes of keys and values and "
-        f"{facts['metadata_bytes']:,} of metadata, full cache {facts['full_bytes']:,}; "
+        f"{facts['metadata_bytes']:,} of metadata, full cache {facts['full_bytes']:,}"
+        f"{'' if result.accounting.budget_bytes is None else ' in 16 bits'}; "
         f"prefill {facts['seconds']['prefill']:.2f} s, "
         f"compression {facts['construction_seconds']:.2f} s",
         err=True,
@@ -263,7 +266,7 @@ def list_(
     recipes: Annotated[bool, typer.Option("--recipes", help="Only the recipes.")] = False,
     imports: Imports = None,
 ) -> None:
-    """Show the registered strategies of each stage, and the recipes made of them."""
+    """Show the strategies of each stage, and the recipes of them."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -18,7 +18,7 @@ from rich.table import Table
 
 import gracekv
 from gracekv import recipes
-from gracekv.files import write_atomically
+from gracekv.files import check_output, write_atomically
 from gracekv.hf.smollm2 import load_smollm2
 from gracekv.report import compare, plot_entries
 
@@ -59,6 +59,8 @@ def run_demo(out: Path, max_new_tokens: int = 32) -> None:
     They are `out`/entries.png and `out`/report.html, which shows what became of every token.
     Uses at most one torch thread per physical core while it runs.
     """
+    path, page = out / "entries.png", out / "report.html"
+    check_output(path)
     console = Console()
     threads = torch.get_num_threads()
     torch.set_num_threads(min(threads, physical_cores()))
@@ -75,10 +77,8 @@ def run_demo(out: Path, max_new_tokens: int = 32) -> None:
     console.print(_answers(trials))
     console.print(_memory(trials))
     console.print(_seconds(trials))
-    path = out / "entries.png"
     write_atomically(path, entries_plot([(t.label, t.result) for t in trials[1:]]))
     console.print(f"Entries kept per layer and head: [bold]{path.resolve()}[/bold]")
-    page = out / "report.html"
     _, light, shown_first, hard, *others = trials
     shown = [shown_first, *others, light, hard]
     compare({t.label: t.result for t in shown}, page, answers={t.label: t.answer for t in shown})

@@ -106,7 +106,7 @@ def evaluate(
         str, Option(help="Recipes, files, or recipe[stage.field=value].")
     ] = "fullkv,gracekv",
 ) -> None:
-    """Run methods on benchmark tasks; one row a sample, method and budget, resumable."""
+    """Run methods on benchmark tasks, resumably. One row a sample, method and budget."""
     from gracekv.evaluate.experiment import Experiment
     from gracekv.evaluate.methods import split_methods
 
@@ -134,7 +134,7 @@ def table(
     ] = None,
     out: Annotated[Path | None, Option(help="Write here instead of to the screen.")] = None,
 ) -> None:
-    """Means with 95 % bootstrap intervals on paired samples, in the paper's layout."""
+    """Show means with 95 % bootstrap intervals on paired samples."""
     from gracekv.evaluate.formats import FORMATS, footer
     from gracekv.evaluate.measures import measure
     from gracekv.evaluate.plots import plot as drawn
@@ -171,7 +171,7 @@ def ablate(
     ] = None,
     metric: MeasureNames = "score",
 ) -> None:
-    """Run a method and its variants, at 8x if no budget is given; show the paired differences."""
+    """Run a method and its variants; show paired differences. At 8x if no budget is given."""
     from gracekv.evaluate.formats import deltas, footer
     from gracekv.evaluate.measures import measure
     from gracekv.evaluate.methods import variants

@@ -14,6 +14,7 @@ import gracekv
 from gracekv.cli.commands import Imports
 from gracekv.cli.options import with_shared_options
 from gracekv.errors import CacheError, PromptError
+from gracekv.files import check_output
 
 if TYPE_CHECKING:
     from gracekv import BatchResult, CompressionResult
@@ -67,7 +68,7 @@ class Saved:
 
 
 def generate(saved: Saved, max_new_tokens: Tokens = 64) -> None:
-    """Answer a saved prompt's own question again, without reading its context."""
+    """Answer a saved prompt's own question; its context is not read."""
     answer = saved.load().generate(max_new_tokens=max_new_tokens)
     typer.echo(answer if isinstance(answer, str) else "\n\n".join(answer))
 
@@ -77,7 +78,7 @@ def ask(
     questions: Annotated[list[str], typer.Argument(help="What to ask; may be repeated.")],
     max_new_tokens: Tokens = 64,
 ) -> None:
-    """Ask a context that was saved without a question; it is not read again."""
+    """Ask a context saved without a question; it is not read again."""
     answers = saved.load_one().ask(questions, max_new_tokens)
     if len(questions) == 1:
         typer.echo(answers[0])
@@ -122,8 +123,9 @@ def export(
 ) -> None:
     """Put a saved cache where an inference engine finds it by name."""
     import gracekv.vllm
-    from gracekv.vllm.header import check_name
+    from gracekv.vllm.header import HEADER, check_name
 
+    check_output(store / HEADER)  # no folder to write to is refused before the model is loaded
     path = store / check_name(name or saved.cache.stem)
     made = gracekv.vllm.export(saved.load(), path)
     for folder in made if isinstance(made, list) else [made]:

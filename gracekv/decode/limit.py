@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gracekv.allocate import Budget
 from gracekv.allocate.budget import Number
 from gracekv.decode.base import DECODERS, Decoder
+from gracekv.errors import BudgetError
 from gracekv.registry import Configurable, bounded
 
 
@@ -50,7 +51,12 @@ class Limit(Configurable):
     def budget(self) -> Budget:
         """The size; raises `BudgetError` unless exactly one is given."""
         names = ("entries_per_head", "ratio", "kv_bytes")
-        return Budget.of({name: getattr(self, name) for name in names})
+        sizes = {name: size for name in names if (size := getattr(self, name)) is not None}
+        if len(sizes) != 1:
+            raise BudgetError(
+                f"Give Limit exactly one of {', '.join(names)}; got {', '.join(sizes) or 'none'}."
+            )
+        return Budget.of(sizes)
 
     def decoder(self, default: Decoder) -> Decoder:
         """The strategy, where `default` is the pipeline's."""

@@ -133,7 +133,8 @@ class LimitedCache(GraceCache):
         if not self.limit.history or self.grace_layers[0].batch > 1:
             return super().history
         read = torch.tensor(self._read, dtype=torch.long)
-        return CutHistory(self._start.packed_length, read, (*self._left,))
+        first, keys = self._start.packed_length, self._start.packed.layers[-1].exact.keys
+        return CutHistory(first, read, (*self._left,), keys)
 
     def _count(self) -> None:
         """Packed entries in all layers and heads, and those of the largest sequence."""
@@ -155,13 +156,16 @@ class LimitedCache(GraceCache):
             why = "what was not compressed of the prompt stays"
         each = -(-stays // units) + self.limit.window
         if self._strategy.name != "none" and target < units * each:
-            ratio, every = (self.packed_length + 1) / each, self.limit.every
+            length, every = self.packed_length + 1, self.limit.every
+            # Rounded down, so that the ratio that is named works.
+            most = f"a ratio of at most {length * 100 // each / 100:.2f}"
+            most = most if each <= length else "no ratio"
             raise BudgetError(
-                f"The limit leaves {target // units} entries per head, but {each} must stay: {why},"
-                f" and so do the last {self.limit.window} tokens. Use entries_per_head of at least "
-                f"{each}, ratio of at most {ratio:.2f}, or kv_bytes of at least "
-                f"{units * (each + every) * self._entry_bytes}; or compress the prompt more, by a "
-                f"recipe that scores its tokens."
+                f"The limit leaves {max(0, target // units)} entries per head, but {each} must "
+                f"stay: {why}, and so do the last {self.limit.window} tokens. Use entries_per_head "
+                f"of at least {each}, or kv_bytes of at least "
+                f"{units * (each + every) * self._entry_bytes}; {most} works. Or compress the "
+                f"prompt more, by a recipe that scores its tokens."
             )
 
     def make_room(self, tokens: Tensor, mask: Any) -> None:

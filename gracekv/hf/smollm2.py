@@ -126,6 +126,8 @@ def _read_model(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     with _without_progress_bars():
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    # Not the folder, which a saved cache would name: loaded as one it shows bars, or is not there.
+    model.config.name_or_path = MODEL_NAME
     return model.eval(), tokenizer
 
 

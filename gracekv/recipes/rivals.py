@@ -166,7 +166,7 @@ RIVALS: Mapping[str, Recipe] = {
         {**_RIVAL, "value": "defensive", "quota": "global"},
     ),
     "critical-expected-attention": Recipe(
-        "The same over expected attention without its value norms",
+        "CriticalKV's two halves by expected attention without its value norms",
         "Feng et al. 2025, arXiv:2502.03805; as in kvpress, the question is not read",
         {
             **_RIVAL,

@@ -7,12 +7,13 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gracekv.cache import Accounting, Timings
+from gracekv.cache import Accounting, Timings, dequantised
 from gracekv.errors import ReportError
 from gracekv.prefill import PromptSpans
 from gracekv.report.auction import AuctionCurve
@@ -29,7 +30,7 @@ _INCOMPLETE = "\ufffd"
 _SAME: dict[str, Callable[[Result], object]] = {
     "token ids": lambda result: result.prompt.ids.tolist(),
     "contexts": lambda result: result.prompt.spans,
-    "layers and KV heads": lambda result: list(result.accounting.entries.shape),
+    "layers and KV heads": lambda result: tuple(result.accounting.entries.shape),
 }
 
 
@@ -122,8 +123,8 @@ class ReportData:
                 if read(main) != read(other):
                     raise ReportError(
                         f"Results side by side must be of one prompt, context and model; {first!r} "
-                        f"and {label!r} have different {what} ({read(main)!r:.60}, "
-                        f"{read(other)!r:.60}). Compress the same Prompt with both pipelines."
+                        f"and {label!r} have different {what} ({_apart(read(main), read(other))}). "
+                        f"Compress the same Prompt with both pipelines."
                     )
         tokenizer = next((x for r in results.values() if (x := r.prompt.tokenizer)), None)
         config = getattr(main.model, "config", None)
@@ -144,13 +145,16 @@ class ReportData:
     def with_history(self, result: Result, history: CutHistory) -> ReportData:
         """These data with what was written on a cache of `result`.
 
-        Raises `ReportError` if the cache is of another prompt.
+        Raises `ReportError` if the cache is of another result.
         """
         first, prompt = result._run.cache.length, result.prompt
-        if history.first != first:
+        # A cache with a limit holds codes of fewer bits as numbers of the model's dtype.
+        own = dequantised(result._run.cache).layers[-1].keys
+        keys = own if history.keys is None else history.keys.to(own)
+        if history.first != first or not torch.equal(own, keys):
             raise ReportError(
-                f"The cache goes on from {history.first} prompt tokens, the result has {first}. "
-                f"Give a cache that this result's new_cache(limit) made."
+                f"The cache goes on from {history.first} prompt tokens of another result; this one "
+                f"has {first}. Give a cache that this result's new_cache(limit) made."
             )
         # Blanks and letters depend on the tokens before.
         lead = prompt.ids[max(0, first - 4) : first]
@@ -174,6 +178,14 @@ def report_column(label: str, result: Result, answer: str | None = None) -> Repo
         timings=run.timings,
         answer=answer,
     )
+
+
+def _apart(one: Any, other: Any) -> str:
+    """How two values differ, as an error says it: of lists the lengths and the first place."""
+    if not isinstance(one, list):
+        return f"{one!r}, {other!r}"
+    at = next(n for n, pair in enumerate(zip_longest(one, other)) if pair[0] != pair[1])
+    return f"of {len(one)} and {len(other)} tokens, the first at position {at}"
 
 
 def _check(label: str, result: object) -> None:

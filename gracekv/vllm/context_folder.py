@@ -11,13 +11,17 @@ from pathlib import Path
 from gracekv.cache.entries import CompressedCache
 from gracekv.cache.serialization import read_digest, write_cache
 from gracekv.errors import StoreError
-from gracekv.files import replacing
+from gracekv.files import check_output, replacing
 from gracekv.vllm.header import HEADER, ContextHeader, is_ours, is_served
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise `StoreError` unless nothing is there, or a folder with the files of exports only."""
+    """Raise `StoreError` unless nothing is there, or a folder with the files of exports only.
+
+    `OutputError` if nothing is there, and a folder cannot be made.
+    """
     if not os.path.lexists(folder):
+        check_output(folder / HEADER)
         return
     if folder.is_symlink() or not folder.is_dir():
         raise StoreError(f"{folder} is no folder, and is not replaced. Choose another name.")

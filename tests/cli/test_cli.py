@@ -75,6 +75,43 @@ def test_version_and_help(run):
         assert "Usage" in out
 
 
+def test_help_is_whole_at_80_columns(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run("-h")
+    lines = out.split("Commands:")[1].splitlines()
+    commands = {line.split()[0] for line in lines if line.strip()}
+    assert {"compress", "ablate", "evaluate", "ask", "export", "table", "list"} <= commands
+    assert "…" not in out
+    assert "..." not in out.split("Commands:")[1]
+    import typer
+
+    from gracekv.cli.commands import app
+
+    built = typer.main.get_command(app).commands
+    for name in commands:
+        _, out, _ = run(name, "-h")
+        assert "…" not in out
+        assert max(map(len, out.splitlines())) <= 80
+        for option in built[name].params:
+            if option.param_type_name == "option":
+                for spelt in (*option.opts, *option.secondary_opts):
+                    assert re.search(rf"(?<![\w-]){spelt}(?![\w-])", out), (name, spelt)
+
+
+def test_the_demo_refuses_its_folder_before_it_loads_the_model(run, monkeypatch, story):
+    import gracekv.cli.demo
+
+    monkeypatch.setattr(gracekv.cli.demo, "load_smollm2", lambda: pytest.fail("was loaded"))
+    status, _, said = run("demo", "--out", story)
+    assert status == 2
+    assert said.startswith("OutputError: Cannot write to")
+
+
+def test_no_recipe_refers_to_the_one_before_it():
+    for name in recipes.names():
+        assert not recipes.find(name).summary.startswith("The same "), name
+
+
 def test_help_does_not_import_torch():
     code = (
         "import sys; sys.argv = ['gracekv', '-h']\n"

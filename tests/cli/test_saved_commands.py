@@ -174,3 +174,10 @@ def test_a_file_that_is_no_cache_is_told_before_the_model_is_loaded(run, story, 
         assert "SavedCacheError: Cannot read the saved cache" in err
     assert "is a folder" in run("generate", story.parent)[2]
     assert not loads.seen
+
+
+def test_export_refuses_a_store_that_is_a_file_before_a_model_is_loaded(run, loads, book, story):
+    status, _, said = run("export", book[1], "--store", story)
+    assert status == 2
+    assert said.startswith("OutputError: Cannot write to")
+    assert not loads.seen

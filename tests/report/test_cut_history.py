@@ -107,6 +107,36 @@ def test_the_page_holds_the_texts_and_the_counts(book, tmp_path):
         other.report(tmp_path / "other.html", cache=cache)
 
 
+@pytest.mark.parametrize("other", ["prompt", "recipe"])
+def test_a_cache_of_another_result_of_the_same_length_is_refused(book, tmp_path, other):
+    context = TEXT.replace("word5 ", "word6 ") if other == "prompt" else TEXT
+    recipe = "snapkv" if other == "recipe" else None
+    prompt = gracekv.Prompt.from_chat(book.tokenizer, context=context)
+    second = gracekv.compress(book.model, prompt, ratio=2, pipeline=recipe or book.pipeline)
+    assert second.packed.length == book.packed.length
+    cache, _ = written(second, Limit(**SMALL, history=True))
+    second.report(tmp_path / "own.html", cache=cache)
+    with pytest.raises(ReportError, match="of another result"):
+        book.report(tmp_path / "other.html", cache=cache)
+
+
+def test_quantised_and_loaded_results_report_their_own_caches(book, tmp_path):
+    quantised = gracekv.compress(
+        book.model,
+        book.prompt,
+        kv_bytes=book.accounting.bytes,
+        pipeline="gracekv-agnostic-allocated",
+    )
+    assert quantised.packed.layers[-1].coded
+    cache, _ = written(quantised, Limit(**{**SMALL, "entries_per_head": 400}, history=True))
+    quantised.report(tmp_path / "quantised.html", cache=cache)
+    whole = gracekv.compress(book.model, book.prompt, ratio=2, pipeline="snapkv")
+    whole.save(tmp_path / "saved")
+    loaded = gracekv.load(tmp_path / "saved", book.model, tokenizer=book.tokenizer)
+    cache = loaded.new_cache(Limit(**{**SMALL, "entries_per_head": 400}, history=True))
+    loaded.report(tmp_path / "loaded.html", cache=cache)
+
+
 def test_a_chat_reports_its_turns(book, tmp_path):
     chat = book.chat(Limit(**SMALL, history=True))
     for turn in range(3):

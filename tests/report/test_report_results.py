@@ -6,6 +6,7 @@ import re
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -162,3 +163,16 @@ def test_the_demo_writes_one(model, monkeypatch, tmp_path):
         "gracekv-plus 8x", "gracekv 8x", "snapkv 8x", "gracekv-plus 4x", "gracekv-plus 16x",
     ]  # fmt: skip
     assert all(x["answer"] for x in found)
+
+
+@pytest.mark.parametrize(("ids", "said"), [
+    (torch.cat([torch.arange(30), torch.tensor([7]), torch.arange(31, 60)]), "at position 30"),
+    (torch.arange(61), "of 60 and 61 tokens, the first at position 60"),
+])  # fmt: skip
+def test_prompts_that_differ_are_told_apart(model, tmp_path, ids, said):
+    results = {
+        name: gracekv.compress(model, gracekv.Prompt.from_ids(own, (4, 50)), ratio=2)
+        for name, own in (("one", torch.arange(60)), ("other", ids))
+    }
+    with pytest.raises(ReportError, match=f"different token ids .*{said}"):
+        gracekv.report.compare(results, tmp_path / "page.html")

@@ -11,9 +11,10 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
-from gracekv.errors import SavedCacheError, StoreError
+from gracekv.errors import OutputError, SavedCacheError, StoreError
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore
+from gracekv.vllm.context_folder import check_replaceable
 from gracekv.vllm.model_facts import model_facts
 from gracekv.vllm.stored_context import heads_of_rank
 from support.forged_contexts import signed
@@ -282,3 +283,9 @@ def test_each_rank_takes_its_heads(root):
             for a, b in zip(mine.head(g), layer.head(g + 1), strict=True):
                 assert torch.equal(a, b)
     assert part.bytes < whole.bytes
+
+
+def test_a_context_inside_a_file_is_refused(tmp_path):
+    (tmp_path / "store").write_text("no folder")
+    with pytest.raises(OutputError, match="Cannot write to"):
+        check_replaceable(tmp_path / "store" / "book")
