@@ -9,13 +9,14 @@ Source: ours.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gracekv.errors import BackendUnavailableError
 from gracekv.kernels import device as triton_device
+from gracekv.kernels.columns import Columns
 from gracekv.kernels.linalg import linear
 from gracekv.kernels.logits import capped, softmax
 
@@ -24,26 +25,6 @@ Engine = Literal["auto", "torch", "numba", "triton"]
 # Bytes of logits that torch holds at once: about a CPU's cache; on a GPU, enough work for each
 # launch. Very long prompts exceed them, because a product needs a minimum of rows to be fast.
 _CPU_BLOCK, _GPU_BLOCK, _LEAST_ROWS = 4 * 2**20, 256 * 2**20, 16
-
-
-class Columns(NamedTuple):
-    """What is asked of each implementation, as `softmax_columns` describes it.
-
-    Attributes:
-        queries: float32 [H, Q, d].
-        keys: [G, T, d].
-        seen: int64 [Q].
-        weights: float32 [Q].
-        power: exponent of the probabilities, at least 1.
-        maximum: whether the maximum is asked for.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    seen: Tensor
-    weights: Tensor
-    power: float
-    maximum: bool
 
 
 def softmax_columns(

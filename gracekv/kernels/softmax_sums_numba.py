@@ -29,10 +29,10 @@ from gracekv.kernels import (
     omp_threads,
     row_vectors,
 )
+from gracekv.kernels.columns import Columns
 from gracekv.kernels.intrinsics import NUMBERS, as_float32, digest, fetch_and_add, inner, pointer
 from gracekv.kernels.matmul import multiply
 from gracekv.kernels.numba_softmax import exponentials, largest
-from gracekv.kernels.softmax_sums import Columns
 
 # Keys of a panel: a transposed panel of float32 keys of dimension 64 takes 16 KiB.
 _PANEL = 64
