@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from gracekv.errors import ObserverError
+from gracekv.kernels.clock import Clock
 from gracekv.prefill.observer import (
     Accumulator,
     FinalObserver,
@@ -53,9 +52,6 @@ class Observations:
         observers: what is captured.
         layers: L, compressed layers.
         spans: of the prompt.
-
-    Attributes:
-        seconds: what each observer took; complete after `results`.
     """
 
     def __init__(self, observers: Iterable[Observer], layers: int, spans: PromptSpans) -> None:
@@ -71,8 +67,7 @@ class Observations:
         self._final = {
             x: x.accumulator(spans) for x in self._observers if isinstance(x, FinalObserver)
         }
-        self.seconds: dict[Observer, float] = dict.fromkeys(self._observers, 0.0)
-        self._events: list[tuple[Observer, torch.cuda.Event, torch.cuda.Event]] = []
+        self._time = Clock[Observer]()
 
     def reads(self, what: Reading, layer: int | None = None) -> bool:
         """Whether some observer reads it; of `layer`, if that is given."""
@@ -85,20 +80,24 @@ class Observations:
             return
         made = run()
         for observer, accumulator in self._by_layer[layer].items():
-            with self._clock(observer, made.queries.device), full_float32():
+            with self._time.time(observer, made.queries.device), full_float32():
                 accumulator.add(made)
 
     def add_final(self, run: FinalRun) -> None:
         """Show a run of the decoder's output."""
         for observer, accumulator in self._final.items():
-            with self._clock(observer, run.states.device):
+            with self._time.time(observer, run.states.device):
                 accumulator.add(run)
 
     @property
+    def seconds(self) -> dict[Observer, float]:
+        """What each observer took so far. Waits for a GPU to reach this point."""
+        return dict.fromkeys(self._observers, 0.0) | self._time.seconds()
+
+    @property
     def running_seconds(self) -> float:
-        """What the layers' observers took so far, which lies inside the model's own run."""
-        self._read_events()
-        return sum(self.seconds[x] for x in self._observers if isinstance(x, LayerObserver))
+        """What the layers' observers took so far, which is part of the model's forward time."""
+        return sum(took for x, took in self.seconds.items() if isinstance(x, LayerObserver))
 
     def layer_results(
         self, layer: int, layers: int, device: torch.device
@@ -107,7 +106,7 @@ class Observations:
         held, self._by_layer[layer] = self._by_layer[layer], {}
         results: dict[Observer, Tensor] = {}
         for observer, accumulator in held.items():
-            with self._clock(observer, device):
+            with self._time.time(observer, device):
                 result = accumulator.result()
             results[observer] = result.expand(layers, *result.shape)
         return results
@@ -121,7 +120,7 @@ class Observations:
         """
         found: dict[Observer, Tensor] = {}
         for observer in self._observers:
-            with self._clock(observer, device):
+            with self._time.time(observer, device):
                 if isinstance(observer, LayerObserver):
                     held = [(i, x) for i, x in enumerate(self._by_layer) if observer in x]
                     found[observer] = observer.combine(
@@ -131,26 +130,4 @@ class Observations:
                     found[observer] = self._final.pop(observer).result()
                 elif isinstance(observer, PassObserver) and passes is not None:
                     found[observer] = observer.observe(passes)
-        self._read_events()
         return found
-
-    @contextmanager
-    def _clock(self, observer: Observer, device: torch.device) -> Iterator[None]:
-        """Time the block without making a GPU wait."""
-        if device.type != "cuda":
-            started = time.perf_counter()
-            yield
-            self.seconds[observer] += time.perf_counter() - started
-            return
-        stream = torch.cuda.current_stream(device)
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record(stream)
-        yield
-        last.record(stream)
-        self._events.append((observer, first, last))
-
-    def _read_events(self) -> None:
-        for observer, first, last in self._events:
-            last.synchronize()
-            self.seconds[observer] += first.elapsed_time(last) / 1000
-        self._events.clear()

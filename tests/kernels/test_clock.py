@@ -1,0 +1,60 @@
+"""Seconds by name; a GPU is waited for once, when they are read."""
+
+import pytest
+import torch
+
+from gracekv.kernels.clock import Clock
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Event:
+    """A CUDA event on a stream that takes a second from each event to the next."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        Event.recorded += 1
+        self.at = Event.recorded
+
+    def elapsed_time(self, other):
+        return 1000.0 * (other.at - self.at)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    return waits
+
+
+def test_adds_up_by_name_and_leaves_out_what_failed():
+    clock = Clock()
+    for _ in range(2):
+        with clock.time("score", CPU):
+            pass
+    first = clock.seconds()
+    with pytest.raises(ZeroDivisionError), clock.time("fit", CPU):
+        1 / 0  # noqa: B018
+    with clock.time("score", CPU):
+        pass
+    assert list(clock.seconds()) == ["score"]
+    assert clock.seconds()["score"] > first["score"] > 0
+
+
+def test_waits_for_a_gpu_once_when_the_seconds_are_read(waits):
+    clock = Clock()
+    with clock.time("prefill", GPU):
+        for _ in range(2):
+            with clock.time("score", GPU):
+                pass
+    assert waits == []
+    assert clock.seconds() == {"prefill": 5.0, "score": 2.0}
+    assert waits == [GPU]
+    assert clock.seconds() == {"prefill": 5.0, "score": 2.0}
+    assert waits == [GPU]
