@@ -14,7 +14,6 @@ from gracekv.allocate.budget import RecentWindow as RecentWindow
 from gracekv.allocate.density import Density as Density
 from gracekv.allocate.exact_dp import ExactDP as ExactDP
 from gracekv.allocate.global_ import Global as Global
-from gracekv.allocate.global_mix import GlobalMix as GlobalMix
 from gracekv.allocate.greedy import Greedy as Greedy
 from gracekv.allocate.lagrangian import Lagrangian as Lagrangian
 from gracekv.allocate.lagrangian import upper_bound as upper_bound

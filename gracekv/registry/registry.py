@@ -90,6 +90,14 @@ class Strategy(Configurable):
         return (inspect.getdoc(cls) or "").partition("\n")[0]
 
 
+# Strategies of 0.2 that are gone, and what an error about them recommends.
+_REMOVED = {
+    "midpoint": "{'name': 'binary', 'candidates': 0, 'reward': 0}",
+    "exhaustive": "'binary_extract'",
+    "fixed_chunks": "{'name': 'uniform', 'target_length': 10}",
+    "global_mix": "'global' or 'adaptive_heads'",
+}
+
 S = TypeVar("S", bound=Strategy)
 C = TypeVar("C", bound=Strategy)
 
@@ -139,8 +147,11 @@ class Registry(Generic[S]):
         """The class registered as `name`; `UnknownStrategyError` with the nearest name if none."""
         classes = self._known()
         if name not in classes:
+            hint = suggestion(str(name), list(self))
+            if name in _REMOVED:
+                hint = f" It was removed after 0.2; use {_REMOVED[name]}."
             raise UnknownStrategyError(
-                f"Unknown {self.stage} strategy {name!r}.{suggestion(str(name), list(self))} "
+                f"Unknown {self.stage} strategy {name!r}.{hint} "
                 f"Registered: {', '.join(self)}. To add yours, decorate its class with "
                 f"@register({str(name)!r}) of the stage's registry. {missing_hint()}"
             )

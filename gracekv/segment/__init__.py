@@ -5,6 +5,5 @@ from gracekv.segment.base import Partition as Partition
 from gracekv.segment.base import Segmenter as Segmenter
 from gracekv.segment.curvature import Curvature as Curvature
 from gracekv.segment.curvature_dp import CurvatureDP as CurvatureDP
-from gracekv.segment.fixed_chunks import FixedChunks as FixedChunks
 from gracekv.segment.tokens import Tokens as Tokens
 from gracekv.segment.uniform import Uniform as Uniform

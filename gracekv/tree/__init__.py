@@ -8,13 +8,11 @@ from gracekv.tree.cost_table import CostTable as CostTable
 from gracekv.tree.distortion import DISTORTIONS as DISTORTIONS
 from gracekv.tree.distortion import Distortion as Distortion
 from gracekv.tree.distortion import DistortionEvaluator as DistortionEvaluator
-from gracekv.tree.exhaustive import Exhaustive as Exhaustive
 from gracekv.tree.extract import Extract as Extract
 from gracekv.tree.leaf_only import LeafOnly as LeafOnly
 from gracekv.tree.merge import PrototypeRule as PrototypeRule
 from gracekv.tree.merge import Prototypes as Prototypes
 from gracekv.tree.merge import merge as merge
-from gracekv.tree.midpoint import Midpoint as Midpoint
 from gracekv.tree.nodes import Children as Children
 from gracekv.tree.nodes import IntervalCosts as IntervalCosts
 from gracekv.tree.nodes import Nodes as Nodes

@@ -93,7 +93,7 @@ def test_recipes_need_no_trees_and_keep_the_same_entries(recipe, ratio, monkeypa
         {"floor": "singleton"},
         {"distortion": "prototype"},
         {"allocate": "lagrangian"},
-        {"segment": {"name": "fixed_chunks", "size": 2}},
+        {"segment": {"name": "uniform", "target_length": 2}},
         {"certify": True},
     ],
 )

@@ -14,7 +14,7 @@ from support.trees import random_frontier, tree_context
 @settings(max_examples=20)
 @given(
     seed=st.integers(0, 10_000),
-    refiner=st.sampled_from(["midpoint", "leaf_only", "two_level"]),
+    refiner=st.sampled_from(["binary", "leaf_only", "two_level"]),
     tied=st.booleans(),
 )
 def test_every_entry_is_an_original_token(seed, refiner, tied):
@@ -43,7 +43,7 @@ def test_every_entry_is_an_original_token(seed, refiner, tied):
 
 
 @pytest.mark.parametrize("packer", [EvictPacker(), PrototypePacker()])
-@pytest.mark.parametrize("refiner", ["leaf_only", "midpoint"])
+@pytest.mark.parametrize("refiner", ["leaf_only", "binary"])
 def test_the_last_prompt_token_is_never_packed(packer, refiner):
     # No suffix and no recent window: the region reaches to the prompt's end.
     context = tree_context(3, recent=-9)
@@ -60,7 +60,7 @@ def test_the_last_prompt_token_is_never_packed(packer, refiner):
 
 def test_forest_roots_that_reach_the_end_merge_only_what_is_covered():
     context = tree_context(3, recent=-9)
-    forest = build_forest(context, Unit(), REFINERS.build("midpoint"))
+    forest = build_forest(context, Unit(), REFINERS.build("binary"))
     roots = Frontier(
         forest, torch.ones(forest.trees, dtype=torch.bool), torch.zeros(forest.nodes).bool(), 10**6
     )

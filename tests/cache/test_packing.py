@@ -86,7 +86,7 @@ def test_full_expansion_is_the_original_cache(seed: int, dtype: torch.dtype) -> 
 
 def test_an_empty_frontier_drops_the_region_everywhere() -> None:
     context = tree_context(0)
-    forest = build_forest(context, Prototype(), REFINERS.build("midpoint"))
+    forest = build_forest(context, Prototype(), REFINERS.build("binary"))
     cache = pack(context, Frontier.empty(forest, budget=0))
     kept = context.prefill.spans.length - 1 - context.partition.region.length
     assert torch.equal(cache.entries(), torch.full((2, 2), kept))

@@ -240,7 +240,7 @@ def test_captures_that_no_stage_needs_may_be_missing() -> None:
             "value": {"name": "multi_hop", "hops": 0},
             "sensitivity": "none",
             "distortion": "unit",
-            "refine": "midpoint",
+            "refine": {"name": "binary", "candidates": 0, "reward": 0.0},
         }
     )
     full = synthetic_prefill(context=150)

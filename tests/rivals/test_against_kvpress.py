@@ -51,15 +51,14 @@ def test_ada_snapkv_with_the_safeguard_rule(case, kvpress_module, ratio, floor):
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-@pytest.mark.parametrize("recipe", [{"segment": "fixed_chunks"}, {}])
-def test_chunkkv_of_whole_chunks(case, kvpress_module, ratio, recipe):
+def test_chunkkv_of_whole_chunks(case, kvpress_module, ratio):
     snap = kvpress_module("presses.snapkv_press").SnapKVPress
     press = kvpress_module("presses.chunkkv_press").ChunkKVPress
     chunks, recent = case.length // 10, WINDOW // 10
     count = max(int(chunks / ratio), recent + 1)
     of = WindowAttention(WINDOW, pooling="avg", kernel=5)
     value = {"name": "chunk_order", "scorer": of.to_dict()}
-    kept, ranks = ours(case, "chunkkv", WINDOW + 10 * (count - recent), value=value, **recipe)
+    kept, ranks = ours(case, "chunkkv", WINDOW + 10 * (count - recent), value=value)
     want = theirs(case, press(snap(1 - (count + 0.5) / chunks, WINDOW, 5), chunk_length=10))
     # Chunks go by the mean score of their tokens, summed over the heads.
     tokens = of(case.prefill, Region(0, case.length - WINDOW)).scores.double().sum(1, keepdim=True)

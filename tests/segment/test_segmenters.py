@@ -21,7 +21,7 @@ def test_covers_the_region_and_repeats_itself(name, context, recent, seed):
 
 
 def test_the_papers_segmenter_and_its_ablations_are_registered():
-    assert set(SEGMENTERS) >= {"curvature_dp", "uniform", "fixed_chunks", "tokens"}
+    assert set(SEGMENTERS) >= {"curvature_dp", "uniform", "tokens"}
 
 
 @pytest.mark.parametrize(

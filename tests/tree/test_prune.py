@@ -31,7 +31,7 @@ def problem(seed: int, groups: bool, monkeypatch: pytest.MonkeyPatch) -> TreeCon
     return context
 
 
-@pytest.mark.parametrize("refiner", ["binary_extract", "binary", "extract", "midpoint"])
+@pytest.mark.parametrize("refiner", ["binary_extract", "binary", "extract"])
 @pytest.mark.parametrize("auction", [Greedy.__call__, reference_auction])
 @settings(max_examples=100 if LONG else 6)
 @given(
