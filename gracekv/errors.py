@@ -6,6 +6,7 @@ callers can catch what they already catch.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -118,6 +119,19 @@ def required(module: str, extra: str, package: str = "") -> Any:
             f"This needs the package {package or module.partition('.')[0]!r}. Install it with: "
             f"pip install 'gracekv[{extra}]'"
         ) from error
+
+
+def renamed(old: str, new: str) -> Any:
+    """A property that gives the attribute `new` by its `old` name, with a `DeprecationWarning`."""
+
+    def read(self: Any) -> Any:
+        message = (
+            f"{type(self).__name__}.{old} is now {new}; the old name goes in the next release."
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+    return property(read, doc=f"The old name of `{new}`.")
 
 
 class LengthWarning(UserWarning):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gracekv.cache.entries import CompressedCache
 from gracekv.distributed.sharding import WHOLE, HeadShard
+from gracekv.errors import renamed
 
 # Bits that a number may take.
 _WIDTHS = range(1, 65)
@@ -74,7 +75,7 @@ class Accounting:
         bound: certified upper bound of `utility` at this budget, if the allocator computed one.
         backend_bytes: bytes that the attention backend holds on top of the packed tensors (indices,
             copies), once it is prepared.
-        kept_bytes: bytes of the model's layers that are not compressed, by their kind; no other
+        other_bytes: bytes of the model's layers that are not compressed, by their kind; no other
             number here counts them.
         held_bytes: all bytes that a result keeps alive, by device: the entries, their metadata,
             what the backend and the report need, and the prompt's ids. Empty for a run.
@@ -95,11 +96,13 @@ class Accounting:
     utility: float = 0.0
     bound: float | None = None
     backend_bytes: int = 0
-    kept_bytes: Mapping[str, int] = field(default_factory=dict)
+    other_bytes: Mapping[str, int] = field(default_factory=dict)
     held_bytes: Mapping[str, int] = field(default_factory=dict)
     widths: tuple[WidthShare, ...] = ()
     budget_bytes: int | None = None
     spent_bytes: int | None = None
+
+    kept_bytes = renamed("kept_bytes", "other_bytes")
 
     @classmethod
     def total(cls, parts: Sequence[Accounting], backend_bytes: int = 0) -> Accounting:
@@ -115,13 +118,13 @@ class Accounting:
         ):  # fmt: skip
             each = [getattr(part, name) for part in parts]
             sums[name] = None if None in each else sum(each)
-        kinds = {kind: 0 for part in parts for kind in part.kept_bytes}
+        kinds = {kind: 0 for part in parts for kind in part.other_bytes}
         return cls(
             **sums,
             recent=max(part.recent for part in parts),
             entries=torch.cat([part.entries for part in parts]),
             backend_bytes=backend_bytes,
-            kept_bytes={k: sum(part.kept_bytes.get(k, 0) for part in parts) for k in kinds},
+            other_bytes={k: sum(part.other_bytes.get(k, 0) for part in parts) for k in kinds},
             widths=WidthShare.summed(share for part in parts for share in part.widths),
         )
 

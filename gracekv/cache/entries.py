@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gracekv.cache.coded import CodedEntries, Coding
-from gracekv.errors import ShapeError
-from gracekv.prefill.kept import KeptLayer
+from gracekv.errors import ShapeError, renamed
+from gracekv.prefill.layer_state import LayerState
 
 
 class LayerEntries(abc.ABC):
@@ -126,7 +126,7 @@ class CompressedCache:
             cache (ours).
         padding: S numbers, how many tokens fewer each sequence covers; its prompt is padded by as
             many on the left.
-        kept: what the model's layers hold of the same tokens in other forms, sequence by
+        other_layers: the states of the model's layers that are not compressed, sequence by
             sequence.
 
     Raises:
@@ -136,7 +136,9 @@ class CompressedCache:
     layers: tuple[LayerEntries, ...]
     length: int
     padding: tuple[int, ...] = (0,)
-    kept: tuple[KeptLayer, ...] = ()
+    other_layers: tuple[LayerState, ...] = ()
+
+    kept = renamed("kept", "other_layers")
 
     def __post_init__(self) -> None:
         if {layer.sequences for layer in self.layers} != {len(self.padding)}:
@@ -153,13 +155,13 @@ class CompressedCache:
     @property
     def model_layers(self) -> tuple[int, ...]:
         """Number in the model of each of `layers`."""
-        others = {state.number for state in self.kept if not state.beside_entries}
+        others = {state.number for state in self.other_layers if not state.beside_entries}
         every = range(len(self.layers) + len(others))
         return tuple(number for number in every if number not in others)
 
-    def with_kept(self, kept: tuple[KeptLayer, ...]) -> Self:
+    def with_other_layers(self, states: tuple[LayerState, ...]) -> Self:
         """The same entries, with what the other layers hold."""
-        return dataclasses.replace(self, kept=kept) if kept else self
+        return dataclasses.replace(self, other_layers=states) if states else self
 
     @property
     def sequences(self) -> int:
@@ -173,8 +175,8 @@ class CompressedCache:
     def sequence(self, s: int) -> Self:
         """Views of sequence s alone."""
         layers, length = tuple(x.sequence(s) for x in self.layers), self.length - self.padding[s]
-        kept = tuple(state.sequence(s, length) for state in self.kept)
-        return type(self)(layers, length, kept=kept)
+        others = tuple(state.sequence(s, length) for state in self.other_layers)
+        return type(self)(layers, length, other_layers=others)
 
     @classmethod
     def stack(cls, caches: Sequence[Self]) -> Self:
@@ -186,7 +188,8 @@ class CompressedCache:
             length,
             tuple(length - cache.length + pad for cache in caches for pad in cache.padding),
             tuple(
-                KeptLayer.stack(states) for states in zip(*(x.kept for x in caches), strict=True)
+                LayerState.stack(states)
+                for states in zip(*(x.other_layers for x in caches), strict=True)
             ),
         )
 

@@ -154,4 +154,4 @@ def dequantised(cache: CompressedCache) -> RaggedCache:
         offsets = ragged.offsets(layer.lengths)
         numbers = (keys.to(layer.dtype), values.to(layer.dtype))
         layers.append(RaggedEntries(*numbers, positions, log_m, offsets, layer.sequences))
-    return RaggedCache(tuple(layers), cache.length, cache.padding, cache.kept)
+    return RaggedCache(tuple(layers), cache.length, cache.padding, cache.other_layers)

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ShapeError
-from gracekv.prefill.kept import WITHOUT_CACHE, KeptLayer
+from gracekv.prefill.layer_state import WITHOUT_CACHE, LayerState
 
 
-def read_kept(
+def saved_layer_states(
     header: Mapping[str, Any], tensors: dict[str, Tensor], devices: Sequence[torch.device]
-) -> tuple[KeptLayer, ...]:
+) -> tuple[LayerState, ...]:
     """The states that `header` lists, each on its layer's device; taken out of `tensors`.
 
-    Tensors have the shapes [S, ...] that `KeptLayer` describes.
+    Tensors have the shapes [S, ...] that `LayerState` describes.
 
     Raises `ShapeError` or `KeyError` if they are not what `write_cache` wrote.
     """
@@ -37,7 +37,7 @@ def read_kept(
         if not own and kind not in WITHOUT_CACHE:
             raise KeyError(prefix)
         parts = {name.removeprefix(prefix): x.to(devices[number]) for name, x in own.items()}
-        state = KeptLayer(number, kind, window, parts)
+        state = LayerState(number, kind, window, parts)
         _check(state, header["length"], len(header["padding"]))
         states.append(state)
     if [state.number for state in states] != sorted({state.number for state in states}):
@@ -45,7 +45,7 @@ def read_kept(
     return tuple(states)
 
 
-def _check(state: KeptLayer, length: int, sequences: int) -> None:
+def _check(state: LayerState, length: int, sequences: int) -> None:
     for name, tensor in state.tensors.items():
         fits = len(tensor) == sequences and tensor.is_floating_point()
         if state.window is not None:

@@ -22,7 +22,7 @@ from gracekv.cache.base import PARTS, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.quantised import QuantisedEntries, coded_prefixes
-from gracekv.cache.saved_states import check_codes, check_index, check_numbers, read_kept
+from gracekv.cache.saved_states import check_codes, check_index, check_numbers, saved_layer_states
 from gracekv.cache.tensor_file import AGAIN, TensorFile, refusing
 from gracekv.errors import SavedCacheError, ShapeError, required
 from gracekv.files import replacing
@@ -52,7 +52,7 @@ def write_cache(
     for number, layer in enumerate(cache.layers):
         for part, tensor in layer.tensors().items():
             everything[f"layers.{number}.{part}"] = tensor.detach().cpu().contiguous()
-    for state in cache.kept:
+    for state in cache.other_layers:
         for part, tensor in state.tensors.items():
             everything[f"kept.{state.number}.{part}"] = tensor.detach().cpu().contiguous()
     codings = cache.layers[0].codings
@@ -62,7 +62,7 @@ def write_cache(
         "layers": len(cache.layers),
         "length": cache.length,
         "padding": list(cache.padding),
-        "kept": [[state.number, state.kind, state.window] for state in cache.kept],
+        "kept": [[state.number, state.kind, state.window] for state in cache.other_layers],
         # Format 2 knows one coding.
         "coding": described[0] if len(described) == 1 else described or None,
         "sha256": {name: _digest(tensor) for name, tensor in everything.items()},
@@ -118,8 +118,8 @@ class SavedFile:
         with refusing(path, "a whole cache"):
             padding, length = _whole(header["padding"]), header["length"]
             codings = _codings(header.get("coding"))
-            kept = read_kept(header, self._tensors("kept."), devices)
-            others = {state.number for state in kept if not state.beside_entries}
+            states = saved_layer_states(header, self._tensors("kept."), devices)
+            others = {state.number for state in states if not state.beside_entries}
             if header["layers"] + len(others) != len(devices):
                 raise SavedCacheError(
                     f"{path} holds {header['layers'] + len(others)} layers, the model has "
@@ -130,7 +130,7 @@ class SavedFile:
                 prefix = f"layers.{number}."
                 parts = {name.removeprefix(prefix): x for name, x in self._tensors(prefix).items()}
                 layers.append(_layer(parts, codings, length, len(padding), device))
-            cache = CompressedCache(tuple(layers), length, padding, kept)
+            cache = CompressedCache(tuple(layers), length, padding, states)
         return cache, self._tensors("prompts.")
 
     def _tensors(self, prefix: str) -> dict[str, Tensor]:

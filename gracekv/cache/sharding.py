@@ -16,12 +16,12 @@ from gracekv.cache.quantised import QuantisedEntries
 from gracekv.distributed.sharding import HeadShard
 from gracekv.errors import CacheError
 from gracekv.kernels.ragged import blocks, offsets, rows_and_steps
-from gracekv.prefill.kept import KeptLayer
+from gracekv.prefill.layer_state import LayerState
 
 Part = TypeVar("Part", RaggedEntries, CodedEntries)
 
 
-def whole_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
+def gathered_cache(cache: CompressedCache, shard: HeadShard) -> CompressedCache:
     """The cache of all heads, on the CPU; all processes call this together.
 
     One layer of all processes is held on top of the result.
@@ -58,14 +58,16 @@ def _mapped(
         made: RaggedEntries = parts(old)
         return made
 
-    def kept(old: KeptLayer) -> KeptLayer:
+    def shared(old: LayerState) -> LayerState:
         if old.window is None:
             # Every process holds all of such a state.
             return old
         return replace(old, tensors={name: states(x) for name, x in old.tensors.items()})
 
     layers = tuple(map(layer, cache.layers))
-    return CompressedCache(layers, cache.length, cache.padding, tuple(map(kept, cache.kept)))
+    return CompressedCache(
+        layers, cache.length, cache.padding, tuple(map(shared, cache.other_layers))
+    )
 
 
 def _whole_part(part: Part, shard: HeadShard) -> Part:

@@ -17,7 +17,7 @@ from gracekv import recipes
 from gracekv.cache import Accounting, CompressedCache, Timings, dequantised
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.cache.serialization import write_cache
-from gracekv.cache.sharding import whole_cache
+from gracekv.cache.sharding import gathered_cache
 from gracekv.decode import Limit
 from gracekv.distributed.agreement import in_step
 from gracekv.errors import ConfigError
@@ -187,7 +187,7 @@ class BaseResult(ABC):
             }
             # Views of one tensor could not be saved side by side.
             ids = {f"prompts.{n}.ids": row.clone() for n, row in enumerate(self._rows)}
-            packed = whole_cache(self.packed, shard) if shard.ranks > 1 else self.packed
+            packed = gathered_cache(self.packed, shard) if shard.ranks > 1 else self.packed
             if shard.rank == 0:
                 write_cache(Path(path), packed, header, ids)
             # Until the file is there, or process 0 has failed.

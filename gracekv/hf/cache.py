@@ -16,9 +16,9 @@ from gracekv.cache import CompressedCache, Occupancy
 from gracekv.decode import Limit
 from gracekv.distributed import head_shard
 from gracekv.errors import CacheError
-from gracekv.hf.kept_layer import KeptStates, is_kept, kept_layer
 from gracekv.hf.layer import GraceLayer
 from gracekv.hf.packed_layer import PackedLayer
+from gracekv.hf.resumed_layer import ResumedStates, is_resumed, resumed_layer
 from gracekv.hf.static_layer import StaticGraceLayer
 from gracekv.registry.hyperparameter import parts_of
 from gracekv.report.history import CutHistory
@@ -53,7 +53,7 @@ class GraceCache(Cache):  # type: ignore[misc]
 
     def __init__(self, packed: CompressedCache, backend: Backend | None = None) -> None:
         backend = backend or Auto()
-        self.padding, self._kept = packed.padding, packed.kept
+        self.padding, self._other_layers = packed.padding, packed.other_layers
         layers = [GraceLayer(PackedLayer.of(x, backend, packed.length)) for x in packed.layers]
         super().__init__(layers=[])
         self._place(layers, packed.length)
@@ -61,13 +61,13 @@ class GraceCache(Cache):  # type: ignore[misc]
     def _place(self, compressed: Sequence[GraceLayer], length: int) -> None:
         """Make `layers`, in the model's order."""
         self.grace_layers = tuple(compressed)
-        states, own = {state.number: state for state in self._kept}, iter(compressed)
-        count = len(compressed) + sum(not x.beside_entries for x in self._kept)
+        states, own = {state.number: state for state in self._other_layers}, iter(compressed)
+        count = len(compressed) + sum(not x.beside_entries for x in self._other_layers)
         self.layers = []
         for number in range(count):
             state = states.get(number)
             layer = next(own) if state is None or state.beside_entries else None
-            self.layers.append(layer if state is None else kept_layer(state, length, layer))
+            self.layers.append(layer if state is None else resumed_layer(state, length, layer))
 
     def with_empty_tail(self) -> GraceCache:
         """A cache over the same packed part whose tail is empty."""
@@ -87,10 +87,11 @@ class GraceCache(Cache):  # type: ignore[misc]
 
         Raises `CacheError` if rows or tail do not fit, and where layers are not compressed.
         """
-        if self._kept:
+        if self._other_layers:
+            first = self._other_layers[0]
             raise CacheError(
-                f"Layer {self._kept[0].number} is of kind {self._kept[0].kind}, whose stock cache "
-                f"grows; a static tail needs compressed layers only. Use a growing cache."
+                f"Layer {first.number} is of kind {first.kind}, whose stock cache grows; a "
+                f"static tail needs compressed layers only. Use a growing cache."
             )
         rows = self.grace_layers[0].batch if rows is None else rows
         twin = copy.copy(self)
@@ -105,21 +106,21 @@ class GraceCache(Cache):  # type: ignore[misc]
 
         Raises `CacheError` if a layer cannot go back so far; then none does.
         """
-        for layer in (*self.grace_layers, *filter(is_kept, self.layers)):
+        for layer in (*self.grace_layers, *filter(is_resumed, self.layers)):
             layer.check_crop(tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def mark(self) -> Callable[[], None]:
         """Remember this state; calling what is returned goes back to it, if only tokens came."""
         tail = self.grace_layers[0].logical_length
-        states = [(layer, layer.state()) for layer in self.layers if is_kept(layer)]
+        states = [(layer, layer.state()) for layer in self.layers if is_resumed(layer)]
 
         def back() -> None:
             for layer in self.grace_layers:
                 # A failure inside the model leaves the layers at different lengths.
                 layer.crop(int(tail - layer.logical_length))
-            for kept, state in states:
-                kept.set_state(state)
+            for layer, state in states:
+                layer.set_state(state)
 
         return back
 
@@ -128,7 +129,7 @@ class GraceCache(Cache):  # type: ignore[misc]
         """The compressed entries of all layers."""
         layers, least = tuple(x.packed.entries for x in self.grace_layers), min(self.padding)
         padding = tuple(x - least for x in self.padding)
-        return CompressedCache(layers, self.packed_length - least, padding, self._kept)
+        return CompressedCache(layers, self.packed_length - least, padding, self._other_layers)
 
     @property
     def accounting(self) -> Occupancy:
@@ -158,7 +159,7 @@ class GraceCache(Cache):  # type: ignore[misc]
         Raises `CacheError` if so many rows cannot continue the packed prompts.
         """
         for layer in self.layers:
-            if isinstance(layer, KeptStates):
+            if isinstance(layer, ResumedStates):
                 layer.fit(rows)
 
     @property

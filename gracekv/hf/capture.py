@@ -253,7 +253,7 @@ def _prefill(
 def _ending(reading: Reading, last: Tensor) -> dict[str, Any]:
     """What is known of a prefill at its end, with the last logits [V]."""
     seconds = {"prefill": reading.seconds} | reading.observations.seconds
-    return {"kept": reading.others.states, "logits": last, "seconds": seconds}
+    return {"other_layers": reading.others.states, "logits": last, "seconds": seconds}
 
 
 def prefilled_run(

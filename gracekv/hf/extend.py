@@ -64,7 +64,7 @@ def extended_run(
             "limits": (capture.chunk, capture.memory_limit),
         }
         shard.agree(**call_facts([prompt], pipeline, budget, **others))
-    past = Past.padded([_heads(layer) for layer in old.layers], old.length, old.kept, shard)
+    past = Past.padded([_heads(layer) for layer in old.layers], old.length, old.other_layers, shard)
     # A context that was not followed by anything has a last token without an entry.
     last = before.spans.context_end - old.length
     ids = torch.cat([read.ids.new_zeros(past.places), read.ids[old.length :]])

@@ -52,7 +52,7 @@ def suits(model: Any, cache: GraceCache, max_new_tokens: int, options: Mapping[s
         return options.get(name, getattr(model.generation_config, name, None))
 
     return (
-        not cache.packed.kept
+        not cache.packed.other_layers
         and cache.grace_layers[0].packed.entries.device.type == "cuda"
         and max_new_tokens >= _FEWEST_TOKENS
         and all(setting(name) in (None, 1) for name in _ROWS)

@@ -25,7 +25,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.fingerprint import differences, fingerprint
-from gracekv.prefill.kept import bytes_by_kind
+from gracekv.prefill.layer_state import bytes_by_kind
 from gracekv.prefill.model_layers import head_sizes
 from gracekv.prefill.prompt import Prompt
 from gracekv.registry.plugins import missing_modules
@@ -153,7 +153,7 @@ def _check_entries(prompt: Prompt, run: Run, vocabulary: int) -> None:
     uncompressed = spans.length - 1 - spans.context_length
     if not torch.equal(packed.entries() - uncompressed, kept.entries):
         raise ShapeError("the accounting counts other entries than the cache holds")
-    if dict(kept.kept_bytes) != bytes_by_kind(packed.kept):
+    if dict(kept.other_bytes) != bytes_by_kind(packed.other_layers):
         raise ShapeError("the accounting counts other layers than the cache holds")
     sums = int(kept.entries.sum()), packed.kv_bytes, WidthShare.of(packed)
     if (kept.spent, kept.bytes, kept.widths) != sums:

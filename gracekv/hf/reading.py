@@ -77,7 +77,7 @@ class Reading:
         self.layers, self.device = compressed_layers(model), input_device(model)
         self.observations = Observations(needs.observers, len(self.layers), prompt.spans)
         self.record = Recorder(prompt.spans, self.observations, held, self.layers)
-        before, seen = ((), 0) if past is None else (past.kept, past.length)
+        before, seen = ((), 0) if past is None else (past.other_layers, past.length)
         self.others, self._elapsed = StockLayers(model, before, seen), 0.0
         length, start = prompt.spans.length, prompt.spans.past
         edges = self.others.edges(start, length, size)

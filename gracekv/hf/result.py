@@ -277,7 +277,7 @@ def ask_ids(
         rows.append(torch.cat([context, torch.tensor(new)]))
         check_room(model, prompt, len(rows[-1]), max_new_tokens)
     asked = [rows]
-    if result.packed.kept and len({len(row) for row in rows}) > 1:
+    if result.packed.other_layers and len({len(row) for row in rows}) > 1:
         # Padding between context and question would take places in sliding windows.
         asked = [[row] for row in rows]
     answers = [

@@ -54,7 +54,9 @@ def saved_run(
 
     Raises as `saved_prompt` does.
     """
-    kept = facts["accounting"]
+    kept = dict(facts["accounting"])
+    if "kept_bytes" in kept:  # its name in files of 0.2
+        kept["other_bytes"] = kept.pop("kept_bytes")
     counts = {
         "entries": torch.tensor(kept["entries"]),
         "widths": tuple(_made_of(WidthShare, share) for share in kept["widths"]),

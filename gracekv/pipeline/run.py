@@ -28,7 +28,7 @@ from gracekv.fit.base import value_change
 from gracekv.pipeline.auction import Auction, AuctionResult
 from gracekv.precision import Precision
 from gracekv.prefill import Prefill, Region
-from gracekv.prefill.kept import bytes_by_kind
+from gracekv.prefill.layer_state import bytes_by_kind
 from gracekv.segment import Partition
 from gracekv.tree import Forest
 from gracekv.undo import full_float32
@@ -108,7 +108,7 @@ def whole_cache(
         region = Region(region.start, region.start)
     with stage("precision"):
         widths = [precision.widths(layer.positions, region) for layer in cache.layers]
-        return precision(cache, widths).with_kept(prefill.kept)
+        return precision(cache, widths).with_other_layers(prefill.other_layers)
 
 
 def finished(
@@ -145,7 +145,7 @@ def finished(
         change = None if isinstance(pipeline.fit, NoFit) else value_change(packed, fitted)
     with stage("precision"):
         exact = fitted.with_keys_of(packed, prefill.entry_dim)
-        stored = pipeline.precision(exact, widths).with_kept(prefill.kept)
+        stored = pipeline.precision(exact, widths).with_other_layers(prefill.other_layers)
     return Run(
         plan=bought.plan,
         cache=stored,
@@ -207,15 +207,15 @@ def accounted(
 
 def physical_sizes(cache: CompressedCache, shard: HeadShard) -> dict[str, Any]:
     """What `Accounting` says of the tensors of `cache`, by its names; all heads."""
-    kept = bytes_by_kind(cache.kept)
-    for kind in {layer.kind for layer in cache.kept if layer.window is not None}:
+    others = bytes_by_kind(cache.other_layers)
+    for kind in {layer.kind for layer in cache.other_layers if layer.window is not None}:
         # Of the states of linear layers every process holds all.
-        kept[kind] *= shard.ranks
+        others[kind] *= shard.ranks
     return {
         "bytes": shard.total(cache.kv_bytes),
         "metadata_bytes": shard.total(cache.metadata_bytes),
         "widths": WidthShare.of(cache, shard),
-        "kept_bytes": kept,
+        "other_bytes": others,
     }
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.errors import MissingCaptureError
+from gracekv.errors import MissingCaptureError, renamed
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.kept import KeptLayer
+from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.observer import LayerObserver, Observer, TokenRun
 from gracekv.prefill.past import ADDED
@@ -50,7 +50,7 @@ class Prefill:
         softcap: c of the logits c tanh(s q.k / c) that the model computes; None: they are s q.k.
         sink_logits: L tensors [H], a logit of each query head that joins the softmax without a
             value; empty if there are none.
-        kept: what the model's other layers hold after all tokens but the last.
+        other_layers: what the layers that are not compressed hold after all tokens but the last.
         scale: factor of q . k before the softmax (1/sqrt(d) in most models).
         observed: what each observer of the capture saw, [...]; read it by `observation`.
         query_source: computes queries that were not captured, by running their tokens once more;
@@ -78,7 +78,7 @@ class Prefill:
     unrotated: frozenset[int] = frozenset()
     softcap: float | None = None
     sink_logits: tuple[Tensor, ...] = ()
-    kept: tuple[KeptLayer, ...] = ()
+    other_layers: tuple[LayerState, ...] = ()
     observed: Mapping[Observer, Tensor] = field(default_factory=dict)
     query_source: QuerySource | None = None
     logits: Tensor | None = None
@@ -86,6 +86,8 @@ class Prefill:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     shard: HeadShard = WHOLE
     seconds: Mapping[str | Observer, float] = field(default_factory=dict)
+
+    kept = renamed("kept", "other_layers")
 
     def __post_init__(self) -> None:
         check_tensors(self)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
-from gracekv.prefill.kept import WITH_STATES
+from gracekv.prefill.layer_state import WITH_STATES
 
 Rotation = Literal["halves", "one_half", "interleaved", "interleaved_table", "none"]
 """How cos and sin, as a model passes them to its attention, rotate features.
@@ -89,7 +89,7 @@ def compressed_layers(model: Any) -> tuple[ModelLayer, ...]:
     return tuple(layer for layer in layers if layer.kind in COMPRESSED) or layers
 
 
-def kept_layers(model: Any) -> tuple[ModelLayer, ...]:
+def other_layers(model: Any) -> tuple[ModelLayer, ...]:
     """The layers that hold something which stays as it is, or nothing: all others, and hybrids."""
     compressed = compressed_layers(model)
     return tuple(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.prefill.model_layers import compressed_layers, head_sizes, kept_layers
+from gracekv.prefill.model_layers import compressed_layers, head_sizes, other_layers
 from gracekv.prefill.observer import Observer
 from gracekv.prefill.prompt import PromptSpans, Region
 
@@ -118,7 +118,7 @@ class CaptureSizes:
         layers, size = len(compressed_layers(model)), model.dtype.itemsize
         unit = layers * dim * size
         # Layers that are not compressed would need their states of all tokens for it.
-        whole = cls(kv=2 * groups * unit, queries=heads * unit, again=not kept_layers(model))
+        whole = cls(kv=2 * groups * unit, queries=heads * unit, again=not other_layers(model))
         if stays is None:
             return whole
         stream = 2 * model.get_input_embeddings().embedding_dim * size

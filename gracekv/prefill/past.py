@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.prefill.kept import KeptLayer
+from gracekv.prefill.layer_state import LayerState
 
 # Coordinates added to a head; GPUs want a multiple of 8.
 ADDED = 8
@@ -38,13 +38,13 @@ class Past:
         keys: L tensors [G, P, d + 8].
         values: L tensors [G, P, d + 8], whose last 8 are 0.
         length: logical tokens that it stands for; the passage's first token is at this position.
-        kept: what the layers that are not compressed hold of them.
+        other_layers: what the layers that are not compressed hold of them.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     length: int
-    kept: tuple[KeptLayer, ...] = ()
+    other_layers: tuple[LayerState, ...] = ()
 
     @property
     def places(self) -> int:
@@ -56,7 +56,7 @@ class Past:
         cls,
         layers: Sequence[Sequence[tuple[Tensor, Tensor, Tensor]]],
         length: int,
-        kept: tuple[KeptLayer, ...] = (),
+        other_layers: tuple[LayerState, ...] = (),
         shard: HeadShard = WHOLE,
     ) -> Self:
         """From each layer's heads as keys [E_g, d], values [E_g, d] and log m [E_g].
@@ -77,7 +77,7 @@ class Past:
                 keys[-1][g, :count, :dim] = own_keys
                 keys[-1][g, :count, dim] = log_m.to(like.dtype)
                 values[-1][g, :count, :dim] = own_values
-        return cls(tuple(keys), tuple(values), length, kept)
+        return cls(tuple(keys), tuple(values), length, other_layers)
 
 
 def widened(states: Tensor, dim: int, first: float = 0.0) -> Tensor:

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from gracekv.prefill.kept import KeptLayer
+from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.model_layers import ModelLayer
 
 
@@ -90,18 +90,21 @@ class ReadHybrid(PassedOn, ReadStates, LinearAttentionAndFullAttentionLayer):  #
 
 
 def reading_cache(
-    layers: Sequence[ModelLayer], kept: Sequence[ModelLayer], before: Sequence[KeptLayer], seen: int
+    layers: Sequence[ModelLayer],
+    others: Sequence[ModelLayer],
+    before: Sequence[LayerState],
+    seen: int,
 ) -> Cache:
     """The cache of a capture.
 
     Args:
         layers: all of the model.
-        kept: those that hold something which is not compressed, or nothing.
+        others: those that hold something which is not compressed, or nothing.
         before: what they hold of the `seen` tokens before; none at the start of a sequence.
         seen: tokens before.
     """
     made: list[Any] = [PassedOn(seen) for _ in layers]
-    for layer in kept:
+    for layer in others:
         made[layer.number] = _reading_layer(layer, seen)
     for state in before:
         fill(made[state.number], state, seen)
@@ -118,7 +121,7 @@ def _reading_layer(layer: ModelLayer, seen: int) -> Any:
     return WithoutCache()
 
 
-def fill(layer: Any, state: KeptLayer, seen: int) -> None:
+def fill(layer: Any, state: LayerState, seen: int) -> None:
     """Set a stock layer to `state`, which it holds of `seen` tokens; `state` is never changed."""
     if state.window is None:
         if state.tensors:
@@ -130,7 +133,7 @@ def fill(layer: Any, state: KeptLayer, seen: int) -> None:
 
 
 def fill_states(layer: Any, states: Mapping[str, Tensor]) -> None:
-    """Set a stock layer to copies of its states [S, ...], as `KeptLayer` names them."""
+    """Set a stock layer to copies of its states [S, ...], as `LayerState` names them."""
     # The layer's own steps write into its tensors.
     conv, recurrent = (states[x].clone() if x in states else None for x in ("conv", "recurrent"))
     layer.conv_states[0], layer.is_conv_states_initialized[0] = conv, conv is not None
@@ -148,14 +151,14 @@ def read_states(layer: Any) -> dict[str, Tensor]:
     return {name: x.clone() for name, x in states.items() if x is not None}
 
 
-def states_of(cache: Cache, kept: Sequence[ModelLayer]) -> tuple[KeptLayer, ...]:
-    """What the layers `kept` hold."""
+def states_of(cache: Cache, layers: Sequence[ModelLayer]) -> tuple[LayerState, ...]:
+    """What `layers` hold."""
     states = []
-    for layer in kept:
+    for layer in layers:
         held, tensors = cache.layers[layer.number], dict[str, Tensor]()
         if layer.window is not None:
             tensors = {"keys": held.keys.contiguous(), "values": held.values.contiguous()}
         elif layer.has_states:
             tensors = read_states(held)
-        states.append(KeptLayer(layer.number, layer.kind, layer.window, tensors))
+        states.append(LayerState(layer.number, layer.kind, layer.window, tensors))
     return tuple(states)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from gracekv.prefill.kept import KeptLayer
-from gracekv.prefill.model_layers import kept_layers, model_layers
+from gracekv.prefill.layer_state import LayerState
+from gracekv.prefill.model_layers import model_layers, other_layers
 
 # How stock cache layers call the number of tokens that they have read.
 _COUNT = "cumulative_length"
@@ -26,16 +26,16 @@ class StockLayers:
             layers are compressed.
     """
 
-    def __init__(self, model: Any, before: Sequence[KeptLayer], seen: int) -> None:
-        self._kept, self._seen = kept_layers(model), seen
+    def __init__(self, model: Any, before: Sequence[LayerState], seen: int) -> None:
+        self._layers, self._seen = other_layers(model), seen
         self._cache: Any = None
         # States cannot go back by a token.
-        self._last_alone = any(layer.has_states for layer in self._kept)
-        self.states: tuple[KeptLayer, ...] = tuple(before) if self._last_alone else ()
-        if self._kept:
+        self._last_alone = any(layer.has_states for layer in self._layers)
+        self.states: tuple[LayerState, ...] = tuple(before) if self._last_alone else ()
+        if self._layers:
             from gracekv.prefill.stock_cache import reading_cache
 
-            self._cache = reading_cache(model_layers(model), self._kept, before, seen)
+            self._cache = reading_cache(model_layers(model), self._layers, before, seen)
 
     def options(self) -> dict[str, Any]:
         """What the model's forward is given."""
@@ -76,7 +76,7 @@ class StockLayers:
         if left == self._last_alone:
             from gracekv.prefill.stock_cache import states_of
 
-            own = [x for x in self._kept if number in (None, x.number)]
+            own = [x for x in self._layers if number in (None, x.number)]
             numbers = {x.number for x in own}
             before = [x for x in self.states if x.number not in numbers]
             self.states = (*before, *states_of(self._cache, own))

@@ -8,14 +8,14 @@ from typing import Any, get_args
 
 from gracekv.distributed.sharding import check_sharding, is_sharded
 from gracekv.errors import CacheError, LengthWarning, PromptError, UnsupportedModelError
-from gracekv.prefill.kept import WITH_STATES, WITHOUT_CACHE
+from gracekv.prefill.layer_state import WITH_STATES, WITHOUT_CACHE
 from gracekv.prefill.model_layers import (
     COMPRESSED,
     compressed_layers,
     has_rope,
     head_sizes,
-    kept_layers,
     layer_kinds,
+    other_layers,
     rope_parameters,
     text_config,
 )
@@ -128,16 +128,16 @@ def check_model(model: Any) -> None:
 
 def check_needs(model: Any, needs: Needs, *, passage: bool = False) -> None:
     """Raise `ObserverError` if the model, or a passage, cannot give what an observer reads."""
-    kept = kept_layers(model)
+    others = other_layers(model)
     driver = "gracekv.capture"
     if passage:
         driver = "a passage, whose context is mostly gone,"
-    elif kept:
-        first = kept[0]
+    elif others:
+        first = others[0]
         driver = f"{type(model).__name__}, whose layer {first.number} ({first.kind}) does not "
         driver += "hold every token,"
     gives: frozenset[Reading] = frozenset(get_args(Reading))
-    if passage or kept:
+    if passage or others:
         gives -= {"passes"}
     advice = "Use a recipe that reads once, such as 'gracekv-plus' or 'gracekv-agnostic'."
     check_observers(needs.observers, gives, driver, advice)

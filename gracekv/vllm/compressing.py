@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gracekv.cache.quantised import dequantised
-from gracekv.cache.sharding import whole_cache
+from gracekv.cache.sharding import gathered_cache
 from gracekv.distributed.agreement import together
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import GracekvError
@@ -233,7 +233,7 @@ class Compressor:
         facts = dict(self._store.model or made.model)
         made = replace(made, entries=entries, bytes=size, model=facts)
         if order.save:
-            whole = whole_cache(rotated, shard) if shard.ranks > 1 else rotated
+            whole = gathered_cache(rotated, shard) if shard.ranks > 1 else rotated
             if shard.rank == 0:
                 folder = self._store.folder(order.name)
                 made = write_context(whole, lambda digest: replace(made, digest=digest), folder)

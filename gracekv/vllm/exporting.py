@@ -21,8 +21,8 @@ from gracekv.hf.base_result import BaseResult
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.fingerprint import active_adapters, check_same_model, tokenizer_marks
 from gracekv.prefill.model_layers import (
-    kept_layers,
     model_layers,
+    other_layers,
     rope_of_table,
     rope_parameters,
 )
@@ -80,7 +80,7 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
 
 def check_served(model: Any) -> None:
     """Raise `UnsupportedModelError` if vLLM would not see the entries as this model does."""
-    name, others = type(model).__name__, kept_layers(model)
+    name, others = type(model).__name__, other_layers(model)
     if others:
         raise UnsupportedModelError(
             f"Layer {others[0].number} of {name} is of kind {others[0].kind}; a context for vLLM "

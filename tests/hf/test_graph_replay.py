@@ -173,7 +173,7 @@ def test_what_is_replayed(model):
             backend=SimpleNamespace(name="triton"),
         )
     )
-    cache = SimpleNamespace(grace_layers=[layer], packed=SimpleNamespace(kept=()))
+    cache = SimpleNamespace(grace_layers=[layer], packed=SimpleNamespace(other_layers=()))
     assert graph_replay.suits(model, cache, 64, {"do_sample": True, "top_k": 5})
     assert not graph_replay.suits(model, cache, 8, {})
     for options in (

@@ -66,7 +66,7 @@ def assert_same(whole, streamed):
                 torch.testing.assert_close(same, tensor, rtol=1e-4, atol=1e-4)
             else:
                 assert torch.equal(same, tensor), name
-    for one, other in zip(whole.packed.kept, streamed.packed.kept, strict=True):
+    for one, other in zip(whole.packed.other_layers, streamed.packed.other_layers, strict=True):
         for name, tensor in one.tensors.items():
             torch.testing.assert_close(other.tensors[name], tensor, rtol=1e-4, atol=1e-4)
     accounts = [dataclasses.replace(x.accounting, entries=0) for x in (whole, streamed)]

@@ -12,6 +12,7 @@ import gracekv  # noqa: E402
 from gracekv.errors import CacheError, ObserverError, SavedCacheError, UnsupportedModelError  # noqa: E402
 from gracekv.hf import attach  # noqa: E402
 from gracekv.hf.capture import capture  # noqa: E402
+from gracekv.hf.saving import prompt_facts, saved_run  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.testing.models import tiny_model, tiny_tokenizer  # noqa: E402
 from gracekv.vllm import export  # noqa: E402
@@ -82,7 +83,7 @@ def test_questions_turns_and_passages_at_ratio_one_are_the_stock_model(family, t
     assert_same_tokens(
         got, want, lambda before: greedy(plain, torch.cat([ids, before]), tokens=1)[1][0]
     )
-    assert longer.accounting.kept_bytes == book.accounting.kept_bytes
+    assert longer.accounting.other_bytes == book.accounting.other_bytes
 
 
 def test_questions_of_different_lengths_are_answered_as_alone(tokenizer):
@@ -134,7 +135,7 @@ def test_each_continuation_has_its_own_states(family):
     model = model_of(family)
     ids = torch.arange(100) * 13 % VOCABULARY
     result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=3)
-    before = copy.deepcopy(result.packed.kept)
+    before = copy.deepcopy(result.packed.other_layers)
     attach(model)
     one, two = result.new_cache(), result.new_cache()
     last, token = ids[-1:][None], torch.tensor([[5]])
@@ -149,7 +150,7 @@ def test_each_continuation_has_its_own_states(family):
         torch.testing.assert_close(got, want.repeat(2, 1, 1), rtol=0, atol=1e-4)
         with pytest.raises(CacheError, match="2 prompts, the model was given 3 rows"):
             model(token.repeat(3, 1), past_key_values=two)
-    for old, state in zip(before, result.packed.kept, strict=True):
+    for old, state in zip(before, result.packed.other_layers, strict=True):
         for name, tensor in state.tensors.items():
             assert torch.equal(tensor, old.tensors[name])
     with pytest.raises(CacheError, match=r"Layer 0 .* cannot go back"):
@@ -195,10 +196,29 @@ def test_budgets_and_numbers_count_compressed_layers_alone():
     assert result.packed.model_layers == (1, 3)
     # Two layers, keys and values, two heads of 16 numbers over 23 tokens.
     size = 2 * 2 * 2 * (WINDOW - 1) * 16 * 4
-    assert kept.kept_bytes == {"sliding_attention": size}
+    assert kept.other_bytes == {"sliding_attention": size}
     assert sum(kept.held_bytes.values()) >= kept.bytes + size
     both = gracekv.compress(model, [prompt, prompt], ratio=4).accounting
-    assert both.kept_bytes == {"sliding_attention": 2 * size}
+    assert both.other_bytes == {"sliding_attention": 2 * size}
+
+
+def test_old_names_of_other_layers_work_and_say_so(tmp_path):
+    model = model_of("gpt_oss")
+    prompt = gracekv.Prompt.from_ids(torch.arange(100) * 13 % VOCABULARY, (4, 90))
+    prefill = gracekv.capture(model, prompt)
+    result = gracekv.compress(model, prompt, prefill=prefill, ratio=4)
+    for owner, old, new in (
+        (result.accounting, "kept_bytes", "other_bytes"),
+        (result.packed, "kept", "other_layers"),
+        (prefill, "kept", "other_layers"),
+    ):
+        with pytest.warns(DeprecationWarning, match=f"{old} is now {new}"):
+            assert getattr(owner, old) is getattr(owner, new)
+    # Files of 0.2 have the old name.
+    facts = prompt_facts(prompt, result._run)
+    facts["accounting"]["kept_bytes"] = facts["accounting"].pop("other_bytes")
+    run = saved_run(facts, result.packed, {})
+    assert run.accounting.other_bytes == result._run.accounting.other_bytes != {}
 
 
 @pytest.mark.parametrize("family", ["ministral", "qwen3_next"])
@@ -225,12 +245,12 @@ def test_a_file_whose_states_are_not_whole_is_refused(tmp_path, monkeypatch):
     model = model_of("cohere2")
     ids = torch.arange(100) * 13 % VOCABULARY
     result = gracekv.compress(model, gracekv.Prompt.from_ids(ids, (4, 90)), ratio=2)
-    state, *others = result.packed.kept
+    state, *others = result.packed.other_layers
     short = dataclasses.replace(
         state, tensors={name: x[:, :, 1:] for name, x in state.tensors.items()}
     )
     for states, message in (((short, *others), "layer 0 does not hold"), (others, "3 layers")):
-        broken = dataclasses.replace(result.packed, kept=tuple(states))
+        broken = dataclasses.replace(result.packed, other_layers=tuple(states))
         monkeypatch.setattr(type(result), "packed", broken)
         result.save(tmp_path / "cache")
         monkeypatch.undo()

@@ -11,7 +11,7 @@ import gracekv  # noqa: E402
 from gracekv.hf import GraceCache  # noqa: E402
 from gracekv.hf.capture import capture  # noqa: E402
 from gracekv.prefill import Needs, depth_layers  # noqa: E402
-from gracekv.prefill.kept import WITH_STATES  # noqa: E402
+from gracekv.prefill.layer_state import WITH_STATES  # noqa: E402
 from gracekv.prefill.model_layers import attention_module, compressed_layers  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.prefill.supported import TESTED_MODEL_TYPES  # noqa: E402
@@ -85,8 +85,8 @@ def test_the_capture_is_the_stock_forward_pass(family):
         with torch.no_grad():
             copy.deepcopy(model)(IDS[None, :-1], past_key_values=cache)
     beside = [x for x in range(len(cache)) if x not in numbers or kinds[x] in WITH_STATES]
-    assert [x.number for x in prefill.kept] == beside
-    for whole, in_parts in zip(prefill.kept, parts.kept, strict=True):
+    assert [x.number for x in prefill.other_layers] == beside
+    for whole, in_parts in zip(prefill.other_layers, parts.other_layers, strict=True):
         for name, tensor in whole.tensors.items():
             if with_states:
                 stock = getattr(cache.layers[whole.number], f"{name}_states")[0]
@@ -158,7 +158,7 @@ def test_a_quarter_of_the_entries_decodes_like_dense_masked_attention(family):
         assert kept.spent <= kept.budget < 0.26 * kept.entries.numel() * 76
         assert result.packed.kv_bytes < 0.45 * kept.full_bytes
         kinds = set(getattr(model.config, "layer_types", None) or ()) - {"full_attention", "moe"}
-        assert set(kept.kept_bytes) == (kinds if mixed else set())
+        assert set(kept.other_bytes) == (kinds if mixed else set())
     packed = heavier(result.packed)
 
     ids, logits = generated(model, GraceCache(packed))

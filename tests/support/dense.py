@@ -37,7 +37,7 @@ def dense_logits(
             module.forward = _rms_norm(module)
         elif type(module).__name__ == "Cohere2LayerNorm":
             module.forward = _layer_norm(module)
-    with_states = [x for x in cache.kept if x.window is None]
+    with_states = [x for x in cache.other_layers if x.window is None]
     past = DynamicCache(config=precise.config) if with_states else DynamicCache()
     for state in with_states:
         for name, tensor in state.tensors.items():
@@ -45,7 +45,7 @@ def dense_logits(
     biases: dict[int, Tensor] = {}
     held: dict[int, tuple[Tensor, Tensor]] = {
         x.number: (x.tensors["keys"].double(), x.tensors["values"].double())
-        for x in cache.kept
+        for x in cache.other_layers
         if x.window is not None
     }
     for number, layer in zip(cache.model_layers, cache.layers, strict=True):
@@ -55,7 +55,7 @@ def dense_logits(
     for number in sorted(held):
         past.update(*held[number], number)
     logits = []
-    windows = {x.number: x.window for x in cache.kept if x.window is not None}
+    windows = {x.number: x.window for x in cache.other_layers if x.window is not None}
     with _attention(precise, biases, windows):
         for step, token in enumerate(tokens):
             position = torch.tensor([[cache.length + step]])

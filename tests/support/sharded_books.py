@@ -89,7 +89,7 @@ def facts(result):
         "entries": kept.entries.tolist(),
         "numbers": [kept.budget, kept.spent, kept.bytes, kept.full_bytes, kept.spent_bytes],
         "widths": [[share.bits, share.entries, share.bytes] for share in kept.widths],
-        "kept": dict(kept.kept_bytes),
+        "kept": dict(kept.other_bytes),
     }
 
 

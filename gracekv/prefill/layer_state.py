@@ -1,4 +1,4 @@
-"""What a model's layers hold beside compressed entries, as a stock cache would: it is kept."""
+"""`LayerState`: what a layer that is not compressed holds, as a stock cache would."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITHOUT_CACHE = frozenset({"mlp", "moe"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptLayer:
+class LayerState:
     """The state of one decoder layer after some tokens, of S sequences.
 
     Attributes:
@@ -54,7 +54,7 @@ class KeptLayer:
             fits = fits and all(len(shape) in axes[name] for name, shape in shapes.items())
         if not fits or len({len(x) for x in self.tensors.values()}) > 1:
             raise ShapeError(
-                f"KeptLayer takes states of as many sequences, of a sliding layer keys and values "
+                f"LayerState takes states of as many sequences, of a sliding layer keys and values "
                 f"[S, G, n, d], of one with states conv [S, C, k] or recurrent [S, heads, d_k, "
                 f"d_v], [S, C, d_v] or [S, C]; layer {self.number}, {self.kind}, has {shapes}."
             )
@@ -102,7 +102,7 @@ class KeptLayer:
         return replace(first, tensors={name: torch.cat(parts) for name, parts in columns.items()})
 
 
-def bytes_by_kind(layers: Sequence[KeptLayer]) -> dict[str, int]:
+def bytes_by_kind(layers: Sequence[LayerState]) -> dict[str, int]:
     """Bytes of those `layers` that hold something, such as {"sliding_attention": ...}."""
     total: dict[str, int] = {}
     for layer in layers:

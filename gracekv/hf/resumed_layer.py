@@ -1,4 +1,4 @@
-"""What `GraceCache` holds beside compressed entries: stock layers, begun after the prompt."""
+"""Stock cache layers that go on from their state after the prompt, beside compressed ones."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from transformers.cache_utils import (
 from gracekv.errors import CacheError
 from gracekv.hf.layer import GraceLayer
 from gracekv.hf.packed_layer import repeats
-from gracekv.prefill.kept import WITHOUT_CACHE, KeptLayer
+from gracekv.prefill.layer_state import WITHOUT_CACHE, LayerState
 from gracekv.prefill.stock_cache import WithoutCache, fill, fill_states, read_states
 
 
-class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+class ResumedSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A sliding layer that goes on from its state after the prompt, which is never changed.
 
     Args:
-        kept: its state, of S prompts.
+        state: its state, of S prompts.
         length: tokens that the prompts cover.
     """
 
-    def __init__(self, kept: KeptLayer, length: int) -> None:
-        super().__init__(kept.window)
-        self._kept, self._length = kept, length
+    def __init__(self, state: LayerState, length: int) -> None:
+        super().__init__(state.window)
+        self._state, self._length = state, length
         self.reset()
 
     def reset(self) -> None:
         """Forget what came after the prompt."""
-        fill(self, self._kept, self._length)
+        fill(self, self._state, self._length)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -56,7 +56,7 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         """Raise `CacheError` if `crop` cannot: beyond the window only recorded tokens go."""
         is_full = self.cumulative_length >= self.sliding_window
         if tokens_to_remove and is_full and not self.record_past:
-            raise CacheError(_cannot_go_back(self._kept))
+            raise CacheError(_cannot_go_back(self._state))
 
     def state(self) -> Any:
         """What `set_state` takes to come back here; tensors are replaced, never changed."""
@@ -67,31 +67,31 @@ class KeptSlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
         self.keys, self.values, self.cumulative_length = state
 
 
-class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
+class ResumedStates(LinearAttentionLayer):  # type: ignore[misc]
     """A layer that goes on from copies of its states after the prompt.
 
     Args:
-        kept: its states, of S prompts.
+        state: its states, of S prompts.
     """
 
-    def __init__(self, kept: KeptLayer) -> None:
+    def __init__(self, state: LayerState) -> None:
         super().__init__()
-        self._kept = kept
+        self._state = state
         self.reset()
 
     @property
     def is_croppable(self) -> bool:
         """Whether it can go back by tokens: the last inputs of a convolution can be recorded."""
-        return "recurrent" not in self._kept.tensors
+        return "recurrent" not in self._state.tensors
 
     def reset(self) -> None:
         """Forget what came after the prompt."""
-        fill_states(self, self._kept.tensors)
+        fill_states(self, self._state.tensors)
 
     def fit(self, rows: int) -> None:
         """Repeat the states for samples and beams; raises `CacheError` if `rows` do not fit."""
         known = len(next(iter(self.state().values())))
-        KeptStates.batch_repeat_interleave(self, repeats(known, rows))
+        ResumedStates.batch_repeat_interleave(self, repeats(known, rows))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises `CacheError` if tokens are to be removed that were not recorded."""
@@ -102,7 +102,7 @@ class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise `CacheError` if `crop` cannot."""
         if tokens_to_remove and not self.record_past:
-            raise CacheError(_cannot_go_back(self._kept))
+            raise CacheError(_cannot_go_back(self._state))
 
     def activate_past_recording(self) -> None:
         """Recurrent states record nothing: single tokens take the model's own single steps."""
@@ -125,19 +125,19 @@ class KeptStates(LinearAttentionLayer):  # type: ignore[misc]
         fill_states(self, state)
 
 
-class HybridLayer(KeptStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+class HybridLayer(ResumedStates, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """States beside compressed keys and values: what concerns the latter is left to `attention`.
 
     Args:
-        kept: the states, of S prompts.
+        state: the states, of S prompts.
         attention: the compressed part.
     """
 
     is_compileable = False
 
-    def __init__(self, kept: KeptLayer, attention: GraceLayer) -> None:
+    def __init__(self, state: LayerState, attention: GraceLayer) -> None:
         self.attention = attention
-        super().__init__(kept)
+        super().__init__(state)
 
     def reset(self) -> None:
         super().reset()
@@ -156,7 +156,7 @@ class HybridLayer(KeptStates, LinearAttentionAndFullAttentionLayer):  # type: ig
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        KeptStates.crop(self, tokens_to_remove)
+        ResumedStates.crop(self, tokens_to_remove)
         self.attention.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -171,22 +171,22 @@ class HybridLayer(KeptStates, LinearAttentionAndFullAttentionLayer):  # type: ig
         self.attention.batch_select_indices(indices)
 
 
-def kept_layer(kept: KeptLayer, length: int, attention: GraceLayer | None) -> Any:
-    """The layer that goes on from `kept` after `length` tokens, beside `attention` if it has it."""
-    if kept.window is not None:
-        return KeptSlidingLayer(kept, length)
-    if kept.kind in WITHOUT_CACHE:
+def resumed_layer(state: LayerState, length: int, attention: GraceLayer | None) -> Any:
+    """The layer that goes on from `state` after `length` tokens; a hybrid has `attention` too."""
+    if state.window is not None:
+        return ResumedSlidingLayer(state, length)
+    if state.kind in WITHOUT_CACHE:
         return WithoutCache()
-    return KeptStates(kept) if attention is None else HybridLayer(kept, attention)
+    return ResumedStates(state) if attention is None else HybridLayer(state, attention)
 
 
-def is_kept(layer: Any) -> bool:
+def is_resumed(layer: Any) -> bool:
     """Whether `layer` has a state of its own to go back to."""
-    return isinstance(layer, KeptStates | KeptSlidingLayer)
+    return isinstance(layer, ResumedStates | ResumedSlidingLayer)
 
 
-def _cannot_go_back(kept: KeptLayer) -> str:
+def _cannot_go_back(state: LayerState) -> str:
     return (
-        f"Layer {kept.number} is of kind {kept.kind}: it cannot go back by tokens that it did not "
-        f"record. Begin again with result.new_cache()."
+        f"Layer {state.number} is of kind {state.kind}: it cannot go back by tokens that it did "
+        f"not record. Begin again with result.new_cache()."
     )
