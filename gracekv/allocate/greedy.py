@@ -10,7 +10,13 @@ from torch import Tensor
 
 from gracekv.allocate.base import ALLOCATORS, Allocator, Frontier
 from gracekv.allocate.operations import Operations, RemainingBudget
-from gracekv.allocate.ranking import dense_rank, descending, first_fitting, first_offer, where_true
+from gracekv.allocate.ranking import (
+    buy_in_turn,
+    dense_rank,
+    descending,
+    first_fitting,
+    where_true,
+)
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels.ragged import offsets
 
@@ -140,18 +146,11 @@ def _cut(ops: Operations, wanted: Tensor, key: Tensor, limits: Tensor) -> Tensor
 def _finish(
     ops: Operations, executed: Tensor, left: RemainingBudget, elastic: bool, shard: HeadShard
 ) -> Tensor:
-    """bool [M]: what the priority queue makes of `executed`, run on a shortlist.
-
-    The first of the first operations of all processes of `shard` is bought, in turn.
-    """
+    """bool [M]: `executed` and what the priority queue adds to it, run on a shortlist."""
     if left.total == 0:
         return executed
-    queue, total = PurchaseQueue(ops, executed, left, elastic, shard), left.total
-    while (first := first_offer(queue.first(total), shard)) is not None:
-        rank, price = first
-        total -= price
-        if rank == shard.rank:
-            queue.buy()
+    queue = PurchaseQueue(ops, executed, left, elastic, shard)
+    buy_in_turn(queue, left.total, shard)
     return queue.executed()
 
 

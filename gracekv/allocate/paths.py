@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, int64, tensor
 
-from gracekv.allocate.ranking import first_fitting, first_offer
+from gracekv.allocate.ranking import buy_in_turn, first_fitting
 from gracekv.distributed.sharding import HeadShard
 
 
@@ -86,28 +87,40 @@ def buy_together(
     at = int(first_fitting(score.cpu(), ties.cpu(), paid, budget, shard).sum())
     left = list(caps)
     done, prices = bought(last[:at], left)
-    budget -= shard.total(sum(prices))
-    while budget > 0:
-        price = 0
-        while at < len(last):
-            price = _price(last[at], parent, cost, done)
-            if 0 < price <= min(budget, left[head[last[at]]]):
-                break
-            at += 1
-        offer = (float(score[at]), int(ties[at]), price) if at < len(last) else None
-        first = first_offer(offer, shard)
-        if first is None:
-            break
-        if first[0] == shard.rank:
-            buy_paths(last[at : at + 1], parent, cost, head, budget, left, done, [0])
-            at += 1
-        budget -= first[1]
+    rest = _Rest(last, parent, cost, head, score, ties, left, done, at)
+    buy_in_turn(rest, budget - shard.total(sum(prices)), shard)
     return done
 
 
-def _price(op: int, parent: list[int], cost: list[int], done: list[bool]) -> int:
-    price = 0
-    while op >= 0 and not done[op]:
-        price += cost[op]
-        op = parent[op]
-    return price
+@dataclass(slots=True)
+class _Rest:
+    """The paths from `at` on, as `ranking.Offers`; the other fields are those of `buy_together`."""
+
+    last: list[int]
+    parent: list[int]
+    cost: list[int]
+    head: list[int]
+    score: Tensor
+    ties: Tensor
+    left: list[int]
+    done: list[bool]
+    at: int
+
+    def first(self, left: int) -> tuple[float, int, int] | None:
+        while self.at < len(self.last):
+            price, op = 0, self.last[self.at]
+            while op >= 0 and not self.done[op]:
+                price += self.cost[op]
+                op = self.parent[op]
+            if 0 < price <= min(left, self.left[self.head[self.last[self.at]]]):
+                return float(self.score[self.at]), int(self.ties[self.at]), price
+            self.at += 1
+        return None
+
+    def buy(self) -> None:
+        op = self.last[self.at]
+        while op >= 0 and not self.done[op]:
+            self.done[op] = True
+            self.left[self.head[op]] -= self.cost[op]
+            op = self.parent[op]
+        self.at += 1

@@ -14,6 +14,8 @@ Source: ours (radix selection, all-reduced).
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -131,6 +133,10 @@ def affordable(
     Returns:
         The number, and what all processes' candidates before that one leave of `limit`.
     """
+    if shard.ranks == 1:
+        over = (costs.cumsum(0) > limit).nonzero()
+        count = int(over[0]) if len(over) else len(costs)
+        return count, limit - int(costs[:count].sum())
     begin = 0
     while True:
         # Sums without what is freed exceed the limit no later than sums with it.
@@ -143,11 +149,33 @@ def affordable(
         begin, limit = begin + count, limit - int(spent)
 
 
+class Offers(Protocol):
+    """The purchases that one process still offers, in its order."""
+
+    def first(self, left: int) -> tuple[float, int, int] | None:
+        """Key, tie and price of the first purchase that fits into `left`, or None.
+
+        The larger key comes first, of equal keys the smaller tie.
+        """
+
+    def buy(self) -> None:
+        """Make the purchase that `first` returned."""
+
+
+def buy_in_turn(offers: Offers, left: int, shard: HeadShard) -> None:
+    """Buy the first offer of all processes that fits into `left`, until no process has one."""
+    while (first := first_offer(offers.first(left), shard)) is not None:
+        rank, price = first
+        left -= price
+        if rank == shard.rank:
+            offers.buy()
+
+
 def first_offer(offer: tuple[float, int, int] | None, shard: HeadShard) -> tuple[int, int] | None:
     """The process whose offer comes first, and its price; None if no process has one.
 
     Args:
-        offer: key, tie and price; the larger key comes first, of equal keys the smaller tie.
+        offer: key, tie and price, as `Offers.first` returns them.
         shard: reaches the other processes.
     """
     if shard.ranks == 1:

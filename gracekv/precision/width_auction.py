@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracekv.allocate.ranking import affordable, first_offer
+from gracekv.allocate.ranking import affordable, buy_in_turn
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels import ragged
 from gracekv.precision.base import EXACT
@@ -95,16 +95,10 @@ def allocated_widths(
     """
     operation = _Operations.of(entries, costs)
     change = operation.bytes(entries, costs)
-    if shard.ranks == 1:
-        # Moving to a wider block may free bytes: what counts is the first sum above the budget.
-        over = (change.cumsum(0) > budget).nonzero()
-        bought = int(over[0]) if len(over) else len(change)
-        left = budget - int(change[:bought].sum())
-    else:
-        bought, left = affordable(operation.rate, operation.tie, change, max(0, budget), shard)
+    bought, left = affordable(operation.rate, operation.tie, change, max(0, budget), shard)
     level = torch.zeros_like(entries.head)
     level.scatter_reduce_(0, operation.entry[:bought], operation.target[:bought], "amax")
-    _finish(level, operation, bought, entries, costs, left, shard)
+    buy_in_turn(_Waiting(operation, bought, level, entries, costs), left, shard)
     return level
 
 
@@ -212,46 +206,53 @@ def rates(loss: Tensor, costs: WidthCosts) -> Tensor:
     return torch.stack(slopes, dim=1).clamp_(min=0)
 
 
-def _finish(
-    level: Tensor,
-    operations: _Operations,
-    begin: int,
-    entries: Entries,
-    costs: WidthCosts,
-    left: int,
-    shard: HeadShard,
-) -> None:
-    """Buy the first operation from `begin` on that fits into `left` bytes, until none does.
+class _Waiting:
+    """The operations from `begin` on that may still fit, as `ranking.Offers`.
 
-    Changes `level` int64 [E]. It is the first of all processes of `shard`.
+    Args:
+        operations: all operations.
+        begin: how many of them were bought before.
+        level: int64 [E], the level of each entry; purchases raise it.
+        entries: the entries.
+        costs: of the widths.
     """
-    entry, source = operations.entry[begin:], operations.source[begin:]
-    target, head = operations.target[begin:], entries.head[operations.entry[begin:]]
-    levels = len(costs.bits) + 1
-    counts = torch.zeros(len(entries.loss), levels, dtype=torch.int64)
-    counts.index_put_((entries.head, level), torch.ones_like(level), accumulate=True)
-    price, block = torch.tensor((0, *costs.entry)), torch.tensor((0, *costs.block))
-    # Costs follow from head, level before and level after.
-    kind = (head * levels + source) * levels + target
-    waiting = level[entry] == source
-    while True:
-        grown = block * (costs.blocks(counts + 1) - costs.blocks(counts))
-        shrunk = block * (costs.blocks(counts) - costs.blocks(counts - 1))
+
+    def __init__(
+        self,
+        operations: _Operations,
+        begin: int,
+        level: Tensor,
+        entries: Entries,
+        costs: WidthCosts,
+    ) -> None:
+        self._level, self._costs = level, costs
+        self._entry, self._source = operations.entry[begin:], operations.source[begin:]
+        self._target, self._head = operations.target[begin:], entries.head[self._entry]
+        self._rate, self._tie = operations.rate[begin:], operations.tie[begin:]
+        levels = len(costs.bits) + 1
+        self._counts = torch.zeros(len(entries.loss), levels, dtype=torch.int64)
+        self._counts.index_put_((entries.head, level), torch.ones_like(level), accumulate=True)
+        # Costs follow from head, level before and level after.
+        self._kind = (self._head * levels + self._source) * levels + self._target
+        self._waiting = level[self._entry] == self._source
+        self._chosen = 0
+
+    def first(self, left: int) -> tuple[float, int, int] | None:
+        counts, blocks = self._counts, self._costs.blocks
+        price, block = torch.tensor((0, *self._costs.entry)), torch.tensor((0, *self._costs.block))
+        grown = block * (blocks(counts + 1) - blocks(counts))
+        shrunk = block * (blocks(counts) - blocks(counts - 1))
         cost = ((price + grown)[:, None] - (price + shrunk)[:, :, None]).flatten()
-        fits = (waiting & (cost <= left)[kind]).nonzero()
-        offer = None
-        if len(fits):
-            chosen = int(fits[0])
-            rate, tie = operations.rate[begin + chosen], operations.tie[begin + chosen]
-            offer = float(rate), int(tie), int(cost[kind[chosen]])
-        winner = first_offer(offer, shard)
-        if winner is None:
-            return
-        left -= winner[1]
-        if winner[0] != shard.rank:
-            continue
-        level[entry[chosen]] = target[chosen]
-        counts[head[chosen], source[chosen]] -= 1
-        counts[head[chosen], target[chosen]] += 1
-        of_entry = entry == entry[chosen]
-        waiting[of_entry] = source[of_entry] == target[chosen]
+        fits = (self._waiting & (cost <= left)[self._kind]).nonzero()
+        if not len(fits):
+            return None
+        at = self._chosen = int(fits[0])
+        return float(self._rate[at]), int(self._tie[at]), int(cost[self._kind[at]])
+
+    def buy(self) -> None:
+        at = self._chosen
+        self._level[self._entry[at]] = self._target[at]
+        self._counts[self._head[at], self._source[at]] -= 1
+        self._counts[self._head[at], self._target[at]] += 1
+        of_entry = self._entry == self._entry[at]
+        self._waiting[of_entry] = self._source[of_entry] == self._target[at]
