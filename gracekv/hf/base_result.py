@@ -32,7 +32,6 @@ from gracekv.pipeline.run import Run
 from gracekv.prefill.fingerprint import fingerprint
 from gracekv.prefill.prompt import Prompt
 from gracekv.registry.plugins import foreign_modules
-from gracekv.report.recording import entry_scores
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -110,16 +109,16 @@ class BaseResult(ABC):
                 f"A limit is a gracekv.Limit; got {limit!r}. Use Limit(entries_per_head=512), for "
                 f"instance."
             )
-        scores = [entry_scores(run) for run in self._runs]
-        known = [x for x in scores if x is not None]
-        joined = map(torch.cat, zip(*known, strict=True)) if len(known) == len(scores) else None
+        each = [run.entry_scores() for run in self._runs]
+        known = [own for own in each if own is not None]
+        scores = None
+        if len(known) == len(each):
+            scores = tuple(map(torch.cat, zip(*known, strict=True)))
         strategy = limit.decoder(self.pipeline.decode)
         source = self._cache
         if any(isinstance(layer, QuantisedEntries) for layer in self.packed.layers):
             source = GraceCache(dequantised(self.packed), self.pipeline.backend)
-        return LimitedCache(
-            source, self.model, limit, strategy, None if joined is None else tuple(joined)
-        )
+        return LimitedCache(source, self.model, limit, strategy, scores)
 
     @property
     def packed(self) -> CompressedCache:

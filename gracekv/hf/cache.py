@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from gracekv.backends import Auto, Backend
 from gracekv.cache import CompressedCache, Occupancy
 from gracekv.decode import Limit
+from gracekv.decode.history import CutHistory
 from gracekv.distributed import head_shard
 from gracekv.errors import CacheError
 from gracekv.hf.layer import GraceLayer
@@ -21,7 +22,6 @@ from gracekv.hf.packed_layer import PackedLayer
 from gracekv.hf.resumed_layer import ResumedStates, is_resumed, resumed_layer
 from gracekv.hf.static_layer import StaticGraceLayer
 from gracekv.registry.hyperparameter import parts_of
-from gracekv.report.history import CutHistory
 
 
 class GraceCache(Cache):  # type: ignore[misc]

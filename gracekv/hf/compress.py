@@ -17,6 +17,7 @@ from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.capture import check_prompt, prefilled_run
 from gracekv.hf.result import BatchResult, CompressionResult
 from gracekv.pipeline import Pipeline
+from gracekv.pipeline.run import Run
 from gracekv.precision import AllocatedPrecision
 from gracekv.prefill import Prefill
 from gracekv.prefill.capture_memory import trim_memory
@@ -25,7 +26,6 @@ from gracekv.prefill.model_layers import head_sizes
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import check_model
-from gracekv.report.recording import released
 
 
 class _Options(BudgetOptions, total=False):
@@ -91,7 +91,7 @@ def compress(
             "gracekv-agnostic-allocated". "gracekv" is the paper's method.
         backend: the attention implementation of decoding; default: the pipeline's.
         keep_run: keep what the stages made (scores, trees, selection) in `result.details`;
-            otherwise only what a report shows of it is kept, compactly and on the CPU.
+            otherwise a result keeps the scores and the selection, compactly and on the CPU.
         capture: how the prefill runs: chunks, memory, progress; see `CaptureOptions`.
         budget: `ratio`, `budget`, `entries_per_head`, `kv_bytes` or `compression_ratio`; see
             `BudgetOptions`.
@@ -122,7 +122,7 @@ def compress(
             limits = ([x is not None for x in prefills], capture.chunk, capture.memory_limit)
             others = {"prefill, chunk or memory_limit": limits}
             shard.agree(**call_facts(prompts, pipe, chosen, **others))
-        finish = (lambda run: run) if keep_run else released
+        finish = (lambda run: run) if keep_run else Run.released
         runs = [
             finish(
                 prefilled_run(model, one, None, pipe, chosen, capture)

@@ -15,6 +15,7 @@ from gracekv.cache import Occupancy
 from gracekv.cache.base import RaggedEntries
 from gracekv.decode import Decoder, HeldLayer, Limit
 from gracekv.decode.cut import kept_entries, packed_entries
+from gracekv.decode.history import CutHistory
 from gracekv.distributed import head_shard
 from gracekv.errors import BudgetError, CacheError
 from gracekv.hf.cache import GraceCache
@@ -22,7 +23,6 @@ from gracekv.hf.limited_layer import LimitedLayer
 from gracekv.hf.packed_layer import PackedLayer
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.model_layers import rotations_up_to
-from gracekv.report.history import CutHistory
 from gracekv.undo import full_float32
 
 

@@ -26,6 +26,7 @@ from gracekv.distributed.sharding import HeadShard
 from gracekv.fit import NoFit
 from gracekv.fit.base import value_change
 from gracekv.pipeline.auction import Auction, AuctionResult
+from gracekv.pipeline.record import RunRecord
 from gracekv.precision import Precision
 from gracekv.prefill import Prefill, Region
 from gracekv.prefill.layer_state import bytes_by_kind
@@ -57,8 +58,7 @@ class Run:
         elastic: whether the allocator leaves budget unspent rather than buy what gains nothing.
         value_change: uint8 [E] of all packed entries, layer after layer: by how many hundredths of
             its length the fit moved an entry's value; None if nothing was fitted.
-        record: the `ReportRecord` that `gracekv.report` made where the stages' own results were
-            released; else None.
+        record: what stays of the stages' results where they are released; else None.
     """
 
     plan: BudgetPlan
@@ -74,7 +74,25 @@ class Run:
     selection: Selection | None = None
     elastic: bool = False
     value_change: Tensor | None = None
-    record: Any = None
+    record: RunRecord | None = None
+
+    def recorded(self) -> RunRecord | None:
+        """The record; None if nothing was selected (FullKV), or the run is from a file."""
+        partition, relevance, selection = self.partition, self.relevance, self.selection
+        if partition is None or relevance is None or selection is None:
+            return self.record
+        chosen = selection, self.floor, self.frontier, self.elastic
+        return RunRecord.of(self.cache, partition, relevance, *chosen)
+
+    def entry_scores(self) -> tuple[Tensor, ...] | None:
+        """L tensors [E] as `RunRecord.entry_scores` gives them; None without a record."""
+        record = self.recorded()
+        return None if record is None else record.entry_scores(self.cache)
+
+    def released(self) -> Run:
+        """The run with its record in place of what the stages made."""
+        facts = self.plan, self.cache, self.accounting, self.timings, self.fingerprint
+        return Run(*facts, value_change=self.value_change, record=self.recorded())
 
 
 def whole_cache(

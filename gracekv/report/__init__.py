@@ -5,7 +5,8 @@ prompt; `token_statuses` tells which entry of each head stands for a token. Figu
 matplotlib, which is imported when one is drawn.
 """
 
-from gracekv.report.auction import AuctionCurve as AuctionCurve
+from gracekv.allocate.curve import AuctionCurve as AuctionCurve
+from gracekv.decode.history import CutHistory as CutHistory
 from gracekv.report.data import ReportColumn as ReportColumn
 from gracekv.report.data import ReportData as ReportData
 from gracekv.report.entries import KeptEntries as KeptEntries
@@ -13,7 +14,6 @@ from gracekv.report.figures import plot_auction as plot_auction
 from gracekv.report.figures import plot_entries as plot_entries
 from gracekv.report.figures import plot_map as plot_map
 from gracekv.report.figures import plot_resolution as plot_resolution
-from gracekv.report.history import CutHistory as CutHistory
 from gracekv.report.page import compare as compare
 from gracekv.report.page import write as write
 from gracekv.report.page import write_all as write_all

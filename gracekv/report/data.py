@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gracekv.allocate.curve import AuctionCurve
 from gracekv.cache import Accounting, Timings, dequantised
+from gracekv.decode.history import CutHistory
 from gracekv.errors import ReportError
 from gracekv.prefill import PromptSpans
-from gracekv.report.auction import AuctionCurve
 from gracekv.report.entries import KeptEntries, Result, kept_entries
-from gracekv.report.history import CutHistory
-from gracekv.report.record import CodedRelevance
-from gracekv.report.recording import record_of
+from gracekv.value.coded import CodedRelevance
 
 # How decoders show bytes of an incomplete character.
 _INCOMPLETE = "\ufffd"
@@ -165,7 +164,7 @@ class ReportData:
 
 def report_column(label: str, result: Result, answer: str | None = None) -> ReportColumn:
     """The column of one result. Raises `ReportError` as `kept_entries` does."""
-    run, record = result._run, record_of(result._run)
+    run, record = result._run, result._run.recorded()
     return ReportColumn(
         label=label,
         pipeline=result.pipeline.to_dict(),

@@ -20,7 +20,7 @@ from torch import Tensor
 from gracekv.kernels.ragged import offsets
 from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
-from gracekv.report.record import CodedRelevance
+from gracekv.value.coded import CodedRelevance
 
 DROPPED, EXACT, MERGED = 0, 1, 2
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from gracekv.cache import Accounting, CompressedCache
 from gracekv.errors import ReportError
 from gracekv.kernels.ragged import offsets, rows
-from gracekv.report.recording import record_of
 
 if TYPE_CHECKING:
     from gracekv.pipeline import Pipeline
@@ -118,10 +117,9 @@ def kept_entries(result: Result) -> KeptEntries:
     if the packer did not pack the selected entries in order.
     """
     run, spans, represents = result._run, result.prompt.spans, result.pipeline.pack.represents
-    cache, record = run.cache, record_of(run)
+    cache, record = run.cache, run.recorded()
     region = (spans.context_start, min(spans.context_end, cache.length))
-    change = None if record is None else record.value_change
-    position, multiplicity, head, change = _context_entries(cache, region, change)
+    position, multiplicity, head, change = _context_entries(cache, region, run.value_change)
     layers, heads = len(cache.layers), cache.layers[0].heads
     starts = offsets(torch.bincount(head, minlength=layers * heads))
     entries = KeptEntries(layers, heads, region, starts, position, position + 1, multiplicity)

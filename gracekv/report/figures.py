@@ -12,7 +12,6 @@ from gracekv.errors import ReportError, required
 from gracekv.report.data import report_column
 from gracekv.report.entries import Result, kept_entries
 from gracekv.report.page import default_label, labelled
-from gracekv.report.recording import record_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,7 +130,7 @@ def plot_auction(results: Result | Mapping[str, Result]) -> Figure:
     `MissingDependencyError` without matplotlib.
     """
     named = _named(results)
-    records = {label: record_of(r._run) for label, r in named.items()}
+    records = {label: r._run.recorded() for label, r in named.items()}
     curves = {label: None if r is None else r.curve for label, r in records.items()}
     if without := [label for label, curve in curves.items() if curve is None]:
         raise ReportError(

@@ -9,7 +9,6 @@ import torch
 
 from gracekv.errors import ReportError
 from gracekv.report.entries import Result, kept_entries
-from gracekv.report.recording import record_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def token_statuses(result: Result, position: int) -> TokenStatuses:
         holder = torch.full((entries.layers * entries.heads,), -2)
     else:
         holder = entries.entry_of_token(position)
-    record, relevance = record_of(run), None
+    record, relevance = run.recorded(), None
     if record is not None and record.region[0] <= position < record.region[1]:
         relevance = record.relevance.at(position - record.region[0]).flatten()
     rows = []

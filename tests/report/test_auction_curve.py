@@ -5,12 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.report import auction
-from gracekv.report.recording import record_of
+from gracekv.allocate import curve
 
 
 def curve_of(result):
-    record = record_of(result._run)
+    record = result._run.recorded()
     return None if record is None else record.curve
 
 
@@ -55,7 +54,7 @@ def test_stays_below_its_bound(make, seed, recipe):
 def test_is_subsampled_to_what_a_screen_shows(make, monkeypatch):
     result = make("snapkv", 2)
     whole = curve_of(result)
-    monkeypatch.setattr(auction, "_POINTS", 12)
+    monkeypatch.setattr(curve, "_POINTS", 12)
     thin = curve_of(result)
     assert len(thin.entries) <= 15 < len(whole.entries)
     assert thin.entries[-1] == whole.entries[-1]

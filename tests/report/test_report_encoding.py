@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gracekv.report import encoding
 from gracekv.report.data import ReportData
-from gracekv.report.record import CodedRelevance
+from gracekv.value.coded import CodedRelevance
 
 RECIPES = ["gracekv", "snapkv", "chunkkv", "gracekv-no-multiresolution", "fullkv"]
 

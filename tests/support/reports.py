@@ -8,7 +8,7 @@ from gracekv.cache import Accounting, Timings
 from gracekv.prefill import PromptSpans
 from gracekv.report.data import ReportColumn, ReportData
 from gracekv.report.entries import KeptEntries
-from gracekv.report.record import CodedRelevance
+from gracekv.value.coded import CodedRelevance
 
 _WORDS = (" the", " rabbit", " ran", " away", ".\n", " because", " it", " was", " late", ",")
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gracekv.allocate import Frontier, Selection, upper_bound
+from gracekv.allocate.base import Frontier
+from gracekv.allocate.lagrangian import upper_bound
 from gracekv.allocate.operations import Operations
+from gracekv.allocate.selection import Selection
 from gracekv.allocate.top_tokens import entry_gains
-from gracekv.value import Relevance
 
 # Points of the drawn curve, and budgets at which the bound is computed. Source: ours.
 _POINTS = 240
@@ -38,12 +39,15 @@ class AuctionCurve:
 
 def auction_curve(
     selection: Selection,
-    relevance: Relevance,
-    frontier: Frontier | None,
+    scores: Tensor,
+    sensitivity: Tensor,
     floor: Frontier | None,
+    frontier: Frontier | None,
     elastic: bool,
 ) -> AuctionCurve:
     """The curve of a run that ended with `frontier`, or with single tokens; subsampled evenly.
+
+    `scores` [L, G, N] and `sensitivity` [L, G] are those of the run's `Relevance`.
 
     Operations are put in the order of the greedy auction (least unit utility on the path, falling),
     whichever allocator chose them. With a certificate, the bound is computed at a dozen budgets, as
@@ -52,7 +56,7 @@ def auction_curve(
     zero = torch.zeros(1, dtype=torch.int64)
     budgets, bounds, floor_entries = zero[:0], zero[:0].double(), 0
     if frontier is None:
-        gains = entry_gains(relevance.scores, relevance.sensitivity, selection)
+        gains = entry_gains(scores, sensitivity, selection)
         gained = gains.sort(descending=True).values.cumsum(0).cpu()
         spent = torch.arange(1, len(gained) + 1)
     else:

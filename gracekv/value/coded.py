@@ -1,7 +1,4 @@
-"""`ReportRecord`: what a report shows of a run, so that the run itself can be released.
-
-The relevance of all tokens and heads is kept as `CodedRelevance`, a byte each.
-"""
+"""`CodedRelevance`: the relevance of all tokens and heads, a byte each."""
 
 from __future__ import annotations
 
@@ -10,9 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from gracekv.allocate import Selection
-from gracekv.report.auction import AuctionCurve
 
 # What is below this share of the largest becomes 0. Source: ours.
 _SMALLEST_SHARE = 1e-7
@@ -77,25 +71,3 @@ class CodedRelevance:
     def _decode(self, codes: Tensor) -> Tensor:
         step = (self.high - self.low) / 254
         return torch.where(codes > 0, (self.low + step * (codes.float() - 1)).exp(), 0.0)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReportRecord:
-    """What the stages of one run made, compactly; tensors on the CPU.
-
-    Attributes:
-        region: first compressible position, and the one after the last.
-        selection: the entries that stay; None if they are single tokens of no tree, which the
-            cache's own positions say.
-        slots: int32 [J + 1] absolute slot borders; None if every token is a slot.
-        relevance: of the compressible tokens.
-        curve: utility over entries spent.
-        value_change: uint8 [E] of all packed entries, as in `Run`; None if nothing was fitted.
-    """
-
-    region: tuple[int, int]
-    selection: Selection | None
-    slots: Tensor | None
-    relevance: CodedRelevance
-    curve: AuctionCurve
-    value_change: Tensor | None = None
