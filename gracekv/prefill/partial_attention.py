@@ -1,20 +1,25 @@
 """Attention of some of the prompt's tokens over captured keys and values, and their rotations.
 
-Both the chunked prefill and the second pass for missing queries run some tokens of the prompt
-through the model while the keys and values of all tokens lie in one place.
+The chunked prefill, passes over further tokens and the second pass for missing queries all run some
+tokens through the model while the keys and values of all tokens lie in one place.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import _disable_current_modes
 
-from gracekv.errors import UnsupportedModelError
+from gracekv.errors import SlowAttentionWarning, UnsupportedModelError
+from gracekv.kernels.device import capability
 from gracekv.prefill.attention_patch import AttentionCall
 from gracekv.undo import undone
 
@@ -22,6 +27,8 @@ from gracekv.undo import undone
 _MASK, _LEAST, _MOST = 2**25, 128, 1024
 # Most rows that attend at once on a CPU, and elements of their mask, which is small beside keys.
 _ROWS, _ROW_MASK = 256, 2**22
+# The largest head dimension of torch's FlashAttention.
+_FLASH_DIM = 256
 
 
 def chunk_length(length: int) -> int:
@@ -53,7 +60,7 @@ class CausalMasks:
 
 
 def additive(hidden: Tensor, query: Tensor, base: str) -> Tensor:
-    """0, and where `hidden` (bool [Q, S]) holds what hides a key, in the dtype of `query`."""
+    """A mask [Q, S] in the dtype of `query`: 0, or the lowest number where `hidden` is set."""
     # Eager attention adds the mask before a softmax that must not see -inf alone.
     lowest = torch.finfo(query.dtype).min if base == "eager" else -torch.inf
     return torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, lowest)
@@ -62,10 +69,13 @@ def additive(hidden: Tensor, query: Tensor, base: str) -> Tensor:
 class PartialAttention:
     """Attention of tokens at some positions, each to the keys up to its own position.
 
+    On a GPU, tokens that follow one another attend in one call without a mask: FlashAttention in 16
+    bits, else the memory-efficient kernel. Everything else attends in blocks of rows under a mask.
+
     Args:
         base: the model's stock attention implementation, "sdpa" or "eager".
         positions: int64 [C] ascending, absolute, on the CPU.
-        masks: makes the masks where positions follow one another.
+        masks: makes the masks if the positions follow one another, else None.
     """
 
     def __init__(self, base: str, positions: Tensor, masks: CausalMasks | None = None) -> None:
@@ -77,6 +87,12 @@ class PartialAttention:
 
         `keys` and `values` are [G, T, d] at least up to the last position.
         """
+        on_gpu = query.device.type == "cuda"
+        if on_gpu and self._masks is not None and self._base == "sdpa":
+            stop = int(self._positions[-1]) + 1
+            output = causal_attention(query, keys[:, :stop], values[:, :stop], call.scale)
+            if output is not None:
+                return output, None
         size = chunk_length(keys.shape[1])
         if query.device.type == "cpu":
             size = max(32, min(_ROWS, _ROW_MASK // max(1, keys.shape[1])))
@@ -90,28 +106,25 @@ class PartialAttention:
         return torch.cat(outputs, dim=1), None
 
     def _attend(
-        self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor
+        self, call: AttentionCall, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
     ) -> Tensor:
         """[1, n, H, d]."""
         if self._base == "eager":
             eager: Tensor = call.output(query, keys[None], values[None], mask)[0]
             return eager
-        # KV heads as the batch and their query heads as views of one key: stock sdpa would copy
-        # keys and values once per query head.
-        groups, dim = len(keys), values.shape[-1]
-        shared = query[0].unflatten(0, (groups, -1))
-        size = (groups, shared.shape[1], keys.shape[1], -1)
+        shared, keys, values = _by_group(query, keys, values)
         output = scaled_dot_product_attention(
-            shared,
-            keys[:, None].expand(size),
-            values[:, None].expand(size),
-            attn_mask=mask,
-            scale=call.scale,
+            shared, keys, values, attn_mask=mask, scale=call.scale
         )
-        return output.reshape(1, -1, query.shape[2], dim).transpose(1, 2)
+        return output.reshape(1, *query.shape[1:3], -1).transpose(1, 2)
 
-    def _mask(self, rows: Tensor, first: int, stop: int) -> Tensor:
-        """Additive mask [1, 1, n, stop] of the rows [1, H, n, d] from the one at `first` on."""
+    def _mask(self, rows: Tensor, first: int, stop: int) -> Tensor | None:
+        """Additive mask [1, 1, n, stop] of the rows [1, H, n, d] from the one at `first` on.
+
+        None for a single row, which sees every key up to `stop`.
+        """
+        if rows.shape[2] == 1:
+            return None
         if self._masks is not None:
             return self._masks(rows, int(self._positions[first]))
         key = rows.device, rows.dtype, first
@@ -120,6 +133,70 @@ class PartialAttention:
             later = (torch.arange(stop) > own).to(rows.device)
             self._made[key] = additive(later, rows, self._base)[None, None]
         return self._made[key]
+
+
+def causal_attention(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor | None:
+    """Attention of the last C of S tokens, [1, C, H, d], by a kernel that takes no mask.
+
+    None if torch has no such kernel for these tensors; warns (`SlowAttentionWarning`) once for each
+    reason not to use FlashAttention.
+
+    Args:
+        query: [1, H, C, d].
+        keys: [G, S, d].
+        values: [G, S, d].
+        scale: factor of q . k.
+    """
+    # Under a dispatch mode, such as torch's FlopCounterMode, a tensor subclass cannot be made.
+    with _disable_current_modes():
+        bias = causal_lower_right(query.shape[2], keys.shape[1])
+    reason = _no_flash(query, values)
+    if reason is None:
+        output = scaled_dot_product_attention(
+            query, keys[None], values[None], attn_mask=bias, scale=scale, enable_gqa=True
+        )
+        return output.transpose(1, 2)
+    _warn_once(reason)
+    shared, keys, values = _by_group(query, keys, values)
+    params = torch.backends.cuda.SDPAParams(shared, keys, values, None, 0.0, False, False)
+    if not torch.backends.cuda.can_use_efficient_attention(params):
+        return None
+    output = scaled_dot_product_attention(shared, keys, values, attn_mask=bias, scale=scale)
+    return output.reshape(1, *query.shape[1:3], -1).transpose(1, 2)
+
+
+def _by_group(query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[G, H/G, n, d] of each: KV heads as the batch, and their keys as views for each query head.
+
+    Stock sdpa would copy keys and values once for each query head.
+    """
+    shared = query[0].unflatten(0, (len(keys), -1))
+    size = (*shared.shape[:2], keys.shape[1], -1)
+    return shared, keys[:, None].expand(size), values[:, None].expand(size)
+
+
+def _no_flash(query: Tensor, values: Tensor) -> str | None:
+    """The reason why torch's FlashAttention does not take these heads, or None if it does."""
+    dim = query.shape[-1]
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, not {str(query.dtype).removeprefix('torch.')}"
+    if dim > _FLASH_DIM or values.shape[-1] != dim:
+        return (
+            f"it takes equal head dimensions up to {_FLASH_DIM} for keys and values, not {dim} and "
+            f"{values.shape[-1]}"
+        )
+    if capability(query.device) < (8, 0):
+        return "it needs a GPU of compute capability 8.0 or newer"
+    return None
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"Chunks of the prompt attend without FlashAttention, which takes longer: {reason}.",
+        SlowAttentionWarning,
+        stacklevel=2,
+    )
 
 
 @contextmanager
@@ -153,9 +230,10 @@ def rotations(decoder: Any, table: Callable[[Callable[..., Any], Any], Any]) -> 
             made[layer_type] = table(lambda *args: own(*args, *kinds), x)
         # The first of several axes, see `rotary_positions`.
         places = position_ids.reshape(-1, position_ids.shape[-1])[0]
-        first, last = int(places[0]), int(places[-1])
-        if last - first + 1 == len(places):
+        # A GPU would be waited for to look at its positions.
+        if places.device.type == "cpu" and int(places[-1] - places[0]) + 1 == len(places):
             # A view: layer by layer, those of all chunks are held.
+            first, last = int(places[0]), int(places[-1])
             return tuple(part[:, first : last + 1] for part in made[layer_type])
         return tuple(part[:, places.to(part.device)] for part in made[layer_type])
 

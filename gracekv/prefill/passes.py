@@ -17,7 +17,7 @@ from gracekv.prefill.attention_patch import (
     patched_attention,
 )
 from gracekv.prefill.observer import TokenRun
-from gracekv.prefill.partial_attention import CausalMasks
+from gracekv.prefill.partial_attention import CausalMasks, PartialAttention
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import longest_sequence
 
@@ -86,7 +86,9 @@ class _ModelContinuation:
     def run(self, ids: Tensor, observe: Callable[[int, TokenRun], None]) -> Tensor:
         """As `Continuation.run`. Holds one layer's keys and values once more."""
         model, start = self._passes.model, self._end + self._count
-        device, masks = input_device(model), CausalMasks(base_attention(model), start)
+        device, base = input_device(model), base_attention(model)
+        positions = torch.arange(start, start + len(ids))
+        attention = PartialAttention(base, positions, CausalMasks(base, start))
 
         def attend(call: AttentionCall) -> Any:
             layer, query = call.layer, call.query
@@ -95,14 +97,13 @@ class _ModelContinuation:
             keys, values = (torch.cat(x[layer], dim=1) for x in (self._keys, self._values))
             rope = self._passes.rope(layer)
             observe(layer, TokenRun(start, query[0], keys, values, rope, call.scale, **call.logits))
-            # One query that sees every key needs no mask.
-            allowed = None if len(ids) == 1 else masks(query, start)
-            return call.output(query, keys[None], values[None], allowed)
+            return attention(call, query, keys, values)
 
-        places = torch.arange(start, start + len(ids), device=device)[None]
         with patched_attention(model, attend):
             states = model.get_decoder()(
-                input_ids=ids[None].to(device), position_ids=places, use_cache=False
+                input_ids=ids[None].to(device),
+                position_ids=positions[None].to(device),
+                use_cache=False,
             ).last_hidden_state
         self._count += len(ids)
         last: Tensor = states[0, -1]

@@ -1,0 +1,63 @@
+"""Attention of a chunk by one call without a mask, against a masked one."""
+
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracekv.errors import SlowAttentionWarning
+from gracekv.prefill import partial_attention
+from gracekv.prefill.partial_attention import causal_attention
+
+
+def states(seed, groups=2, heads=4, rows=5, length=9, dim=16, dtype=torch.bfloat16):
+    rng = torch.Generator().manual_seed(seed)
+    shapes = (1, heads, rows, dim), (groups, length, dim), (groups, length, dim)
+    return [torch.randn(shape, generator=rng).to(dtype) for shape in shapes]
+
+
+def expected(query, keys, values, scale):
+    """[1, C, H, d] in float64: each of the last C tokens attends to the keys up to its own."""
+    repeats = query.shape[1] // len(keys)
+    keys, values = (x.double().repeat_interleave(repeats, dim=0)[None] for x in (keys, values))
+    logits = scale * query.double() @ keys.mT
+    rows, length = logits.shape[-2:]
+    later = torch.arange(length) > torch.arange(length - rows, length)[:, None]
+    return (logits.masked_fill(later, -torch.inf).softmax(dim=-1) @ values).transpose(1, 2)
+
+
+@pytest.fixture(autouse=True)
+def said_anew():
+    partial_attention._warn_once.cache_clear()
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    groups=st.integers(1, 3),
+    shared=st.integers(1, 3),
+    rows=st.integers(1, 9),
+    before=st.integers(0, 9),
+)
+def test_the_last_tokens_attend_to_all_up_to_their_own(seed, groups, shared, rows, before):
+    given = states(seed, groups, groups * shared, rows, before + rows)
+    output = causal_attention(*given, scale=0.3)
+    # bfloat16 keeps eight bits: of the shares, which sum to 1, and of the output.
+    torch.testing.assert_close(output.double(), expected(*given, 0.3), rtol=0.02, atol=0.02)
+
+
+def test_what_flash_attention_does_not_take_goes_to_another_kernel(monkeypatch):
+    given = states(0, dtype=torch.float32)
+    with pytest.warns(SlowAttentionWarning, match="takes float16 and bfloat16, not float32"):
+        assert causal_attention(*given, scale=0.3) is None  # no such kernel on a CPU
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda params: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        output = causal_attention(*given, scale=0.3)
+    torch.testing.assert_close(output.double(), expected(*given, 0.3), rtol=1e-4, atol=1e-5)
+
+
+def test_large_head_dimensions_are_named():
+    with pytest.warns(SlowAttentionWarning, match="up to 256 for keys and values, not 264 and 264"):
+        causal_attention(*states(0, dim=264), scale=0.3)
