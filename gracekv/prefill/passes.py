@@ -88,7 +88,7 @@ class _ModelContinuation:
         model, start = self._passes.model, self._end + self._count
         device, base = input_device(model), base_attention(model)
         positions = torch.arange(start, start + len(ids))
-        attention = PartialAttention(base, positions, CausalMasks(base, start))
+        attention = PartialAttention(base, positions, CausalMasks(base, start + len(ids)))
 
         def attend(call: AttentionCall) -> Any:
             layer, query = call.layer, call.query
