@@ -1,0 +1,70 @@
+"""The GPU requests of a compression stay within bounds, counted on a CPU."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or importlib.util.find_spec("triton") is None,
+    reason="the device guard of the pretended GPU is compiled by g++, and kernels need Triton",
+)
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pretend_cuda.py"
+LAYERS = 8
+
+# Launches a layer, the model's own 43 included, and waits in all: today's counts. Lower them with
+# the code; they only ever go down.
+MOST = {
+    "gracekv-plus": (966, 1_362),
+    "gracekv-agnostic": (834, 1_235),
+    "gracekv-plus-allocated": (1_728, 2_036),
+    "snapkv": (483, 1_013),
+}
+# Recipes that wait as often at any number of layers.
+WAITS_FOR_NO_LAYER: frozenset[str] = frozenset()
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
+    """Rows of the script by recipe and layers, from a process of its own: it patches torch."""
+    path = tmp_path_factory.mktemp("counts") / "rows.json"
+
+    def run(recipes, layers):
+        done = subprocess.run(
+            [
+                sys.executable, str(SCRIPT), *recipes, "--tokens", "256", "--top", "0",
+                "--layers", str(layers), "--json", str(path),
+            ],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        return {row["recipe"]: row for row in json.loads(path.read_text())}
+
+    half = run(sorted(WAITS_FOR_NO_LAYER), LAYERS // 2) if WAITS_FOR_NO_LAYER else {}
+    return {LAYERS: run(["plain", *MOST], LAYERS), LAYERS // 2: half}
+
+
+def test_a_plain_pass_is_counted(counted):
+    row = counted[LAYERS]["plain"]
+    assert 30 * LAYERS <= row["launches"] <= 60 * LAYERS
+    assert row["syncs"] == 1  # the upload of token ids
+    assert row["attention"] == {"flash": LAYERS}
+
+
+@pytest.mark.parametrize("recipe", MOST)
+def test_launches_and_waits_are_bounded(counted, recipe):
+    row = counted[LAYERS][recipe]
+    launches, waits = MOST[recipe]
+    assert row["launches"] <= launches * LAYERS
+    assert row["syncs"] <= waits
+    assert not row["refused"], "a GPU would raise"
+    if recipe in WAITS_FOR_NO_LAYER:
+        assert row["syncs"] == counted[LAYERS // 2][recipe]["syncs"]
