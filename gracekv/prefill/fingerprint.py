@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -121,6 +122,7 @@ def sampled_digest(
     """
     digest = hashlib.sha256()
     marks, samples, apart = [], dict[str, Tensor](), []
+    own: dict[torch.device, dict[str, tuple[Tensor, Tensor]]] = defaultdict(dict)
     for name, weight in weights:
         data = weight.detach()
         marks.append((name, f"{name} {list(weight.shape)} {dtype or weight.dtype} "))
@@ -133,8 +135,15 @@ def sampled_digest(
             apart.append(name)
             samples[name] = _own_elements(data, at)
         elif len(at):
-            few = data.reshape(-1)[at.to(data.device)]
-            samples[name] = _bytes(few if dtype is None else few.to(dtype))
+            own[data.device][name] = data, at
+    for device, held in own.items():
+        # One copy to each device and one back: a GPU's host waits for every one.
+        places = torch.cat([at for _, at in held.values()]).to(device)
+        parts = places.split([len(at) for _, at in held.values()])
+        few = [data.reshape(-1)[at] for (data, _), at in zip(held.values(), parts, strict=True)]
+        few = [(x if dtype is None else x.to(dtype)).view(torch.uint8) for x in few]
+        read = torch.cat(few).cpu().split([len(x) for x in few])
+        samples |= dict(zip(held, read, strict=True))
     if shard is not None and apart:
         # Each element lies in one process; the others give zeros.
         flat = shard.maximum(torch.cat([samples[name].flatten() for name in apart]))
@@ -197,12 +206,5 @@ def _own_elements(weight: Any, at: Tensor) -> Tensor:
         place[dim] = block * (local.shape[dim] // blocks) + within % chunk
     result = torch.zeros(len(at), weight.element_size(), dtype=torch.uint8)
     inside = tuple(x[own].to(local.device) for x in place)
-    result[own] = _bytes(local[inside])
+    result[own] = local[inside].cpu().view(torch.uint8).view(-1, weight.element_size())
     return result
-
-
-def _bytes(elements: Tensor) -> Tensor:
-    """uint8 [n, itemsize] of `elements` [n], on the CPU."""
-    return (
-        elements.contiguous().cpu().view(torch.uint8).view(len(elements), elements.element_size())
-    )

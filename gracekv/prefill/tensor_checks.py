@@ -1,4 +1,4 @@
-"""Whether the tensors of a prefill fit one another and hold numbers."""
+"""Checks that the tensors of a prefill fit one another and are finite."""
 
 from __future__ import annotations
 
@@ -14,8 +14,41 @@ from gracekv.prefill.observer import Observer
 _TOKENS = 1024
 
 
-def check_tensors(prefill: Any) -> None:
-    """Raise `ShapeError` if they do not, and `NonFiniteError` if one holds NaN or infinity."""
+class FiniteChecks:
+    """Checks for NaN and infinity, which a GPU's host looks at once, in `finish`."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor, Tensor]]] = {}
+
+    def add(self, tensor: Tensor, message: str) -> None:
+        """Raise `NonFiniteError(message)` if `tensor` [...] is not finite; on GPUs in `finish`."""
+        if tensor.device.type == "cpu":
+            if not is_finite(tensor):
+                raise NonFiniteError(message)
+        elif tensor.numel():
+            # Both are NaN if one element is.
+            low, high = tensor.aminmax()
+            self._held.setdefault((tensor.device, tensor.dtype), []).append((message, low, high))
+
+    def finish(self) -> None:
+        """Raise `NonFiniteError` for the first tensor that is not finite. Waits for GPUs."""
+        for held in self._held.values():
+            messages, low, high = zip(*held, strict=True)
+            finite = torch.stack([*low, *high]).isfinite().view(2, -1).all(dim=0).tolist()
+            for message, fits in zip(messages, finite, strict=True):
+                if not fits:
+                    raise NonFiniteError(message)
+        self._held.clear()
+
+
+def check_tensors(prefill: Any, checks: FiniteChecks | None = None) -> None:
+    """Raise `ShapeError` or `NonFiniteError` unless the tensors of `prefill` are sound.
+
+    Args:
+        prefill: a `Prefill`.
+        checks: is given what must be finite, and finished by the caller; None: all is checked here.
+    """
+    own = FiniteChecks() if checks is None else checks
     if not len(prefill.keys) == len(prefill.values) == len(prefill.queries) > 0:
         raise ShapeError(
             f"Prefill takes keys, values and queries of the same L > 0 layers; got "
@@ -42,21 +75,25 @@ def check_tensors(prefill: Any) -> None:
                 f"G = {heads}; layer {layer} has {list(q.shape)}."
             )
         for name, tensor in (("keys", k), ("values", v), ("queries", q)):
-            if not is_finite(tensor):
-                raise NonFiniteError(
-                    f"The {name} of layer {layer} hold NaN or infinity. Check the model's "
-                    f"weights and dtype (float16 overflows in some models: try bfloat16)."
-                )
+            own.add(
+                tensor,
+                f"The {name} of layer {layer} hold NaN or infinity. Check the model's weights and "
+                f"dtype (float16 overflows in some models: try bfloat16).",
+            )
     if prefill.rope.cos.shape[0] < prefill.spans.length:
         raise ShapeError(
             f"The RoPE table covers {prefill.rope.cos.shape[0]} positions, the prompt has "
             f"{prefill.spans.length}."
         )
     for observer, tensor in prefill.observed.items():
-        _check_observation(prefill, observer, tensor)
+        _check_observation(prefill, observer, tensor, own)
+    if checks is None:
+        own.finish()
 
 
-def _check_observation(prefill: Any, observer: Observer, tensor: Tensor) -> None:
+def _check_observation(
+    prefill: Any, observer: Observer, tensor: Tensor, checks: FiniteChecks
+) -> None:
     wanted, got = observer.shape(prefill), list(tensor.shape)
     if len(wanted) != len(got) or any(
         size not in (None, other) for size, other in zip(wanted, got, strict=True)
@@ -64,11 +101,11 @@ def _check_observation(prefill: Any, observer: Observer, tensor: Tensor) -> None
         shown = ", ".join("*" if size is None else str(size) for size in wanted)
         raise ShapeError(f"{observer!r} must observe a tensor [{shown}] here; it gave {got}.")
     # One layer's that stands for all has a stride of 0.
-    if not is_finite(tensor if tensor.stride(0) else tensor[:1]):
-        raise NonFiniteError(
-            f"What {observer!r} observed holds NaN or infinity. Check the model's weights and "
-            f"dtype, or the observer."
-        )
+    checks.add(
+        tensor if tensor.stride(0) else tensor[:1],
+        f"{observer!r} observed NaN or infinity. Check the model's weights and dtype, or the "
+        f"observer.",
+    )
 
 
 def is_finite(tensor: Tensor) -> bool:
