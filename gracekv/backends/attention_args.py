@@ -14,18 +14,17 @@ class CodedArgs(ctypes.Structure):
 
     Fields; addresses of contiguous arrays, and sizes:
         key_codes, value_codes: uint8 [E, bytes].
-        key_scale, key_zero, value_scale, value_zero: [N, d] by channel, [E, C] by token.
+        key_scale, key_zero: [N, d].
+        value_scale, value_zero: [E, C].
         bias: float32 [E].
         offsets, blocks: int64 [Z + 1], the first entry and the first block of each row.
         entries, block_count, columns: E, N, C.
         bits, group_size: of `Coding`.
-        keys_by_channel, values_by_channel: 1 or 0.
     """
 
     _fields_ = _integers(
         "key_codes", "key_scale", "key_zero", "value_codes", "value_scale", "value_zero", "bias",
         "offsets", "blocks", "entries", "block_count", "columns", "bits", "group_size",
-        "keys_by_channel", "values_by_channel",
     )  # fmt: skip
 
 

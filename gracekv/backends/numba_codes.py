@@ -121,27 +121,27 @@ def coded_rows(
     p, dim = parts[part - 1], wide.shape[1]
     codes = codes_of(parts, part, of_keys, dim)
     if of_keys:
-        scale, zero, by_channel = p.key_scale, p.key_zero, p.keys_by_channel
+        scale, zero = p.key_scale, p.key_zero
     else:
-        scale, zero, by_channel = p.value_scale, p.value_zero, p.values_by_channel
+        scale, zero = p.value_scale, p.value_zero
     # Scales that a row has, and those of all rows.
-    groups = dim if by_channel else p.columns
-    numbers = groups * (p.block_count if by_channel else p.entries)
+    groups = dim if of_keys else p.columns
+    numbers = groups * (p.block_count if of_keys else p.entries)
     scales = carray(pointer(scale), (numbers,), half.dtype)
     zeros = carray(pointer(zero), (numbers,), half.dtype)
     # The place of the first row in its head, and the head's first block.
     inside = first - carray(pointer(p.offsets), row + 1, np.int64)[row]
     block = carray(pointer(p.blocks), row + 1, np.int64)[row]
     step, width, middle = codes.shape[1], dim // groups, dim // 2
-    in_vectors = p.bits > 2 and step % WIDTH == 0 and (by_channel or width % WIDTH == 0)
+    in_vectors = p.bits > 2 and step % WIDTH == 0 and (of_keys or width % WIDTH == 0)
     done = 0
     while done < count:
         # Rows of one block share their scales; rows with scales of their own come all at once.
         own = (inside + done) // p.group_size
-        stop = min(count, (own + 1) * p.group_size - inside) if by_channel else count
-        rows, begin = stop - done, groups * (block + own if by_channel else first)
-        _widened(scales, begin, groups if by_channel else groups * rows, s)
-        _widened(zeros, begin, groups if by_channel else groups * rows, z)
+        stop = min(count, (own + 1) * p.group_size - inside) if of_keys else count
+        rows, begin = stop - done, groups * (block + own if of_keys else first)
+        _widened(scales, begin, groups if of_keys else groups * rows, s)
+        _widened(zeros, begin, groups if of_keys else groups * rows, z)
         at, to = (first + done) * step, done * dim
         if not in_vectors:
             for e in range(rows):
@@ -149,10 +149,10 @@ def coded_rows(
                     shift = part_of_byte * p.bits
                     for j in range(step):
                         c = part_of_byte * step + j
-                        g = c if by_channel else e * groups + c // width
+                        g = c if of_keys else e * groups + c // width
                         code = codes[first + done + e, j] >> shift & ((1 << p.bits) - 1)
                         wide[done + e, c] = z[0, g] + s[0, g] * np.float32(code)
-        elif by_channel:
+        elif of_keys:
             for c in range(0, step, WIDTH):
                 if p.bits == 8:
                     whole_by_channel(codes, at + c, step, s, z, c, 0, wide, to + c, dim, rows)

@@ -139,8 +139,6 @@ def _described(coded: CodedEntries, blocks: Tensor) -> bytes:
         columns=coded.dim // min(coding.group, coded.dim),
         bits=coding.bits,
         group_size=coding.group,
-        keys_by_channel=coding.keys == "channel",
-        values_by_channel=coding.values == "channel",
     )
     for name in ("key", "value"):
         made: Codes = getattr(coded, f"{name}s")

@@ -21,7 +21,7 @@ from gracekv.kernels.device import capability, interpreted
 # Numbers that the merging program holds at once; its step over splits follows from it.
 _MERGE_TILE = 2048
 # Tensors and numbers of a coded part.
-_CODES, _CODINGS = 9, 5
+_CODES, _CODINGS = 9, 3
 
 
 @torch.library.custom_op("gracekv::ragged_attention", mutates_args=())
@@ -68,8 +68,7 @@ def ragged_attention(
         programs: how many kernel programs to aim at.
         codes: of each coded part, codes, scales and zero points of keys, then of values, as in
             `Codes`, float32 [E] bias, and items and item_first of its `PartSplits`.
-        codings: of each coded part, bits and group, 1 for keys and for values by channel, else 0,
-            and `PartSplits.most`.
+        codings: of each coded part, bits, group and `PartSplits.most`.
         softcap: of the logits, or None.
         sink_logits: [H], or None.
 
@@ -164,9 +163,7 @@ def ragged_attention(
             )
         for part in range(len(codings) // _CODINGS):
             *stored, items, item_first = codes[part * _CODES : (part + 1) * _CODES]
-            bits, size, keys_by_channel, values_by_channel, most = codings[
-                part * _CODINGS : (part + 1) * _CODINGS
-            ]
+            bits, size, most = codings[part * _CODINGS : (part + 1) * _CODINGS]
             if most:
                 attend_coded_splits[(readers, most)](
                     query,
@@ -186,8 +183,6 @@ def ragged_attention(
                     **attending,
                     BITS=bits,
                     SIZE=size,
-                    KEYS_BY_CHANNEL=keys_by_channel == 1,
-                    VALUES_BY_CHANNEL=values_by_channel == 1,
                 )
         merge_splits[(count, heads, batch)](
             part_output,

@@ -28,7 +28,7 @@ def _numbers(
     BLOCK_D: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     """float32 [BLOCK_N, BLOCK_D]: zero + scale * code; see `Codes`."""
     dim = tl.arange(0, BLOCK_D)
@@ -42,7 +42,7 @@ def _numbers(
         at = n[:, None] * row + (dim % row)[None, :]
         byte = tl.load(codes + at, mask=used, other=0).to(tl.int32)
         code = (byte >> (dim // row * BITS)[None, :]) & ((1 << BITS) - 1)
-    if BY_CHANNEL:
+    if KEYS:
         at = ((within + n) // SIZE)[:, None] * D + dim[None, :]
     elif SIZE < D:
         at = n[:, None] * (D // SIZE) + (dim // SIZE)[None, :]
@@ -54,9 +54,9 @@ def _numbers(
 
 
 @triton.jit
-def _scales(entry, place, D: tl.constexpr, SIZE: tl.constexpr, BY_CHANNEL: tl.constexpr):
+def _scales(entry, place, D: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr):
     """Where the scales of the split that starts with `entry` begin."""
-    if BY_CHANNEL:
+    if KEYS:
         at = place // SIZE * D
     elif SIZE < D:
         at = entry * (D // SIZE)
@@ -72,10 +72,10 @@ def attend_coded_splits(
     query_head_stride,
     query_token_stride,
     key_codes,  # [E, D * BITS / 8]
-    key_scale,  # [N, D] by channel, [E, D / SIZE] by token
+    key_scale,  # [N, D]
     key_zero,
     value_codes,
-    value_scale,
+    value_scale,  # [E, D / SIZE]
     value_zero,
     bias,  # [E]
     items,  # see PartSplits
@@ -95,8 +95,6 @@ def attend_coded_splits(
     BLOCK_N: tl.constexpr,
     BITS: tl.constexpr,
     SIZE: tl.constexpr,
-    KEYS_BY_CHANNEL: tl.constexpr,
-    VALUES_BY_CHANNEL: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     CAPPED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -136,8 +134,8 @@ def attend_coded_splits(
             q = q.to(tl.float32)
         within = (place % SIZE).to(tl.int32)
         row_bytes: tl.constexpr = D * BITS // 8
-        k_scales = _scales(entry, place, D, SIZE, KEYS_BY_CHANNEL)
-        v_scales = _scales(entry, place, D, SIZE, VALUES_BY_CHANNEL)
+        k_scales = _scales(entry, place, D, SIZE, True)
+        v_scales = _scales(entry, place, D, SIZE, False)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -155,7 +153,7 @@ def attend_coded_splits(
                 BLOCK_D,
                 BITS,
                 SIZE,
-                KEYS_BY_CHANNEL,
+                True,
             ).to(q.dtype)
             v = _numbers(
                 value_codes + entry * row_bytes,
@@ -168,7 +166,7 @@ def attend_coded_splits(
                 BLOCK_D,
                 BITS,
                 SIZE,
-                VALUES_BY_CHANNEL,
+                False,
             ).to(q.dtype)
             logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
             if CAPPED:

@@ -42,17 +42,16 @@ class PartSplits:
     most: int
 
     def arguments(self, entries: CodedEntries) -> tuple[list[Tensor], list[int]]:
-        """`codes` and `codings` of `ragged_attention` for a coded part: nine tensors, five numbers.
+        """`codes` and `codings` of `ragged_attention` for a coded part: 9 tensors and 3 numbers.
 
         The tensors are codes, scales and zero points of keys and values as `Codes` describes them,
         log multiplicities [E], `items` and `item_first`.
         """
         coding, keys, values = entries.coding, entries.keys, entries.values
         stored = [keys.codes, keys.scale, keys.zero, values.codes, values.scale, values.zero]
-        by_channel = [int(by == "channel") for by in (coding.keys, coding.values)]
         return (
             [*stored, entries.log_multiplicity, self.items, self.item_first],
-            [coding.bits, coding.group, *by_channel, self.most],
+            [coding.bits, coding.group, self.most],
         )
 
 

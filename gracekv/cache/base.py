@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -103,11 +103,21 @@ class RaggedEntries(LayerEntries):
 
     def where(self, mask: Tensor) -> RaggedEntries:
         """The entries where `mask` (bool [E]) holds."""
-        inside = ragged.offsets(mask.cpu().long())
+        mask = mask.cpu()
+        return self.take(
+            mask.nonzero()[:, 0].to(self.device), ragged.offsets(mask.long())[self.offsets]
+        )
+
+    def take(self, entry: Tensor, offsets: Tensor) -> RaggedEntries:
+        """The entries of the indices `entry` (int64 [n]), in rows of these `offsets`."""
         # Four times as fast as by a mask, which each of them would go through.
-        stay = mask.nonzero().squeeze(1)
-        parts = {name: getattr(self, name).index_select(0, stay) for name in PARTS[:-1]}
-        return replace(self, **parts, offsets=inside[self.offsets])
+        parts = {name: getattr(self, name).index_select(0, entry) for name in PARTS[:-1]}
+        return replace(self, **parts, offsets=offsets)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> RaggedEntries:
+        """The same entries, with `change` applied to each of `tensors` [...] in turn."""
+        changed: dict[str, Any] = {name: change(x) for name, x in self.tensors().items()}
+        return replace(self, **changed)
 
     @property
     def kv_bytes(self) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,29 +11,32 @@ from torch import Tensor
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
 
-Grouping = Literal["channel", "token"]
-
 
 @dataclass(frozen=True, slots=True)
 class Coding:
     """How numbers become codes.
 
+    Keys are grouped by channel: `group` consecutive entries of a head share a scale and a zero
+    point in each channel. Values are grouped by token: `group` consecutive channels of an entry
+    share them, or all of its channels if there are fewer. That is KIVI's layout
+    (arXiv:2402.02750).
+
     Attributes:
         bits: width of a code, 8, 4 or 2.
         group: how many numbers share a scale and a zero point.
-        keys: "channel": `group` consecutive entries of a head, channel by channel; "token": `group`
-            consecutive channels of an entry, all of them where there are fewer.
-        values: the same for values.
     """
 
     bits: int
     group: int
-    keys: Grouping
-    values: Grouping
+
+    @property
+    def most(self) -> int:
+        """The largest code."""
+        return int(2**self.bits) - 1
 
     def check(self, dim: int) -> None:
         """Raise `ShapeError` unless heads of dimension `dim` can be stored so."""
-        if "token" in (self.keys, self.values) and dim % min(self.group, dim):
+        if dim % min(self.group, dim):
             fits = ", ".join(str(size) for size in range(1, dim) if dim % size == 0)
             raise ShapeError(
                 f"Groups of {self.group} channels do not fit a head dimension of {dim}. Use one of "
@@ -54,9 +56,9 @@ class Codes:
     Attributes:
         codes: uint8 [E, n], n = d * bits / 8. Byte j holds channels j, j + n, j + 2 n and so on,
             the first in its lowest bits.
-        scale: 16-bit numbers; [N, d], a row for each of the N blocks of entries ("channel"), or
-            [E, d / group] ("token").
-        zero: [N, d] or [E, d / group], like `scale`.
+        scale: 16-bit numbers; of keys [N, d], a row for each of the N blocks of entries, of values
+            [E, d / group].
+        zero: [N, d] or [E, d / group], as `scale`.
     """
 
     codes: Tensor
@@ -115,10 +117,9 @@ class CodedEntries:
         entries, blocks = int(self.offsets[-1]), int(self.block_offsets[-1])
         dim = self.dim
         self.coding.check(dim)
-        own = (entries, dim // min(self.coding.group, dim))
-        for name, by in (("keys", self.coding.keys), ("values", self.coding.values)):
+        shapes = {"keys": (blocks, dim), "values": (entries, dim // min(self.coding.group, dim))}
+        for name, shape in shapes.items():
             made: Codes = getattr(self, name)
-            shape = (blocks, dim) if by == "channel" else own
             if made.codes.shape != (entries, dim * self.coding.bits // 8) or not (
                 made.scale.shape == made.zero.shape == shape
             ):
@@ -159,16 +160,13 @@ class CodedEntries:
         block = self.block_offsets[row] + (
             (torch.arange(first, stop) - self.offsets[row]) // self.coding.group
         )
-        keys, values = (
-            codes.numbers(first, stop, self.coding.bits, block if by == "channel" else None)
-            for codes, by in ((self.keys, self.coding.keys), (self.values, self.coding.values))
-        )
-        return keys, values
+        keys = self.keys.numbers(first, stop, self.coding.bits, block)
+        return keys, self.values.numbers(first, stop, self.coding.bits, None)
 
-    def by_block(self, name: str) -> bool:
+    @staticmethod
+    def by_block(name: str) -> bool:
         """Whether the tensor `name` of `tensors` has a row for each block, not for each entry."""
-        side, _, part = name.partition(".")
-        return part in ("scale", "zero") and getattr(self.coding, side) == "channel"
+        return name in ("keys.scale", "keys.zero")
 
     def rows(self, begin: int, end: int) -> CodedEntries:
         """Views of rows [begin, end), as one sequence."""
@@ -191,6 +189,11 @@ class CodedEntries:
         }
         joined["offsets"] = ragged.offsets(torch.cat([part.lengths for part in parts]))
         return cls.of_tensors(joined, parts[0].coding, sum(part.sequences for part in parts))
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> CodedEntries:
+        """The same entries, with `change` applied to each of `tensors` [...] in turn."""
+        tensors = {name: change(x) for name, x in self.tensors().items()}
+        return CodedEntries.of_tensors(tensors, self.coding, self.sequences)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Everything that is stored, by name: [E, bytes] codes, their scales [N, d] and so on."""

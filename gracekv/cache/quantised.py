@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,11 @@ class QuantisedEntries(LayerEntries):
             for name, tensor in part.tensors().items()
         }
         return {**self.exact.tensors(), **coded}
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> QuantisedEntries:
+        """The same entries, with `change` applied to each of `tensors` [...] in turn."""
+        exact = self.exact.mapped(change)
+        return QuantisedEntries(exact, tuple(part.mapped(change) for part in self.coded))
 
     @property
     def kv_bytes(self) -> int:

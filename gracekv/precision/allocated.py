@@ -14,7 +14,7 @@ from gracekv.cache.coded import Coding
 from gracekv.kernels.ragged import rows_and_steps
 from gracekv.precision.allocating import AllocatingPrecision
 from gracekv.precision.base import PRECISIONS
-from gracekv.precision.quantise import as_read
+from gracekv.precision.quantise import check_finite, quantised
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
 from gracekv.prefill import Prefill, Region
@@ -39,23 +39,21 @@ class AllocatedPrecision(AllocatingPrecision):
 
     Attributes:
         group: numbers that share a scale and a zero point.
-        keys: "channel": `group` consecutive entries of one width of a head, channel by channel;
-            "token": `group` consecutive channels of an entry.
-        values: the same for values.
+        keys: always "channel", as in `uniform`; a block holds entries of one width.
+        values: always "token".
         sinks: the prompt's first tokens are dropped or stay as they are, as in `uniform`.
         rounding: how much a measured rounding error counts against that of dropping an entry.
     """
 
     group: int = bounded(32, at_least=1)
-    keys: Literal["channel", "token"] = "channel"
-    values: Literal["channel", "token"] = "token"
+    keys: Literal["channel"] = "channel"
+    values: Literal["token"] = "token"
     sinks: int = bounded(4, at_least=0)
     rounding: float = bounded(0.5, above=0)
 
     @property
     def stored(self) -> tuple[UniformPrecision, ...]:
-        fields = (self.group, self.keys, self.values, self.sinks)
-        return UniformPrecision(4, *fields), UniformPrecision(8, *fields)
+        return tuple(UniformPrecision(bits, self.group, sinks=self.sinks) for bits in (4, 8))
 
     def measured(self, prefill: Prefill, layer: int, region: Region) -> Tensor:
         """float64 [G, 2]: the losses of 4 and 8 bits, see `rounding_loss`."""
@@ -70,7 +68,9 @@ class AllocatedPrecision(AllocatingPrecision):
         budget: int,
     ) -> Tensor:
         costs = WidthCosts.of(self.stored, prefill)
-        loss = self.rounding * torch.cat(list(measured))
+        loss = torch.cat([own.to(measured[0].device) for own in measured]).cpu()
+        check_finite([loss], prefill.keys[0].dtype)
+        loss = self.rounding * loss
         head = candidates.head_of_entry()
         entries = Entries(
             worth=worth.double().cpu().square(),
@@ -117,25 +117,29 @@ def rounding_loss(
         region: whose tokens are rounded; one head's sample in blocks of its own.
         codings: C ways to store them.
     """
-    count = min(_TOKENS, region.length)
-    at = region.start + torch.arange(count) * region.length // max(1, count)
+    count, dim = min(_TOKENS, region.length), prefill.entry_dim
+    if not count:
+        return torch.zeros(prefill.kv_heads, len(codings), dtype=torch.float64)
+    (group,) = {coding.group for coding in codings}
+    levels = [coding.most for coding in codings]
+    keys, values = prefill.keys[layer], prefill.values[layer]
+    # Blocks of keys are filled up with the last token, as in the cache.
+    filled = torch.arange(-(-count // group) * group, device=keys.device).clamp_(max=count - 1)
+    at = region.start + filled * region.length // count
+    keys = keys[:, at, :dim].unflatten(1, (-1, group))
+    codes, scale, zero = quantised(keys, -2, *levels)
+    off = (zero + scale * codes - keys).flatten(2, 3)[:, :, :count]
     asking = list(prefill.spans.last(_QUERIES))
-    lengths, dim = torch.full((prefill.kv_heads,), count), prefill.entry_dim
-    place = at.to(prefill.keys[layer].device)
-    both = (prefill.keys[layer], prefill.values[layer])
-    keys, values = (x[:, place, :dim].flatten(0, 1) for x in both)
     queries = prefill.queries_at(layer, asking)[..., :dim].float() * prefill.scale
     queries = rearrange(queries, "(g n) p d -> g (n p) d", g=prefill.kv_heads)
-    spread = values.float().unflatten(0, (-1, count))
+    of_keys = (queries @ off.mT).square().mean(dim=(2, 3))
+    values = values[:, at[:count], :dim]
+    spread = values.float()
     spread = (spread - spread.mean(dim=1, keepdim=True)).square().sum(dim=(1, 2))
-    losses = []
-    for coding in codings:
-        read = as_read(keys, lengths, coding, coding.keys)
-        off = (read - keys.float()).unflatten(0, (-1, count))
-        of_keys = (queries @ off.mT).square().mean(dim=(1, 2))
-        read = as_read(values, lengths, coding, coding.values)
-        of_values = (read - values.float()).square().unflatten(0, (-1, count)).sum(dim=(1, 2))
-        # Values that are all alike are rounded to themselves.
-        of_values = of_values / spread.clamp_min(torch.finfo(torch.float32).tiny)
-        losses.append((of_keys + of_values).sqrt().cpu())
-    return torch.stack(losses, dim=1).double()
+    values = values.unflatten(2, (-1, min(group, dim)))
+    codes, scale, zero = quantised(values, -1, *levels)
+    of_values = (zero + scale * codes - values).square().sum(dim=(2, 3, 4))
+    # Values that are all alike are rounded to themselves.
+    of_values = of_values / spread.clamp_min(torch.finfo(torch.float32).tiny)
+    loss: Tensor = (of_keys + of_values).sqrt()
+    return loss.T.double()

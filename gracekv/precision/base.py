@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,10 +13,11 @@ from torch import Tensor
 from gracekv.allocate import BudgetPlan
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.base import RaggedCache, RaggedEntries
-from gracekv.cache.coded import CodedEntries, Coding
+from gracekv.cache.coded import Coding
 from gracekv.cache.entries import CompressedCache
 from gracekv.cache.quantised import QuantisedEntries
-from gracekv.precision.quantise import as_read, quantise
+from gracekv.kernels import ragged
+from gracekv.precision.quantise import blocks_of, check_finite, coded, quantised
 from gracekv.prefill import PromptSpans, Region
 from gracekv.registry import Registry, Strategy
 
@@ -23,42 +25,35 @@ EXACT = 16
 """The width of entries that stay as they are, in the model's dtype, whatever that is."""
 
 
-def _layer(layer: RaggedEntries, widths: Tensor, codings: Sequence[Coding]) -> QuantisedEntries:
-    coded = tuple(_coded(layer.where(widths == coding.bits), coding) for coding in codings)
-    return QuantisedEntries(layer.where(widths == EXACT), coded)
+Entries = TypeVar("Entries", RaggedEntries, QuantisedEntries)
 
-
-def _coded(part: RaggedEntries, coding: Coding) -> CodedEntries:
-    keys, values = (
-        quantise(numbers, part.lengths, coding, by)
-        for numbers, by in ((part.keys, coding.keys), (part.values, coding.values))
-    )
-    index = (part.positions, part.log_multiplicity, part.offsets)
-    return CodedEntries(keys, values, *index, coding, part.sequences)
+# Bytes of keys that are quantised at once on a GPU. On the CPU each layer is a batch, so that its
+# numbers stay in the processor's cache.
+_BATCH = 256 * 2**20
 
 
 class Precision(Strategy, abc.ABC):
     """Store the kept entries of the compressible region with fewer bits.
 
     Positions and multiplicities stay. Entries outside the region (prefix, recent window, question)
-    stay bit for bit unless a strategy's fields say otherwise. Deterministic.
-    All entries that fit are kept, unless it is an `AllocatingPrecision`.
+    stay bit for bit unless a strategy's fields say otherwise. Deterministic. All entries that fit
+    are kept, except by an `AllocatingPrecision`.
     """
 
     @property
     def codings(self) -> tuple[Coding, ...]:
-        """How entries of fewer bits are stored, one coding a width; none: they never are."""
+        """How entries of fewer bits are stored, one coding for each width; () if none ever is."""
         return ()
 
     def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes | None:
-        """What entries cost, if budgets count bytes; None: they count entries.
+        """What entries cost if budgets count bytes, or None if they count entries.
 
         Args:
             dim: d.
             itemsize: bytes of a number in the model's dtype.
-            spans: of the prompt.
+            spans: the prompt's spans.
 
-        Raises `ShapeError` if heads of dimension `dim` cannot be stored so.
+        Raises `ShapeError` if heads of dimension `dim` cannot be stored this way.
         """
         return None
 
@@ -72,31 +67,35 @@ class Precision(Strategy, abc.ABC):
         """
 
     def keeps_all(self, plan: BudgetPlan, entry_bytes: int) -> bool:
-        """Whether nothing need be dropped, nor shared out; `entry_bytes` is that of an entry."""
+        """Whether everything fits as it is, at `entry_bytes` an entry."""
         return plan.keeps_all
 
     def keys_as_read(
         self, cache: RaggedCache, widths: Sequence[Tensor], dim: int | None = None
     ) -> RaggedCache:
-        """`cache` with float32 keys [E, d] as decoding will read them: what values are fitted to.
+        """`cache` with float32 keys [E, d] as decoding will read them; values are fitted to these.
 
         Args:
             cache: the packed cache of one sequence.
             widths: for each layer uint8 [E], of `widths`.
-            dim: how many of a key's coordinates are stored, the others stay; None: all.
+            dim: how many coordinates of a key are stored, the others stay; default: all.
 
         Raises `NonFiniteError` if keys cannot be quantised.
         """
         if not self.codings:
             return cache
-        layers = []
-        for layer, own in zip(cache.layers, widths, strict=True):
-            keys = layer.keys.to(torch.float32, copy=True)
-            for coding in self.codings:
-                mask = own == coding.bits
-                part = layer.where(mask)
-                keys[mask, :dim] = as_read(part.keys[:, :dim], part.lengths, coding, coding.keys)
-            layers.append(dataclasses.replace(layer, keys=keys))
+        layers: list[RaggedEntries] = []
+        scales = []
+        for batch, number, (_, *coded_parts) in self._batches(cache, widths):
+            keys = batch.keys.to(torch.float32, copy=True)
+            for part, coding in zip(coded_parts, self.codings, strict=True):
+                at = part.entry[part.blocks]
+                codes, scale, zero = quantised(batch.keys[at][..., :dim], -2, coding.most)
+                read = (zero + scale * codes).flatten(0, 2)
+                keys[:, :dim].index_copy_(0, at.flatten(), read)
+                scales.append(scale)
+            layers += _apart(dataclasses.replace(batch, keys=keys), number)
+        check_finite(scales, cache.layers[0].dtype)
         return dataclasses.replace(cache, layers=tuple(layers))
 
     def __call__(self, cache: RaggedCache, widths: Sequence[Tensor]) -> CompressedCache:
@@ -110,9 +109,84 @@ class Precision(Strategy, abc.ABC):
         """
         if not self.codings:
             return cache
-        pairs = zip(cache.layers, widths, strict=True)
-        layers = tuple(_layer(*pair, self.codings) for pair in pairs)
-        return CompressedCache(layers, cache.length, cache.padding)
+        layers: list[QuantisedEntries] = []
+        scales = []
+        for batch, number, (exact, *coded_parts) in self._batches(cache, widths):
+            coded_entries = tuple(
+                coded(batch.take(part.entry, part.offsets), part.blocks, coding)
+                for part, coding in zip(coded_parts, self.codings, strict=True)
+            )
+            scales += [codes.scale for x in coded_entries for codes in (x.keys, x.values)]
+            made = QuantisedEntries(batch.take(exact.entry, exact.offsets), coded_entries)
+            layers += _apart(made, number)
+        check_finite(scales, cache.layers[0].dtype)
+        return CompressedCache(tuple(layers), cache.length, cache.padding)
+
+    def _batches(
+        self, cache: RaggedCache, widths: Sequence[Tensor]
+    ) -> Iterator[tuple[RaggedEntries, int, list[_Part]]]:
+        """Layers in one, how many they are, and their entries of `EXACT` and of each coding."""
+        first, kinds = 0, [(EXACT, 1), *((x.bits, x.group) for x in self.codings)]
+        for number in _batch_sizes(cache.layers):
+            batch = RaggedEntries.stack(cache.layers[first : first + number])
+            own = torch.cat(list(widths[first : first + number])).cpu()
+            first += number
+            parts = []
+            for bits, group in kinds:
+                mask = own == bits
+                offsets = ragged.offsets(mask.long())[batch.offsets]
+                blocks = blocks_of(offsets.diff(), group)
+                parts.append(_Part(mask.nonzero()[:, 0], blocks, offsets))
+            if batch.device.type != "cpu":
+                # One upload for all of them.
+                sizes = [x.numel() for part in parts for x in (part.entry, part.blocks)]
+                flat = torch.cat([x.flatten() for part in parts for x in part[:2]])
+                there = iter(flat.to(batch.device).split(sizes))
+                parts = [_Part(next(there), next(there).view(x.blocks.shape), x[2]) for x in parts]
+            yield batch, number, parts
+
+
+class _Part(NamedTuple):
+    """The entries of one width in a batch of layers.
+
+    Attributes:
+        entry: int64 [n], which entries of the batch they are.
+        blocks: int64 [N, size], see `blocks_of`.
+        offsets: int64 [rows + 1] on the CPU, where each head's begin.
+    """
+
+    entry: Tensor
+    blocks: Tensor
+    offsets: Tensor
+
+
+def _batch_sizes(layers: Sequence[RaggedEntries]) -> list[int]:
+    """How many consecutive layers each batch holds."""
+    sizes: list[int] = []
+    room = 0
+    for number, layer in enumerate(layers):
+        room -= layer.keys.nbytes
+        alone = layer.device.type == "cpu" or layer.device != layers[number - 1].device
+        if alone or room < 0:
+            sizes.append(0)
+            room = _BATCH - layer.keys.nbytes
+        sizes[-1] += 1
+    return sizes
+
+
+def _apart(batch: Entries, layers: int) -> list[Entries]:
+    """The layers of a batch, each one a sequence of it, in memory of their own."""
+    if layers == 1:
+        return [batch]
+    views = [batch.sequence(number) for number in range(layers)]
+    tensors = [x for view in views for x in view.tensors().values()]
+    copies = list(map(torch.empty_like, tensors))
+    for dtype in {x.dtype for x in tensors}:
+        same = [n for n, x in enumerate(tensors) if x.dtype == dtype]
+        # One kernel for many tensors.
+        torch._foreach_copy_([copies[n] for n in same], [tensors[n] for n in same])
+    made = iter(copies)
+    return [view.mapped(lambda _: next(made)) for view in views]
 
 
 PRECISIONS = Registry("precision", "how many bits the numbers of an entry take", Precision)

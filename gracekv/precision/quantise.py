@@ -2,96 +2,111 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+
 import torch
 from torch import Tensor
 
-from gracekv.cache.coded import Codes, Coding, Grouping
+from gracekv.cache.base import RaggedEntries
+from gracekv.cache.coded import CodedEntries, Codes, Coding
 from gracekv.errors import NonFiniteError
 from gracekv.kernels import ragged
 
 METADATA_BYTES = 2
-"""Of a scale, and of a zero point."""
+"""Bytes of a scale, and of a zero point."""
 
 
-def quantise(numbers: Tensor, lengths: Tensor, coding: Coding, by: Grouping) -> Codes:
-    """Codes of `numbers` [E, d], whose rows hold `lengths` (int64 [rows], on the CPU) entries.
+def quantised(groups: Tensor, dim: int, *levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of groups of numbers that share a scale and a zero point, at each of C widths.
 
-    Scales and zero points are of the numbers' dtype; of float32 numbers, float16.
+    `groups` are floating-point numbers, a group along `dim` (counted from the end, so below 0);
+    a code of each width is at most its one of `levels`. The zero point is the largest 16-bit
+    number that is not above a group, the scale the smallest by which `levels` steps reach its
+    largest number. A group of equal numbers has the nearest number to them as its zero point, and
+    as its scale what that misses: nothing for 16-bit numbers, nearly nothing for float32.
 
-    Raises `NonFiniteError` if a number is NaN or infinite, or beyond float16 for float32 numbers.
+    Returns:
+        Codes as float32 [C, ...], scales [C, ...] and zero points [...], both of length 1 along
+        `dim`. They have the dtype of `groups`, or float16 for float32. Scales are not finite where
+        numbers are not, or where 16 bits cannot represent them: see `check_finite`.
     """
-    x = numbers.float()
-    kind = torch.float16 if numbers.dtype == torch.float32 else numbers.dtype
-    if by == "channel":
-        row, block = ragged.rows_and_steps(ragged.blocks(lengths, coding.group))
-        begin = ragged.offsets(lengths)[row] + block * coding.group
-        count = (ragged.offsets(lengths)[row + 1] - begin).clamp(max=coding.group)
-        # A short block repeats its last entry, which changes neither its range nor its codes.
-        step = torch.arange(coding.group).minimum(count[:, None] - 1)
-        grouped = x[(begin[:, None] + step).to(x.device)].mT
-    else:
-        grouped = x.unflatten(1, (-1, min(coding.group, x.shape[1])))
-    # [N, d, group] by channel, [E, d / group, group] by token.
-    low, high = grouped.amin(dim=-1), grouped.amax(dim=-1)
-    scale, zero = _scale_and_zero(low, high, 2**coding.bits - 1, kind)
-    if not bool((scale.isfinite() & zero.isfinite()).all()):
+    kind = torch.float16 if groups.dtype == torch.float32 else groups.dtype
+    x = groups.float()
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    zero = low.to(kind)
+    if groups.dtype == torch.float32:
+        zero = torch.where(low == high, zero, _next(zero, zero.double() > low, up=False))
+    span = high.double() - zero
+    scales = [span / most for most in levels]
+    scale = torch.stack(scales) if len(scales) > 1 else scales[0][None]
+    near = scale.to(kind)
+    scale = _next(near, near < scale, up=True)
+    if groups.dtype == torch.float32:
+        scale = torch.where(low == high, (low - zero).to(kind), scale)
+    # Between 0 and `levels` by the way in which zero points and scales are rounded. NaN is 0 / 0.
+    codes = ((x - zero) / scale).round_().nan_to_num_(0.0, 0.0, 0.0)
+    return codes, scale, zero
+
+
+def _next(numbers: Tensor, where: Tensor, *, up: bool) -> Tensor:
+    """16-bit `numbers`, and `where` it is true the next one above (`up`) or below."""
+    bits = numbers.view(torch.int16)
+    if up:
+        # Scales are at least 0: one more bit pattern away from it.
+        return (bits + where).view(numbers.dtype)
+    away = torch.where(numbers > 0, bits - 1, bits + 1)
+    beyond = torch.where(numbers == 0, -(2**15) + 1, away)
+    return torch.where(where, beyond, bits).to(torch.int16).view(numbers.dtype)
+
+
+def check_finite(numbers: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Raise `NonFiniteError` unless all scales [...], or results computed from them, are finite.
+
+    `dtype` is that of the entries. On GPUs this waits for the device, once for all `numbers`.
+    """
+    # Only numbers that are not finite differ from themselves.
+    bad = [(x - x).any() for x in numbers]
+    if bad and bool(torch.stack(bad).any()):
+        kind = torch.float16 if dtype == torch.float32 else dtype
         raise NonFiniteError(
             f"Entries hold NaN, infinity or numbers beyond {torch.finfo(kind).max:g}, which scales "
             f"and zero points of 16 bits cannot represent. Use precision 'full'."
         )
-    wide_scale, wide_zero = scale.float()[..., None], zero.float()[..., None]
-    codes = ((grouped - wide_zero) / wide_scale).round_().nan_to_num_(0.0)
-    codes = codes.clamp_(0, 2**coding.bits - 1).to(torch.uint8)
-    codes[low == high] = 1
-    if by == "channel":
-        within = torch.arange(coding.group) < count[:, None]
-        flat = codes.mT[within.to(codes.device)]
-    else:
-        flat = codes.flatten(1)
-    return Codes(_packed(flat, coding.bits), scale, zero)
 
 
-def as_read(numbers: Tensor, lengths: Tensor, coding: Coding, by: Grouping) -> Tensor:
-    """float32 [E, d]: what the codes of `numbers` [E, d] are read as; see `quantise`."""
-    codes = quantise(numbers, lengths, coding, by)
-    if by == "token":
-        return codes.numbers(0, len(numbers), coding.bits, None)
-    row, step = ragged.rows_and_steps(lengths)
-    block = ragged.offsets(ragged.blocks(lengths, coding.group))[row] + step // coding.group
-    return codes.numbers(0, len(numbers), coding.bits, block)
+def blocks_of(lengths: Tensor, size: int) -> Tensor:
+    """int64 [N, size]: the entries of each block of `size` consecutive entries of a row.
 
-
-def _scale_and_zero(
-    low: Tensor, high: Tensor, levels: int, kind: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """16-bit numbers with zero <= low and zero + levels * scale >= high, the nearest such.
-
-    Where low = high, the zero point is the number nearest to it, and the scale, which codes of 1
-    then add, what is missing: nothing for 16-bit numbers, nearly nothing for float32.
+    A short block repeats its last entry, which changes neither its range nor its codes. Rows have
+    `lengths` (int64 [rows]) entries.
     """
-    zero = _rounded(low.double(), kind, up=False)
-    scale = _rounded((high.double() - zero.double()) / levels, kind, up=True)
-    near = low.to(kind)
-    constant = low == high
-    zero = torch.where(constant, near, zero)
-    return torch.where(constant, (low - near.float()).to(kind), scale), zero
+    first = ragged.offsets(lengths)
+    row, block = ragged.rows_and_steps(ragged.blocks(lengths, size))
+    begin = first[row] + block * size
+    return (begin[:, None] + torch.arange(size)).minimum(first[row + 1][:, None] - 1)
 
 
-def _rounded(x: Tensor, kind: torch.dtype, *, up: bool) -> Tensor:
-    """The nearest number of the 16-bit dtype `kind` that is not below x (`up`), or not above."""
-    near = x.to(kind)
-    bits = near.view(torch.int16)
-    grows = (near > 0) == up
-    # The next number in that direction: one more bit pattern away from 0, or one towards it.
-    beyond = torch.where(grows, bits + 1, bits - 1)
-    smallest = torch.tensor(1 if up else -(2**15) + 1, dtype=torch.int16, device=x.device)
-    beyond = torch.where(near == 0, smallest, beyond).view(kind)
-    wrong = near.double() < x if up else near.double() > x
-    return torch.where(wrong, beyond, near)
+def coded(part: RaggedEntries, blocks: Tensor, coding: Coding) -> CodedEntries:
+    """The entries of `part` as codes; `blocks` int64 [N, size] are those of its keys.
+
+    See `blocks_of`. The caller checks the scales by `check_finite`.
+    """
+    most, dim = coding.most, part.dim
+    codes, scale, zero = quantised(part.keys[blocks], -2, most)
+    flat = torch.empty(part.keys.shape, dtype=torch.uint8, device=part.device)
+    # What a short block repeats has the same codes.
+    flat.index_copy_(0, blocks.flatten(), codes.to(torch.uint8).view(-1, dim))
+    keys = Codes(_packed(flat, coding.bits), scale[0, :, 0], zero[:, 0])
+    groups = part.values.unflatten(1, (-1, min(coding.group, dim)))
+    codes, scale, zero = quantised(groups, -1, most)
+    flat = codes[0].to(torch.uint8).flatten(1)
+    values = Codes(_packed(flat, coding.bits), scale[0, ..., 0], zero[..., 0])
+    index = (part.positions, part.log_multiplicity, part.offsets)
+    return CodedEntries(keys, values, *index, coding, part.sequences)
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
     """uint8 [E, d * bits / 8] of codes uint8 [E, d]; see `Codes`."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)[:, None]
-    parts: Tensor = codes.unflatten(1, (8 // bits, -1)) << shifts
-    return parts.sum(dim=1, dtype=torch.uint8)
+    parts = codes.chunk(8 // bits, dim=1)
+    return reduce(torch.bitwise_or, (x << bits * n for n, x in enumerate(parts) if n), parts[0])

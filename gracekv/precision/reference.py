@@ -1,21 +1,22 @@
-"""What quantised numbers are read as, and which widths a budget buys, in loops and float64."""
+"""How quantised numbers are read, and which widths a budget buys, in loops and float64."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from gracekv.cache.coded import Coding, Grouping
+from gracekv.cache.coded import Coding
 from gracekv.precision.width_auction import Entries, WidthCosts
 
+Side = Literal["keys", "values"]
 
-def rounded(
-    numbers: Tensor, lengths: Tensor, coding: Coding, by: Grouping
-) -> tuple[Tensor, Tensor]:
-    """float64 [E, d]: what `numbers` [E, d] are read as after quantising, and their steps.
+
+def rounded(numbers: Tensor, lengths: Tensor, coding: Coding, side: Side) -> tuple[Tensor, Tensor]:
+    """How quantised `numbers` [E, d] are read, and the steps between their codes; float64 [E, d].
 
     Rows hold `lengths` (int64 [rows]) entries. In a group of numbers x with distinct values, the
     zero point is the largest 16-bit number that is not above the least x, the step the smallest
@@ -27,7 +28,7 @@ def rounded(
     x = numbers.double()
     read, steps = x.clone(), torch.zeros_like(x)
     levels = 2**coding.bits - 1
-    for rows, columns in _groups(x, lengths, coding, by):
+    for rows, columns in _groups(x, lengths, coding, side):
         group = x[rows, columns]
         if group.min() == group.max():
             continue
@@ -116,11 +117,11 @@ def _bytes(level: list[int], heads: list[int], costs: WidthCosts) -> int:
 
 
 def _groups(
-    x: Tensor, lengths: Tensor, coding: Coding, by: Grouping
+    x: Tensor, lengths: Tensor, coding: Coding, side: Side
 ) -> list[tuple[slice | int, slice | int]]:
     """The entries and channels of each group."""
     entries, dim = x.shape
-    if by == "token":
+    if side == "values":
         size = min(coding.group, dim)
         return [(e, slice(c, c + size)) for e in range(entries) for c in range(0, dim, size)]
     blocks: list[tuple[slice | int, slice | int]] = []

@@ -33,33 +33,31 @@ class UniformPrecision(Precision):
     Attributes:
         bits: of a code.
         group: numbers that share a scale and a zero point.
-        keys: "channel": `group` consecutive entries of a head, channel by channel; "token": `group`
-            consecutive channels of an entry.
-        values: the same for values.
+        keys: always "channel": a block of `group` consecutive entries of a head, channel by
+            channel. The field stays for one release, for pipelines saved by version 0.2.
+        values: always "token": `group` consecutive channels of an entry.
         sinks: the prompt's first tokens stay as they are (ours): models give them keys unlike all
             others, which would widen the range of their block.
     """
 
     bits: Literal[8, 4, 2] = 8
     group: int = bounded(32, at_least=1)
-    keys: Literal["channel", "token"] = "channel"
-    values: Literal["channel", "token"] = "token"
+    keys: Literal["channel"] = "channel"
+    values: Literal["token"] = "token"
     sinks: int = bounded(4, at_least=0)
 
     @property
     def codings(self) -> tuple[Coding]:
-        return (Coding(self.bits, self.group, self.keys, self.values),)
+        return (Coding(self.bits, self.group),)
 
     def entry_bytes(self, dim: int, itemsize: int, spans: PromptSpans) -> EntryBytes:
         """Bytes of codes, scales and zero points; raises `ShapeError` if the group does not fit."""
         self.codings[0].check(dim)
-        by = (self.keys, self.values)
         pair = 2 * METADATA_BYTES
         return EntryBytes(
             exact=2 * dim * itemsize,
-            coded=2 * dim * self.bits // 8
-            + by.count("token") * (dim // min(self.group, dim)) * pair,
-            block=by.count("channel") * dim * pair,
+            coded=2 * dim * self.bits // 8 + dim // min(self.group, dim) * pair,
+            block=dim * pair,
             per_block=self.group,
             full=2 * dim * 2,
             sinks=max(0, min(self.sinks, spans.context_end) - spans.context_start),

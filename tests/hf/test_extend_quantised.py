@@ -31,9 +31,8 @@ PASSAGE = IDS[END : END + 80]
 
 PRECISIONS = {
     "allocated": AllocatedPrecision(group=8),
-    "allocated by token": AllocatedPrecision(group=4, keys="token", values="channel"),
     "8 bits": UniformPrecision(group=8),
-    "4 bits": UniformPrecision(bits=4, group=4, values="channel", sinks=0),
+    "4 bits": UniformPrecision(bits=4, group=4, sinks=0),
 }
 every_precision = pytest.mark.parametrize("name", PRECISIONS)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.allocate import Budget
+from gracekv.allocate import Budget, Selection
 from gracekv.allocate.top_tokens import entry_gains
 from gracekv.errors import BudgetError, ConfigError, NonFiniteError
 from gracekv.pipeline import Pipeline
@@ -100,8 +100,8 @@ def test_the_loss_is_that_of_rounding_a_sample():
         count = torch.tensor([len(keys)])
         spread = (values.double() - values.double().mean(dim=0)).square().sum()
         for number, coding in enumerate(codings):
-            off_k = reference.rounded(keys, count, coding, "channel")[0] - keys.double()
-            off_v = reference.rounded(values, count, coding, "token")[0] - values.double()
+            off_k = reference.rounded(keys, count, coding, "keys")[0] - keys.double()
+            off_v = reference.rounded(values, count, coding, "values")[0] - values.double()
             noise = (prefill.scale * queries @ off_k.T).square().mean()
             want = (noise + off_v.square().sum() / spread).sqrt()
             torch.testing.assert_close(got[unit, number], want, rtol=1e-3, atol=1e-6)
@@ -171,8 +171,12 @@ def test_what_fits_as_it_is_stays():
 def test_numbers_that_cannot_be_rounded_are_refused(bad):
     prefill = synthetic_prefill(context=60, dim=8, layers=2)
     prefill.keys[1][:, 8:50, 3] = bad
+    region, precision = prefill.spans.region(4), AllocatedPrecision(group=8)
+    measured = [precision.measured(prefill, layer, region) for layer in range(2)]
+    kept = torch.ones(2, prefill.kv_heads, region.length, dtype=torch.bool)
+    offered = Selection.of_tokens(kept, region.start)
     with pytest.raises(NonFiniteError, match="Use precision 'full'"):
-        rounding_loss(prefill, 1, prefill.spans.region(4), AllocatedPrecision(group=8).codings)
+        precision.allocate(prefill, measured, offered, torch.ones(offered.entries), 1000)
 
 
 def test_values_that_are_all_alike_lose_nothing_but_by_their_keys():

@@ -19,10 +19,9 @@ from gracekv.testing.selections import check_run
 CODINGS = {
     "8 bits": UniformPrecision(group=8),
     "4 bits": UniformPrecision(bits=4, group=4, sinks=0),
-    "all by token": UniformPrecision(bits=4, group=8, keys="token", values="token"),
     "allocated": AllocatedPrecision(group=8),
-    "allocated by token": AllocatedPrecision(group=4, keys="token", sinks=0),
-    "all by channel": UniformPrecision(group=16, keys="channel", values="channel", sinks=9),
+    "allocated without sinks": AllocatedPrecision(group=4, sinks=0),
+    "many sinks": UniformPrecision(group=16, sinks=9),
 }
 
 

@@ -39,10 +39,9 @@ def runs(precision, dtype=torch.float32, **sizes):
     group=st.integers(1, 3),
     bits=st.sampled_from([4, 8]),
     size=st.sampled_from([4, 16]),
-    keys=st.sampled_from(["channel", "token"]),
 )
-def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, size, keys):
-    precision = UniformPrecision(bits=bits, group=size, keys=keys, sinks=3)
+def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, size):
+    precision = UniformPrecision(bits=bits, group=size, sinks=3)
     prefill, packed, stored = runs(precision, seed=seed, group=group)
     region = prefill.spans.region(packed.plan.recent)
     memory = {}
@@ -55,7 +54,7 @@ def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, si
         )
         read = layer.keys.double()
         (coding,) = precision.codings
-        read[inside] = rounding.rounded(layer.keys[inside], counts, coding, keys)[0]
+        read[inside] = rounding.rounded(layer.keys[inside], counts, coding, "keys")[0]
         as_read = dataclasses.replace(layer, keys=read)
         for head in range(prefill.kv_heads):
             values, log_m = fitting.fitted_head(
@@ -68,7 +67,7 @@ def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, si
             torch.testing.assert_close(got[3].double(), log_m, rtol=MARGIN, atol=MARGIN)
             at = inside[own]
             _, steps = rounding.rounded(
-                values[at].float(), torch.tensor([int(at.sum())]), coding, "token"
+                values[at].float(), torch.tensor([int(at.sum())]), coding, "values"
             )
             assert bool(((got[1] - values)[at].abs() <= steps / 2 + 3 * MARGIN).all())
 

@@ -42,18 +42,16 @@ CPU = torch.device("cpu")
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     bits=st.sampled_from([2, 4, 8, "mixed", "passages"]),
     size=st.sampled_from([1, 8, 32]),
-    keys=st.sampled_from(["channel", "token"]),
-    values=st.sampled_from(["channel", "token"]),
     most=st.sampled_from([5, 16, 256]),
     softcap=st.sampled_from([None, 1.5]),
     sinks=st.booleans(),
 )
 def test_equal_attention_in_float64(
     seed, lengths, sequences, repeats, group, tokens, masked, shuffled, dim, dtype, bits, size,
-    keys, values, most, softcap, sinks,
+    most, softcap, sinks,
 ):  # fmt: skip
     rng = torch.Generator().manual_seed(seed)
-    fields = {"group": size, "keys": keys, "values": values}
+    fields = {"group": size}
     shape = (lengths * sequences, dim, dtype, sequences)
     layer = quantised(rng, *shape, bits=8 if isinstance(bits, str) else bits, **fields)
     if bits in ("mixed", "passages"):

@@ -10,10 +10,10 @@ from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.cache.coded import Coding
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import ConfigError, NonFiniteError, ShapeError
-from gracekv.kernels.ragged import blocks, offsets
+from gracekv.kernels.ragged import offsets
 from gracekv.pipeline import Pipeline
 from gracekv.precision import PRECISIONS, UniformPrecision, reference
-from gracekv.precision.quantise import quantise
+from gracekv.precision.quantise import blocks_of, coded
 from gracekv.prefill import PromptSpans, Region
 from gracekv.testing import synthetic_prefill
 
@@ -22,15 +22,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = 3e-7
 
 
-def read(codes, lengths, coding, by):
-    """All numbers of `codes`, row after row, as backends read them."""
-    starts, rows = offsets(lengths), []
-    begins = offsets(blocks(lengths, coding.group))
-    for row, length in enumerate(lengths.tolist()):
-        block = begins[row] + torch.arange(length) // coding.group
-        span = (int(starts[row]), int(starts[row + 1]))
-        rows.append(codes.numbers(*span, coding.bits, block if by == "channel" else None))
-    return torch.cat(rows)
+def stored(x, lengths, coding):
+    """Entries whose keys and values are both `x`, as codes."""
+    index = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths.tolist()])
+    entries = RaggedEntries(x, x, index, torch.zeros(len(x)), offsets(lengths))
+    return coded(entries, blocks_of(lengths, coding.group), coding)
+
+
+def read(x, lengths, coding, side):
+    """All numbers of `x`, row after row, as backends read their codes."""
+    made, starts = stored(x, lengths, coding), offsets(lengths).tolist()
+    rows = [made.numbers(row, *starts[row : row + 2]) for row in range(len(lengths))]
+    return torch.cat([both[side == "values"] for both in rows])
 
 
 @settings(max_examples=40)
@@ -39,20 +42,20 @@ def read(codes, lengths, coding, by):
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=4),
     bits=st.sampled_from([2, 4, 8]),
     group=st.sampled_from([1, 2, 4, 7, 16]),
-    by=st.sampled_from(["channel", "token"]),
+    side=st.sampled_from(["keys", "values"]),
     dtype=st.sampled_from(DTYPES),
     spread=st.sampled_from([0.0, 1e-3, 1.0, 300.0]),
     offset=st.sampled_from([0.0, 1.0, -37.3]),
 )
-def test_numbers_are_within_half_a_step(seed, lengths, bits, group, by, dtype, spread, offset):
+def test_numbers_are_within_half_a_step(seed, lengths, bits, group, side, dtype, spread, offset):
     rng = torch.Generator().manual_seed(seed)
     lengths, dim = torch.tensor(lengths), 28 if group == 7 else 16
     x = (torch.randn(int(lengths.sum()), dim, generator=rng) * spread + offset).to(dtype)
-    coding = Coding(bits, group, by, by)
+    coding = Coding(bits, group)
 
-    got = read(quantise(x, lengths, coding, by), lengths, coding, by).double()
+    got = read(x, lengths, coding, side).double()
 
-    want, steps = reference.rounded(x, lengths, coding, by)
+    want, steps = reference.rounded(x, lengths, coding, side)
     slack = ROUNDING * (x.double().abs() + 2**bits * steps)
     assert bool(((got - x.double()).abs() <= steps / 2 + slack + 6e-8).all())
     # Numbers half-way between two codes may take either.
@@ -65,7 +68,7 @@ def test_a_byte_holds_channels_that_lie_its_bytes_apart_the_first_lowest(bits):
     rng, n = torch.Generator().manual_seed(bits), 2 * bits
     x = torch.randint(0, 2**bits, (3, 16), generator=rng).float()
     x[:, 0], x[:, 1] = 0, 2**bits - 1  # Codes are the numbers themselves.
-    got = quantise(x, torch.tensor([3]), Coding(bits, 16, "token", "token"), "token").codes
+    got = stored(x, torch.tensor([3]), Coding(bits, 16)).values.codes
     want = [
         [sum(int(row[j + n * part]) << bits * part for part in range(8 // bits)) for j in range(n)]
         for row in x
@@ -77,17 +80,17 @@ def test_a_byte_holds_channels_that_lie_its_bytes_apart_the_first_lowest(bits):
 @given(
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from(DTYPES),
-    by=st.sampled_from(["channel", "token"]),
+    side=st.sampled_from(["keys", "values"]),
     bits=st.sampled_from([2, 4, 8]),
     size=st.sampled_from([1e-2, 1.0, 1e4]),
 )
-def test_constant_groups_are_exact(seed, dtype, by, bits, size):
+def test_constant_groups_are_exact(seed, dtype, side, bits, size):
     rng = torch.Generator().manual_seed(seed)
-    lengths, coding = torch.tensor([7, 0, 4]), Coding(bits, 4, by, by)
-    shape = (11, 1) if by == "token" else (1, 8)
+    lengths, coding = torch.tensor([7, 0, 4]), Coding(bits, 4)
+    shape = (11, 1) if side == "values" else (1, 8)
     x = (torch.randn(shape, generator=rng) * size).to(dtype).expand(11, 8).contiguous()
 
-    got = read(quantise(x, lengths, coding, by), lengths, coding, by)
+    got = read(x, lengths, coding, side)
 
     if dtype == torch.float32:
         # Zero point and scale together hold 22 bits of a number's 24.
@@ -97,10 +100,9 @@ def test_constant_groups_are_exact(seed, dtype, by, bits, size):
 
 
 def test_16_bit_numbers_that_float32_layers_repeat_are_exact():
-    coding, lengths = Coding(4, 32, "channel", "token"), torch.tensor([5])
+    coding, lengths = Coding(4, 32), torch.tensor([5])
     x = torch.tensor([0.0, 1.5, -3.25, 1000.0]).expand(5, 4).contiguous()
-    codes = quantise(x, lengths, coding, "channel")
-    assert torch.equal(read(codes, lengths, coding, "channel"), x)
+    assert torch.equal(read(x, lengths, coding, "keys"), x)
 
 
 def layer_of(rng, lengths, dim=8, dtype=torch.float32, sequences=1):
@@ -188,7 +190,7 @@ def test_numbers_that_16_bits_cannot_hold_are_refused(bad):
     [
         ({"bits": 3}, 8, ConfigError, "bits takes one of 8, 4, 2; got 3"),
         ({"group": 0}, 8, ConfigError, "group takes a whole number >= 1; got 0"),
-        ({"keys": "head"}, 8, ConfigError, "keys takes one of 'channel', 'token'"),
+        ({"keys": "token"}, 8, ConfigError, "keys takes one of 'channel'; got 'token'"),
         ({"group": 6}, 16, ShapeError, r"Groups of 6 channels do not fit a head dimension of 16"),
         ({"bits": 4, "group": 5}, 5, ShapeError, "do not fill whole bytes"),
     ],

@@ -55,22 +55,17 @@ def check(layer, query, keys, values, mask, rows, options):
     dtype=st.sampled_from(list(TOLERANCES)),
     bits=st.sampled_from([2, 4, 8]),
     size=st.sampled_from([1, 4, 32]),
-    keys=st.sampled_from(["channel", "token"]),
-    values=st.sampled_from(["channel", "token"]),
     softcap=st.sampled_from([None, 1.5]),
     sinks=st.booleans(),
 )
 def test_equals_attention_in_float64(
     seed, lengths, sequences, copies, group, tokens, masked, shuffled, dim, dtype, bits, size,
-    keys, values, softcap, sinks,
+    softcap, sinks,
 ):  # fmt: skip
     rng = torch.Generator().manual_seed(seed)
     # Of token groups, as many channels as fit.
     size = 4 if dim == 20 and size == 32 else size
-    layer = quantised(
-        rng, lengths * sequences, dim, dtype, sequences,
-        bits=bits, group=size, keys=keys, values=values,
-    )  # fmt: skip
+    layer = quantised(rng, lengths * sequences, dim, dtype, sequences, bits=bits, group=size)
     batch, heads = sequences * copies, len(lengths)
     query = torch.randn(batch, heads * group, tokens, dim, generator=rng).to(dtype)
     tail = [torch.randn(batch, heads, tokens + 3, dim, generator=rng).to(dtype) for _ in "kv"]
