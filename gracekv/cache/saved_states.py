@@ -1,18 +1,44 @@
 """Layers in a saved cache: checks of their tensors, and the states of those that stay whole.
 
-Checks are of what the layers' own classes do not look at.
+These are the checks that the layers' own classes do not make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gracekv.errors import ShapeError
+from gracekv.errors import SavedCacheError, ShapeError
+from gracekv.prefill.capture_memory import is_out_of_memory
 from gracekv.prefill.layer_state import WITHOUT_CACHE, LayerState
+
+AGAIN = "Compress and save again."
+"""How every error about a damaged file ends."""
+
+
+@contextmanager
+def refusing(path: Path, what: str) -> Iterator[None]:
+    """Raise `SavedCacheError` for any error that the plain data of a file can cause in the block.
+
+    Running out of memory is not the file's fault, and passes.
+    """
+    try:
+        yield
+    except SavedCacheError:
+        raise
+    except (
+        ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError,
+    ) as error:  # fmt: skip
+        if is_out_of_memory(error):
+            raise
+        raise SavedCacheError(
+            f"{path} does not hold {what} ({type(error).__name__}: {error}). {AGAIN}"
+        ) from error
 
 
 def saved_layer_states(
@@ -24,8 +50,8 @@ def saved_layer_states(
 
     Raises `ShapeError` or `KeyError` if they are not what `write_cache` wrote.
     """
-    facts = header.get("kept", [])
-    if not isinstance(facts, list) or not all(isinstance(x, list) and len(x) == 3 for x in facts):
+    facts = header["kept"]
+    if not all(isinstance(x, list) and len(x) == 3 for x in facts):
         raise ShapeError(f"kept lists number, kind and window of layers; got {facts!r}")
     states = []
     for number, kind, window in facts:

@@ -1,7 +1,7 @@
 """A packed cache as one safetensors file: tensors, and a header that describes them.
 
 The file's metadata holds the header as JSON, with the format's version, the checksum of every
-tensor, and its own checksum. Nothing in a file is executed.
+tensor, and the header's own checksum. Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,21 +23,25 @@ from gracekv.cache.base import PARTS, RaggedEntries
 from gracekv.cache.coded import CodedEntries, Coding
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.cache.quantised import QuantisedEntries, coded_prefixes
-from gracekv.cache.saved_states import check_codes, check_index, check_numbers, saved_layer_states
-from gracekv.cache.tensor_file import AGAIN, TensorFile, refusing
+from gracekv.cache.saved_states import (
+    AGAIN,
+    check_codes,
+    check_index,
+    check_numbers,
+    refusing,
+    saved_layer_states,
+)
 from gracekv.errors import SavedCacheError, ShapeError, required
-from gracekv.files import replacing
+from gracekv.files import VERSION, replacing
 from gracekv.registry import check_values
 
 FORMAT = 4
-"""Raise it when files of an older version could be misread.
-
-Caches without quantised entries are written in format 1, those with entries of one width in format
-2, those with several widths in format 3, which earlier versions read too.
-"""
+"""Raise it when files of an older version could be misread. Version 0.2.0 wrote formats 1 to 4."""
 
 # What the header holds on top of what `write_cache` is given.
-_FIELDS = {"layers": int, "length": int, "padding": list, "sha256": dict}
+_FIELDS = {"layers": int, "length": int, "padding": list, "kept": list, "sha256": dict}
+# How every file groups the numbers of quantised entries.
+_GROUPED = {"keys": "channel", "values": "token"}
 
 
 def write_cache(
@@ -55,22 +60,19 @@ def write_cache(
     for state in cache.other_layers:
         for part, tensor in state.tensors.items():
             everything[f"kept.{state.number}.{part}"] = tensor.detach().cpu().contiguous()
-    codings = cache.layers[0].codings
-    described = [dataclasses.asdict(coding) for coding in codings]
     record = {
         **header,
         "layers": len(cache.layers),
         "length": cache.length,
         "padding": list(cache.padding),
         "kept": [[state.number, state.kind, state.window] for state in cache.other_layers],
-        # Format 2 knows one coding.
-        "coding": described[0] if len(described) == 1 else described or None,
+        "coding": [dataclasses.asdict(x) | _GROUPED for x in cache.layers[0].codings],
         "sha256": {name: _digest(tensor) for name, tensor in everything.items()},
     }
     text = json.dumps(record, sort_keys=True)
     metadata = {
         "gracekv": text,
-        "gracekv_format": str(_format(codings)),
+        "gracekv_format": str(FORMAT),
         "gracekv_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
     with replacing(path) as scratch:
@@ -81,43 +83,39 @@ def write_cache(
             raise OSError(f"{error}") from error
 
 
-def _format(codings: Sequence[Coding]) -> int:
-    """The first format that has a place for parts of these codings."""
-    repeated = len({coding.bits for coding in codings}) < len(codings)
-    return FORMAT if repeated else min(1 + len(codings), 3)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedFile:
     """An open file of `write_cache`: header and entries are of one file, whatever takes its place.
 
     Attributes:
+        path: for errors.
         header: what `write_cache` was given, and what it added.
         digest: sha256 of the header, which holds the checksum of every tensor: it identifies the
             file.
     """
 
+    path: Path
     header: dict[str, Any]
     digest: str
-    _file: TensorFile
+    _file: Any
 
     def read(self, devices: Sequence[torch.device]) -> tuple[CompressedCache, dict[str, Tensor]]:
         """The cache with its layers on `devices`, and the prompts' tensors [...], on the CPU.
 
-        Layers are read one after the other, so that of entries for a GPU one layer at a time lies
-        in the memory of the CPU.
+        Layers are read one after the other, so the CPU's memory never holds more than one layer of
+        a cache that goes to a GPU.
 
         Raises `SavedCacheError` if a tensor is missing or its checksum differs, or if the model has
         another number of layers.
         """
-        header, path = self.header, self._file.path
-        missing = sorted(set(header["sha256"]) ^ self._file.names)
+        header, path = self.header, self.path
+        missing = sorted(set(header["sha256"]) ^ set(self._file.keys()))
         if missing:
             raise SavedCacheError(f"{path} lacks or adds {', '.join(missing[:3])}. {AGAIN}")
         layers = []
         with refusing(path, "a whole cache"):
             padding, length = _whole(header["padding"]), header["length"]
-            codings = _codings(header.get("coding"))
+            codings = _codings(header["coding"])
             states = saved_layer_states(header, self._tensors("kept."), devices)
             others = {state.number for state in states if not state.beside_entries}
             if header["layers"] + len(others) != len(devices):
@@ -134,13 +132,16 @@ class SavedFile:
         return cache, self._tensors("prompts.")
 
     def _tensors(self, prefix: str) -> dict[str, Tensor]:
-        """[...] by name; raises `SavedCacheError` if a checksum differs."""
+        """[...] by name, in memory of their own: the file may change once this has returned.
+
+        Raises `SavedCacheError` if a checksum differs.
+        """
         tensors = {}
-        for name in sorted(name for name in self._file.names if name.startswith(prefix)):
-            tensors[name] = self._file.tensor(name)
+        for name in sorted(name for name in self._file.keys() if name.startswith(prefix)):  # noqa: SIM118
+            tensors[name] = self._file.get_tensor(name).clone()
             if _digest(tensors[name]) != self.header["sha256"][name]:
                 raise SavedCacheError(
-                    f"{name} in {self._file.path} is damaged (its checksum differs). {AGAIN}"
+                    f"{name} in {self.path} is damaged (its checksum differs). {AGAIN}"
                 )
         return tensors
 
@@ -149,21 +150,21 @@ class SavedFile:
 def opened(path: Path) -> Iterator[SavedFile]:
     """The saved cache in `path`, open for the length of a `with` block.
 
-    Raises `SavedCacheError` if the file cannot be read, is damaged, is no saved cache, or has a
-    format that this version does not know.
+    Raises `SavedCacheError` if the file cannot be read, is damaged, is not a saved cache, or has a
+    format that this version does not know, and `MissingDependencyError` without safetensors.
     """
+    safetensors = required("safetensors", "hf")
     if path.exists() and not path.is_file():
-        kind = "a folder" if path.is_dir() else "no regular file"
+        kind = "a folder" if path.is_dir() else "not a regular file"
         raise SavedCacheError(f"{path} is {kind}, not what result.save wrote.")
     try:
-        file = open(path, "rb")  # noqa: SIM115 (an error of the block is not one of opening)
-    except (OSError, ValueError) as error:
+        file = safetensors.safe_open(path, "pt")
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise SavedCacheError(f"Cannot read the saved cache {path}: {error}. {AGAIN}") from error
     with file:
-        tensors = TensorFile(path, file)
-        header = _header(path, tensors.metadata)
-        text = json.dumps(header, sort_keys=True)
-        yield SavedFile(header, hashlib.sha256(text.encode()).hexdigest(), tensors)
+        metadata = file.metadata() or {}
+        header = _header(path, metadata)
+        yield SavedFile(path, header, metadata["gracekv_sha256"], file)
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -200,7 +201,7 @@ def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         )
     if metadata["gracekv_format"] not in map(str, range(1, FORMAT + 1)):
         raise SavedCacheError(
-            f"{path} has format {metadata['gracekv_format']!r}, this version of gracekv reads "
+            f"{path} has format {metadata['gracekv_format']!r}, and this version of gracekv reads "
             f"formats 1 to {FORMAT}. Update gracekv, or save the cache again."
         )
     text = metadata.get("gracekv", "")
@@ -209,26 +210,34 @@ def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
             raise SavedCacheError(
                 f"The header of {path} is damaged (its checksum differs). {AGAIN}"
             )
-        header: dict[str, Any] = json.loads(text)
-        # What identifies the file is made of it.
-        json.dumps(header, sort_keys=True).encode()
-    if not isinstance(header, dict) or not all(
-        isinstance(header.get(name), kind) and not isinstance(header[name], bool)
-        for name, kind in _FIELDS.items()
-    ):
+        header = json.loads(text)
+        version = str(header.get("gracekv_version", VERSION))
+        if re.match(r"0\.[01]\.", version):
+            raise SavedCacheError(
+                f"{path} was written by gracekv {version}, and this version reads files of 0.2.0 "
+                f"and later. {AGAIN}"
+            )
+    if not all(type(header.get(name)) is kind for name, kind in _FIELDS.items()):
         fields = ", ".join(f"{name} ({kind.__name__})" for name, kind in _FIELDS.items())
         raise SavedCacheError(f"The header of {path} does not hold {fields}. {AGAIN}")
-    return header
+    return dict(header)
 
 
 def _codings(facts: Any) -> tuple[Coding, ...]:
-    """The codings that a header describes; raises `ConfigError` or `TypeError` if it is none."""
+    """The codings that a header lists; version 0.2.0 wrote None for none, and a single one bare.
+
+    Raises a `ValueError` or a `TypeError` if they cannot be read.
+    """
     codings = []
     for own in facts if isinstance(facts, list) else [] if facts is None else [facts]:
+        grouped = {side: own.pop(side) for side in _GROUPED}
         check_values(Coding, own)
         coding = Coding(**own)
-        if coding.bits not in (2, 4, 8) or coding.group < 1:
-            raise ShapeError(f"codes have 2, 4 or 8 bits and groups of at least 1; got {coding}")
+        if coding.bits not in (2, 4, 8) or coding.group < 1 or grouped != _GROUPED:
+            raise ShapeError(
+                f"codes have 2, 4 or 8 bits and groups of at least 1, keys by channel and values "
+                f"by token; got {coding} {grouped}"
+            )
         codings.append(coding)
     return tuple(codings)
 

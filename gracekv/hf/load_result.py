@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gracekv.backends import BACKENDS, Backend
 from gracekv.cache import CompressedCache, WidthShare
+from gracekv.cache.saved_states import AGAIN, refusing
 from gracekv.cache.serialization import SavedFile, opened
 from gracekv.cache.sharding import own_cache
-from gracekv.cache.tensor_file import AGAIN, refusing
 from gracekv.distributed import head_shard
 from gracekv.distributed.agreement import in_step
 from gracekv.errors import ConfigError, PromptError, SavedCacheError, ShapeError
