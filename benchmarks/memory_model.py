@@ -123,7 +123,7 @@ def streamed(shape: Shape, length: int, needs: Needs, ratio: float) -> float:
 
 def _running(shape: Shape, length: int, *, by_layers: bool) -> int:
     """Bytes of a chunk's activations, and of the mask of some rows; one chunk alone has no mask."""
-    chunk = CaptureOptions().chunk_of(length, splits=True, on_gpu=False, by_layers=by_layers)
+    chunk = CaptureOptions().chunk_of(length, splits=True, by_layers=by_layers)
     mask = 0 if chunk == length else min(256 * length, 2**22)
     return shape.activations(chunk) + mask * shape.unit
 

@@ -29,6 +29,8 @@ from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
 from gracekv.prefill.base import Prefill
 from gracekv.prefill.capture_memory import (
+    check_memory,
+    chunk_room,
     free_bytes,
     is_out_of_memory,
     out_of_memory_message,
@@ -157,12 +159,15 @@ def run_capture(
             f"{embeddings.num_embeddings}. Use the tokenizer that belongs to the model."
         )
     length = prompt.spans.length
-    on_gpu = model.device.type == "cuda"
     # Without RoPE a decoder that rotates nothing can run in parts, too.
     splits = has_rope(model) or rotating(model_layers(model)) == "none"
-    size = options.chunk_of(length, splits=splits, on_gpu=on_gpu, by_layers=each is not None)
     sizes = CaptureSizes.of(model, stays)
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
+    free = free_bytes(model.device) if model.device.type == "cuda" else None
+    room = None if free is None else chunk_room(length, len(held), sizes, free)
+    size = options.chunk_of(length, splits=splits, by_layers=each is not None, room=room)
+    if free is not None:
+        check_memory(length, size, len(held), sizes, free)
     begin = partial(Reading, model, prompt, past, needs, held, size, options.progress)
     try:
         return _whole(begin(), held) if each is None else _by_layers(begin(), held, each, options)

@@ -1,4 +1,4 @@
-"""What is said when a capture does not fit into memory, and how freed memory goes back."""
+"""Whether a capture fits into memory, what its errors say, and how freed memory goes back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from gracekv.errors import CaptureMemoryError
 from gracekv.prefill.needs import CaptureSizes
 
-# What running out of memory suggests.
+# The chunk that errors suggest.
 _LEAST_CHUNK = 128
 
 
@@ -26,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on `device`; None where that cannot be known."""
+    """Bytes that can still be allocated on `device`, or None if that is unknown."""
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserved
@@ -44,10 +45,25 @@ def free_bytes(device: torch.device) -> int | None:
     return available if limit == resource.RLIM_INFINITY else max(0, min(available, limit - mapped))
 
 
+def chunk_room(length: int, held: int, sizes: CaptureSizes, free: int) -> int:
+    """Tokens whose activations fit into `free` bytes beside what is held; arguments as below.
+
+    At most half of what is left is used: allocators keep blocks, and scores need memory too.
+    """
+    return max(0, free - sizes.held(length, held)) // (2 * max(1, sizes.activations))
+
+
+def check_memory(length: int, chunk: int, held: int, sizes: CaptureSizes, free: int) -> None:
+    """Raise `CaptureMemoryError` if a capture cannot fit into `free` bytes; arguments as below."""
+    if sizes.held(length, held) + min(chunk, length) * sizes.activations > free:
+        opening = f"Capturing {length} tokens needs more memory than is free"
+        raise CaptureMemoryError(_advice(opening, length, chunk, held, sizes, free))
+
+
 def out_of_memory_message(
     length: int, chunk: int, held: int, sizes: CaptureSizes, free: int | None
 ) -> str:
-    """What did not fit, and what would.
+    """Says what did not fit, and what would.
 
     Args:
         length: T, tokens.
@@ -56,16 +72,23 @@ def out_of_memory_message(
         sizes: of a token.
         free: bytes after the failed capture was let go, or None if unknown.
     """
+    opening = f"Capturing {length} tokens ran out of memory"
+    return _advice(opening, length, chunk, held, sizes, free)
+
+
+def _advice(
+    opening: str, length: int, chunk: int, held: int, sizes: CaptureSizes, free: int | None
+) -> str:
     mib, by_layer = 2**20, sizes.stream > 0
     kv = sizes.kv * sizes.at_once
     text = (
-        f"Capturing {length} tokens ran out of memory: keys and values "
+        f"{opening}: keys and values "
         f"{'of one layer and what stays of all ' if by_layer else ''}take "
-        f"{length * kv / mib:,.0f} MiB, held queries {held * sizes.queries / mib:,.0f} MiB, "
-        f"and {chunk} tokens ran at once. The model is as it was before."
+        f"{length * kv / mib:,.0f} MiB, held queries {held * sizes.queries / mib:,.0f} MiB, and "
+        f"{min(chunk, length)} tokens run at once. The model is as it was before."
     )
     options = []
-    if chunk > _LEAST_CHUNK:
+    if min(chunk, length) > _LEAST_CHUNK:
         options.append(f"chunk={_LEAST_CHUNK}")
     if held and not by_layer:
         options.append("memory_limit=0")
@@ -74,11 +97,8 @@ def out_of_memory_message(
     if free is not None:
         # A fifth is left to what is not counted here: one chunk's activations, and the allocator.
         fits = int(0.8 * free / (kv + sizes.stream))
-        text += (
-            f" {free / mib:,.0f} MiB are free, enough for a prompt of about {fits:,} tokens so."
-            if fits < length
-            else f" {free / mib:,.0f} MiB are free, enough for this prompt so."
-        )
+        enough = f"a prompt of about {fits:,} tokens" if fits < length else "this prompt"
+        text += f" {free / mib:,.0f} MiB are free, which is enough for {enough}."
     return text
 
 

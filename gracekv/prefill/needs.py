@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracekv.prefill.model_layers import compressed_layers, head_sizes, other_layers
+from gracekv.prefill.model_layers import (
+    compressed_layers,
+    head_sizes,
+    other_layers,
+    text_config,
+)
 from gracekv.prefill.observer import Observer
 from gracekv.prefill.prompt import PromptSpans, Region
 
@@ -97,6 +102,8 @@ class CaptureSizes:
         at_once: share of keys and values that is held while the prompt is read: 1, or layer by
             layer that of one layer and of what stays.
         stream: the residual stream and the embeddings, where all of them are held.
+        activations: one layer's activations of a token that runs: three rows of the MLP and three
+            of the residual stream.
     """
 
     kv: int
@@ -104,6 +111,11 @@ class CaptureSizes:
     again: bool = True
     at_once: float = 1.0
     stream: int = 0
+    activations: int = 0
+
+    def held(self, length: int, queries: int) -> int:
+        """Bytes that are held of a prompt of `length` tokens and the queries of some positions."""
+        return int(length * (self.kv * self.at_once + self.stream)) + queries * self.queries
 
     @classmethod
     def of(cls, model: Any, stays: float | None = None) -> CaptureSizes:
@@ -117,11 +129,18 @@ class CaptureSizes:
         heads, groups, dim = head_sizes(model)
         layers, size = len(compressed_layers(model)), model.dtype.itemsize
         unit = layers * dim * size
-        # Layers that are not compressed would need their states of all tokens for it.
-        whole = cls(kv=2 * groups * unit, queries=heads * unit, again=not other_layers(model))
+        hidden = model.get_input_embeddings().embedding_dim
+        inner = getattr(text_config(model), "intermediate_size", None) or 4 * hidden
+        whole = cls(
+            kv=2 * groups * unit,
+            queries=heads * unit,
+            # Layers that are not compressed would need their states of all tokens for it.
+            again=not other_layers(model),
+            activations=3 * size * (inner + hidden),
+        )
         if stays is None:
             return whole
-        stream = 2 * model.get_input_embeddings().embedding_dim * size
+        stream = 2 * hidden * size
         at_once, queries = min(1.0, stays + 1 / layers), whole.queries // layers
         return replace(whole, again=False, at_once=at_once, queries=queries, stream=stream)
 

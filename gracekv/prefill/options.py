@@ -12,8 +12,9 @@ from gracekv.registry import Configurable, bounded
 # prefill less than in one pass, since less memory goes back to the system and is got again.
 _CHUNK, _ONE_PASS = 512, 2048
 # On GPUs each pass pays for its launches: 32K tokens of a 7B model take 5.3 s by 512, 4.0 by 2,048
-# and 3.6 by 8,192, for 0.2 and 0.9 GiB more (ours, one H100).
-_GPU_CHUNK = 4096
+# and 3.6 by 8,192, for 0.2 and 0.9 GiB more (ours, one H100). Passes beyond 16,384 tokens would
+# only raise the peak: their products fill any GPU.
+_GPU_LEAST, _GPU_MOST = 512, 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,9 @@ class CaptureOptions(Configurable):
     """How a prefill runs. None of it changes what is captured, beyond rounding.
 
     Attributes:
-        chunk: tokens that run at once; None: 512, on a GPU 4,096. Where everything is read first, a
-            prompt of at most 2,048 tokens runs in one pass.
+        chunk: tokens that run at once; None: 512, on a GPU as many as its free memory holds, 512 to
+            16,384. Where everything is read first, a prompt of at most 2,048 tokens runs in one
+            pass.
         memory_limit: most bytes of queries that are held; None: 256 MiB, or a quarter of keys and
             values if that is more. 0 holds only probes and windows and computes all others again
             when they are read. A model whose layers are not all compressed cannot compute queries
@@ -43,7 +45,7 @@ class CaptureOptions(Configurable):
     """
 
     chunk: int | None = bounded(
-        None, at_least=1, hint=f"In tokens; leave it out for {_CHUNK}, {_GPU_CHUNK} on GPUs."
+        None, at_least=1, hint=f"In tokens; leave it out for {_CHUNK}, more on GPUs."
     )
     memory_limit: int | None = bounded(
         None, at_least=0, hint="In bytes of queries; 0 computes all but the windows' again."
@@ -53,16 +55,19 @@ class CaptureOptions(Configurable):
     stream: bool | None = None
     trim: bool = True
 
-    def chunk_of(self, length: int, *, splits: bool, on_gpu: bool, by_layers: bool) -> int:
-        """Tokens that run at once, of a prompt of `length`.
+    def chunk_of(
+        self, length: int, *, splits: bool, by_layers: bool, room: int | None = None
+    ) -> int:
+        """The number of tokens of a prompt of `length` that run at once.
 
         Args:
             length: tokens.
             splits: whether the model can run in parts.
-            on_gpu: where it runs.
             by_layers: whether all of them go through one layer before the next.
+            room: tokens whose activations a GPU has memory for, or None on a CPU.
         """
-        size = self.chunk or (_GPU_CHUNK if on_gpu else _CHUNK)
+        default = _CHUNK if room is None else max(_GPU_LEAST, min(room, _GPU_MOST))
+        size = self.chunk or default
         whole = size if self.chunk or by_layers else max(size, _ONE_PASS)
         return size if length > whole and (self.chunk or splits) else length
 
