@@ -16,19 +16,6 @@ from gracekv.value.coded import CodedRelevance
 RECIPES = ["gracekv", "snapkv", "chunkkv", "gracekv-no-multiresolution", "fullkv"]
 
 
-def numbers(data):
-    """Variable-length integers, one by one."""
-    found, value, shift = [], 0, 0
-    for byte in data:
-        value += (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            found.append(value)
-            value, shift = 0, 0
-    assert shift == 0
-    return found
-
-
 def part(header, block, name):
     offset, size = header["parts"][name]
     assert offset % 4 == 0
@@ -53,44 +40,32 @@ def test_fitted_entries_bring_their_change_and_their_multiplicity(make):
     assert not {"changes.0", "masses.0"} & set(encoding.encode(whole)[0]["parts"])
 
 
-@given(st.lists(st.integers(0, 2**35 - 1)))
-def test_varints_come_back(values):
-    assert numbers(encoding.varints(np.array(values, dtype=np.int64))) == values
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 @settings(max_examples=6)
 @given(seed=st.integers(0, 99), ratio=st.sampled_from([1.2, 3, 8]))
-def test_chains_tell_every_tokens_fate(make, recipe, seed, ratio):
+def test_gaps_and_sizes_tell_every_tokens_fate(make, recipe, seed, ratio):
     result = make(recipe, ratio, seed=seed, context=72)
     data = ReportData.of({"x": result})
     header, block = encoding.encode(data)
     entries = data.columns[0].entries
-    lengths_of = entries.entry_lengths()
-    stream, starts = (
-        part(header, block, "runs.0"), u32(part(header, block, "runStarts.0"))
-    )  # fmt: skip
-    entry_starts = u32(part(header, block, "entryStarts.0"))
-    merged_starts = u32(part(header, block, "mergedStarts.0"))
-    weights = list(part(header, block, "weights.0"))
+    width = entries.region[1] - entries.region[0]
+    gaps, sizes, starts = (
+        u32(part(header, block, f"{name}.0")) for name in ("gaps", "sizes", "entryStarts")
+    )
+    fitted = entries.value_change is not None
+    weights = None if fitted else list(part(header, block, "weights.0"))
     origins = list(part(header, block, "origins.0")) if "origins.0" in header["parts"] else None
-    for unit in range(entries.layers * entries.heads):
-        entry, merged, lengths = entry_starts[unit], merged_starts[unit], []
-        for piece in numbers(stream[starts[unit] : starts[unit + 1]]):
-            tokens, kind = piece >> 2, piece & 3
-            assert tokens > 0
-            lengths += [tokens if kind == encoding.MERGED else kind] * tokens
-            for _ in range({0: 0, 1: tokens, 2: 1}[kind]):
-                if origins is not None:
-                    depth, floor = int(entries.depth[entry]), bool(entries.floor[entry])
-                    assert origins[entry] == (127 if depth < 0 else depth) + 128 * floor
-                if kind == encoding.MERGED:
-                    share = float(entries.multiplicity[entry]) / tokens
-                    assert abs(weights[merged] / 255 - share) <= 0.5 / 255 + 1e-6
-                    merged += 1
-                entry += 1
-        assert lengths == lengths_of[unit].tolist()
-        assert (entry, merged) == (entry_starts[unit + 1], merged_starts[unit + 1])
+    for unit, wanted in enumerate(entries.entry_lengths().tolist()):
+        lengths = []
+        for entry in range(starts[unit], starts[unit + 1]):
+            lengths += [0] * gaps[entry] + [sizes[entry]] * sizes[entry]
+            if origins is not None:
+                depth, floor = int(entries.depth[entry]), bool(entries.floor[entry])
+                assert origins[entry] == (127 if depth < 0 else depth) + 128 * floor
+            if weights is not None:
+                share = float(entries.multiplicity[entry]) / sizes[entry]
+                assert abs(weights[entry] / 255 - share) <= 0.5 / 255 + 1e-6
+        assert lengths + [0] * (width - len(lengths)) == wanted
 
 
 @settings(max_examples=10)
@@ -135,7 +110,7 @@ def test_text_and_slots_come_back(make, words):
     data = ReportData.of({"x": result})
     header, block = encoding.encode(data)
     text = part(header, block, "text").decode()
-    lengths = numbers(part(header, block, "textLengths"))
+    lengths = u32(part(header, block, "textLengths"))
     assert len(lengths) == data.spans.length
     units, at = text.encode("utf-16-le"), 0
     for token, length in zip(data.tokens, lengths, strict=True):
@@ -156,13 +131,31 @@ def test_accounting_is_copied(make):
     assert header["columns"][0]["answer"] == "an answer"
 
 
-def test_an_empty_region_packs():
-    # One token of context, the last of the prompt: the cache covers none of it.
-    none = torch.zeros(0, dtype=torch.int64)
-    entries = encoding.KeptEntries(1, 2, (5, 5), torch.zeros(3).long(), none, none, none.float())
-    stream, starts = encoding.run_lengths(entries)
-    assert (stream, starts.tolist()) == (b"", [0, 0, 0])
-    gone = dataclasses.replace(entries, region=(5, 8))
-    stream, starts = encoding.run_lengths(gone)
-    assert numbers(stream) == [12, 12]
-    assert starts.tolist() == [0, 1, 2]
+def test_heads_without_entries_pack(make):
+    result = make("gracekv", 3)
+    data = ReportData.of({"x": result})
+    (column,), none = data.columns, torch.zeros(0, dtype=torch.int64)
+    heads = column.entries.offsets
+    # One token of context, the last of the prompt: the cache covers none of it. And all dropped.
+    for region in ((5, 5), (5, 8)):
+        empty = encoding.KeptEntries(
+            2, 2, region, torch.zeros_like(heads), none, none, none.float()
+        )
+        bare = dataclasses.replace(column, entries=empty)
+        header, block = encoding.encode(dataclasses.replace(data, columns=(bare,)))
+        assert u32(part(header, block, "entryStarts.0")) == [0] * 5
+        assert part(header, block, "gaps.0") == part(header, block, "sizes.0") == b""
+    one = dataclasses.replace(
+        column.entries,
+        offsets=torch.tensor([0, 0, 2, 2, 3]),
+        start=torch.tensor([7, 9, 6]),
+        end=torch.tensor([8, 11, 7]),
+        region=(5, 20),
+        multiplicity=torch.ones(3),
+        depth=None,
+    )
+    header, block = encoding.encode(
+        dataclasses.replace(data, columns=(dataclasses.replace(column, entries=one),))
+    )
+    assert u32(part(header, block, "gaps.0")) == [2, 1, 1]
+    assert u32(part(header, block, "sizes.0")) == [1, 2, 1]

@@ -260,7 +260,7 @@ function picture(column, wide) {
     for (let token = report.first; token < report.last; token++) size[pixel(token)] += 1;
     for (let unit = 0; unit < report.units; unit++) {
       share.fill(0);
-      column.eachRun(unit, (kind, first, tokens) => {
+      column.eachPiece(unit, (kind, first, tokens) => {
         const part = kind === MERGED ? 1 / tokens : kind;
         if (part) for (let token = first; token < first + tokens; token++) share[pixel(token)] += part;
       });

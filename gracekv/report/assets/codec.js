@@ -50,19 +50,7 @@ class Report {
   /** Where each of so many tokens begins in its text, and where the last ends. */
   borders(name, tokens) {
     const begins = new Uint32Array(tokens + 1);
-    const lengths = this.part(name);
-    for (let at = 0, token = 0, begin = 0; token < tokens; token++) {
-      let value = 0;
-      let shift = 0;
-      let byte;
-      do {
-        byte = lengths[at++];
-        value |= (byte & 127) << shift;
-        shift += 7;
-      } while (byte & 128);
-      begin += value;
-      begins[token + 1] = begin;
-    }
+    this.numbers(name).forEach((length, token) => (begins[token + 1] = begins[token] + length));
     return begins;
   }
 
@@ -100,13 +88,14 @@ class Column {
     Object.assign(this, facts);
     this.report = report;
     this.number = number;
-    this.runs = report.part(`runs.${number}`);
-    this.runStarts = report.numbers(`runStarts.${number}`);
     this.entryStarts = report.numbers(`entryStarts.${number}`);
-    this.mergedStarts = report.numbers(`mergedStarts.${number}`);
-    this.weights = report.part(`weights.${number}`);
+    // Of each entry: dropped tokens before it, and how many tokens it stands for.
+    this.gaps = report.numbers(`gaps.${number}`);
+    this.sizes = report.numbers(`sizes.${number}`);
     this.origins = report.has(`origins.${number}`) ? report.part(`origins.${number}`) : null;
     // Only of fitted entries: how far values moved, in hundredths, and multiplicities in sixteenths of an octave.
+    // Of others: multiplicity by tokens, in parts of 255.
+    this.weights = report.has(`weights.${number}`) ? report.part(`weights.${number}`) : null;
     this.changes = report.has(`changes.${number}`) ? report.part(`changes.${number}`) : null;
     this.masses = report.has(`masses.${number}`) ? report.part(`masses.${number}`) : null;
     this.slots = report.has(`slots.${number}`) ? report.numbers(`slots.${number}`) : null;
@@ -114,33 +103,17 @@ class Column {
     this.memory = new Map();
   }
 
-  /** Calls visit(kind, first token, tokens, entry, merged entry) along a head's context. */
-  eachRun(unit, visit) {
-    const bytes = this.runs;
-    let at = this.runStarts[unit];
-    const end = this.runStarts[unit + 1];
+  /** Calls visit(kind, first token, tokens, entry) along a head's context, until it returns false. */
+  eachPiece(unit, visit) {
     let token = this.report.first;
-    let entry = this.entryStarts[unit];
-    let merged = this.mergedStarts[unit];
-    while (at < end) {
-      let value = 0;
-      let scale = 1;
-      let byte;
-      do {
-        byte = bytes[at++];
-        value += (byte & 127) * scale;
-        scale *= 128;
-      } while (byte & 128);
-      const kind = value & 3;
-      const tokens = value >>> 2;
-      if (visit(kind, token, tokens, entry, merged) === false) return;
+    for (let entry = this.entryStarts[unit]; entry < this.entryStarts[unit + 1]; entry++) {
+      const [gap, tokens] = [this.gaps[entry], this.sizes[entry]];
+      if (gap && visit(DROPPED, token, gap, -1) === false) return;
+      token += gap;
+      if (visit(tokens > 1 ? MERGED : EXACT, token, tokens, entry) === false) return;
       token += tokens;
-      if (kind === EXACT) entry += tokens;
-      if (kind === MERGED) {
-        entry += 1;
-        merged += 1;
-      }
     }
+    if (token < this.report.last) visit(DROPPED, token, this.report.last - token, -1);
   }
 
   /** The last few answers of `make`, by name. */
@@ -158,7 +131,7 @@ class Column {
       const length = new Uint32Array(this.report.width);
       const start = new Uint32Array(this.report.width);
       const base = this.report.first;
-      this.eachRun(unit, (kind, first, tokens) => {
+      this.eachPiece(unit, (kind, first, tokens) => {
         for (let i = 0; i < tokens; i++) {
           length[first - base + i] = kind === MERGED ? tokens : kind;
           start[first - base + i] = kind === MERGED ? first : first + i;
@@ -177,7 +150,7 @@ class Column {
       const exact = new Uint32Array(width);
       const merged = new Uint32Array(width);
       for (const unit of units) {
-        this.eachRun(unit, (kind, first, tokens) => {
+        this.eachPiece(unit, (kind, first, tokens) => {
           if (kind === DROPPED) return;
           const part = (kind === EXACT ? 1 : 1 / tokens) / units.length;
           const counts = kind === EXACT ? exact : merged;
@@ -196,7 +169,7 @@ class Column {
     return this.cached(`resolution ${units[0]} ${units.length}`, () => {
       const counts = [0, 0];
       for (const unit of units) {
-        this.eachRun(unit, (kind, first, tokens) => {
+        this.eachPiece(unit, (kind, first, tokens) => {
           const bin = kind === MERGED ? tokens : kind;
           while (counts.length <= bin) counts.push(0);
           counts[bin] += tokens;
@@ -217,6 +190,11 @@ class Column {
     return code ? Math.exp(low + ((high - low) / 254) * (code - 1)) : 0;
   }
 
+  /** How many tokens an entry weighs as in attention. */
+  weight(entry) {
+    return this.masses ? 2 ** ((this.masses[entry] - 128) / 16) : (this.weights[entry] / 255) * this.sizes[entry];
+  }
+
   /** What became of a token in a head. */
   status(unit, position) {
     const report = this.report;
@@ -224,17 +202,15 @@ class Column {
       return { state: "exact", start: position, end: position + 1, weight: 1, change: null, kept: true };
     }
     let found = null;
-    this.eachRun(unit, (kind, first, tokens, entry, merged) => {
+    this.eachPiece(unit, (kind, first, tokens, entry) => {
       if (position >= first + tokens) return true;
-      const one = kind === MERGED;
-      const own = one ? entry : entry + position - first;
-      const origin = this.origins && kind ? this.origins[own] : 127;
+      const origin = this.origins && kind ? this.origins[entry] : 127;
       found = {
         state: STATES[kind],
-        start: one || kind === DROPPED ? first : position,
-        end: one || kind === DROPPED ? first + tokens : position + 1,
-        weight: this.masses && kind ? 2 ** ((this.masses[own] - 128) / 16) : one ? (this.weights[merged] / 255) * tokens : kind,
-        change: this.changes && kind ? this.changes[own] / 100 : null,
+        start: first,
+        end: first + tokens,
+        weight: kind ? this.weight(entry) : 0,
+        change: this.changes && kind ? this.changes[entry] / 100 : null,
         depth: (origin & 127) === 127 ? null : origin & 127,
         floor: this.hasFloor && kind && (origin & 127) !== 127 ? origin >= 128 : null,
         relevance: this.relevanceAt(unit, position),
