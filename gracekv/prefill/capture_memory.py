@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gracekv.errors import CaptureMemoryError
+from gracekv.errors import CaptureMemoryError, required
 from gracekv.prefill.needs import CaptureSizes
 
 # The chunk that errors suggest.
@@ -26,23 +26,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on `device`, or None if that is unknown."""
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on `device`."""
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserved
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            sizes = dict(line.split(":", 1) for line in lines)
-        available = int(sizes["MemAvailable"].split()[0]) * 1024
-        import resource  # Where there is /proc, there is this.
-
-        with open("/proc/self/statm", encoding="ascii") as pages:
-            mapped = int(pages.read().split()[0]) * resource.getpagesize()
-    except (OSError, KeyError, ValueError):
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return available if limit == resource.RLIM_INFINITY else max(0, min(available, limit - mapped))
+    psutil = required("psutil", "hf")
+    free = int(psutil.virtual_memory().available)
+    if psutil.LINUX:
+        process = psutil.Process()
+        limit = process.rlimit(psutil.RLIMIT_AS)[0]
+        if limit != psutil.RLIM_INFINITY:
+            free = max(0, min(free, limit - process.memory_info().vms))
+    return free
 
 
 def chunk_room(length: int, held: int, sizes: CaptureSizes, free: int) -> int:
@@ -61,7 +57,7 @@ def check_memory(length: int, chunk: int, held: int, sizes: CaptureSizes, free: 
 
 
 def out_of_memory_message(
-    length: int, chunk: int, held: int, sizes: CaptureSizes, free: int | None
+    length: int, chunk: int, held: int, sizes: CaptureSizes, free: int
 ) -> str:
     """Says what did not fit, and what would.
 
@@ -70,14 +66,14 @@ def out_of_memory_message(
         chunk: tokens of one pass.
         held: positions whose queries were held.
         sizes: of a token.
-        free: bytes after the failed capture was let go, or None if unknown.
+        free: bytes after the failed capture was let go.
     """
     opening = f"Capturing {length} tokens ran out of memory"
     return _advice(opening, length, chunk, held, sizes, free)
 
 
 def _advice(
-    opening: str, length: int, chunk: int, held: int, sizes: CaptureSizes, free: int | None
+    opening: str, length: int, chunk: int, held: int, sizes: CaptureSizes, free: int
 ) -> str:
     mib, by_layer = 2**20, sizes.stream > 0
     kv = sizes.kv * sizes.at_once
@@ -94,12 +90,10 @@ def _advice(
         options.append("memory_limit=0")
     if options:
         text += f" Try {' and '.join(options)}."
-    if free is not None:
-        # A fifth is left to what is not counted here: one chunk's activations, and the allocator.
-        fits = int(0.8 * free / (kv + sizes.stream))
-        enough = f"a prompt of about {fits:,} tokens" if fits < length else "this prompt"
-        text += f" {free / mib:,.0f} MiB are free, which is enough for {enough}."
-    return text
+    # A fifth is left to what is not counted here: one chunk's activations, and the allocator.
+    fits = int(0.8 * free / (kv + sizes.stream))
+    enough = f"a prompt of about {fits:,} tokens" if fits < length else "this prompt"
+    return f"{text} {free / mib:,.0f} MiB are free, which is enough for {enough}."
 
 
 def trim_memory() -> None:
