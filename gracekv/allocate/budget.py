@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Integral, Real
 from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
@@ -161,14 +162,14 @@ class Budget:
         return cls("ratio", 1 / (1 - amount))
 
     @classmethod
-    def entries_per_head(cls, entries: int) -> Budget:
+    def entries_per_head(cls, entries: int | Integral) -> Budget:
         """L G `entries` entries for the context in all, shared out by the allocator.
 
         Raises `BudgetError` unless it is a positive whole number.
         """
-        if isinstance(entries, bool) or not isinstance(entries, int) or entries < 1:
+        if isinstance(entries, bool) or not isinstance(entries, Integral) or entries < 1:
             raise BudgetError(f"entries_per_head is a positive whole number; got {entries!r}.")
-        return cls("entries_per_head", Fraction(entries))
+        return cls("entries_per_head", Fraction(int(entries)))
 
     @classmethod
     def kv_bytes(cls, size: int | str) -> Budget:
@@ -254,7 +255,7 @@ def _plain(number: Fraction) -> str:
 
 def _rational(value: object, name: str) -> Fraction:
     """Exact value as written: 0.1 is 1/10, not the nearest double."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str | Fraction):
+    if isinstance(value, bool) or not isinstance(value, Real | str):
         raise BudgetError(
             f"{name} must be a number such as 8 or 8.5; got {value!r} ({type(value).__name__})."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 
 from gracekv.allocate import Budget
 from gracekv.allocate.budget import Number
@@ -34,7 +35,7 @@ class Limit(Configurable):
             cut, for `result.report(cache=cache)`; of one row.
     """
 
-    entries_per_head: int | None = None
+    entries_per_head: int | Integral | None = None
     ratio: Number | None = None
     kv_bytes: int | str | None = None
     every: int = bounded(256, at_least=1, hint="Cuts of 64 to 512 tokens are usual.")

@@ -2,11 +2,13 @@
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gracekv.allocate import Budget, RecentWindow
+from gracekv.decode import Limit
 from gracekv.errors import BudgetError, ConfigError
 
 
@@ -52,3 +54,19 @@ def test_a_plan_needs_no_prefill():
 def test_bad_windows_are_refused(fields):
     with pytest.raises(ConfigError, match="RecentWindow"):
         RecentWindow(**fields)
+
+
+def test_numbers_of_numpy_are_budgets():
+    for kind in (np.int64, np.uint8, np.float16, np.float32, np.float64):
+        assert Budget.ratio(kind(8)) == Budget.ratio(8)
+        assert Budget.kv_bytes(kind(64)) == Budget.kv_bytes(64)
+    # As it is written: a tenth, not the nearest float32.
+    assert Budget.compression_ratio(np.float32(0.1)) == Budget.compression_ratio("0.1")
+    assert Budget.entries_per_head(np.int32(5)) == Budget.entries_per_head(5)
+    assert Limit(entries_per_head=np.int64(50)).target(100, 10, 8) == 500
+    for wrong in (np.float32("nan"), np.bool_(True), np.array([8])):
+        with pytest.raises(BudgetError, match="ratio must be a"):
+            Budget.ratio(wrong)
+    for wrong in (np.float64(5.0), np.int64(0), 2.5):
+        with pytest.raises(BudgetError, match="positive whole number"):
+            Limit(entries_per_head=wrong)
