@@ -45,11 +45,30 @@ def fingerprint(model: Any, tokenizer: Any = None) -> Mapping[str, str]:
     return marks if tokenizer is None else marks | tokenizer_marks(tokenizer)
 
 
-def differences(made: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs between two fingerprints, as an error says it; what one lacks is left out."""
-    other = sorted(x for x in made.keys() & now.keys() if made[x] != now[x])
-    said = f"adapters ({made.get('adapters') or 'none'} then, {now.get('adapters') or 'none'} now)"
-    return [said if x == "adapters" else x for x in other if x not in _INFORMATIVE]
+def differences(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The marks that differ between two models or tokenizers, in the words of an error message.
+
+    A mark that either side lacks, or has as None, is not compared. Marks that are mappings, such as
+    the digests of weights by name, are compared item by item.
+    """
+    found = []
+    for name in sorted(made.keys() & now.keys() - set(_INFORMATIVE)):
+        mine, other = made[name], now[name]
+        if mine == other or mine is None or other is None:
+            continue
+        said = name
+        if name == "adapters":
+            said = f"adapters ({mine or 'none'} then, {other or 'none'} now)"
+        elif isinstance(mine, Mapping):
+            # Checkpoints may hold experts under other names, and tied weights twice.
+            shared = [x for x in sorted(mine.keys() & other.keys()) if other[x] is not None]
+            changed = [x for x in shared if mine[x] != other[x]]
+            if shared and not changed:
+                continue
+            first = f", {changed[0]} first" if changed else ""
+            said = f"{name} ({len(changed)} of {len(shared)}{first})"
+        found.append(said)
+    return found
 
 
 def check_same_model(made: Mapping[str, str], model: Any, what: str, fix: str) -> None:

@@ -1,8 +1,8 @@
 """Compressed contexts in vLLM: ragged entries outside its pages, by name in a store.
 
-`Client` has a server compress documents and asks about them; `export` writes contexts that were
-compressed elsewhere, `request` asks about them; `kv_transfer_config` tells vLLM where they are, and
-the plugin does the rest. Nothing here imports vLLM before it is used.
+`Client` lets a server compress documents and answer questions about them. `export` writes contexts
+that were compressed elsewhere, and `request` makes questions about them. `kv_transfer_config`
+configures vLLM, and the plugin does the rest. Importing this does not import vLLM.
 """
 
 from importlib import import_module
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Results come with transformers, which serving does not need.
+    # `export` imports transformers, which serving does not need.
     if name == "export":
         return import_module("gracekv.vllm.exporting").export
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Refuses requests with unusable contexts where vLLM takes them in, with a message for the user."""
+"""Refuses unusable requests about contexts where vLLM takes them in, and tells the user why."""
 
 from __future__ import annotations
 
@@ -12,91 +12,18 @@ from typing import Any
 from gracekv.errors import StoreError
 from gracekv.vllm.front import Front
 from gracekv.vllm.header import PARAMETER, check_name
-from gracekv.vllm.orders import FOLLOW, Compression, Deletion, Listing, Order, order_of
+from gracekv.vllm.orders import FRONT, Compression, Deletion, Listing, Order, order_of
 from gracekv.vllm.serving import has_store, refusal
 
 _fronts: weakref.WeakKeyDictionary[Any, Front] = weakref.WeakKeyDictionary()
-"""Of vLLM's input processors."""
+"""By vLLM's input processor."""
 
 
-def install(processor: type[Any]) -> None:
-    """Let `processor.process_inputs` check contexts first; a second call changes nothing.
+def wrap(owner: type[Any], around: Callable[..., Any]) -> None:
+    """Replace the method of `owner` that `around` is named after by `around`; once only.
 
-    Args:
-        processor: vLLM's `InputProcessor`.
+    `around` gets the stock method before its own arguments.
     """
-
-    def process_inputs(
-        stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        found = check(self, params)
-        made = stock(self, request_id, prompt, params, *args, **kwargs)
-        if found is not None:
-            with _as_bad_request():
-                _put_ids(self, found, made, params)
-        return made
-
-    _wrap(processor, process_inputs)
-
-
-def refuse_beam_search(request: type[Any]) -> None:
-    """Let `request.to_beam_search_params` refuse contexts; a second call changes nothing.
-
-    vLLM's beam search asks by requests of its own, which say nothing of a context.
-
-    Args:
-        request: a class of the OpenAI-compatible server's requests.
-    """
-
-    def to_beam_search_params(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        if PARAMETER in (self.kv_transfer_params or {}):
-            from vllm.exceptions import VLLMValidationError
-
-            raise VLLMValidationError(
-                "vLLM's beam search cannot read a stored context. Leave use_beam_search out.",
-                parameter="use_beam_search",
-            )
-        return stock(self, *args, **kwargs)
-
-    _wrap(request, to_beam_search_params)
-
-
-def say_why(processor: type[Any]) -> None:
-    """Let `processor.process_outputs` end requests that the scheduler refused with its reason.
-
-    A client of the server gets an error, with status 400 or 404; `LLM.generate` an output without
-    tokens that ended by "error", whose `kv_transfer_params` hold the reason. A second call changes
-    nothing.
-
-    Args:
-        processor: vLLM's `OutputProcessor`.
-    """
-
-    def process_outputs(stock: Any, self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
-        from vllm.v1.engine import FinishReason
-
-        refused = []
-        for output in outputs:
-            reply = (output.kv_transfer_params or {}).get(PARAMETER)
-            if not isinstance(reply, dict) or "status" not in reply:
-                continue
-            output.new_token_ids, output.new_logprobs = [], None
-            output.finish_reason = FinishReason.ERROR
-            kind = VLLMNotFoundError if reply["status"] == 404 else VLLMValidationError
-            state = self.request_states.get(output.request_id)
-            if state is not None and state.queue is not None:
-                refused.append((state.queue, kind(reply["reason"])))
-        made = stock(self, outputs, *args, **kwargs)
-        for queue, error in refused:
-            queue.put(error)
-        return made
-
-    _wrap(processor, process_outputs)
-
-
-def _wrap(owner: type[Any], around: Callable[..., Any]) -> None:
-    """Let the method that `around` is named after call it, with the stock one first; once only."""
     stock = getattr(owner, around.__name__)
     if hasattr(stock, "__wrapped__"):
         return
@@ -108,11 +35,64 @@ def _wrap(owner: type[Any], around: Callable[..., Any]) -> None:
     setattr(owner, around.__name__, method)
 
 
-def check(processor: Any, params: Any) -> str | Order | None:
-    """The name of the context that the request asks, or what else it wants of contexts.
+def process_inputs(
+    stock: Any, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Of vLLM's `InputProcessor`: check contexts first."""
+    found = check(self, params)
+    made = stock(self, request_id, prompt, params, *args, **kwargs)
+    if found is not None:
+        with _as_bad_request():
+            _put_ids(self, found, made, params)
+    return made
 
-    Raises vLLM's error for bad requests (HTTP 400), with the `StoreError`'s text, if that cannot
-    be. Whether there is a context the scheduler looks: it knows those that are in no file.
+
+def to_beam_search_params(stock: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a request of the OpenAI-compatible server: refuse contexts.
+
+    vLLM's beam search sends requests of its own, which do not name the context.
+    """
+    if PARAMETER in (self.kv_transfer_params or {}):
+        from vllm.exceptions import VLLMValidationError
+
+        raise VLLMValidationError(
+            "vLLM's beam search cannot read a stored context. Leave use_beam_search out.",
+            parameter="use_beam_search",
+        )
+    return stock(self, *args, **kwargs)
+
+
+def process_outputs(stock: Any, self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of vLLM's `OutputProcessor`: end requests that the scheduler refused with its reason.
+
+    A client of the server gets an error with status 400 or 404. `LLM.generate` returns an output
+    without tokens that finished by "error"; its `kv_transfer_params` hold the reason.
+    """
+    from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+    from vllm.v1.engine import FinishReason
+
+    refused = []
+    for output in outputs:
+        reply = (output.kv_transfer_params or {}).get(PARAMETER)
+        if not isinstance(reply, dict) or "status" not in reply:
+            continue
+        output.new_token_ids, output.new_logprobs = [], None
+        output.finish_reason = FinishReason.ERROR
+        kind = VLLMNotFoundError if reply["status"] == 404 else VLLMValidationError
+        state = self.request_states.get(output.request_id)
+        if state is not None and state.queue is not None:
+            refused.append((state.queue, kind(reply["reason"])))
+    made = stock(self, outputs, *args, **kwargs)
+    for queue, error in refused:
+        queue.put(error)
+    return made
+
+
+def check(processor: Any, params: Any) -> str | Order | None:
+    """The name of the context that a request asks about, or its order; None if it has neither.
+
+    Raises vLLM's error for bad requests (HTTP 400) with the `StoreError`'s text. Only the scheduler
+    checks that the context exists, since it knows those that are in memory alone.
     """
     transfer = transfer_of(params)
     if PARAMETER not in transfer:
@@ -138,7 +118,7 @@ def check(processor: Any, params: Any) -> str | Order | None:
 
 
 def _check_alone(params: Any) -> None:
-    """Raise `StoreError` for what a compressing request cannot have beside its document."""
+    """Raise `StoreError` for options that a compressing request cannot have."""
     allowed = {"n": 1, "logprobs": None, "prompt_logprobs": None}
     found = [x for x, value in allowed.items() if getattr(params, x, value) != value]
     if found:
@@ -146,7 +126,7 @@ def _check_alone(params: Any) -> None:
 
 
 def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None:
-    """Let a question go on after its context, and a document be read; other orders need no ids."""
+    """Set the prompt of a question or a document; other orders do not read theirs."""
     front, ids = _fronts[processor], made.prompt_token_ids
     tokenizer = getattr(processor, "tokenizer", None)
     if isinstance(found, str):
@@ -157,8 +137,9 @@ def _put_ids(processor: Any, found: str | Order, made: Any, params: Any) -> None
     if isinstance(found, Compression):
         if ids is None or made.mm_features:
             raise StoreError("A document is text, without embeddings, images and sound.")
-        made.prompt_token_ids, follow = front.document(found, ids, tokenizer)
-        extra = {"kv_transfer_params": transfer_of(params) | {FOLLOW: asdict(follow)}}
+        made.prompt_token_ids, order = front.document(found, ids, tokenizer)
+        known = {FRONT: {"start": order.start, "follow": asdict(order.follow)}}
+        extra = {"kv_transfer_params": transfer_of(params) | known}
         made.params.extra_args = made.params.extra_args | extra
 
 
@@ -174,7 +155,7 @@ def _as_bad_request() -> Iterator[None]:
 
 
 def transfer_of(params: Any) -> dict[str, Any]:
-    """The `kv_transfer_params` of sampling parameters; empty if there are none."""
+    """The `kv_transfer_params` of sampling parameters, or {}."""
     extra = getattr(params, "extra_args", None) or {}
     transfer = extra.get("kv_transfer_params")
     return transfer if isinstance(transfer, dict) else {}

@@ -1,7 +1,7 @@
 """Attention of a step's tokens over their contexts and vLLM's pages, on CPUs.
 
-A compiled kernel runs what was planned for the step. Where keys and values lie in a page is found
-by writing numbers into one.
+Runs a compiled kernel on the plan of the step. The layout of keys and values in a page is found by
+writing numbers into one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gracekv.vllm.context_attention import LayerCall
 from gracekv.vllm.context_batch import ContextBatch, Division
 
 DIVISION = Division(rows=96, entries=1024, programs=512)
-"""Units of work for any number of threads: results do not depend on it. Source: ours."""
+"""The size of units of work; results do not depend on the number of threads. Source: ours."""
 
 # Digits that every dtype holds exactly.
 _BASE = 128
@@ -27,10 +27,10 @@ _BASE = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageLayout:
-    """Places inside one head's part of one block, counted in elements from its start.
+    """The layout of one head's part of one block, in elements from its start.
 
     Attributes:
-        keys: int32 [block, d], where feature i of the key in slot t lies.
+        keys: int32 [block, d], the place of feature i of the key in slot t.
         values: int32 [block, d].
     """
 
@@ -39,14 +39,14 @@ class PageLayout:
 
 
 def find_layout(write: Callable[[Tensor, Tensor, Tensor], None], page: Tensor) -> PageLayout:
-    """The layout that `write` uses; kernels for different processors pack keys differently.
+    """Find the layout that `write` uses; kernels for different processors pack keys differently.
 
     Args:
-        write: called with keys [block, G, d], values [block, G, d] and a page like `page`, which it
-            fills as the engine would.
+        write: takes keys [block, G, d], values [block, G, d] and `page`, and fills the page as the
+            engine would.
         page: zeros [1, G, block, 2d], contiguous.
 
-    Raises `ShapeError` if the page then does not hold every number once.
+    Raises `ShapeError` if the filled page does not hold every number once.
 
     Source: ours.
     """
@@ -61,7 +61,7 @@ def find_layout(write: Callable[[Tensor, Tensor, Tensor], None], page: Tensor) -
         write(keys, values, page.zero_())
         flat = page.view(heads, -1)
         if not bool((flat == flat[0]).all()):
-            raise ShapeError("The engine's pages are laid out differently in each head.")
+            raise ShapeError("The heads of the engine's pages have different layouts.")
         read += flat[0].long() * place
         place *= _BASE
     if not torch.equal(read.sort().values, numbers):
@@ -73,7 +73,7 @@ def find_layout(write: Callable[[Tensor, Tensor, Tensor], None], page: Tensor) -
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compile what `attend` runs for contexts of `dtype`."""
+    """Compile the kernels of `attend` for contexts of `dtype`."""
     from gracekv.vllm.numba_kernel import merge_kernel, work_kernel
 
     work_kernel(dtype)
@@ -83,13 +83,13 @@ def warm_up(dtype: torch.dtype) -> None:
 def attend(
     batch: ContextBatch, layer: int, call: LayerCall, layout: PageLayout, scale: float
 ) -> None:
-    """Write each token's row of `call.output`: it over its context and its pages up to itself.
+    """Write each token's row of `call.output`: attention over its context and its pages so far.
 
     Args:
         batch: n tokens and their contexts.
         layer: index of the model's layer.
-        call: of that layer; its pages have heads, and their parts, contiguous.
-        layout: where keys and values lie in a block.
+        call: of that layer; in its pages, each head's part of a block is contiguous.
+        layout: of keys and values in a block.
         scale: factor of q . k.
 
     Log multiplicities are added to the logits; sums are in float32.

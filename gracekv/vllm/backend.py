@@ -17,7 +17,7 @@ from gracekv.vllm.context_batch import ContextBatch, plan_batch
 
 
 class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type: ignore[misc]
-    """The compiled kernel, which finds out how the processor's kernels lay out a page."""
+    """Attention over contexts with the compiled kernel; finds the layout of pages first."""
 
     _layout: PageLayout | None = None
 
@@ -42,7 +42,7 @@ class GraceCPUAttentionImpl(ContextAttention, CPUAttentionBackendImpl):  # type:
         if inner != (kv_cache.shape[3], 1):
             raise BackendUnavailableError(
                 f"vLLM's pages have strides {kv_cache.stride()}; contexts need each head's part of "
-                f"a block in one piece, as the CPU backend of vLLM 0.32 has it."
+                f"a block to be contiguous, as in the CPU backend of vLLM 0.32."
             )
         slots = torch.arange(kv_cache.shape[2])
 

@@ -1,4 +1,4 @@
-"""`Client`: compresses documents in a vLLM server and asks about them, over OpenAI's client."""
+"""`Client`: compress documents in a vLLM server and ask about them, over OpenAI's client."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _LOOK = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A context as the server lists it; what it does not say, or not yet, is None.
+    """A context as the server lists it; fields that are not known (yet) are None.
 
     Attributes:
-        name: by which it is asked.
+        name: of the context.
         state: "compressing", "ready" or "failed".
         length: tokens of the document.
-        entries: of all layers and heads together.
+        entries: total over layers and heads.
         bytes: of keys and values.
-        ratio: how many times fewer entries than a full cache has.
-        seconds: from its first token until it was ready.
+        ratio: entries of a full cache per entry.
+        seconds: from the document's first token until the context was ready.
         recipe: the pipeline's name.
-        saved: whether it lies in the store's folder too.
+        saved: whether it is in the store's folder too.
         reason: why it failed.
-        recorded_bytes: held of its document at the most, while it was read and compressed.
+        recorded_bytes: the most bytes that were held of its document.
     """
 
     name: str
@@ -50,24 +50,26 @@ class Context:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Context:
-        """From a server's reply, whatever else it says."""
+        """From a server's reply; unknown fields are ignored."""
         return cls(**{name: said[name] for name in cls.__slots__ if name in said})
 
 
 @dataclass(frozen=True)
 class Client:
-    """A vLLM server with gracekv's connector, as its users see it.
+    """A client of a vLLM server with gracekv's connector.
 
-    `client.compress("book", text, ratio=4)`, then `client.ask("book", "Who is Dinah?")`. What the
-    server refuses (status 400 or 404) is a `StoreError` with its reason; other errors are those of
-    OpenAI's client.
+        client.compress("book", text, ratio=4)
+        client.ask("book", "Who is Dinah?")
+
+    A request that the server refuses (status 400 or 404) raises `StoreError` with its reason; other
+    errors are those of OpenAI's client.
 
     Attributes:
-        url: where the server's API begins.
-        model: the name under which the model is served; None: the server's first.
-        tokenizer: of the served model; None: loaded from where the server has the model from.
-        api_key: if the server asks for one.
-        timeout: seconds that a request, or a context that is being made, may take.
+        url: of the server's API.
+        model: the model's name on the server; by default its first model.
+        tokenizer: of the served model; by default loaded from the server's path or hub name.
+        api_key: if the server needs one.
+        timeout: the most seconds that a request or a compression may take.
     """
 
     url: str = "http://localhost:8000/v1"
@@ -79,19 +81,20 @@ class Client:
     def compress(
         self, name: str, text: str | Sequence[int], *, wait: bool = True, **options: Any
     ) -> Context:
-        """Make a document a context of that name; one that exists is replaced.
+        """Compress a document into a context, replacing an existing one of that name.
 
         Args:
-            name: for `ask`.
-            text: the document, which is put into the chat format; or token ids, taken as they are.
-            wait: whether to return once it is ready; else look at `list` later.
-            options: one of `ratio` (how many times fewer entries), `entries_per_head` and
-                `kv_bytes`; and `recipe` (a pipeline's name), `save=True` (into the store's folder
-                too) and `expires` (seconds that it stays), where the server's are not meant.
+            name: of the context.
+            text: the document, which gets the chat format; or token ids, which are used as they
+                are.
+            wait: whether to wait until the context is ready; if not, see `list`.
+            options: one of `ratio` (tokens per entry kept), `entries_per_head` and `kv_bytes`; and
+                optionally `recipe` (a pipeline's name), `save=True` (write it to the store's folder
+                too) and `expires` (seconds until it is deleted).
 
         Raises:
-            StoreError: the server refuses the document, or it fails, or is late.
-            PromptError: the text is empty or the chat template changes it.
+            StoreError: the server refuses the document, or compressing fails or takes too long.
+            PromptError: the text is empty, or the chat template changes it.
             MissingDependencyError: openai is not installed, or transformers if it is needed.
         """
         ids = document(self._tokenizer, text) if isinstance(text, str) else text
@@ -111,9 +114,9 @@ class Client:
         """The answer to a question about a context, greedy unless `options` say otherwise.
 
         Args:
-            name: the context's.
+            name: of the context.
             question: a text.
-            max_tokens: most tokens of the answer.
+            max_tokens: the most tokens of the answer.
             options: more fields of `POST /v1/completions`, such as temperature=0.7.
 
         Raises:
@@ -126,19 +129,19 @@ class Client:
     def stream(
         self, name: str, question: str, max_tokens: int = 64, **options: Any
     ) -> Iterator[str]:
-        """The pieces of an answer as they come; arguments and errors are those of `ask`."""
+        """Iterate over an answer's text as it comes; arguments and errors are those of `ask`."""
         with _refusals():
             for piece in self._ask(name, question, max_tokens, {**options, "stream": True}):
                 yield from (choice.text for choice in piece.choices)
 
     def list(self) -> tuple[Context, ...]:
-        """All contexts of the server, those that are being made or failed too."""
+        """All contexts of the server, including those in the making and failed ones."""
         return tuple(map(Context.of, self._order({"list": True})["contexts"]))
 
     def delete(self, name: str) -> None:
-        """Delete a context, its files too; requests that read it go on.
+        """Delete a context and its files; requests that read it go on.
 
-        Raises `StoreError` if there is none of that name.
+        Raises `StoreError` if there is no such context.
         """
         self._order({"delete": name})
 
@@ -147,20 +150,20 @@ class Client:
         return self._send(asked.body(self._model, max_tokens, **options))
 
     def _order(self, order: Mapping[str, Any], ids: Sequence[int] = (0,)) -> dict[str, Any]:
-        """What the server says to a request that asks for no answer."""
+        """The server's reply to an order."""
         body = Request("", tuple(ids), None, order).body(self._model, 1)
         said = getattr(self._send(body), "kv_transfer_params", None) or {}
         if PARAMETER not in said:
             raise StoreError(
-                f"The server at {self.url} says nothing of contexts. Start it with the connector "
-                f"of gracekv.vllm.kv_transfer_config(store)."
+                f"The server at {self.url} has no store of contexts. Start it with "
+                f"gracekv.vllm.kv_transfer_config(store)."
             )
         return dict(said[PARAMETER])
 
     def _send(self, body: dict[str, Any]) -> Any:
         plain = {name: body.pop(name) for name in ("model", "prompt", "stream") if name in body}
         with _refusals():
-            # The other fields are not all known to OpenAI's client.
+            # OpenAI's client does not know all of the other fields.
             return self._openai.completions.create(**plain, extra_body=body)
 
     @cached_property
@@ -186,7 +189,7 @@ class Client:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """`StoreError` with the server's reason in the place of its status 400 and 404."""
+    """Turn status 400 and 404 into `StoreError` with the server's reason."""
     try:
         yield
     except required("openai", "vllm").APIError as error:

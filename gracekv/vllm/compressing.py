@@ -1,4 +1,4 @@
-"""`Compressor`: makes contexts in a worker, of prompts that its attention layers show."""
+"""`Compressor`: makes contexts in a worker from prompts that its attention layers record."""
 
 from __future__ import annotations
 
@@ -24,48 +24,27 @@ from gracekv.vllm.context_folder import write_context
 from gracekv.vllm.exporting import describe, moved
 from gracekv.vllm.header import ContextHeader
 from gracekv.vllm.orders import Compression
-from gracekv.vllm.recording import Recording
+from gracekv.vllm.recording import Chunk, Recording
 from gracekv.vllm.served_model import ServedModel
 from gracekv.vllm.serving import LOG, refusal
 from gracekv.vllm.store import ContextStore
 from gracekv.vllm.stored_context import StoredContext
 
-# Running requests go first: of a core that both want, the thread gets a tenth. Source: ours.
+# Running requests go first: the thread gets a tenth of a core that both want. Source: ours.
 _NICE = 10
-# Seconds that an engine with nothing else to do waits for the thread at a time.
+# Seconds that an idle engine waits for the thread in each step.
 _PAUSE = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """The tokens of a compressing request in a step, as the scheduler names them.
-
-    Attributes:
-        request: its id.
-        order: what shall be made of its prompt.
-        block: index of the first of its pages.
-        start: position of the first token.
-        count: tokens of the step.
-        length: T, of the whole prompt.
-    """
-
-    request: str
-    order: Compression
-    block: int
-    start: int
-    count: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a compressing request, as one worker says it.
+    """The result of a compressing request in one worker.
 
     Attributes:
-        request: its id.
-        header: of the context, all ranks' heads; None if it failed.
-        seconds: from the first token to the stored context.
-        reason: why it failed.
+        request: the request's id.
+        header: of the context with all ranks' heads, or None if the worker failed.
+        seconds: from the first token to the finished context.
+        reason: why the worker failed, or "".
     """
 
     request: str
@@ -86,18 +65,18 @@ class _Job:
 
 
 class Compressor:
-    """One prompt at a time: recorded step by step, then compressed in a thread of its own.
+    """Records one prompt at a time, step by step, then compresses it in a thread.
 
-    On CPUs, observers look in that thread, too, while the model goes on. Tensor-parallel ranks read
-    the same prompts in the same steps, so their threads take them in the same order, and meet in
-    each: they make one cut, and all of them serve the context or none. An error before that is
-    raised in the thread, so that the other ranks hear of it.
+    On CPUs, observers also run in that thread while the model goes on. Tensor-parallel ranks read
+    the same prompts in the same steps, so their threads take them in the same order. For each they
+    make one cut together, and either all ranks serve the context or none does. An error while
+    recording is raised in the thread, so that the other ranks learn of it.
 
     Args:
         vllm_config: vLLM's.
-        store: of the worker; made contexts go there.
-        device: of the worker.
-        shard: which of all ranks' KV heads the worker computes. Its thread alone uses the exchange.
+        store: the worker's store, which gets the contexts.
+        device: the worker's.
+        shard: the KV heads that the worker computes. Only the thread uses its exchange.
     """
 
     def __init__(
@@ -119,13 +98,13 @@ class Compressor:
     def begin(
         self, chunk: Chunk | None, current: str | None, made: Set[str] = frozenset()
     ) -> Recording | None:
-        """The recording that the step's tokens belong to.
+        """The recording that takes the step's tokens, or None.
 
         Args:
-            chunk: tokens of a compressing request in the step.
-            current: id of the request whose turn it is; what another one left is dropped.
-            made: ids of requests of which all ranks have made contexts: they are served from now
-                on, in the place of what their names meant.
+            chunk: tokens of a compressing request in the step, or None.
+            current: id of the request whose turn it is; the recording of any other is dropped.
+            made: ids of requests whose contexts are complete on all ranks: serve them from now on,
+                in place of the contexts that had their names.
         """
         job = self._job
         if job is not None and job.context is not None and job.request in made:
@@ -135,7 +114,7 @@ class Compressor:
         if chunk is None:
             return None
         if chunk.start == 0:
-            # Also after a preemption, when all tokens are computed again.
+            # A preempted request begins again, too.
             self._drop()
             self._job = self._begun(chunk)
         job = self._job
@@ -157,12 +136,12 @@ class Compressor:
     def _serve(self, order: Compression, context: StoredContext) -> None:
         try:
             self._store.put(context.header, order.name, context, saved=order.save)
-        # Who asks for it is refused, and the engine goes on.
+        # Requests for it are refused, and the engine goes on.
         except Exception as error:
             LOG.error("Context %r cannot be held.", order.name, exc_info=error)
 
     def _begun(self, chunk: Chunk) -> _Job:
-        # What a GPU's observers launch goes into the model's own stream.
+        # On a GPU, observers launch their kernels in the model's own stream.
         pool = self._pool if self._device.type == "cpu" else None
         recording: Recording | Exception
         try:
@@ -174,16 +153,16 @@ class Compressor:
         return _Job(chunk.request, chunk.order, recording)
 
     def outcome(self, idle: bool) -> Outcome | None:
-        """What ended since the last call; called after each step.
+        """The result of a request that ended since the last call; called after each step.
 
         Args:
-            idle: whether the step had no tokens, so that the engine may wait a little.
+            idle: whether the step had no tokens, so that this may wait a little.
         """
         job = self._job
         if job is None or job.context is not None:
             return None
         if job.future is None and job.is_read:
-            # On the stream of the model, so that nothing is freed that is still read.
+            # Use the model's stream, so that no memory is freed while it is still read.
             stream = None
             if self._device.type == "cuda":
                 stream = torch.cuda.current_stream(self._device)
@@ -193,21 +172,22 @@ class Compressor:
         seconds = time.monotonic() - job.started
         try:
             job.context = job.future.result()
-            # Observers and what they hold are not read any more.
+            # Free what the observers hold.
             job.recording = None
-        # The engine goes on, whatever happens to one context.
+        # The engine goes on, whatever error one context meets.
         except Exception as error:
             self._job = None
-            return Outcome(job.request, None, seconds, _reason(error))
+            reason = str(error) if isinstance(error, GracekvError) else refusal(error)
+            return Outcome(job.request, None, seconds, reason)
         return Outcome(job.request, job.context.header, seconds)
 
     @property
     def recorded(self) -> int:
-        """Bytes of the recording that is not yet compressed."""
+        """Bytes of the recording that has not been compressed yet."""
         return 0 if self._recording is None else self._recording.bytes
 
     def shutdown(self) -> None:
-        """Begin nothing more."""
+        """Start no further work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     @torch.inference_mode()
@@ -227,7 +207,7 @@ class Compressor:
         self._store.loaded.check(order.name, rotated.kv_bytes + rotated.metadata_bytes)
         entries, size = (shard.total(x) for x in (int(cache.entries().sum()), cache.kv_bytes))
 
-        # Nobody reads a file of what is not saved: a number that no other context has will do.
+        # A context that is not saved has no file to digest: any number of its own will do.
         digest = secrets.token_hex(32)
         made = describe(model, order.follow, cache, order.recipe, digest)
         facts = dict(self._store.model or made.model)
@@ -238,22 +218,15 @@ class Compressor:
                 folder = self._store.folder(order.name)
                 made = write_context(whole, lambda digest: replace(made, digest=digest), folder)
         own = torch.tensor(list(bytes.fromhex(made.digest)), dtype=torch.uint8)
-        # The others wait here until the file is there, or the first one has failed.
+        # The others wait here until the first rank has written the file, or failed.
         digest = bytes(shard.gather(own)[0].tolist()).hex()
         context = StoredContext(replace(made, digest=digest), rotated.layers)
-        # A rank without room for it fails before this, and so do all.
+        # If one rank had no room for the context, this raises on all ranks.
         shard.total(0)
         return context
 
 
 def _give_way() -> None:
-    """Let running requests go first; some systems cannot."""
+    """Lower the thread's priority, on systems that can."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, GracekvError):
-        return str(error)
-    LOG.error("A document could not be compressed.", exc_info=error)
-    return refusal(error)

@@ -1,14 +1,11 @@
-"""`GraceConnector`: tells vLLM's workers which request has which context. Imports vLLM."""
+"""`GraceConnector`: vLLM's KV connector for contexts. Imports vLLM."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
@@ -18,22 +15,16 @@ from gracekv.vllm.compressing import Compressor
 from gracekv.vllm.context_attention import Asking, Reading, begin_step, end_step
 from gracekv.vllm.jobs import refused
 from gracekv.vllm.scheduling import SchedulerSide, StepContexts, WorkerReport
-from gracekv.vllm.serving import (
-    attention_layers,
-    check_attention,
-    check_serving,
-    open_store,
-)
+from gracekv.vllm.serving import attention_layers, check_attention, check_serving, open_store
 
 
 class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
-    """Contexts of requests, by name; nothing of them goes into vLLM's pages.
+    """Gives requests their contexts by name, beside vLLM's pages.
 
-    In the scheduler it reads `kv_transfer_params={"gracekv": name}` of a request, and salts the
-    hashes of its pages with the context, so that vLLM's prefix caching never mixes contexts. In
-    each worker it loads contexts, shared by all requests, before a request begins. Prompts that
-    shall become contexts are recorded by the attention layers, and compressed in a thread of the
-    worker.
+    The scheduler reads a request's `kv_transfer_params={"gracekv": name}` and salts the hashes of
+    its pages with the context, so that prefix caching never mixes contexts. Each worker loads a
+    context once, before the first request about it begins. Attention layers record prompts that
+    become contexts, and a thread of the worker compresses them.
 
     A request whose context cannot be used ends with an error; all others go on.
     """
@@ -47,23 +38,21 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
             device = torch.device(current_platform.device_type)
         store = open_store(vllm_config, rank=rank, device=device)
         self.begin(store, vllm_config.parallel_config.tensor_parallel_size)
-        # In a worker: of the contexts that a step opens, why they cannot be read.
+        # In a worker: replies of contexts that the step opens, by digest.
         self._opened: dict[str, dict[str, Any] | None] = {}
         if device is not None:
             self._compressor = Compressor(vllm_config, store, device, _own_heads())
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Yes: a graph of a whole step calls no Python, so it would skip contexts."""
+        """Return True: a graph of a whole step calls no Python, so it would skip contexts."""
         return True
-
-    # In a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = attention_layers(self._vllm_config)
         if layers:
             check_attention(layers, self._vllm_config.cache_config.block_size)
-            # Compiling takes seconds once on a machine; no request should wait for it.
+            # Compiling takes seconds once per machine; no request should wait for it.
             impl = layers[0].impl
             impl.warm_up(layers[0].kv_cache, impl.num_heads // impl.num_kv_heads)
 
@@ -79,13 +68,10 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
             block: Asking(self._store.load(name, digest), tokens)
             for block, (name, digest, tokens) in connector_metadata.named.items()
         }
-        reading = None
-        if recording is not None and chunk is not None:
-            reading = Reading(recording, chunk.block, chunk.start, chunk.count)
-        begin_step(asking, reading)
+        begin_step(asking, Reading(recording, chunk) if recording and chunk else None)
 
     def _load(self, name: str, digest: str) -> dict[str, Any] | None:
-        """None with the context in memory; else the reply to requests that ask for it."""
+        """Load a context; the reply to requests about it if that fails, else None."""
         try:
             self._store.load(name, digest)
         except Exception as error:
@@ -109,25 +95,14 @@ class GraceConnector(SchedulerSide, KVConnectorBase_V1):  # type: ignore[misc]
         if self.role == KVConnectorRole.WORKER:
             self._compressor.shutdown()
 
-    # Nothing is saved, and nothing goes into pages.
+    def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: contexts never go into pages, and pages are never saved."""
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing."""
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing."""
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Nothing: pages [blocks, G, block, 2d] stay vLLM's."""
-
-    def wait_for_save(self) -> None:
-        """Nothing."""
+    wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
 
 
 def _own_heads() -> HeadShard:
-    """Which KV heads this worker computes, with a process group beside vLLM's own."""
+    """The KV heads that this worker computes, with a process group beside vLLM's own."""
     group = get_tp_group()
     if group.world_size == 1:
         return WHOLE

@@ -1,4 +1,4 @@
-"""`ContextAttention`: what is mixed into vLLM's attention, and the step that a worker runs now."""
+"""`ContextAttention`: a mixin for vLLM's attention; and the step that a worker runs now."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from gracekv.vllm.stored_context import StoredContext
 
 if TYPE_CHECKING:
-    from gracekv.vllm.recording import Recording
+    from gracekv.vllm.recording import Chunk, Recording
 
 
 class Asking(NamedTuple):
-    """A request of a step that has a context.
+    """A request of a step about a context.
 
     Attributes:
-        context: its context.
-        tokens: how many it computes in the step.
+        context: the context.
+        tokens: number of its tokens in the step.
     """
 
     context: StoredContext
@@ -28,14 +28,14 @@ class Asking(NamedTuple):
 
 
 class LayerCall(NamedTuple):
-    """What vLLM asks of one layer in a step.
+    """The arguments of one attention layer in a step.
 
     Attributes:
         layer: vLLM's.
         query: [tokens of the step, H, d].
         kv_cache: [blocks, G, block, 2d].
-        metadata: vLLM's, of the step's attention.
-        output: [tokens, H, d], whose rows are written in place.
+        metadata: vLLM's attention metadata of the step.
+        output: [tokens, H, d], written in place.
     """
 
     layer: Any
@@ -46,27 +46,23 @@ class LayerCall(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """A request of a step whose prompt is recorded, to be compressed.
+    """A request of a step whose prompt is recorded.
 
     Attributes:
-        recording: what it is written to.
-        block: index of the first of its pages.
-        start: position of its first token of the step.
-        tokens: how many it computes in the step.
+        recording: takes its tokens.
+        chunk: its tokens in the step.
     """
 
     recording: Recording
-    block: int
-    start: int
-    tokens: int
+    chunk: Chunk
 
 
 class Step:
-    """The contexts of one step, and the work that they are.
+    """The requests of one step that have a context, and the one that is recorded.
 
     Args:
-        asking: requests that have a context, by the first block of their pages.
-        reading: a request whose tokens are recorded.
+        asking: requests about contexts, by their first page.
+        reading: the request that is recorded, or None.
     """
 
     def __init__(self, asking: dict[int, Asking], reading: Reading | None) -> None:
@@ -75,11 +71,11 @@ class Step:
         self._found: tuple[Any, int] | None = None
 
     def plan(self, metadata: Any, make: Callable[[], Any]) -> Any:
-        """The work over contexts; made in the first layer and the same in all of them.
+        """The plan of the work over contexts; the first layer makes it for all layers.
 
         Args:
-            metadata: vLLM's, of the step's attention.
-            make: plans it.
+            metadata: vLLM's attention metadata of the step.
+            make: makes the plan.
         """
         if self._planned is None or self._planned[0] is not metadata:
             with torch.inference_mode():
@@ -87,26 +83,26 @@ class Step:
         return self._planned[1]
 
     def record(self, name: str, parts: Sequence[Tensor], metadata: Any, scale: float) -> None:
-        """Show the recording its tokens of a layer.
+        """Record the tokens of one layer.
 
         Args:
-            name: the layer's, as vLLM has it.
+            name: vLLM's name of the layer.
             parts: query [tokens of the step, H, d], key and value [tokens, G, d].
-            metadata: vLLM's, of the step's attention.
+            metadata: vLLM's attention metadata of the step.
             scale: factor of q . k.
         """
         from vllm.model_executor.models.utils import extract_layer_index
 
-        assert self.reading is not None  # it is asked before
-        recording, block, start, tokens = self.reading
+        assert self.reading is not None  # the caller has checked
+        recording, chunk = self.reading
         if self._found is None or self._found[0] is not metadata:
-            row = (metadata.block_table[:, 0] == block).nonzero()[0, 0]
+            row = (metadata.block_table[:, 0] == chunk.block).nonzero()[0, 0]
             self._found = metadata, int(metadata.query_start_loc[row])
-        own = slice(self._found[1], self._found[1] + tokens)
+        own = slice(self._found[1], self._found[1] + chunk.count)
         query, key, value = (x[own] for x in parts)
         try:
-            recording.add(extract_layer_index(name), start, query, key, value, scale)
-        # Other requests of the step go on, whatever an observer raises.
+            recording.add(extract_layer_index(name), chunk.start, query, key, value, scale)
+        # The step's other requests go on, whatever an observer raises.
         except Exception as error:
             recording.failure, self.reading = error, None
 
@@ -115,26 +111,26 @@ _current: Step | None = None
 
 
 def begin_step(asking: dict[int, Asking], reading: Reading | None = None) -> None:
-    """Let attention see these contexts, and record what `reading` says; see `Step`."""
+    """Set the step that attention layers see; the arguments are those of `Step`."""
     global _current
     _current = Step(asking, reading) if asking or reading else None
 
 
 def end_step() -> None:
-    """The step is over."""
+    """Clear the step."""
     begin_step({})
 
 
 def current_step() -> Step | None:
-    """The step that runs, or None if none of its requests has a context or is recorded."""
+    """The running step, or None if it has neither contexts nor a recording."""
     return _current
 
 
 class ContextAttention(abc.ABC):
-    """Stock attention for all tokens, and attention over context and pages for those that have one.
+    """Stock attention for all tokens, then attention over context and pages for those with one.
 
-    Keys and values are written as ever, so pages hold question and answer, and what moves or drops
-    pages needs no care. Comes before the stock implementation in the list of bases.
+    vLLM writes keys and values as usual, so pages hold question and answer and may be moved or
+    dropped as usual. List this class before the stock implementation.
     """
 
     num_heads: int
@@ -151,21 +147,21 @@ class ContextAttention(abc.ABC):
         kv_cache: Tensor,
         attn_metadata: Any,
         output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        *scales: Tensor | None,
+        **quantised: Tensor | None,
     ) -> Tensor:
-        """`output`, whose rows are written in place, as vLLM's operator requires.
+        """Write `output` in place and return it, as vLLM's operator requires.
 
         Args:
             layer: vLLM's.
             query: [tokens of the step, H, d].
-            key: [tokens, G, d], in pages already.
+            key: [tokens, G, d], already in the pages.
             value: [tokens, G, d].
             kv_cache: [blocks, G, block, 2d].
-            attn_metadata: vLLM's, of the step; None while it measures memory.
+            attn_metadata: vLLM's for the step, or None while vLLM measures memory.
             output: [tokens, H, d].
-            output_scale: of a quantised output; never with contexts.
-            output_block_scale: likewise.
+            scales: of a quantised output, which never goes with contexts.
+            quantised: likewise.
         """
         running = None if attn_metadata is None else current_step()
         batch = None
@@ -176,10 +172,8 @@ class ContextAttention(abc.ABC):
             batch = running.plan(attn_metadata, lambda: self.plan(running, attn_metadata, kv_cache))
         if batch is None or not batch.covers_all:
             stock: Any = super()
-            stock.forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
-                output_block_scale,
-            )  # fmt: skip
+            parts = query, key, value
+            stock.forward(layer, *parts, kv_cache, attn_metadata, output, *scales, **quantised)
         if batch is not None:
             heads = (-1, self.num_heads, self.head_size)
             asked = (query.view(heads), kv_cache, attn_metadata, output.view(heads))
@@ -188,24 +182,24 @@ class ContextAttention(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, running: Step, metadata: Any, kv_cache: Tensor) -> Any:
-        """The step's work over contexts, with `covers_all`; None if there is none.
+        """The plan of the step's work over contexts, with `covers_all`; None without any.
 
         Args:
             running: the step.
-            metadata: vLLM's.
-            kv_cache: [blocks, G, block, 2d], of any layer.
+            metadata: vLLM's attention metadata of the step.
+            kv_cache: [blocks, G, block, 2d] of any layer.
         """
 
     @abc.abstractmethod
     def attend(self, batch: Any, call: LayerCall) -> None:
-        """Write the rows of `call.output` of tokens that have a context; `batch` is from `plan`."""
+        """Write those rows of `call.output` whose tokens have a context; `batch` is the plan."""
 
     @classmethod
     @abc.abstractmethod
     def warm_up(cls, kv_cache: Tensor, group: int) -> None:
-        """Compile what `attend` runs; no request should wait for it.
+        """Compile the kernels of `attend`, so that no request waits for the compiler.
 
         Args:
-            kv_cache: [blocks, G, block, 2d], of any layer; it is only read.
-            group: query heads of a KV head.
+            kv_cache: [blocks, G, block, 2d] of any layer; only read.
+            group: query heads per KV head.
         """

@@ -1,8 +1,8 @@
-"""What one step of the engine computes over stored contexts; the same in every layer.
+"""The plan of a step's attention over stored contexts; all layers share it.
 
-The host knows which requests have which context and how many tokens each computes in the step. In
-which row of the step a request lies is found on the device, by the first block of its pages: of a
-GPU the host does not know it, and never waits for it.
+The host knows each request's context and its number of tokens in the step. A request's row in the
+step is found on the device, by the request's first page: on a GPU the host does not know it, and
+must not wait for it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torch import Tensor
 from gracekv.vllm.context_attention import Asking
 from gracekv.vllm.stored_context import StoredContext
 
-# As a row of `ContextBatch.units`.
+# A row of `ContextBatch.units`.
 _Unit = tuple[int, int, int, int, int, int]
 
 
 class Division(NamedTuple):
-    """How small the units of work are, which a kernel chooses.
+    """The size of the units of work that a kernel wants.
 
     Attributes:
-        rows: query rows of a unit, at most.
-        entries: entries of a head, or tokens of pages, that are worth a part of their own.
-        programs: pairs of a unit and a KV head that a step aims at.
+        rows: the most query rows of a unit.
+        entries: entries of a head, or tokens of pages, that deserve a part of their own.
+        programs: number of (unit, KV head) pairs that a step aims at.
     """
 
     rows: int
@@ -38,26 +38,26 @@ class Division(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContextBatch:
-    """The n tokens of a step whose requests have a context, and the work that they are.
+    """The n tokens of a step whose requests have a context, and their units of work.
 
-    A query row is a token and a query head of a KV head's group; row r is of token r // group. A
-    unit of work is a range of query rows, for every KV head, with a part of a context's entries, or
-    with a part of their request's pages, or with all of both. In the last case its results are
-    final; otherwise they go into slots and are merged.
+    A query row is a token and a query head of a KV head's group; row r belongs to token r // group.
+    A unit of work is a range of query rows, for every KV head, over a part of a context's entries,
+    over a part of the request's pages, or over all of both. In the last case its results are final;
+    otherwise they go into slots and are merged.
 
     Attributes:
-        contexts: C contexts that occur; they stay in memory as long as this does.
-        addresses: int64 [L, C, 4], of their tensors; see `StoredContext`.
-        units: int64 [U, 6]: context or -1, whether pages are read, first query row and their
-            number, which part, of how many.
-        places: int64 [n], of each token in the step's tokens; -1 if its request is not in the step.
-        positions: int64 [n], each token's place in its own sequence; it sees pages up to there.
-        rows: int64 [n], the row of the block table.
-        first_slot: int64 [n + 1], where the partial results of a token begin.
-        slots: of all tokens.
-        merged: how many tokens have slots; they are the first ones.
+        contexts: the C contexts of the step, which stay in memory as long as this object.
+        addresses: int64 [L, C, 4] of their tensors; see `StoredContext`.
+        units: int64 [U, 6]: context or -1, whether to read pages, first query row, number of query
+            rows, number of the part, number of parts.
+        places: int64 [n], each token's index in the step; -1 if its request is not in the step.
+        positions: int64 [n], each token's position in its own sequence, up to which it sees pages.
+        rows: int64 [n], each token's row of the block table.
+        first_slot: int64 [n + 1], index of the first partial result of each token.
+        slots: total number of slots.
+        merged: number of tokens with slots, which come first.
         longest: the most query rows of a unit.
-        covers_all: whether no other tokens are in the step.
+        covers_all: whether the step has no other tokens.
     """
 
     contexts: tuple[StoredContext, ...]
@@ -76,14 +76,14 @@ class ContextBatch:
 def plan_batch(
     asking: Mapping[int, Asking], metadata: Any, group: int, pages: Tensor, division: Division
 ) -> ContextBatch:
-    """The step's work over contexts, on the device of the pages.
+    """Plan the step's work over contexts, on the device of the pages.
 
     Args:
-        asking: requests that have a context, at least one, by the first block of their pages.
-        metadata: vLLM's, of the step's attention, with tensors on the device.
-        group: query heads of a KV head.
-        pages: [blocks, G, block, 2d] as vLLM holds them.
-        division: how the work is divided.
+        asking: requests about contexts (at least one), by their first page.
+        metadata: vLLM's attention metadata of the step, with tensors on the device.
+        group: query heads per KV head.
+        pages: [blocks, G, block, 2d] of vLLM.
+        division: the size of the units of work.
     """
     most, worth, programs = division
     contexts = {one.context.header.digest: one.context for one in asking.values()}
@@ -134,16 +134,16 @@ def plan_batch(
 def _divide(
     asking: Mapping[int, Asking], group: int, most: int, parts_of: Mapping[str, int], of_pages: int
 ) -> tuple[list[tuple[int, Asking]], list[_Unit], list[int]]:
-    """Requests in the order of their tokens, units, and how many slots each token has.
+    """Requests in the order of their tokens, the units, and each token's number of slots.
 
-    Requests that fill a unit have units of their own; others of a context share them.
+    A request that fills a unit has units of its own; the others about a context share them.
 
     Args:
         asking: see `plan_batch`.
-        group: query heads of a KV head.
-        most: query rows of a unit.
-        parts_of: of the contexts that occur, by digest.
-        of_pages: parts of pages.
+        group: query heads per KV head.
+        most: the most query rows of a unit.
+        parts_of: number of parts of each context, by digest.
+        of_pages: number of parts of pages.
     """
     number = {digest: i for i, digest in enumerate(parts_of)}
 
@@ -157,7 +157,7 @@ def _divide(
         one = item[1]
         return is_final(one), number[one.context.header.digest], fills(one)
 
-    # Those with slots first, then by context, those that fill units after the others.
+    # Requests with slots first; then by context, with those that fill units last.
     order = sorted(asking.items(), key=place)
     units: list[_Unit] = []
     pages: list[_Unit] = []
@@ -194,7 +194,7 @@ def _with_parts(
 
 
 def _send(device: torch.device, *tensors: Tensor) -> list[Tensor]:
-    """int64 tensors on the device, in one copy that does not wait for what runs there."""
+    """Copy int64 tensors to the device at once, without waiting for work that runs there."""
     packed = torch.cat([tensor.flatten() for tensor in tensors])
     if device.type == "cuda":
         packed = packed.pin_memory()

@@ -1,4 +1,4 @@
-"""The folder of a context: written whole or not at all, replaced, deleted."""
+"""The folder of a context: write it atomically, replace it, delete it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from gracekv.vllm.header import HEADER, ContextHeader, is_ours, is_served
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raise `StoreError` unless nothing is there, or a folder with the files of exports only.
+    """Raise `StoreError` if `folder` exists and is not a folder with files of exports only.
 
-    `OutputError` if nothing is there, and a folder cannot be made.
+    `OutputError` if it does not exist and cannot be made.
     """
     if not os.path.lexists(folder):
         check_output(folder / HEADER)
         return
     if folder.is_symlink() or not folder.is_dir():
-        raise StoreError(f"{folder} is no folder, and is not replaced. Choose another name.")
+        raise StoreError(f"{folder} is not a folder, and is not replaced. Choose another name.")
     for path in folder.iterdir():
         if not is_ours(path.name) or path.is_symlink() or path.is_dir():
             raise StoreError(
@@ -36,12 +36,12 @@ def check_replaceable(folder: Path) -> None:
 def write_context(
     rotated: CompressedCache, header_of: Callable[[str], ContextHeader], folder: Path
 ) -> ContextHeader:
-    """Write a context, complete or not at all; one that is there already is replaced.
+    """Write a context atomically, replacing an existing one.
 
     Args:
-        rotated: entries whose keys are turned as they are served.
-        header_of: the header of entries whose file has this digest.
-        folder: of the context.
+        rotated: entries, with keys rotated as they are served.
+        header_of: makes the header from the digest of the entries' file.
+        folder: the context's folder.
 
     Returns:
         The header.
@@ -51,11 +51,11 @@ def write_context(
     check_replaceable(folder)
     with _alone_in(folder):
         try:
-            # The context is the new one from when its header takes the old one's place: the header
-            # names its entries, and the old ones stay until then.
+            # The new context takes effect when its header replaces the old one: each header names
+            # its entries, and the old entries stay until then.
             with replacing(folder / HEADER) as header_file:
                 entries, old = folder / "new.safetensors", folder / HEADER
-                # Whoever may not read the old context may not read the new one.
+                # Keep the old context's permissions.
                 entries.touch(mode=old.stat().st_mode & 0o666 if old.exists() else 0o666)
                 write_cache(entries, rotated, {"engine": "vllm"}, {})
                 header = header_of(read_digest(entries))
@@ -69,7 +69,7 @@ def write_context(
 
 
 def delete_context(folder: Path) -> bool:
-    """Delete a context's files, the header first; whether there was one.
+    """Delete a context's files, the header first; return whether there was a context.
 
     Raises `StoreError` if `folder` holds other files.
     """
@@ -84,11 +84,11 @@ def delete_context(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Make the folder, and keep other exports to it waiting; it goes if it ends up empty."""
+    """Make the folder and lock it against other exports; remove it at the end if it is empty."""
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        # Ends with the process, however it ends. Some systems cannot.
+        # The lock ends with the process, however it ends, and leaves no file. Not on every system.
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
@@ -101,16 +101,16 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _delete(folder: Path, unneeded: Callable[[str], bool]) -> None:
-    """Delete those of our files, also of exports that were killed."""
+    """Delete our files with unneeded names, also those of killed exports."""
     for path in folder.iterdir():
         if is_ours(path.name) and unneeded(path.name):
             path.unlink()
 
 
 def files_state(folder: Path) -> object:
-    """Changes when a file of the context is replaced or written to; false if there is none.
+    """A value that changes when a file of the context changes; () if there are no files.
 
-    Raises `StoreError` if one is no regular file: a link leads out of the store, a pipe waits.
+    Raises `StoreError` if one is not a regular file: links lead out of the store, pipes block.
     """
     try:
         with os.scandir(folder) as files:
@@ -123,7 +123,7 @@ def files_state(folder: Path) -> object:
 
 
 def is_of_system(error: BaseException | None) -> bool:
-    """Whether a file that is missing or cannot be opened is behind an error."""
+    """Whether a missing file, or one that cannot be opened, caused an error."""
     while error is not None:
         if isinstance(error, OSError):
             return True

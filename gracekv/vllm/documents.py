@@ -1,4 +1,4 @@
-"""`document`: a text as the prompt by which vLLM compresses it, and how questions go on with it."""
+"""`document`: the prompt with which vLLM compresses a text, and how questions continue it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 from gracekv.errors import PromptError, StoreError
 from gracekv.prefill.chat_text import continued, encode, has_chat_template, render
 from gracekv.prefill.prompt import Prompt
-from gracekv.vllm.header import QUESTION, SEPARATOR, ContextHeader
-from gracekv.vllm.orders import Follow
+from gracekv.vllm.header import QUESTION, SEPARATOR, Continuation
 
 
 def document(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text in the tokenizer's chat format, if it has one, up to where questions go on.
+    """Token ids of a text in the tokenizer's chat format (if it has one), up to the question.
 
-    Question and answer follow as in one conversation whose first message is text and question.
+    The first message of the conversation is the text and the question together.
 
     Args:
         tokenizer: of the served model.
@@ -29,15 +28,16 @@ def document(tokenizer: Any, text: str) -> list[int]:
 
 
 def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
-    """Where a compressing request's document begins and ends, found on the server's side.
+    """Find, on the server, where the document in a compressing request begins and ends.
 
     Args:
         tokenizer: the server's.
-        ids: the request's prompt: of `document`, of a chat whose message is the document, or any.
+        ids: the request's prompt, from `document`, from a chat whose message is the document, or
+            any other.
 
     Returns:
-        The prompt, without what ends a chat's turn, so that questions go on in it; and how many of
-        its tokens stand before the document, None if it is in no format of the tokenizer.
+        The prompt without the end of a chat's turn, so that questions can continue it; and the
+        number of tokens before the document, or None if it is not in the tokenizer's chat format.
     """
     ids = list(ids)
     opening, closing = _frame(tokenizer)
@@ -46,67 +46,65 @@ def opened(tokenizer: Any, ids: Sequence[int]) -> tuple[list[int], int | None]:
     ids = ids[:end] if closed else ids
     if ids[: len(opening)] == opening:
         return ids, len(opening)
-    # A chat with a system prompt of its own.
+    # A chat with its own system prompt.
     return ids, 0 if closed else None
 
 
 def question_text(tokenizer: Any, separator: str = SEPARATOR, template: bool = True) -> str | None:
-    """What follows a context as text, with "{question}" in it; None if it cannot be said."""
+    """The text after a context, with "{question}" in it; None if the chat template hides it."""
     chat = template and has_chat_template(tokenizer)
     with contextlib.suppress(PromptError):
         return render(tokenizer, "", QUESTION, separator, chat)[1]
     return None
 
 
-def continuing(
-    tokenizer: Any, name: str, header: ContextHeader | Follow, ids: Sequence[int]
-) -> list[int]:
-    """The tokens with which a request goes on after a context, found on the server's side.
+def continuing(tokenizer: Any, name: str, follow: Continuation, ids: Sequence[int]) -> list[int]:
+    """Find, on the server, the tokens with which a request continues a context.
 
-    A request to the chat endpoint opens the conversation again. The separator takes the place of
-    what opens it, so that its message goes on in the context's turn.
+    A request to the chat endpoint opens the conversation again. Replace that opening by the
+    separator, so that the message continues the context's turn.
 
     Args:
         tokenizer: the server's.
         name: of the context.
-        header: of the context, or what else says how it goes on.
+        follow: how requests continue it.
         ids: the request's prompt.
 
     Raises `StoreError` if it begins another conversation, or does not end the user's turn.
     """
     ids = list(ids)
-    if not header.tokenizer or header.has_question:
+    if not follow.tokenizer or follow.has_question:
         return ids
-    opening, closing = _frame(tokenizer, header.separator, header.template)
-    # Its first token may have become one with the question's last.
+    opening, closing = _frame(tokenizer, follow.separator, follow.template)
+    # The question's last token may have merged with the first one of the ending.
     ending = closing[1:] or closing
     ends = any(ids[at : at + len(ending)] == ending for at in range(len(ids)))
     again = ids[: len(opening)] == opening
     if not ends or (ids[:1] == opening[:1] and not again):
         raise StoreError(
-            f"This request does not continue context {name!r}, which is a user's turn that goes "
-            f"on: it begins another conversation, or does not end that turn. Ask by "
-            f"gracekv.vllm.Client, or by /v1/chat/completions without a system message."
+            f"This request does not continue context {name!r}, which is the beginning of a user's "
+            f"turn: it begins another conversation, or does not end that turn. Ask with "
+            f"gracekv.vllm.Client, or through /v1/chat/completions without a system message."
         )
     if opening and again:
-        between = _between(tokenizer, header.separator) if closing else []
+        between = _between(tokenizer, follow.separator) if closing else []
         ids = between + ids[len(opening) :]
     return ids
 
 
 def _between(tokenizer: Any, separator: str) -> list[int]:
-    """Ids of a separator between a text and a question whose own ids follow."""
-    # Blanks alone may be other tokens than blanks before a word.
+    """Token ids of the separator before a question."""
+    # Blanks alone may have other tokens than blanks before a word.
     word, both = continued(tokenizer, "a"), continued(tokenizer, separator + "a")
     cut = len(both) - len(word)
-    # A token may hold the separator's end and the word's start.
+    # One token may hold the end of the separator and the start of the word.
     return both[:cut] if both[cut:] == word else continued(tokenizer, separator)
 
 
 def _frame(
     tokenizer: Any, separator: str = SEPARATOR, template: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Ids of what stands before and after the user's message; none if the format hides it."""
+    """Token ids before and after the user's message; [] if the chat template hides them."""
     chat = template and has_chat_template(tokenizer)
     try:
         before, after = render(tokenizer, "", "", separator, chat)

@@ -1,4 +1,4 @@
-"""`export`: a compressed prompt as a folder that vLLM can serve."""
+"""`export`: write a compressed prompt as a folder that vLLM can serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from gracekv.distributed.sharding import check_whole
 from gracekv.errors import UnsupportedModelError
 from gracekv.files import VERSION
 from gracekv.hf.base_result import BaseResult
-from gracekv.kernels.rope import Rope
 from gracekv.prefill.fingerprint import active_adapters, check_same_model, tokenizer_marks
 from gracekv.prefill.model_layers import (
     model_layers,
@@ -30,9 +29,8 @@ from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.supported import sliding_window, switch_point, trained_length
 from gracekv.vllm.context_folder import check_replaceable, write_context
 from gracekv.vllm.documents import question_text
-from gracekv.vllm.header import ContextHeader, check_name
+from gracekv.vllm.header import ContextHeader, Continuation, check_name
 from gracekv.vllm.model_facts import model_facts
-from gracekv.vllm.orders import Follow
 
 
 def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path]:
@@ -40,23 +38,21 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
 
         gracekv.vllm.export(result, "store/book")
 
-    There is the new context or what was there before, also if the process is killed. A folder of
-    that name is replaced if it holds a context's files and nothing else. A batch writes book-1,
-    book-2, ...
+    Writing is atomic: a killed process leaves the new context or what was there before. An existing
+    folder is replaced if it holds nothing but a context's files. A batch writes book-1, book-2, ...
 
     Args:
-        result: what `compress` or `load` returned.
-        path: the store's folder and the context's name in it.
+        result: from `compress` or `load`.
+        path: the store's folder, and the context's name in it.
 
     Returns:
-        The folder; a list of them for a batch.
+        The folder, or a list of folders for a batch.
 
     Raises:
-        StoreError: `check_name` refuses the name, or a folder of that name holds other files.
-        UnsupportedModelError: the model's heads are spread over processes; or vLLM would not see
-            the entries as this model does: RoPE that depends on the sequence's length, or layers
-            with a sliding window.
-        CacheError: the model's weights or adapters are not those that made the entries.
+        StoreError: the name is not a plain folder name, or its folder holds other files.
+        UnsupportedModelError: the model is sharded over processes, or vLLM would not see the
+            entries as this model does (RoPE that depends on the length, sliding windows, ...).
+        CacheError: the model's weights or adapters have changed since the compression.
     """
     check_whole(result.model, "export")
     check_served(result.model)
@@ -69,7 +65,7 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
     folders = [path.parent / check_name(name) for name in names or [path.name]]
     for folder in folders:
         check_replaceable(folder)
-    # vLLM computes with numbers in the model's dtype.
+    # vLLM computes in the model's dtype.
     caches = [dequantised(result.packed.sequence(number)) for number in range(count)]
     model, recipe = result.model, recipes.label(result.pipeline)
     for cache, prompt, folder in zip(caches, result.prompts, folders, strict=True):
@@ -80,53 +76,36 @@ def export(result: BaseResult, path: str | os.PathLike[str]) -> Path | list[Path
 
 def check_served(model: Any) -> None:
     """Raise `UnsupportedModelError` if vLLM would not see the entries as this model does."""
-    name, others = type(model).__name__, other_layers(model)
-    if others:
-        raise UnsupportedModelError(
-            f"Layer {others[0].number} of {name} is of kind {others[0].kind}; a context for vLLM "
-            f"holds entries of layers with full attention only. Serve a model that has no others."
-        )
-    adapters = active_adapters(model)
-    if adapters:
-        raise UnsupportedModelError(
-            f"{name} computes with the adapters {', '.join(adapters)}, which contexts are not "
-            f"served with. Merge them into the weights, and serve those."
-        )
-    if "mrope_section" in rope_parameters(model):
-        raise UnsupportedModelError(
-            f"{name} also numbers rows and columns of images, and vLLM is not tested with contexts "
-            f"of such models. Serve a model that reads text only."
-        )
-    rope = rope_parameters(model)["rope_type"]
-    if rope in ("dynamic", "longrope") or switch_point(model) is not None:
-        raise UnsupportedModelError(
-            f"{name} rotates keys by how long the whole sequence is (RoPE {rope!r}), and vLLM sees "
-            f"the question and its answer only. Serve a model whose rotation depends on positions "
-            f"alone: default, linear, llama3 or yarn. Every recipe works with them."
-        )
+    others, adapters = other_layers(model), active_adapters(model)
+    rope, window = rope_parameters(model), sliding_window(model)
+    changing = rope.get("rope_type") in ("dynamic", "longrope") or switch_point(model) is not None
     cap = getattr(model.config, "attn_logit_softcapping", None)
-    if cap is not None:
+    obstacles = [
+        others and f"layer {others[0].number} is of kind {others[0].kind}",
+        adapters and f"it has the adapters {', '.join(adapters)}, which are not in its weights",
+        "mrope_section" in rope and "it also numbers rows and columns of images",
+        changing and f"its RoPE {rope.get('rope_type')!r} depends on the sequence's length",
+        cap is not None and f"it caps its attention logits at {cap}",
+        window is not None and f"its layers have a sliding window of {window} tokens",
+    ]
+    found = [text for text in obstacles if text]
+    if found:
         raise UnsupportedModelError(
-            f"{name} caps its attention logits at {cap}, which attention beside vLLM's pages does "
-            f"not. Serve a model without a cap; every recipe works with it."
-        )
-    window = sliding_window(model)
-    if window is not None:
-        raise UnsupportedModelError(
-            f"{name} has layers with a sliding window of {window} tokens, which vLLM would count "
-            f"from the question on. Serve a model with full attention in every layer; every recipe "
-            f"works with it."
+            f"vLLM cannot serve contexts of {type(model).__name__}: {'; '.join(map(str, found))}. "
+            f"Serve a text model with full attention in every layer, RoPE of type default, linear, "
+            f"llama3 or yarn, and no cap on logits; merge adapters into the weights first. Every "
+            f"recipe works with it."
         )
 
 
-def _follow(prompt: Prompt, cache: RaggedCache) -> Follow:
-    """How requests go on after `prompt`, of which `cache` was made."""
+def _follow(prompt: Prompt, cache: RaggedCache) -> Continuation:
+    """How requests continue `prompt`, of which `cache` was made."""
     spans, tokenizer = prompt.spans, prompt.tokenizer
     end = spans.length if prompt.has_question else spans.context_end
     text = None
     if tokenizer is not None and not prompt.has_question:
         text = question_text(tokenizer, prompt.separator, prompt.template)
-    return Follow(
+    return Continuation(
         tokenizer={} if tokenizer is None else tokenizer_marks(tokenizer),
         question_text=text,
         separator=prompt.separator,
@@ -137,19 +116,17 @@ def _follow(prompt: Prompt, cache: RaggedCache) -> Follow:
 
 
 def describe(
-    model: Any, follow: Follow, cache: RaggedCache, recipe: str, digest: str
+    model: Any, follow: Continuation, cache: RaggedCache, recipe: str, digest: str
 ) -> ContextHeader:
     """The header of a context.
 
     Args:
-        model: made it.
-        follow: how requests go on after it.
+        model: the model that made it.
+        follow: how requests continue it.
         cache: its entries.
         recipe: the pipeline's name.
-        digest: of the entries' file, or what stands for it.
+        digest: of the entries' file, or a number in its place.
     """
-    goes_on = asdict(follow)
-    del goes_on["start"]
     return ContextHeader(
         length=cache.length,
         entries=int(cache.entries().sum()),
@@ -160,38 +137,40 @@ def describe(
         recipe=recipe,
         positions=trained_length(model),
         gracekv_version=VERSION,
-        **goes_on,
+        **asdict(follow),
     )
 
 
 def moved(model: Any, cache: RaggedCache) -> RaggedCache:
-    r"""The entries with their positions moved so that the next token has position 0, T before.
+    r"""Turn the keys so that the token after the entries has position 0.
 
-    R(p) k becomes R(p - T) k = R(-T) R(p) k, in float32: attention only sees differences of
-    positions. `positions` stay those of the prompt.
+    R(p) k becomes R(p - T) k = R(-T) R(p) k, in float32; attention depends on differences of
+    positions only. `positions` stay those of the prompt.
 
     Source: Eq. (T1).
     """
-    turns = _rotations(model, cache.length)
-    layers = (
-        replace(layer, keys=_turned(layer.keys, turn))
-        for layer, turn in zip(cache.layers, turns, strict=True)
-    )
+    return turned(model, cache, cache.length, 0)
+
+
+def turned(model: Any, cache: RaggedCache, position: int, to: int) -> RaggedCache:
+    """Turn the keys by R(to) R(position)^-1; `positions` stay."""
+    cos, sin = rotation_table(model, max(position, to))
+    layers = []
+    for layer, own in zip(cache.layers, model_layers(model), strict=True):
+        turn = rope_of_table(cos, sin, own.rotation).moved(torch.tensor([position]), to)
+        keys = turn.rotate(layer.keys.float(), torch.zeros(1, dtype=torch.int64))
+        layers.append(replace(layer, keys=keys.to(layer.keys.dtype)))
     return RaggedCache(tuple(layers), cache.length)
 
 
-def _turned(keys: Tensor, turn: Rope) -> Tensor:
-    start = torch.zeros(1, dtype=torch.int64)
-    return turn.unrotate(keys.float(), start).to(keys.dtype)
+def rotation_table(model: Any, last: int) -> tuple[Tensor, Tensor]:
+    """cos and sin [last + 1, n] of positions 0..last, in float32 on the CPU.
 
-
-def _rotations(model: Any, position: int) -> list[Rope]:
-    """R(position) of each layer, without the factor that yarn-like schemes multiply into it."""
-    device = next(model.get_decoder().rotary_emb.buffers()).device
-    at = torch.tensor([[position]], device=device)
+    The model's weights may be on the device "meta".
+    """
+    rotary = model.get_decoder().rotary_emb
+    device = next(rotary.buffers()).device
     with torch.inference_mode():
-        cos, sin = model.get_decoder().rotary_emb(torch.zeros(1, device=device), at)
-    cos, sin = cos[0].float().cpu(), sin[0].float().cpu()
-    norm = (cos * cos + sin * sin).sqrt()
-    cos, sin = cos / norm, sin / norm
-    return [rope_of_table(cos, sin, layer.rotation) for layer in model_layers(model)]
+        tables = rotary(torch.zeros(1, device=device), torch.arange(last + 1, device=device)[None])
+    cos, sin = (x[0].float().cpu() for x in tables)
+    return cos, sin

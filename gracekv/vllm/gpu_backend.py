@@ -1,8 +1,8 @@
 """vLLM's attention for NVIDIA GPUs, with contexts beside its pages. Imports vLLM.
 
-For both backends that vLLM takes by itself on most GPUs. The kernel reads pages by their strides,
-which both share, and merging with the stock result by log-sum-exp would need calls of each one's
-inside; a page of question and answer is short beside a context.
+For both backends that vLLM chooses by default on most GPUs. The kernel reads pages by their
+strides, which works for both. Merging with the stock result by log-sum-exp would need internals of
+each; pages of a question and its answer are short beside a context.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from gracekv.vllm.context_attention import ContextAttention, LayerCall, Step
 from gracekv.vllm.context_batch import ContextBatch
-from gracekv.vllm.gpu_batch import plan_gpu_batch
 from gracekv.vllm.serving import has_store
+from gracekv.vllm.triton_attention import attend, plan_gpu_batch, warm_up
 
 
 class GPUContextAttention(ContextAttention):
-    """The Triton kernels."""
+    """Attention over contexts with the Triton kernels."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._has_store = has_store(get_current_vllm_config_or_none())
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Whether the output may be written quantised: not with contexts, whose rows come later."""
+        """Whether the stock kernel may quantise its output: not if contexts' rows come later."""
         stock: Any = super()
         return not self._has_store and bool(stock.fused_output_quant_supported(quant_key))
 
@@ -38,19 +38,15 @@ class GPUContextAttention(ContextAttention):
         return plan_gpu_batch(running.asking, metadata, group, kv_cache)
 
     def attend(self, batch: ContextBatch, call: LayerCall) -> None:
-        from gracekv.vllm.triton_attention import attend
-
         attend(batch, extract_layer_index(call.layer.layer_name), call, self.scale)
 
     @classmethod
     def warm_up(cls, kv_cache: Tensor, group: int) -> None:
-        from gracekv.vllm.triton_attention import warm_up
-
         warm_up(kv_cache, group)
 
 
 class GraceFlashAttentionImpl(GPUContextAttention, FlashAttentionImpl):  # type: ignore[misc]
-    """FlashAttention and contexts."""
+    """FlashAttention with contexts."""
 
 
 class GraceFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
@@ -62,7 +58,7 @@ class GraceFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
 
 
 class GraceTritonAttentionImpl(GPUContextAttention, TritonAttentionImpl):  # type: ignore[misc]
-    """vLLM's Triton attention and contexts."""
+    """vLLM's Triton attention with contexts."""
 
 
 class GraceTritonAttentionBackend(TritonAttentionBackend):  # type: ignore[misc]

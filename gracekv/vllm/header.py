@@ -1,4 +1,4 @@
-"""`ContextHeader`: what `header.json` says of a context in a store."""
+"""`ContextHeader`: what `header.json` says about a context in a store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from gracekv.errors import StoreError
 from gracekv.registry import check_values
 
 FORMAT = 3
-"""Raise it when contexts of an older version could be misread.
+"""Raise it when this version could misread contexts of an older one.
 
 Formats before 3 have no checksum, and name weights by a sample that misses most of them.
 """
@@ -24,25 +24,25 @@ PARAMETER = "gracekv"
 """The key of a context's name in a request's `kv_transfer_params`."""
 
 QUESTION = "{question}"
-"""Stands for the question in `ContextHeader.question_text`."""
+"""Stands for the question in `Continuation.question_text`."""
 
 SEPARATOR = "\n\n"
-"""Between a context that vLLM makes and a question, as in `Prompt.from_chat`."""
+"""Between a question and a context that vLLM makes, as in `Prompt.from_chat`."""
 
-# Of every context: as many entries in each head as the recipe chose, beside vLLM's pages. Earlier
-# versions also wrote "equal", for entries that were loaded into pages.
+# Each head holds as many entries as the recipe chose, beside vLLM's pages; the only kind there is.
 _KIND = "ragged"
-# Bytes of a header; what it holds of a prompt is what follows the context. Source: ours.
+# The largest header in bytes; only the part of a prompt that follows the context has any length.
+# Source: ours.
 _LARGEST = 2**24
-# More layers or heads than any model has.
+# No model has more layers or heads.
 _MOST = 2**16
-# Names that some systems keep for devices are no names of folders everywhere.
+# Some systems reserve names for devices, so these are not folder names everywhere.
 _NAME = re.compile(
     r"(?!(con|prn|aux|nul|com\d|lpt\d)(\.|\Z))[a-z0-9]([a-z0-9._-]{0,126}[a-z0-9_-])?",
     re.IGNORECASE | re.ASCII,
 )
-# Names in the folder of a context: what is served, what earlier versions wrote, and what an export
-# that was killed leaves, those of safetensors among it.
+# Files in a context's folder: those that are served, those that earlier versions wrote, and those
+# that a killed export leaves behind, including the ones of safetensors.
 _FILES = re.compile(r"header\.json|entries(-[0-9a-f]{16})?\.safetensors")
 _UNFINISHED = re.compile(
     r"\.(header\.json|new\.safetensors)-\w+|new\.safetensors|\.tmp[0-9A-Za-z]{6}", re.ASCII
@@ -50,17 +50,17 @@ _UNFINISHED = re.compile(
 
 
 def is_name(name: object) -> bool:
-    """Whether it is a plain folder name on every system."""
+    """Whether `name` is a plain folder name on every system."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def check_name(name: Any) -> str:
-    """`name`; raises `StoreError` unless it is a plain folder name on every system."""
+    """Return `name`; raise `StoreError` unless it is a plain folder name on every system."""
     if is_name(name):
         return str(name)
     raise StoreError(
-        f"A context's name has letters, digits, '.', '_' and '-', begins with a letter or digit, "
-        f"does not end with '.', has at most 128 of them and is no device (such as 'nul'); got "
+        f"A context's name has at most 128 letters, digits, '.', '_' and '-', begins with a letter "
+        f"or digit, does not end with '.', and is not a device (such as 'nul'); got "
         f"{str(name)[:200]!r}."
     )
 
@@ -76,31 +76,47 @@ def is_ours(name: str) -> bool:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether `ContextHeader.read` raised it since there is no such context."""
+    """Whether `error` says that there is no such context."""
     return isinstance(error.__cause__, FileNotFoundError)
 
 
-@dataclass(frozen=True, slots=True)
-class ContextHeader:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """How requests continue a context.
+
+    Attributes:
+        tokenizer: hashes of vocabulary and chat template; empty if the context was made without a
+            tokenizer, or is not in its chat format.
+        question_text: the text after the context, with "{question}" in it; None if the prompt
+            already had its question, or without a tokenizer.
+        separator: between context and question.
+        template: whether the chat format is used.
+        has_question: whether the prompt already had its question.
+        prompt_ids: tokens of the prompt that follow the entries and have none yet.
+    """
+
+    tokenizer: dict[str, Any] = field(default_factory=dict)
+    question_text: str | None = None
+    separator: str = SEPARATOR
+    template: bool = False
+    has_question: bool = False
+    prompt_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextHeader(Continuation):
     """A context without its entries.
 
     Attributes:
         length: positions that the entries stand for; the first token after them has this position.
-        entries: of all layers and heads together.
+        entries: total over layers and heads.
         bytes: of keys and values.
         digest: of the entries' file.
         dtype: of keys and values.
-        model: `model_facts` of the model that made them.
-        tokenizer: hashes of vocabulary and chat template; empty if there was no tokenizer.
+        model: `model_facts` of the model that made the entries.
         recipe: the pipeline's name, or "custom".
-        has_question: whether the prompt had its question already.
-        prompt_ids: tokens of the prompt that follow the entries and have none yet.
-        question_text: what follows the entries as text, with "{question}" in it; None if the
-            prompt had its question already, or no tokenizer.
-        separator: between context and question.
-        template: whether the chat format is used.
-        positions: most positions of the model, or None if its config does not say.
-        gracekv_version: which version wrote it.
+        positions: the model's longest sequence, or None if its config does not say.
+        gracekv_version: the version that wrote the header.
     """
 
     length: int
@@ -109,29 +125,26 @@ class ContextHeader:
     digest: str
     dtype: str
     model: dict[str, Any]
-    tokenizer: dict[str, Any]
     recipe: str
-    has_question: bool
-    prompt_ids: tuple[int, ...]
-    question_text: str | None
-    separator: str
-    template: bool
     positions: int | None
     gracekv_version: str
 
     @property
     def entries_file(self) -> str:
-        """Its name says what it holds: a new header never stands beside old entries."""
+        """The name of the entries' file; with the digest in it, no other header can mean it."""
         return f"entries-{self.digest[:16]}.safetensors"
 
     def to_json(self) -> str:
-        """For `header.json`."""
+        """The text of `header.json`."""
         data = json.loads(json.dumps({"kind": _KIND, **dataclasses.asdict(self)}))
         return json.dumps({"format": FORMAT, "sha256": _checksum(data), **data}, indent=2) + "\n"
 
     @classmethod
     def read(cls, path: Path, name: str) -> ContextHeader:
-        """Raises `StoreError` if it is missing, damaged, edited, or of an unknown format."""
+        """Read `header.json`.
+
+        Raises `StoreError` if it is missing, damaged, edited, or has an unknown format.
+        """
         try:
             data = json.loads(_text(path))
         except FileNotFoundError as error:
@@ -149,14 +162,9 @@ class ContextHeader:
                 f"Context {name!r} has another format than {FORMAT}, which this version reads. "
                 f"Export it again."
             )
-        if data.get("kind") == "equal":
-            raise StoreError(
-                f"Context {name!r} has equal shares, as earlier versions loaded them into vLLM's "
-                f"pages, which are not served any more. Compress it again and export it."
-            )
         try:
             return _checked(cls, data)
-        # What was given is left out: it may be of any size.
+        # Do not repeat what was given: it may have any size.
         except (TypeError, ValueError, RecursionError) as error:
             raise StoreError(
                 f"The header of context {name!r} is damaged or was edited. Export it again."
@@ -176,7 +184,7 @@ def _checksum(data: dict[str, Any]) -> str:
 
 
 def _checked(cls: type[ContextHeader], data: dict[str, Any]) -> ContextHeader:
-    """The header of `data`; raises `ValueError` or `TypeError` if it is none that was written."""
+    """The header in `data`; raises `ValueError` or `TypeError` if no export wrote it."""
     if data.pop("sha256", None) != _checksum(data):
         raise ValueError("the checksum differs")
     if data.pop("kind", None) != _KIND:
@@ -196,5 +204,5 @@ def _checked(cls: type[ContextHeader], data: dict[str, Any]) -> ContextHeader:
         and isinstance(model.get("weights"), dict | None)
     )
     if not fits:
-        raise ValueError("a value is none that was written")
+        raise ValueError("an export writes no such value")
     return header

@@ -1,4 +1,4 @@
-"""`Jobs`: what the scheduler knows of contexts that are made, listed and deleted on request."""
+"""`Jobs`: makes, lists and deletes contexts for the scheduler."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from gracekv.vllm.serving import refusal
 from gracekv.vllm.store import ContextStore
 
 WAIT = 600.0
-"""Seconds that a request waits for a context that is being made. Source: ours."""
+"""The most seconds that a request waits for a context in the making. Source: ours."""
 
-# Failures and seconds that are remembered. Source: ours.
+# The most finished jobs that are remembered. Source: ours.
 _REMEMBERED = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A context that is to be made.
+    """A context in the making.
 
     Attributes:
-        request: id of the request whose prompt it is made of.
-        order: what was asked for.
+        request: id of the request with the prompt.
+        order: the order in the request.
         length: T, tokens of the prompt.
-        read: whether all its tokens are computed, so that it goes on without the request.
+        read: whether all tokens are computed, so that the request is no longer needed.
     """
 
     request: str
@@ -42,29 +42,29 @@ class Job:
 
 
 class Jobs:
-    """Contexts in the making, one after the other, and what is known of those that were made.
+    """A queue of contexts in the making, and a record of those that were made.
 
     Args:
-        store: the scheduler's; it gets the headers of contexts that are in no file.
-        ranks: workers that share a model, each of which makes its part of a context.
+        store: the scheduler's, which gets the headers of unsaved contexts.
+        ranks: number of workers that share a model; each makes its part of a context.
 
     Attributes:
-        jobs: by request id, in the order in which they came: the first one has its turn.
-        forgotten: names of contexts that workers have not yet been told to delete, with the digest
-            that alone is meant, or None.
-        made: ids of requests whose contexts workers have not yet been told to serve.
+        jobs: by request id, in order of arrival; the first one is current.
+        forgotten: names of contexts that workers have yet to delete, each with the only digest that
+            is meant, or None.
+        made: ids of requests whose contexts workers have yet to serve.
     """
 
     def __init__(self, store: ContextStore, ranks: int = 1) -> None:
         self._store, self._ranks = store, ranks
-        # What workers said of the current job; it is over when all have.
+        # Of the current job, which ends when every worker has reported.
         self._outcomes: list[Outcome] = []
         self.jobs: OrderedDict[str, Job] = OrderedDict()
         self._done: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._expiry: dict[str, tuple[float, str]] = {}
         self.forgotten: dict[str, str | None] = {}
         self.made: set[str] = set()
-        # Most bytes that were held of the current document while it was read.
+        # The most bytes held of the current document.
         self._recorded = 0
 
     @property
@@ -74,26 +74,26 @@ class Jobs:
 
     @property
     def pending(self) -> bool:
-        """Whether something is made that no request waits for, or that workers are yet to serve."""
+        """Whether the engine has to go on stepping without requests to finish a context."""
         return bool(self.made) or any(job.read for job in self.jobs.values())
 
     def is_making(self, name: object) -> bool:
-        """Whether a context of that name is on its way."""
+        """Whether a context of that name is in the making."""
         return any(job.order.name == name for job in self.jobs.values())
 
     def add(
         self, request: str, order: Order, parameters: Mapping[str, Any], length: int
     ) -> dict[str, Any] | None:
-        """Take a request's order in: the reply, or None if a context shall be made.
+        """Take in a request's order; the reply, or None if it queues a context.
 
         Args:
-            request: its id.
-            order: what it asks.
+            request: the request's id.
+            order: its order.
             parameters: its `kv_transfer_params`.
             length: tokens of its prompt.
 
-        Raises `StoreError` if the request may not use the name, or what it shall delete is not
-        there, or not yet.
+        Raises `StoreError` if the request may not use the name, or if the context to delete does
+        not exist or is in the making.
         """
         if not isinstance(order, Listing):
             self._store.check_allowed(order.name, parameters)
@@ -119,7 +119,7 @@ class Jobs:
         return self._store.forget(name)
 
     def expire(self) -> None:
-        """Let go of the contexts whose time is over."""
+        """Delete contexts that have expired."""
         now = time.monotonic()
         for name, (end, digest) in list(self._expiry.items()):
             if now >= end and not self.is_making(name):
@@ -128,13 +128,13 @@ class Jobs:
                     self._forget(name)
 
     def finished(self, request: str, computed: int) -> dict[str, Any]:
-        """What is replied to a request of which a context shall be made, and which has ended.
+        """The reply to a compressing request that has ended.
 
-        One that ended before all tokens of its prompt were computed makes nothing.
+        If it ended before its prompt was computed, no context is made.
 
         Args:
-            request: its id.
-            computed: tokens of it that were computed.
+            request: the request's id.
+            computed: number of its tokens that were computed.
         """
         job = self.jobs[request]
         if computed < job.length:
@@ -148,17 +148,17 @@ class Jobs:
     def update(
         self, outcomes: Iterable[Outcome], dropped: Set[tuple[str, str]], recorded: int = 0
     ) -> None:
-        """Take in what workers tell.
+        """Take in a report of the workers.
 
         Args:
             outcomes: of the current job.
-            dropped: names and digests of contexts that went for want of room.
-            recorded: bytes that are held of the current job's document.
+            dropped: names and digests of unsaved contexts that were dropped for want of room.
+            recorded: bytes held of the current document.
         """
         self._recorded = max(self._recorded, recorded)
         for name, digest in dropped:
             if self._store.forget(name, digest):
-                # Other ranks may have room for their part.
+                # Other ranks may still hold their parts.
                 self.forgotten[name] = digest
         self._outcomes = [x for x in (*self._outcomes, *outcomes) if x.request in self.jobs]
         if len(self._outcomes) < self._ranks:
@@ -188,7 +188,7 @@ class Jobs:
             self._done.popitem(last=False)
 
     def refused(self, error: Exception, name: object = None) -> dict[str, Any]:
-        """The reply to a request that is refused over an error; why `name` is missing, if known."""
+        """The reply to a request that an error refuses, with the reason why `name` is missing."""
         reply = refused(error)
         if reply["status"] == 404 and isinstance(name, str):
             if self.is_making(name):
@@ -199,10 +199,10 @@ class Jobs:
         return reply
 
     def listing(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What a request with these `kv_transfer_params` may know of each context."""
+        """A description of each context that a request with these `kv_transfer_params` may see."""
         self.expire()
         found = {name: self._described(name) for name in self._store.names()}
-        # Where a new one is on its way, or failed, requests are answered from the old one.
+        # While its replacement is in the making, or if it fails, the old context answers.
         for name, known in self._done.items():
             if "reason" in known:
                 found[name] = found.get(name, {}) | known
@@ -214,7 +214,7 @@ class Jobs:
         return [found[name] for name in sorted(found) if self._may_see(name, parameters)]
 
     def _may_see(self, name: str, parameters: Mapping[str, Any]) -> bool:
-        # If the operator's function raises, it does not say yes.
+        # If the operator's function raises, the request may not see the context.
         with contextlib.suppress(Exception):
             self._store.check_allowed(name, parameters)
             return True
@@ -228,21 +228,14 @@ class Jobs:
         known = self._done.get(name, {})
         mine = known.get("digest") == header.digest
         whole = header.length * int(header.model["layers"] * header.model["kv_heads"])
-        return {
-            "name": name,
-            "state": "ready",
-            "entries": header.entries,
-            "bytes": header.bytes,
-            "length": header.length,
-            "ratio": round(whole / max(1, header.entries), 3),
-            "seconds": known["seconds"] if mine else None,
-            "recorded_bytes": known["recorded_bytes"] if mine else None,
-            "recipe": header.recipe,
-            "saved": name not in self._store.loaded.made,
-        }
+        facts = {x: getattr(header, x) for x in ("entries", "bytes", "length", "recipe")}
+        facts |= {x: known[x] if mine else None for x in ("seconds", "recorded_bytes")}
+        facts |= {"ratio": round(whole / max(1, header.entries), 3)}
+        saved = name not in self._store.loaded.made
+        return {"name": name, "state": "ready", **facts, "saved": saved}
 
 
 def refused(error: Exception) -> dict[str, Any]:
-    """The reply to a request that is refused after it was taken in, with its HTTP status."""
+    """The reply to a request that the scheduler or a worker refuses, with its HTTP status."""
     status = 404 if is_missing(error) else 400
     return {"state": "failed", "reason": refusal(error), "status": status}

@@ -1,9 +1,13 @@
-"""What must agree between the model that made a context and the model that vLLM serves."""
+"""Facts that must agree between the model that made a context and the model that vLLM serves.
+
+`gracekv.prefill.fingerprint` compares them; unlike its `fingerprint` they can be read from a
+checkpoint, without a model.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +23,12 @@ _SIZES = {
     "kv_heads": "num_key_value_heads",
     "vocabulary": "vocab_size",
 }
-# Parts of a weight's name that a model has and its checkpoint has not, or the other way round.
+# Parts of a weight's name that only the model has, or only its checkpoint.
 _WRAPPERS = {"model", "language_model", "base_layer"}
 
 
 def config_facts(config: Any, dtype: torch.dtype) -> dict[str, Any]:
-    """Family, sizes, RoPE, dtype and whether weights are quantised, of a transformers config.
-
-    vLLM reads the same configs, so these can be compared without either engine's model.
-    """
+    """Family, sizes, RoPE, dtype and quantisation, from a config of transformers or vLLM."""
     sizes = {name: getattr(config, field, None) for name, field in _SIZES.items()}
     sizes["kv_heads"] = sizes["kv_heads"] or sizes["query_heads"]
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -43,9 +44,9 @@ def config_facts(config: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """`config_facts` of a transformers model, with a digest of a sample of each weight.
+    """`config_facts` of a transformers model, with a digest of each weight (a sample of elements).
 
-    Weights that are quantised or offloaded have none.
+    Weights that are quantised or offloaded have no digest.
     """
     facts = config_facts(model.config.get_text_config(), model.dtype)
     plain = (
@@ -57,7 +58,7 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 
 def checkpoint_digests(folder: Path, dtype: torch.dtype) -> dict[str, str] | None:
-    """The weights of `model_facts` from a folder of safetensors files; None if it has none."""
+    """The weights of `model_facts` from a folder of safetensors files, or None without any."""
     from safetensors import SafetensorError, safe_open
 
     found: dict[str, str] = {}
@@ -75,30 +76,8 @@ def checkpoint_digests(folder: Path, dtype: torch.dtype) -> dict[str, str] | Non
     return found
 
 
-def differences(made: Mapping[str, Any], served: Mapping[str, Any]) -> list[str]:
-    """What `served` contradicts of the facts `made`; what it does not know is left out."""
-    found = []
-    for name, value in made.items():
-        other = served.get(name)
-        if value is None or other is None:
-            continue
-        if name == "weights":
-            # Checkpoints may hold experts under other names, and tied weights twice.
-            known = sorted(value.keys() & other.keys())
-            changed = [place for place in known if value[place] != other[place]]
-            if changed or not known:
-                first = f", {changed[0]} first" if changed else ""
-                found.append(f"weights ({len(changed)} of {len(known)}{first})")
-        elif name == "rope":
-            if any(other.get(key) not in (None, mine) for key, mine in value.items()):
-                found.append(name)
-        elif value != other:
-            found.append(name)
-    return found
-
-
 def _digests(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, str]:
-    """Of each weight's shape and a sample of its elements in `dtype`, by the weight's place."""
+    """Digests of each weight's shape and sampled elements in `dtype`, by the weight's name."""
     found = {}
     for name, weight in weights:
         place = ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -1,10 +1,9 @@
 """Attention of a step's tokens over ragged contexts and vLLM's own pages, compiled for CPUs.
 
-All requests of a step, of any contexts, are one call: threads take units of work (see
-`gracekv.vllm.attention`) from a shared counter. A unit goes over its entries in short pieces,
-keeping maximum and sum as it goes (online softmax), with all its queries at once, so that entries
-are read once. A second call merges the partial results of each token. Both are the same to the bit
-on any number of threads.
+One call serves all requests of a step, whatever their contexts: threads take units of work (see
+`gracekv.vllm.context_batch`) from a shared counter. A unit reads its entries once, in short pieces,
+with all its queries at a time, and keeps a running maximum and sum (online softmax). A second call
+merges the partial results of each token. Results are the same to the bit on any number of threads.
 
 Needs numba (`pip install "gracekv[cpu]"`); importing this module compiles nothing.
 """
@@ -36,7 +35,7 @@ _SOURCES = (intrinsics, numba_products, numba_softmax, row_vectors)
 
 
 class PagedArgs(ctypes.Structure):
-    """Arguments of both kernels: addresses, all of contiguous arrays, and sizes.
+    """Arguments of both kernels: addresses of contiguous arrays, and sizes.
 
     Fields, with n tokens, G KV heads, q query heads of each, W units of work, S slots:
         work: int64 [W, 6], units as in `ContextBatch`.
@@ -45,12 +44,12 @@ class PagedArgs(ctypes.Structure):
         positions, rows: int64 [n].
         first_slot: int64 [n + 1].
         blocks: int32, the block table, rows of `block_stride`.
-        pages: of the pages; block b, head g begins at element b * page_stride + g * head_stride.
+        pages: block b, head g begins at element b * page_stride + g * head_stride.
         key_places, value_places: int32 [block, d].
         query, output: float32 [n, G, q, d].
         partial: float32 [S * G * q, d + 2]: output, maximum and sum.
-        counters: int64 [2] zeros: units and tokens taken.
-        merged: tokens with slots, which come first.
+        counters: int64 [2] zeros: numbers of units and tokens taken so far.
+        merged: number of tokens with slots, which come first.
         longest: the most query rows of a unit.
     """
 
@@ -74,7 +73,7 @@ def _add(
     weights: Any, count: int, entries: int, v: Any, at: int, bits: Any, power: Any, mixed: Any,
     sums: Any,
 ) -> None:  # fmt: skip
-    """Add a piece to the partial results `sums` [count, d + 2]: logits `weights`, values `v`."""
+    """Add a piece of logits `weights` and values `v` to partial results `sums` [count, d + 2]."""
     dim = v.shape[1]
     for j in range(count):
         top = max(largest(weights[j], entries), sums[j, dim])
@@ -84,7 +83,7 @@ def _add(
                 sums[j, i] *= factor
             sums[j, dim + 1] *= factor
         sums[j, dim] = top
-        # Where all entries are hidden any finite maximum will do: the weights are 0.
+        # If all entries are hidden, any finite maximum will do: the weights are 0.
         sums[j, dim + 1] += exponentials(weights[j], entries, max(top, _LOWEST), bits, power)
     mixtures(weights, count, v, at, entries, v, at, mixed)
     for j in range(count):

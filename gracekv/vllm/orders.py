@@ -1,6 +1,6 @@
-"""What a request may ask beside a question: compress its prompt, list contexts, delete one.
+"""Requests beside questions: compress the prompt, list contexts, delete one.
 
-Where a question has a context's name, such a request has a mapping; see docs/vllm.md.
+A question gives the name of a context; such a request gives a mapping instead. See docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -16,46 +16,26 @@ from gracekv.prefill.observations import check_observers
 from gracekv.prefill.prompt import PromptSpans
 from gracekv.recipes import DEFAULT_WITHOUT_QUESTION
 from gracekv.registry import check_values
-from gracekv.vllm.header import SEPARATOR, check_name
+from gracekv.vllm.header import Continuation, check_name
 
-FOLLOW = "gracekv_follow"
-"""The key of `Follow` in `kv_transfer_params`, which the front sets, whatever clients sent."""
+FRONT = "gracekv_front"
+"""The key in `kv_transfer_params` under which the front passes `start` and the `Continuation`.
+
+It replaces whatever a client sends there.
+"""
 
 _OPTIONS = {"name", "recipe", "save", "expires"}
 _BUDGETS = {"ratio", "entries_per_head", "kv_bytes"}
 
 
 @dataclass(frozen=True, slots=True)
-class Follow:
-    """How later requests go on after a context; `ContextHeader` says what each field is.
-
-    Attributes:
-        start: tokens before the context, which are never compressed.
-        tokenizer: empty if the document is in no known format.
-        question_text: as the front found it, or an export.
-        separator: likewise.
-        template: likewise.
-        has_question: likewise.
-        prompt_ids: likewise.
-    """
-
-    start: int = 0
-    tokenizer: dict[str, Any] = field(default_factory=dict)
-    question_text: str | None = None
-    separator: str = SEPARATOR
-    template: bool = False
-    has_question: bool = False
-    prompt_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Listing:
-    """Which contexts there are."""
+    """Lists contexts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """A context shall go.
+    """Deletes a context.
 
     Attributes:
         name: of the context.
@@ -66,16 +46,17 @@ class Deletion:
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """A request's prompt shall become a context.
+    """Makes a context of a request's prompt.
 
     Attributes:
         name: of the context.
         recipe: the pipeline's name.
-        pipeline: compresses.
-        budget: what may stay.
-        save: whether it is also written to the store's folder.
-        expires: seconds after which it is deleted; None: never.
-        follow: how it goes on.
+        pipeline: compresses the prompt.
+        budget: size of the context.
+        save: whether to write it to the store's folder too.
+        expires: seconds until it is deleted, or None.
+        start: tokens before the document, which are never compressed.
+        follow: how requests continue it.
     """
 
     name: str
@@ -84,33 +65,33 @@ class Compression:
     budget: Budget
     save: bool = False
     expires: float | None = None
-    follow: Follow = field(default_factory=Follow)
+    start: int = 0
+    follow: Continuation = field(default_factory=Continuation)
 
     def spans(self, length: int) -> PromptSpans:
-        """Of `length` tokens, the last of which is read after the context and gets no entries.
+        """The spans of a prompt of `length` tokens; its last token gets no entries.
 
-        Raises `StoreError` if less than two tokens are left to compress.
+        Raises `StoreError` if fewer than two tokens are left to compress.
         """
-        start = self.follow.start
-        if not 0 <= start <= length - 3:
+        if not 0 <= self.start <= length - 3:
             raise StoreError(
-                f"A document of {length - 1} tokens, of which {start} come before the context, "
-                f"leaves nothing to compress. Send a longer one."
+                f"A document of {length - 1} tokens, of which {self.start} come before the "
+                f"context, leaves nothing to compress. Send a longer one."
             )
-        return PromptSpans(start, length - 1, length - 1, length)
+        return PromptSpans(self.start, length - 1, length - 1, length)
 
 
 Order = Compression | Listing | Deletion
 
 
-def order_of(given: Any, follow: Mapping[str, Any] | None = None) -> Order | None:
-    """The order that stands in a request's parameter; None if that is no mapping but a name.
+def order_of(given: Any, front: Mapping[str, Any] | None = None) -> Order | None:
+    """The order in a request's parameter, or None if the parameter is a name.
 
     Args:
         given: the parameter.
-        follow: fields of `Follow`, if the front was there.
+        front: `start` and `follow` of `Compression`, if the request came through the front.
 
-    Raises `StoreError` for what is no order, and for a recipe that an engine cannot run.
+    Raises `StoreError` if it is not an order, or names a recipe that an engine cannot run.
     """
     if not isinstance(given, Mapping):
         return None
@@ -119,8 +100,10 @@ def order_of(given: Any, follow: Mapping[str, Any] | None = None) -> Order | Non
     if list(given) == ["delete"]:
         return Deletion(check_name(given["delete"]))
     if list(given) == ["compress"] and isinstance(given["compress"], Mapping):
+        known = {"start": 0, "follow": {}, **(front or {})}
+        follow = Continuation(**known["follow"])
         try:
-            return _compression(given["compress"], Follow(**follow or {}))
+            return _compression(given["compress"], known["start"], follow)
         except (BudgetError, ConfigError) as error:
             raise StoreError(str(error)) from error
     raise StoreError(
@@ -129,7 +112,7 @@ def order_of(given: Any, follow: Mapping[str, Any] | None = None) -> Order | Non
     )
 
 
-def _compression(given: Mapping[str, Any], follow: Follow) -> Compression:
+def _compression(given: Mapping[str, Any], start: int, follow: Continuation) -> Compression:
     unknown = sorted(map(str, given.keys() - _OPTIONS - _BUDGETS))
     if unknown:
         raise StoreError(
@@ -155,6 +138,5 @@ def _compression(given: Mapping[str, Any], follow: Follow) -> Compression:
             f"{expires!r}. A saved one stays until it is deleted."
         )
     budget = Budget.of({x: given[x] for x in _BUDGETS & given.keys()})
-    return Compression(
-        check_name(given.get("name")), recipe, pipeline, budget, **options, follow=follow
-    )
+    name = check_name(given.get("name"))
+    return Compression(name, recipe, pipeline, budget, **options, start=start, follow=follow)

@@ -1,4 +1,4 @@
-"""The entry point of vLLM's plugin, called in each of its processes."""
+"""The entry point of vLLM's plugin, which vLLM calls in each of its processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ TESTED = ("0.32.0",)
 
 
 def register() -> None:
-    """Put attention over contexts in the place of vLLM's, for CPUs or for NVIDIA GPUs.
+    """Replace vLLM's attention by attention over contexts, on CPUs and NVIDIA GPUs.
 
-    Without a context it does what the stock one does. On other platforms vLLM's attention stays,
-    and an engine with a store does not start. Warns about versions that are not tested, and leaves
-    one alone that lacks what contexts need.
+    Without a context it computes what the stock one does. On other platforms vLLM keeps its
+    attention, and an engine with a store does not start. Warns about versions that are not tested,
+    and changes nothing in a version that lacks what contexts need.
     """
     import vllm
 
@@ -33,10 +33,10 @@ def register() -> None:
         from gracekv.vllm import admission
         from gracekv.vllm.serving import replacements
 
-        admission.install(InputProcessor)
-        admission.say_why(OutputProcessor)
+        admission.wrap(InputProcessor, admission.process_inputs)
+        admission.wrap(OutputProcessor, admission.process_outputs)
         for request in (ChatCompletionRequest, CompletionRequest):
-            admission.refuse_beam_search(request)
+            admission.wrap(request, admission.to_beam_search_params)
         for name, path in replacements().items():
             register_backend(AttentionBackendEnum[name], path)
     except (ImportError, AttributeError) as error:

@@ -1,10 +1,11 @@
-"""`Recording`: what a worker keeps of a prompt that is to be compressed, chunk by chunk."""
+"""`Recording`: keys, values and queries of a prompt that a worker compresses later."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,22 +22,43 @@ from gracekv.vllm.orders import Compression
 from gracekv.vllm.served_model import ServedModel
 
 
-class Recording:
-    """Keys, values and chosen queries of a prompt; observers see every run of its tokens.
-
-    They lie outside vLLM's pages, which are freed as after any request.
-
-    Args:
-        order: what shall be made of it.
-        length: T, tokens of the prompt and the one that is read after it.
-        served: the model.
-        device: of the worker.
-        pool: shows the observers what the model has computed while it goes on, at most one run of
-            every layer behind; None: they look at once.
-        shard: which of all ranks' KV heads attention shows here; by default all.
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens of a compressing request in a step.
 
     Attributes:
-        failure: what an observer raised.
+        request: the request's id.
+        order: the order in the request.
+        block: index of its first page.
+        start: position of its first token in the step.
+        count: its tokens in the step.
+        length: T, tokens of the whole prompt.
+    """
+
+    request: str
+    order: Compression
+    block: int
+    start: int
+    count: int
+    length: int
+
+
+class Recording:
+    """Collects a prompt's keys, values and chosen queries, and shows every run to observers.
+
+    The tensors lie outside vLLM's pages, which are freed as after any request.
+
+    Args:
+        order: the compression.
+        length: T, tokens of the prompt, including the one that is read after the document.
+        served: the model.
+        device: the worker's.
+        pool: runs the observers while the model goes on, at most one run of every layer behind; by
+            default they run at once.
+        shard: the KV heads that this worker records.
+
+    Attributes:
+        failure: the error of an observer, or None.
     """
 
     failure: Exception | None
@@ -52,13 +74,13 @@ class Recording:
     ) -> None:
         needs = order.pipeline.needs()
         self.order, self.spans, self._shard = order, order.spans(length), shard
-        # An engine computes nothing again: what is known only later is held from the start.
+        # An engine computes nothing twice, so hold whatever may be needed later from the start.
         once = CaptureSizes(kv=0, queries=0, again=False)
         self._positions = held_positions(needs, self.spans, once, None)
         self._observations = Observations(needs.observers, served.layers, self.spans)
         self._rope, self._unrotated = served.rope(length, device), served.unrotated()
         self._scale, self.failure = 0.0, None
-        # Of each layer keys and values [G, T, d] and queries [H, n, d]; how far they are written.
+        # For each layer, keys and values [G, T, d], queries [H, n, d], and how much is written.
         self._parts: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * served.layers
         self._ends = [0] * served.layers
         self._pool, self._waiting, self._run_bytes = pool, deque[Future[None]](), 0
@@ -66,15 +88,15 @@ class Recording:
     def add(
         self, layer: int, start: int, query: Tensor, key: Tensor, value: Tensor, scale: float
     ) -> None:
-        """Write a run of C tokens of `layer` from position `start` on, and show it.
+        """Write C tokens of a layer, and show them to the observers.
 
         Args:
-            layer: 0-based.
-            start: of the first token.
+            layer: the layer's number, from 0.
+            start: position of the first token.
             query: [C, H, d], rotated.
             key: [C, G, d], rotated.
             value: [C, G, d].
-            scale: of the logits.
+            scale: factor of q . k.
         """
         length, end = self.spans.length, start + len(query)
         if start != self._ends[layer] or end > length:
@@ -92,7 +114,7 @@ class Recording:
         queries[:, first:last] = rows if len(at) == len(query) else rows[:, at.to(rows.device)]
 
         if self._pool is not None:
-            # The engine writes the next layer's over them.
+            # The engine reuses this memory for the next layer.
             rows = rows.clone()
             self._run_bytes = max(self._run_bytes, rows.nbytes)
 
@@ -115,19 +137,19 @@ class Recording:
 
     @property
     def bytes(self) -> int:
-        """Of the keys, values and queries that are held beside vLLM's pages, at most."""
+        """The most bytes of keys, values and queries held beside vLLM's pages."""
         held = sum(x.nbytes for parts in self._parts if parts for x in parts)
         return held + self._run_bytes * len(self._ends)
 
     def cancel(self) -> None:
-        """Let go of what the observers have not seen yet; the recording is of no use then."""
+        """Stop showing tokens to the observers; the recording is of no use afterwards."""
         for each in list(self._waiting):
             each.cancel()
 
     def prefill(self) -> Prefill:
-        """The prefill that it amounts to, once the observers have seen all; called once.
+        """The recorded prefill, once the observers have seen all of it; call this once.
 
-        Raises `StoreError` if tokens are missing, or what an observer raised.
+        Raises `StoreError` if tokens are missing, and any error of an observer.
         """
         if self.failure is not None:
             raise self.failure

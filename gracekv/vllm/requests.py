@@ -1,4 +1,4 @@
-"""`request`: what vLLM is given to answer a question about a stored context."""
+"""`request`: a question about a stored context, ready for vLLM."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gracekv.vllm.store import ContextStore
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What vLLM's `LLM` and its OpenAI-compatible server are asked about a context, or to make one.
+    """A request to vLLM's `LLM` or its OpenAI-compatible server, about a context or to make one.
 
     Attributes:
         context: the context's name.
-        prompt_ids: the tokens that vLLM reads: question and chat format, not the context.
-        room: tokens that prompt and answer may have together before they pass the model's
-            positions; None if that is not known.
-        order: what is to be done with the context, such as {"compress": {...}}; None: read it.
+        prompt_ids: the tokens that vLLM reads: question and chat format without the context.
+        room: the most tokens of prompt and answer together within the model's positions, or None if
+            unknown.
+        order: such as {"compress": {...}}; None for a question.
     """
 
     context: str
@@ -33,18 +33,18 @@ class Request:
 
     @property
     def prompt(self) -> dict[str, Any]:
-        """The first argument of `LLM.generate`, or a member of its list."""
+        """The first argument of `LLM.generate`, or an item of its list."""
         return {"prompt_token_ids": list(self.prompt_ids)}
 
     @property
     def extra_args(self) -> dict[str, Any]:
-        """For `SamplingParams(extra_args=...)`: says which context is meant."""
+        """The value of `SamplingParams(extra_args=...)`, which names the context."""
         return {"kv_transfer_params": {PARAMETER: self.order or self.context}}
 
     def sampling_params(self, max_tokens: int = 64, **options: Any) -> Any:
         """vLLM's `SamplingParams`, greedy unless `options` say otherwise; needs vLLM.
 
-        Raises `PromptError` if so many tokens pass the model's positions.
+        Raises `PromptError` if prompt and answer do not fit the model's positions.
         """
         self._check_room(max_tokens)
         from vllm import SamplingParams
@@ -57,11 +57,11 @@ class Request:
         """The JSON body for `POST /v1/completions`, greedy unless `options` say otherwise.
 
         Args:
-            model: the name under which the server serves the model.
-            max_tokens: most tokens of the answer.
+            model: the model's name on the server.
+            max_tokens: the most tokens of the answer.
             options: more fields, such as stream=True.
 
-        Raises `PromptError` if so many tokens pass the model's positions.
+        Raises `PromptError` if prompt and answer do not fit the model's positions.
         """
         self._check_room(max_tokens)
         return {
@@ -78,7 +78,7 @@ class Request:
             raise PromptError(
                 f"A prompt of {len(self.prompt_ids)} tokens and {max_tokens} new ones pass the "
                 f"{self.room} positions that the context {self.context!r} leaves. Ask a shorter "
-                f"question, or for fewer tokens."
+                f"question, or lower max_tokens."
             )
 
 
@@ -90,20 +90,19 @@ def request(
 ) -> Request:
     """A question about the context `name`, ready for vLLM.
 
-    With `asked = request("store", "book", "Who is Dinah?", tokenizer)`, vLLM answers to
-    `llm.generate(asked.prompt, asked.sampling_params(max_tokens=32))`.
+        asked = request("store", "book", "Who is Dinah?", tokenizer)
+        llm.generate(asked.prompt, asked.sampling_params(max_tokens=32))
 
     Args:
-        store: the folder, or the store itself; None for a context that vLLM made of a `document`,
-            which nothing is read of.
+        store: the folder or the store; None for a context that vLLM made from a `document`, whose
+            header is not needed.
         name: of the context.
-        question: a text; None for a context whose prompt had its question already.
-        tokenizer: the one that made the context's ids; its vocabulary and chat template are
-            compared with the store's.
+        question: a text; None for a context whose prompt already had its question.
+        tokenizer: the one that made the context's ids; vocabulary and chat template are compared.
 
     Raises:
-        StoreError: the context is missing or damaged, or the tokenizer is another one.
-        PromptError: the question is empty, or missing, or the context has one already.
+        StoreError: the context is missing or damaged, or was made with another tokenizer.
+        PromptError: the question is empty or missing, or the context already has one.
     """
     if store is None:
         check_question(question)
@@ -114,16 +113,16 @@ def request(
     ids = header.prompt_ids
     if header.has_question != (question is None):
         raise PromptError(
-            f"The context {name!r} has a question already: leave question out. To ask anything, "
+            f"The context {name!r} has a question already: omit question. To ask other questions, "
             f"compress a prompt without one."
             if header.has_question
-            else f"The context {name!r} has no question of its own; give one."
+            else f"The context {name!r} has no question of its own: pass question."
         )
     if question is not None:
         check_question(question)
         _check_tokenizer(name, header, tokenizer)
         ids = (*ids, *first_turn(tokenizer, question, header.separator, header.template))
-    # A context longer than what the model was made for had its warning.
+    # A context that is itself longer than the model's positions had its warning.
     room = None
     if header.positions is not None and header.length <= header.positions:
         room = header.positions - header.length

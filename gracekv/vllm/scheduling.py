@@ -1,4 +1,4 @@
-"""`SchedulerSide`: what the connector does in vLLM's scheduler, and tells workers. Imports vLLM."""
+"""`SchedulerSide`: the connector's part in vLLM's scheduler, and its messages. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from gracekv.vllm.compressing import Chunk, Outcome
+from gracekv.vllm.compressing import Outcome
 from gracekv.vllm.header import PARAMETER, ContextHeader, is_missing
 from gracekv.vllm.jobs import WAIT, Jobs
-from gracekv.vllm.orders import FOLLOW, order_of
+from gracekv.vllm.orders import FRONT, order_of
+from gracekv.vllm.recording import Chunk
 from gracekv.vllm.serving import LOG
 from gracekv.vllm.store import ContextStore
 
-# Contexts that workers open in a step: those of requests that then wait for pages stay in memory.
+# Contexts that workers open in one step: those of requests that wait for pages stay in memory.
 # Source: ours.
 _AT_ONCE = 8
 
 
 @dataclass
 class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
-    """What the scheduler tells the workers before a step.
+    """The scheduler's message to the workers before a step.
 
     Attributes:
-        named: (name, digest, tokens of the step) of requests with contexts, by the first block of
-            their pages.
+        named: (name, digest, tokens of the step) of requests with contexts, by their first page.
         opening: names of contexts that requests are about to read, by digest.
-        used: digests of the contexts of all requests that have not ended.
-        chunk: tokens of the step that are recorded, to be compressed.
+        used: digests of the contexts of all running and waiting requests.
+        chunk: tokens of the step that are recorded.
         current: id of the request whose prompt is compressed now.
-        made: ids of requests of which all workers have made contexts, and serve them from now on.
-        forgotten: names of contexts that were deleted, with the digest that alone is meant, if any.
+        made: ids of requests whose contexts are complete in all workers, to be served from now on.
+        forgotten: names of deleted contexts, each with the only digest that is meant, or None.
         idle: whether the step has no tokens.
     """
 
@@ -51,14 +51,14 @@ class StepContexts(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What a worker tells the scheduler after a step.
+    """A worker's message to the scheduler after a step.
 
     Attributes:
-        outcomes: of prompts that were compressed, one of each worker.
-        dropped: names and digests of contexts in no file that went for want of room.
-        opened: of each context that the step opened, by digest, the reply to requests that cannot
-            read it; None: it is in memory.
-        recorded: bytes that are held of the prompt that is compressed.
+        outcomes: of compressed prompts, one from each worker.
+        dropped: names and digests of unsaved contexts that were dropped for want of room.
+        opened: for each context that the step opened, by digest: None if it is in memory, else the
+            reply to requests about it.
+        recorded: bytes held of the prompt that is compressed.
     """
 
     outcomes: list[Outcome]
@@ -67,49 +67,54 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     recorded: int = 0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        """What both tell."""
+        """The report of both workers."""
         opened = {x: self.opened.get(x) or other.opened.get(x) for x in self.opened | other.opened}
         outcomes, dropped = self.outcomes + other.outcomes, self.dropped | other.dropped
         return WorkerReport(outcomes, dropped, opened, self.recorded + other.recorded)
 
 
 class SchedulerSide:
-    """Which request has which context, which waits for one, and which prompt becomes one.
+    """Knows each request's context, which requests wait for one, and which prompt becomes one.
 
-    A request begins when the workers have its context in memory, where it stays until the request
-    ends: what a step computed without it could not be taken back. Comes before vLLM's connector in
-    the list of bases.
+    A request begins when the workers have its context in memory, where the context stays until the
+    request ends: a step computed without it could not be undone. List this class before vLLM's
+    connector.
     """
 
     def begin(self, store: ContextStore, ranks: int = 1) -> None:
-        """Start without requests; `store` is of this process, and `ranks` workers share a model."""
+        """Start without requests.
+
+        Args:
+            store: the scheduler's.
+            ranks: number of workers that share a model.
+        """
         self._store, self._jobs = store, Jobs(store, ranks)
-        # By request id: contexts, and what is said where they are lost.
+        # By request id: contexts, and replies where the context was lost.
         self._contexts: dict[str, tuple[str, ContextHeader]] = {}
         self._lost: dict[str, dict[str, Any]] = {}
-        # Names of contexts that workers shall open, by digest, and digests of those that are open.
+        # Names of contexts for workers to open, by digest; digests of those that are open.
         self._opening: dict[str, str] = {}
         self._open: set[str] = set()
-        # Replies; until when a request waits for its context; whether it reads no cached pages.
+        # By request id: replies; when it stops waiting; whether it asked to skip cached pages.
         self._replies: dict[str, dict[str, Any]] = {}
         self._waiting: dict[str, float] = {}
         self._skips: dict[str, bool | None] = {}
 
     def on_new_request(self, request: Any) -> None:
-        """Take a request in; one that is refused ends with an error, and others go on."""
+        """Take in a request; a refused one ends with an error, and others go on."""
         params, key = request.kv_transfer_params, request.request_id
         if not isinstance(params, dict) or PARAMETER not in params:
             return
         request.cache_salt = f"{PARAMETER}:{key}:{request.cache_salt or ''}"
-        # Else the scheduler would not let the request wait.
+        # Otherwise the scheduler would not let the request wait.
         self._skips[key] = request.skip_reading_prefix_cache
         request.skip_reading_prefix_cache = False
         try:
-            order = order_of(params[PARAMETER], params.get(FOLLOW))
+            order = order_of(params[PARAMETER], params.get(FRONT))
             if order is not None:
                 reply = self._jobs.add(key, order, params, request.num_prompt_tokens)
                 self._replies |= {} if reply is None else {key: reply}
-        # In the scheduler, any other exception would end the engine for everybody.
+        # Any exception here would end the engine for everybody.
         except Exception as error:
             self._refuse(request, self._jobs.refused(error))
         else:
@@ -118,7 +123,7 @@ class SchedulerSide:
         _hash_again(request)
 
     def _ask(self, request: Any, end: float) -> None:
-        """Take a question in, or let it wait for its context until `end`, or refuse it."""
+        """Take in a question, refuse it, or let it wait for its context until `end`."""
         params, key = request.kv_transfer_params, request.request_id
         name = params[PARAMETER]
         try:
@@ -135,7 +140,7 @@ class SchedulerSide:
             request.cache_salt = f"{PARAMETER}:{header.digest}{salt}"
 
     def _refuse(self, request: Any, reply: dict[str, Any]) -> None:
-        """Let a request end after a token, with a reply of which the front makes an error."""
+        """End a request after one token, with a reply that the front turns into an error."""
         LOG.error("Request %s is refused. %s", request.request_id, reply["reason"])
         self._replies[request.request_id] = reply
         request.max_tokens = 1
@@ -143,7 +148,7 @@ class SchedulerSide:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """No tokens come from elsewhere; None while the request has to wait."""
+        """(0, False), since no tokens come from elsewhere; (None, False) if it has to wait."""
         return 0 if self._may_begin(request) else None, False
 
     def _may_begin(self, request: Any) -> bool:
@@ -157,7 +162,7 @@ class SchedulerSide:
         elif key in self._lost:
             del self._contexts[key]
             self._refuse(request, self._lost.pop(key))
-            # No other request reads pages that are computed without the context.
+            # No other request may read pages that are computed without the context.
             request.cache_salt += f":{key}"
         elif key not in self._contexts:
             return True
@@ -170,15 +175,15 @@ class SchedulerSide:
             if not self._skips.pop(key, False):
                 return True
             request.skip_reading_prefix_cache = True
-        # Its pages were looked up under another name: once more.
+        # Its pages were looked up under another name: look them up again.
         _hash_again(request)
         return False
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Nothing: no tokens come from elsewhere."""
+    def update_state_after_alloc(self, *args: Any) -> None:
+        """Do nothing, since no tokens come from elsewhere."""
 
     def build_connector_meta(self, scheduler_output: Any) -> StepContexts:
-        """What workers have to know before the step."""
+        """The message to the workers before a step."""
         state = scheduler_output.kv_connector_block_state
         used = {header.digest for _, header in self._contexts.values()}
         self._open &= used
@@ -218,7 +223,7 @@ class SchedulerSide:
         return self._jobs.pending
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take in what a worker tells after a step."""
+        """Take in the workers' report after a step."""
         report = connector_output.kv_connector_worker_meta
         if report is None:
             return
@@ -235,7 +240,7 @@ class SchedulerSide:
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether its pages stay, which they never do, and the reply's `kv_transfer_params`."""
+        """False, since its pages are free now, and the `kv_transfer_params` of the reply."""
         key = request.request_id
         for known in (self._waiting, self._contexts, self._lost, self._skips):
             known.pop(key, None)
@@ -246,6 +251,6 @@ class SchedulerSide:
 
 
 def _hash_again(request: Any) -> None:
-    """Name the request's pages by its new salt."""
+    """Compute the hashes of the request's pages from its new salt."""
     request.block_hashes = []
     request.update_block_hashes()

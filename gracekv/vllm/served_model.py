@@ -1,4 +1,4 @@
-"""`ServedModel`: what headers and rotations need of the model that vLLM serves."""
+"""`ServedModel`: the config, layers and rotations of the model that vLLM serves."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.model_layers import model_layers, rope_of_table, rotating
 from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model
-from gracekv.vllm.exporting import check_served
+from gracekv.vllm.exporting import check_served, rotation_table
 from gracekv.vllm.model_facts import config_facts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedModel:
-    """The model of transformers for the config that vLLM serves, without weights.
+    """The transformers model of the config that vLLM serves, without weights.
 
     Attributes:
-        model: on the device "meta", but for its rotations.
-        ranks: workers that share its KV heads.
+        model: on the device "meta", except for its rotations.
+        ranks: number of workers that share its KV heads.
     """
 
     model: Any
@@ -29,7 +29,7 @@ class ServedModel:
 
     @classmethod
     def of(cls, vllm_config: Any) -> ServedModel:
-        """Raises `UnsupportedModelError` if an engine so configured cannot compress."""
+        """From vLLM's config; `UnsupportedModelError` if such an engine cannot compress."""
         from transformers import AutoModelForCausalLM
 
         served, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -38,13 +38,13 @@ class ServedModel:
         if parallel.world_size_across_dp > ranks or heads % ranks:
             raise UnsupportedModelError(
                 f"This engine runs {heads} KV heads in {parallel.world_size_across_dp} processes, "
-                f"{ranks} of them with parts of one model. Serve with tensor parallelism alone, "
-                f"of a size that divides the KV heads, or compress with transformers and export."
+                f"of which {ranks} share one model. Serve with tensor parallelism alone, of a size "
+                f"that divides the KV heads, or compress with transformers and export."
             )
         if config.model_type not in TESTED_MODEL_TYPES:
             raise UnsupportedModelError(
-                f"Models of the family {config.model_type!r} were not compressed inside vLLM. "
-                f"Compress with transformers and export; there they are tried first."
+                f"Models of the family {config.model_type!r} are not tested inside vLLM. Compress "
+                f"with transformers, which tests the model first, and export."
             )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=served.dtype).eval()
@@ -57,15 +57,12 @@ class ServedModel:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """L, the number of layers."""
         return len(model_layers(self.model))
 
     def rope(self, length: int, device: torch.device) -> Rope:
         """The rotations of positions 0..length - 1, on `device`."""
-        with torch.inference_mode():
-            places = torch.arange(length)[None]
-            cos, sin = self.model.get_decoder().rotary_emb(torch.zeros(()), places)
-        cos, sin = (x[0].float().to(device) for x in (cos, sin))
+        cos, sin = (x.to(device) for x in rotation_table(self.model, length - 1))
         return rope_of_table(cos, sin, rotating(model_layers(self.model)))
 
     def unrotated(self) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""What vLLM's configuration says of contexts: connector and store, and what cannot be served."""
+"""vLLM's configuration: connector, store, attention, and options that contexts do not support."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,12 +22,12 @@ from gracekv.vllm.stored_context import heads_of_rank
 LOG = logging.getLogger("vllm.gracekv")
 
 CONNECTOR = "GraceConnector"
-"""The connector's class, by which vLLM knows it."""
+"""The name of the connector's class in vLLM."""
 
 _STORE, _LIMIT, _ALLOW = "store", "limit_bytes", "allow"
 
 Allow = Callable[[str, Mapping[str, Any]], object]
-"""Which context a request may use, from its name and the request's `kv_transfer_params`."""
+"""Whether a request may use a context, from its name and the request's `kv_transfer_params`."""
 
 
 def kv_transfer_config(
@@ -37,15 +36,15 @@ def kv_transfer_config(
     limit_bytes: int | None = None,
     allow: str | Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The fields of vLLM's `KVTransferConfig`, or as JSON for `--kv-transfer-config`.
+    """The fields of vLLM's `KVTransferConfig`; as JSON, the value of `--kv-transfer-config`.
 
     Args:
         store: the folder of contexts.
-        limit_bytes: most bytes of contexts that a process keeps in memory; None: a quarter of the
+        limit_bytes: the most bytes of contexts in a process's memory; by default a quarter of the
             machine's memory, or a tenth of the GPU's.
-        allow: names of the contexts that requests may use; or "module:function" of a function that
-            is called with a context's name and the request's `kv_transfer_params` and says whether
-            this request may; None: every request may use all of the store.
+        allow: names of the contexts that requests may use, or "module:function". The function takes
+            a context's name and the request's `kv_transfer_params`, and returns whether the request
+            may use it. By default every request may use every context.
     """
     names = allow if allow is None or isinstance(allow, str) else list(allow)
     options = {_STORE: str(store), _LIMIT: limit_bytes, _ALLOW: names}
@@ -63,38 +62,25 @@ def has_store(vllm_config: Any) -> bool:
     return transfer is not None and transfer.kv_connector == CONNECTOR
 
 
-@dataclass(frozen=True, slots=True)
-class StoreOptions:
-    """What `kv_connector_extra_config` says.
+def store_options(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """`root`, `limit` and `allow` of the store in `kv_connector_extra_config`.
 
-    Attributes:
-        root: the folder of contexts.
-        limit: most bytes of contexts in memory, or None.
-        allow: see `Allow`; None: every request may use all contexts.
+    Raises `ConfigError` if there is no such folder, or an option is unknown or unusable.
     """
-
-    root: Path
-    limit: int | None
-    allow: Allow | None
-
-    @classmethod
-    def of(cls, extra: Mapping[str, Any]) -> StoreOptions:
-        """Raises `ConfigError` if there is no such folder, or an option is unknown or unusable."""
-        unknown = sorted(extra.keys() - {_STORE, _LIMIT, _ALLOW})
-        if unknown:
-            raise ConfigError(
-                f"kv_connector_extra_config takes {_STORE!r}, {_LIMIT!r} and {_ALLOW!r}; got "
-                f"{unknown}."
-            )
-        root, limit = extra.get(_STORE), extra.get(_LIMIT)
-        if not isinstance(root, str) or not Path(root).is_dir():
-            raise ConfigError(
-                f"kv_connector_extra_config must name the folder of contexts: "
-                f'{{"{_STORE}": "path"}}; got {root!r}, which is no folder.'
-            )
-        if limit is not None and (type(limit) is not int or limit < 1):
-            raise ConfigError(f"{_LIMIT!r} is a number of bytes, at least 1; got {limit!r}.")
-        return cls(Path(root), limit, _allowing(extra.get(_ALLOW)))
+    unknown = sorted(extra.keys() - {_STORE, _LIMIT, _ALLOW})
+    if unknown:
+        raise ConfigError(
+            f"kv_connector_extra_config takes {_STORE!r}, {_LIMIT!r} and {_ALLOW!r}; got {unknown}."
+        )
+    root, limit = extra.get(_STORE), extra.get(_LIMIT)
+    if not isinstance(root, str) or not Path(root).is_dir():
+        raise ConfigError(
+            f"kv_connector_extra_config must name the folder of contexts: "
+            f'{{"{_STORE}": "path"}}; got {root!r}, which is no folder.'
+        )
+    if limit is not None and (type(limit) is not int or limit < 1):
+        raise ConfigError(f"{_LIMIT!r} is a number of bytes, at least 1; got {limit!r}.")
+    return {"root": Path(root), "limit": limit, "allow": _allowing(extra.get(_ALLOW))}
 
 
 def _allowing(given: Any) -> Allow | None:
@@ -112,12 +98,12 @@ def _allowing(given: Any) -> Allow | None:
             f"({type(error).__name__}: {error})."
         ) from error
     if not callable(found):
-        raise ConfigError(f"{_ALLOW!r} names {given!r}, which is no function.")
+        raise ConfigError(f"{_ALLOW!r} names {given!r}, which is not a function.")
     return cast(Allow, found)
 
 
 def refusal(error: Exception) -> str:
-    """What a client is told about a request that is refused; of surprises the log has the rest."""
+    """The message to a client whose request an error refuses; unexpected errors go to the log."""
     if isinstance(error, StoreError):
         return str(error)
     LOG.error("A request about a context is refused.", exc_info=error)
@@ -129,11 +115,11 @@ GPU = {
     "FLASH_ATTN": "gracekv.vllm.gpu_backend.GraceFlashAttentionBackend",
     "TRITON_ATTN": "gracekv.vllm.gpu_backend.GraceTritonAttentionBackend",
 }
-"""What stands in the place of vLLM's attention backends, by their names."""
+"""Our attention backends by the names of those that they replace."""
 
 
 def replacements() -> dict[str, str]:
-    """Of this platform: on CPUs, and on NVIDIA GPUs that the kernels run on."""
+    """`CPU` or `GPU`, as this platform needs; empty on GPUs that the kernels do not run on."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -144,13 +130,13 @@ def replacements() -> dict[str, str]:
 
 
 def attention_layers(vllm_config: Any) -> list[Any]:
-    """vLLM's layers that have pages; none outside of workers."""
+    """vLLM's layers with pages; none outside of workers."""
     layers = vllm_config.compilation_config.static_forward_context.values()
     return [layer for layer in layers if hasattr(layer, "kv_cache") and hasattr(layer, "impl")]
 
 
 def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Raise `ConfigError` for what contexts were never served with, naming it."""
+    """Raise `ConfigError` for options of vLLM that contexts do not support."""
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
     obstacles = {
@@ -168,46 +154,46 @@ def check_serving(vllm_config: Any, kv_cache_config: Any) -> None:
     if found:
         raise ConfigError(
             f"Compressed contexts cannot be served with {' and '.join(found)}. Serve without it, "
-            f"or take the KV connector out."
+            f"or remove the KV connector."
         )
 
 
 def check_attention(layers: list[Any], page: int) -> None:
-    """Raise `ConfigError` if attention reads no contexts, or pages in smaller blocks than vLLM's.
+    """Raise `ConfigError` if attention cannot read contexts, or reads pages in smaller blocks.
 
     Args:
         layers: vLLM's.
-        page: tokens of a page.
+        page: tokens per page.
     """
     stock = {type(x.impl).__name__ for x in layers if not isinstance(x.impl, ContextAttention)}
     if stock:
         raise ConfigError(
             f"Compressed contexts cannot be served by {' and '.join(sorted(stock))}. They need the "
             f"plugin 'gracekv' (VLLM_PLUGINS, if set, must name it) and, on NVIDIA GPUs of compute "
-            f"capability 8.0 or newer, --attention-backend FLASH_ATTN or TRITON_ATTN. Serve so, or "
-            f"take the KV connector out."
+            f"capability 8.0 or newer, --attention-backend FLASH_ATTN or TRITON_ATTN. Set these, "
+            f"or remove the KV connector."
         )
     sizes = sorted({layer.kv_cache.shape[2] for layer in layers} - {page})
     if sizes:
         raise ConfigError(
-            f"Contexts need pages of the size that attention reads; got pages of {page} "
-            f"tokens, read in blocks of {sizes[0]}. Serve with --block-size {sizes[0]}."
+            f"Attention must read whole pages; got pages of {page} tokens, read in blocks of "
+            f"{sizes[0]}. Serve with --block-size {sizes[0]}."
         )
 
 
 def open_store(
     vllm_config: Any, rank: int | None = None, device: torch.device | None = None
 ) -> ContextStore:
-    """The store that `--kv-transfer-config` names, for the model that is served.
+    """The store in `--kv-transfer-config`, for the served model.
 
     Args:
         vllm_config: vLLM's.
-        rank: tensor-parallel rank of the process that loads contexts; None: it only reads headers.
-        device: where attention reads the entries of contexts; None: on the CPU.
+        rank: tensor-parallel rank of a process that loads contexts; None if it only reads headers.
+        device: of the entries; by default the CPU.
 
-    Raises `ConfigError` if there is no such folder.
+    Raises `ConfigError` if an option of the store is unusable.
     """
-    options = StoreOptions.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    options = store_options(vllm_config.kv_transfer_config.kv_connector_extra_config)
     model = vllm_config.model_config
     facts = config_facts(model.hf_text_config, model.dtype)
     folder = checkpoint_folder(model.model, model.revision)
@@ -215,26 +201,19 @@ def open_store(
     facts["weights"] = folder and checkpoint_digests(folder, model.dtype)
     if facts["weights"] is None:
         LOG.warning(
-            "The weights of %s are in no folder of safetensors files, so they cannot be compared "
-            "with those that contexts were made with.",
+            "%s is not a folder of safetensors files, so its weights cannot be compared with those "
+            "that made the contexts.",
             model.model,
         )
     heads = None
     size = vllm_config.parallel_config.tensor_parallel_size
     if rank is not None and size > 1:
         heads = heads_of_rank(facts["kv_heads"], size, rank)
-    return ContextStore(
-        options.root,
-        model=facts,
-        limit=options.limit,
-        heads=heads,
-        device=device,
-        allow=options.allow,
-    )
+    return ContextStore(**options, model=facts, heads=heads, device=device)
 
 
 def checkpoint_folder(model: str, revision: str | None) -> Path | None:
-    """Where the weights lie: the folder itself, or where the hub's are kept; None if unknown."""
+    """The folder of the weights: `model` itself, or the hub's cache of it; None if unknown."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download

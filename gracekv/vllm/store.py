@@ -1,4 +1,4 @@
-"""`ContextStore`: a folder of contexts, loaded once a process and shared by all requests."""
+"""`ContextStore`: a folder of contexts; each process loads a context once for all requests."""
 
 from __future__ import annotations
 
@@ -14,27 +14,23 @@ import torch
 from gracekv.cache.quantised import dequantised
 from gracekv.cache.serialization import read_cache
 from gracekv.errors import StoreError
+from gracekv.prefill.fingerprint import differences
 from gracekv.vllm.context_folder import files_state, is_of_system
 from gracekv.vllm.header import HEADER, PARAMETER, ContextHeader, check_name, is_name
-from gracekv.vllm.loaded_contexts import LoadedContexts
-from gracekv.vllm.model_facts import differences
-from gracekv.vllm.stored_context import StoredContext, of_heads
+from gracekv.vllm.stored_context import LoadedContexts, StoredContext, of_heads
 
-AGAIN = "Export it again."
-"""How every error about a damaged context ends."""
-
-# The default limit as a share of the machine's memory, or of a GPU's, which vLLM fills with pages.
-# Source: ours.
+# The default limit: one of so many parts of the machine's memory, or of a GPU's, most of which vLLM
+# fills with pages. Source: ours.
 _SHARE, _SHARE_OF_GPU = 4, 10
 
 
 @dataclass(slots=True)
 class _Known:
-    """What was found out about a context, as long as its files stay as they are.
+    """A context's header or refusal, valid as long as its files do not change.
 
     Attributes:
         state: of the files.
-        header: what they say.
+        header: in the files.
         refusal: why the context cannot be used.
     """
 
@@ -44,22 +40,22 @@ class _Known:
 
 
 class ContextStore:
-    """The contexts in a folder, by name, and those that were made here and are in no file.
+    """The contexts in a folder, by name, and unsaved ones that were made in this process.
 
-    Files are read again when they change, refused ones too. Entries are read into memory of their
-    own, once, and shared; the least recently used are dropped beyond the limit, but for those that
-    requests read, and those that a later export replaced as soon as none does. Safe to use from
-    several threads.
+    Files are read again when they change, even those of refused contexts. Each context's entries
+    are read once into private memory and shared. Beyond the limit the least recently used are
+    dropped, except for those that requests read; a replaced context is dropped as soon as no
+    request reads it. Thread-safe.
 
     Args:
         root: the folder.
-        model: facts of the served model, which contexts must agree with; None: any will do.
-        limit: most bytes of entries in memory, and of one context; None: a quarter of the machine's
-            memory, or a tenth of the GPU's.
-        heads: KV heads that this process serves, (first, last + 1); None: all.
-        device: where the entries lie; None: on the CPU.
-        allow: which context a request may use, from its name and the request's
-            `kv_transfer_params`; None: every one.
+        model: facts of the served model, which contexts must match; by default any model will do.
+        limit: the most bytes of entries in memory, and of one context; by default a quarter of the
+            machine's memory, or a tenth of the GPU's.
+        heads: KV heads that this process serves, (first, last + 1); by default all.
+        device: of the entries; by default the CPU.
+        allow: whether a request may use a context, from its name and the request's
+            `kv_transfer_params`; by default every request may.
 
     Attributes:
         model: as given.
@@ -84,12 +80,12 @@ class ContextStore:
         self._lock = threading.RLock()
 
     def names(self) -> list[str]:
-        """Of all contexts in the folder, and of those that are in memory alone."""
+        """Names of all contexts, saved or not."""
         found = {path.parent.name for path in self.root.glob(f"*/{HEADER}")}
         return sorted({name for name in found if is_name(name)} | self.loaded.made.keys())
 
     def folder(self, name: object) -> Path:
-        """Where the context lies; raises `StoreError` if its name leads outside the store."""
+        """The context's folder; raises `StoreError` if its name leads outside the store."""
         path = self.root / check_name(name)
         if not path.resolve().is_relative_to(self.root.resolve()):
             raise StoreError(f"Context {name!r} lies outside the store. Use a copy, not a link.")
@@ -98,8 +94,8 @@ class ContextStore:
     def admit(self, parameters: Mapping[str, Any]) -> ContextHeader:
         """The header of the context that a request's `kv_transfer_params` name.
 
-        Raises `StoreError` as `header` does, and if the request may not use the context; and
-        whatever `allow` raises.
+        Raises `StoreError` as `header` does, or if the request may not use the context; and any
+        error of `allow`.
         """
         name = check_name(parameters.get(PARAMETER))
         self.check_allowed(name, parameters)
@@ -117,13 +113,13 @@ class ContextStore:
         context: StoredContext | None = None,
         saved: bool = False,
     ) -> None:
-        """Serve a context that was made here, in the place of what the name meant before.
+        """Serve a context that was made in this process, replacing the one of this name.
 
         Args:
             header: of the context.
             name: of the context.
-            context: it; None where only headers are read. It goes as others that were read do, and
-                if it is not saved, it is gone then: see `dropped`.
+            context: the context, or None if this process reads headers only. If it is dropped and
+                was not saved, it is lost: see `dropped`.
             saved: whether its files are in the folder.
 
         Raises `StoreError` if it is larger than the limit.
@@ -137,9 +133,9 @@ class ContextStore:
                 self.loaded.made[name] = header
 
     def forget(self, name: str, digest: str | None = None) -> bool:
-        """Whether the name meant a context in no file, with this digest if one is given.
+        """Forget an unsaved context; return whether there was one, with `digest` if it is given.
 
-        It means what is in the folder now, which is read again when it is asked for.
+        The name then means the context in the folder, which is read when a request needs it.
         """
         with self._lock:
             made = self.loaded.made.get(name)
@@ -148,85 +144,80 @@ class ContextStore:
             return self.loaded.forget(name)
 
     def dropped(self) -> set[tuple[str, str]]:
-        """Names and digests of contexts in no file that went since the last call."""
+        """Names and digests of unsaved contexts that were dropped since the last call."""
         with self._lock:
             found, self.loaded.dropped = self.loaded.dropped, set()
             return found
+
+    def retain(self, used: Set[str]) -> None:
+        """Keep the contexts with these digests, even replaced ones, until the next call."""
+        with self._lock:
+            self.loaded.retain(used)
 
     def header(self, name: object) -> ContextHeader:
         """The context's header.
 
         Raises `StoreError` if the context is missing or damaged, or was made with another model.
         """
-        return self._look(name, lambda header: None)
-
-    def _look(self, name: object, use: Callable[[ContextHeader], None]) -> ContextHeader:
-        """The header, after `use` of it; a refusal stands until the context's files change."""
-        with self._lock:
-            folder = self.folder(name)
-            if folder.name in self.loaded.made:
-                use(self.loaded.made[folder.name])
-                return self.loaded.made[folder.name]
-            state = files_state(folder)
-            known = self._known.get(folder.name)
-            if known is None or known.state != state:
-                known = _Known(state)
-                # Names that anybody may ask for take no memory.
-                if state:
-                    self._known[folder.name] = known
-            if known.refusal is not None:
-                raise StoreError(known.refusal)
-            try:
-                if known.header is None:
-                    known.header = self._checked_header(folder)
-                use(known.header)
-            except StoreError as error:
-                if files_state(folder) != state:
-                    # Replaced while it was read.
-                    return self._look(name, use)
-                # That files are missing or cannot be opened may pass.
-                if not is_of_system(error):
-                    known.refusal = str(error)
-                raise
-            return known.header
-
-    def _checked_header(self, folder: Path) -> ContextHeader:
-        known = folder.name
-        header = ContextHeader.read(folder / HEADER, known)
-        other = differences(header.model, self.model or {})
-        if other:
-            raise StoreError(
-                f"Context {known!r} was made with another model: {', '.join(other)} differ. Serve "
-                f"the same weights in {header.dtype}, or compress with the model that is served."
-            )
-        return header
+        return self._look(name, entries=False)
 
     def load(self, name: object, digest: str | None = None) -> StoredContext:
-        """The context, from memory if it is there.
+        """The context, from memory or from its file.
 
         Args:
             name: of the context.
-            digest: of the entries that are meant; another file of that name is refused.
+            digest: the digest that the request was admitted with; any other is refused.
 
-        Raises `StoreError` if it is missing, damaged, of another model, or not the one meant.
+        Raises `StoreError` as `header` does, or if the context was replaced.
         """
         with self._lock:
             if digest is None or digest not in self.loaded.digests:
-                header = self._look(name, lambda header: self._hold(str(name), header))
+                header = self._look(name, entries=True)
                 if digest not in (None, header.digest):
                     raise StoreError(f"Context {name!r} was replaced while a request was using it.")
                 digest = header.digest
             return self.loaded.get(digest)
 
-    def _hold(self, name: str, header: ContextHeader) -> None:
-        if header.digest not in self.loaded.digests:
-            self.loaded.hold(name, self._read(name, header))
-        self.loaded.rename(name, header.digest)
-
-    def retain(self, used: Set[str]) -> None:
-        """Keep contexts as long as their digests are in `used`; replaced ones no longer."""
+    def _look(self, name: object, entries: bool) -> ContextHeader:
+        """The header, after loading the entries if asked; refusals stand until the files change."""
         with self._lock:
-            self.loaded.retain(used)
+            folder = self.folder(name)
+            if folder.name in self.loaded.made:
+                return self.loaded.made[folder.name]
+            state = files_state(folder)
+            known = self._known.get(folder.name)
+            if known is None or known.state != state:
+                known = _Known(state)
+                # Do not remember names without files, which anybody may send.
+                if state:
+                    self._known[folder.name] = known
+            if known.refusal is not None:
+                raise StoreError(known.refusal)
+            try:
+                header = known.header = known.header or self._checked_header(folder)
+                if entries and header.digest not in self.loaded.digests:
+                    self.loaded.hold(folder.name, self._read(folder.name, header))
+                if entries:
+                    self.loaded.rename(folder.name, header.digest)
+            except StoreError as error:
+                if files_state(folder) != state:
+                    # It was replaced while it was read.
+                    return self._look(name, entries)
+                # A file that is missing or cannot be opened may come back.
+                if not is_of_system(error):
+                    known.refusal = str(error)
+                raise
+            return header
+
+    def _checked_header(self, folder: Path) -> ContextHeader:
+        header = ContextHeader.read(folder / HEADER, folder.name)
+        other = differences(header.model, self.model or {})
+        if other:
+            raise StoreError(
+                f"Context {folder.name!r} was made with another model: {', '.join(other)} differ. "
+                f"Serve the same weights in {header.dtype}, or compress with the served model."
+            )
+        return header
 
     def _read(self, name: str, header: ContextHeader) -> StoredContext:
         path = self.folder(name) / header.entries_file
@@ -234,11 +225,13 @@ class ContextStore:
         try:
             cache = read_cache(path, devices, header.digest)
             layers = dequantised(cache).layers
-        # Whatever a crafted file leads to, it is the file that is refused.
+        except MemoryError:
+            raise
+        # Whatever error a crafted file leads to, refuse the file.
         except Exception as error:
-            if isinstance(error, MemoryError):
-                raise
-            raise StoreError(f"The entries of context {name!r} are damaged. {AGAIN}") from error
+            raise StoreError(
+                f"The entries of context {name!r} are damaged. Export it again."
+            ) from error
         facts = (cache.length, cache.sequences, int(cache.entries().sum()), cache.kv_bytes)
         if facts != (header.length, 1, header.entries, header.bytes):
             raise StoreError(f"Context {name!r} is damaged: its header is of other entries.")

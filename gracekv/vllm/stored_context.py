@@ -1,13 +1,16 @@
-"""`StoredContext`: a context in memory, as attention reads it."""
+"""`StoredContext`: a context in memory, as attention reads it; `LoadedContexts` bounds them."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedEntries
+from gracekv.errors import StoreError
 from gracekv.vllm.header import ContextHeader
 
 
@@ -16,12 +19,12 @@ class StoredContext:
     """A context in memory.
 
     Attributes:
-        header: what it is.
+        header: describes it.
         layers: entries of each layer; keys are rotated so that the token after them has position 0.
-        offsets: int64 [L, G + 1], each layer's, on the device of the entries.
-        addresses: int64 [L, 4] on the CPU, of each layer's keys, values, log multiplicities and
-            offsets.
-        longest: entries of the longest head.
+        offsets: int64 [L, G + 1] of the layers, on the device of the entries.
+        addresses: int64 [L, 4] on the CPU: addresses of each layer's keys, values, log
+            multiplicities and offsets.
+        longest: number of entries of the longest head.
     """
 
     header: ContextHeader
@@ -45,7 +48,7 @@ class StoredContext:
 
     @property
     def bytes(self) -> int:
-        """Of all its tensors."""
+        """Bytes of all tensors."""
         return sum(layer.kv_bytes + layer.metadata_bytes for layer in self.layers)
 
     def to(self, device: torch.device) -> StoredContext:
@@ -60,15 +63,14 @@ class StoredContext:
 
 
 def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:
-    """The KV heads that a tensor-parallel rank computes, (first, last + 1).
+    """The KV heads that vLLM gives to a tensor-parallel rank, as (first, last + 1).
 
-    As vLLM deals them out: in order and evenly, or with fewer heads than ranks, each to several
-    ranks.
+    Ranks get equal shares in order; if there are fewer heads than ranks, several share a head.
 
     Args:
         heads: KV heads of the model.
-        size: ranks.
-        rank: of this process.
+        size: number of ranks.
+        rank: this process's.
     """
     if heads >= size:
         share = heads // size
@@ -78,6 +80,93 @@ def heads_of_rank(heads: int, size: int, rank: int) -> tuple[int, int]:
 
 
 def of_heads(layer: RaggedEntries, first: int, last: int) -> RaggedEntries:
-    """The entries of heads [first, last), in memory of their own."""
+    """A copy of the entries of heads [first, last)."""
     own = layer.rows(first, last)
     return replace(own, **{k: x.clone() for k, x in own.tensors().items()}, sequences=1)
+
+
+class LoadedContexts:
+    """The contexts in a process's memory, by digest. Not thread-safe.
+
+    Beyond the limit, the least recently used are dropped, except for those that requests read. A
+    replaced context is dropped as soon as no request reads it.
+
+    Args:
+        limit: the most bytes of all entries, and of one context.
+        device: of the entries.
+
+    Attributes:
+        made: headers of unsaved contexts, by name.
+        dropped: names and digests of unsaved contexts that were dropped for want of room.
+    """
+
+    def __init__(self, limit: int, device: torch.device) -> None:
+        self.limit, self._device = limit, device
+        self.made: dict[str, ContextHeader] = {}
+        self.dropped: set[tuple[str, str]] = set()
+        # Contexts by digest, each with the name that it was read under; digests by name.
+        self._held: OrderedDict[str, tuple[str, StoredContext]] = OrderedDict()
+        self._newest: dict[str, str] = {}
+        self._used: Set[str] = frozenset()
+
+    @property
+    def digests(self) -> list[str]:
+        """Digests of all contexts, the least recently used first."""
+        return list(self._held)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(context.bytes for _, context in self._held.values())
+
+    def get(self, digest: str) -> StoredContext:
+        """The context, now the most recently used; `KeyError` if it is not in memory."""
+        self._held.move_to_end(digest)
+        return self._held[digest][1]
+
+    def check(self, name: str, size: int) -> None:
+        """Raise `StoreError` if a context of `size` bytes is larger than the limit."""
+        if size > self.limit:
+            raise StoreError(
+                f"Context {name!r} takes {size:,} bytes of memory, and the limit is "
+                f"{self.limit:,}. Compress it more, or start with a larger limit_bytes."
+            )
+
+    def hold(self, name: str, context: StoredContext) -> None:
+        """Add a context; `StoreError` if it is larger than the limit."""
+        self.check(name, context.bytes)
+        self._make_room(context.bytes)
+        self._held[context.header.digest] = name, context.to(self._device)
+        self.rename(name, context.header.digest)
+
+    def rename(self, name: str, digest: str) -> None:
+        """Let `name` mean the context with this digest, which replaces the one before."""
+        self._newest[name] = digest
+        self._drop_replaced()
+
+    def forget(self, name: str) -> bool:
+        """Let `name` mean nothing; return whether it meant an unsaved context."""
+        if name in self._newest:
+            self.rename(name, "")
+        return self.made.pop(name, None) is not None
+
+    def retain(self, used: Set[str]) -> None:
+        """Keep the contexts with these digests, even replaced ones, until the next call."""
+        self._used = used
+        self._drop_replaced()
+
+    def _drop_replaced(self) -> None:
+        for digest in self._held.keys() - self._used:
+            name = self._held[digest][0]
+            if self._newest[name] != digest:
+                del self._held[digest]
+
+    def _make_room(self, room: int) -> None:
+        """Drop contexts until `room` more bytes fit."""
+        for digest in [x for x in self._held if x not in self._used]:
+            if self.bytes + room <= self.limit:
+                return
+            name, _ = self._held.pop(digest)
+            if name in self.made and self.made[name].digest == digest:
+                del self.made[name]
+                self.dropped.add((name, digest))

@@ -1,37 +1,83 @@
-"""Attention of a step's tokens over their contexts and vLLM's pages: launches the Triton kernels.
+"""Attention of a step's tokens over their contexts and vLLM's pages, on GPUs.
 
-Importing this module imports triton.
+Plans the step's work for a GPU and launches the Triton kernels. Importing this module imports
+triton.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gracekv.backends.triton_tiles import padded_dim
+from gracekv.backends.triton_tiles import Tiles, padded_dim, tiles
 from gracekv.cache.base import RaggedEntries
-from gracekv.kernels.device import interpreted
+from gracekv.kernels import device as gpu
 from gracekv.vllm.context_attention import Asking, LayerCall
-from gracekv.vllm.context_batch import ContextBatch
-from gracekv.vllm.gpu_batch import device_tile, plan_gpu_batch
+from gracekv.vllm.context_batch import ContextBatch, Division, plan_batch
 from gracekv.vllm.stored_context import StoredContext
 from gracekv.vllm.triton_kernel import attend_units, merge_units
 
+# Programs per processor that a launch aims at; more than run at once, since heads are uneven.
+# Source: ours.
+_PROGRAMS = 4
+# The largest query tile whose registers suffice beside two loops, by padded head dimension.
+_LARGEST = {128: 32, 256: 16}
+# Entries or tokens that deserve a program of their own. Source: ours.
+_ENTRIES = 256
 # Numbers that the merging program holds at once; its step over slots follows from it.
 _MERGE_TILE = 2048
 # Query rows that lead to each of the kernel's tiles.
 _TILES = (1, 17, 33)
 
 
+def plan_gpu_batch(
+    asking: Mapping[int, Asking], metadata: Any, group: int, pages: Tensor
+) -> ContextBatch:
+    """The step's work over contexts, on the device of `pages` [blocks, G, block, 2d].
+
+    The other arguments are those of `plan_batch`.
+    """
+    of_context: Counter[str] = Counter()
+    for context, tokens in asking.values():
+        of_context[context.header.digest] += tokens * group
+    tile = device_tile(pages.device, pages.shape[3] // 2, pages.dtype, max(of_context.values()))
+    programs = _PROGRAMS * gpu.processors(pages.device)
+    return plan_batch(asking, metadata, group, pages, Division(tile.queries, _ENTRIES, programs))
+
+
+@functools.cache
+def device_tile(device: torch.device, dim: int, dtype: torch.dtype, rows: int) -> Tiles:
+    """`unit_tile` on `device`; cached, since every layer calls it."""
+    return unit_tile(dim, dtype, gpu.capability(device), rows)
+
+
+def unit_tile(dim: int, dtype: torch.dtype, capability: tuple[int, int], rows: int) -> Tiles:
+    """The kernel's tile.
+
+    Args:
+        dim: d.
+        dtype: of queries, keys and values.
+        capability: of the GPU, (major, minor).
+        rows: the most query rows that share a context, or the rows of the largest unit; both lead
+            to the same tile.
+
+    Raises `BackendUnavailableError` for a dtype or dimension that the kernel does not support.
+    """
+    return tiles(dim, dtype, capability, min(rows, _LARGEST.get(padded_dim(dim), rows)))
+
+
 def warm_up(pages: Tensor, group: int) -> None:
-    """Compile the kernels for an engine's pages by a few tokens about a context of one entry.
+    """Compile the kernels for an engine's pages: attend to a context of one entry.
 
     Args:
         pages: [blocks, G, block, 2d]; block 0 is read.
-        group: query heads of a KV head.
+        group: query heads per KV head.
     """
     heads, dim, device = pages.shape[1], pages.shape[3] // 2, pages.device
     entries = torch.zeros(heads, dim, dtype=pages.dtype, device=device)
@@ -54,12 +100,12 @@ def warm_up(pages: Tensor, group: int) -> None:
 
 
 def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> None:
-    """Write each token's row of `call.output`: it over its context and its pages up to itself.
+    """Write each token's row of `call.output`: attention over its context and its pages so far.
 
     Args:
         batch: the tokens and their contexts.
         layer: index of the model's layer.
-        call: of that layer; its pages hold keys before values, with any strides but the last.
+        call: of that layer; its pages hold keys before values; only their last stride is fixed.
         scale: factor of q . k.
 
     Log multiplicities are added to the logits; sums are in float32.
@@ -71,37 +117,20 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
     tile = device_tile(pages.device, dim, pages.dtype, batch.longest)
     block_d = padded_dim(dim)
     # The interpreter computes on the bits of bfloat16 as if they were integers, and truncates
-    # where it should round; so there the kernel writes float32, and torch rounds.
-    upcast = interpreted() and query.dtype == torch.bfloat16
+    # instead of rounding; so there the kernel writes float32, and torch rounds.
+    upcast = gpu.interpreted() and query.dtype == torch.bfloat16
     written = output.float() if upcast else output
     part_output = query.new_empty((batch.slots, query_heads, dim), dtype=torch.float32)
     part_lse = query.new_empty((batch.slots, query_heads), dtype=torch.float32)
+    work = (batch.units, batch.addresses, layer, len(batch.contexts))
+    tokens = (batch.places, batch.positions, batch.rows, batch.first_slot)
+    asked = (query, *query.stride()[:2])
+    held = (pages, *pages.stride()[:3], blocks, blocks.stride(0))
+    result = (written, *written.stride()[:2])
     with torch.cuda.device_of(query):
         attend_units[(len(batch.units), heads)](
-            batch.units,
-            batch.addresses,
-            layer,
-            len(batch.contexts),
-            batch.places,
-            batch.positions,
-            batch.rows,
-            batch.first_slot,
-            query,
-            query.stride(0),
-            query.stride(1),
-            pages,
-            pages.stride(0),
-            pages.stride(1),
-            pages.stride(2),
-            blocks,
-            blocks.stride(0),
-            written,
-            written.stride(0),
-            written.stride(1),
-            part_output,
-            part_lse,
-            scale,
-            query_heads,
+            *(*work, *tokens, *asked, *held, *result),
+            *(part_output, part_lse, scale, query_heads),
             GROUP=query_heads // heads,
             D=dim,
             BLOCK_D=block_d,
@@ -115,14 +144,7 @@ def attend(batch: ContextBatch, layer: int, call: LayerCall, scale: float) -> No
         )
         if batch.merged:
             merge_units[(batch.merged, query_heads)](
-                part_output,
-                part_lse,
-                batch.first_slot,
-                batch.places,
-                written,
-                written.stride(0),
-                written.stride(1),
-                query_heads,
+                *(part_output, part_lse, batch.first_slot, batch.places, *result, query_heads),
                 D=dim,
                 BLOCK_D=block_d,
                 BLOCK_S=max(8, _MERGE_TILE // block_d),

@@ -1,13 +1,13 @@
 """Attention of a step's tokens over ragged contexts and vLLM's own pages, for GPUs.
 
-One launch attends to contexts and pages for all requests of a step, of any contexts; a second one
-merges the partial results of tokens that several programs read for. There are no atomics, so
-results are equal to the bit from run to run.
+One launch serves all requests of a step, whatever their contexts; a second one merges the partial
+results of tokens that several programs worked on. There are no atomics, so results are the same to
+the bit in every run.
 
 Importing this module imports triton.
 """
 
-# Conditions on constants stand alone: a branch that is not taken must not be compiled.
+# Test constants in conditions of their own: Triton must not compile a branch that is not taken.
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import triton.language as tl
 from gracekv.backends.triton_merge_kernel import add_entries, add_splits, normalised
 
 
-# What differs from step to step must not choose between compiled kernels.
+# Do not compile again for values that differ from step to step.
 @triton.jit(
     do_not_specialize=["layer", "contexts", "blocks_row_stride"],
     do_not_specialize_on_alignment=["units", "addresses", "first_slot", "blocks"],
@@ -96,15 +96,15 @@ def attend_units(
         begin = length * part // parts
         entry += begin
         entries = (stop - begin).to(tl.int32)
-        # Allocations and rows begin at multiples of 16 bytes, which the compiler cannot know; it
-        # listens where pointers are added to.
+        # Allocations and rows begin at multiples of 16 bytes. The compiler cannot know, and uses
+        # the hint only where a pointer is added to.
         keys = tl.multiple_of(keys + entry * D, 16)
         values = tl.multiple_of(values + entry * D, 16)
         bias += entry
         for start in range(0, entries, BLOCK_N):
             n = start + step
             inside = n < entries
-            # Storage past the end may hold anything, even NaN; it is never read.
+            # Memory past the end may hold anything, even NaN; never read it.
             here = inside[:, None]
             if BLOCK_D != D:
                 here = here & (dim < D)[None, :]

@@ -140,8 +140,7 @@ def _storage(
 def step_attention(step: PagedStep) -> Callable[[], Tensor]:
     """What one layer of the step runs: it returns [all tokens, H, d], with 7 in other rows."""
     from gracekv.vllm.context_attention import LayerCall
-    from gracekv.vllm.gpu_batch import plan_gpu_batch
-    from gracekv.vllm.triton_attention import attend
+    from gracekv.vllm.triton_attention import attend, plan_gpu_batch
 
     batch = plan_gpu_batch(step.asking, step.metadata, step.group, step.pages)
     output = torch.full_like(step.query, 7)

@@ -8,8 +8,9 @@ import gracekv
 from gracekv.distributed.sharding import WHOLE
 from gracekv.hf import capture
 from gracekv.vllm import ContextStore
-from gracekv.vllm.compressing import Chunk, Compressor
+from gracekv.vllm.compressing import Compressor
 from gracekv.vllm.orders import order_of
+from gracekv.vllm.recording import Chunk
 
 LENGTH = 60
 

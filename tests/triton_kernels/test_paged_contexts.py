@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracekv.testing.attention import TOLERANCES
-from gracekv.vllm.gpu_batch import plan_gpu_batch
+from gracekv.vllm.triton_attention import plan_gpu_batch
 from support.covering import LONG
 from support.paged_contexts import LAYOUTS, check_step, paged_step, step_attention
 

@@ -30,7 +30,7 @@ def processor(monkeypatch):
         def process_inputs(self, request_id, prompt, params):
             return SimpleNamespace(prompt_token_ids=prompt)
 
-    admission.install(Processor)
+    admission.wrap(Processor, admission.process_inputs)
     return Processor()
 
 

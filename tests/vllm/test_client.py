@@ -115,7 +115,7 @@ def test_a_context_that_takes_too_long(tokenizer):
 
 def test_a_server_without_contexts(client, server):
     server.connector = False
-    with pytest.raises(StoreError, match="says nothing of contexts"):
+    with pytest.raises(StoreError, match="has no store of contexts"):
         client.list()
 
 

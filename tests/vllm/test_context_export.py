@@ -13,11 +13,12 @@ import gracekv
 from gracekv.cache.base import RaggedCache
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError
 from gracekv.prefill.chat_text import first_turn
+from gracekv.prefill.fingerprint import differences
 from gracekv.prefill.model_layers import model_layers
 from gracekv.testing.models import tiny_model, tiny_tokenizer
 from gracekv.vllm import ContextStore, export, request
 from gracekv.vllm.exporting import moved
-from gracekv.vllm.model_facts import checkpoint_digests, differences, model_facts
+from gracekv.vllm.model_facts import checkpoint_digests, model_facts
 from support.killed import killed_at_each_line
 
 TEXT = "Alice was beginning to get very tired of sitting by her sister on the bank. " * 6
@@ -226,7 +227,7 @@ def test_a_prompt_with_its_question_goes_on_after_it(model, tokenizer, tmp_path)
 @pytest.mark.parametrize(
     ("question", "tokens", "error", "said"),
     [
-        (None, True, PromptError, "give one"),
+        (None, True, PromptError, "pass question"),
         ("", True, PromptError, "not empty"),
         ("Why?", False, PromptError, "needs the tokenizer"),
         ("Why?", None, StoreError, "another tokenizer: tokenizer differ"),
@@ -276,7 +277,8 @@ def test_a_checkpoint_is_known_by_its_weights(model, tmp_path):
         assert checkpoint_digests(tmp_path / folder, model.dtype) == facts["weights"]
     (other,) = differences(facts, model_facts(tiny_model(vocabulary=500, seed=1)))
     assert other.startswith("weights (")
-    assert differences(facts, model_facts(tiny_model(vocabulary=500, rope="linear"))) == ["rope"]
+    linear = model_facts(tiny_model(vocabulary=500, rope="linear"))
+    assert differences(facts, linear) == ["rope (1 of 2, rope_type first)"]
     assert differences(facts, {**facts, "dtype": "bfloat16"}) == ["dtype"]
     assert differences(facts, {**facts, "quantised": True}) == ["quantised"]
     assert differences(facts, {**facts, "weights": {"other": ""}}) == ["weights (0 of 0)"]

@@ -179,9 +179,6 @@ def broken(served):
     header = json.loads((store / "foreign" / "header.json").read_text())
     header["model"]["weights"]["norm.weight"] = "0" * 16
     (store / "foreign" / "header.json").write_text(signed(header))
-    shutil.copytree(store / "global", store / "equal")
-    header = json.loads((store / "equal" / "header.json").read_text())
-    (store / "equal" / "header.json").write_text(signed(header | {"kind": "equal"}))
     shutil.copytree(store / "global", store / "nested")
     (store / "nested" / "header.json").write_text("[" * 10**5)
     yield {
@@ -189,9 +186,8 @@ def broken(served):
         "nested": "cannot be read",
         "foreign": "another model: weights .* differ",
         "missing": "There is no context",
-        "equal": "not served any more",
     }
-    for name in ("damaged", "equal", "foreign", "nested"):
+    for name in ("damaged", "foreign", "nested"):
         shutil.rmtree(store / name)
 
 

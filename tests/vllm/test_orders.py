@@ -3,7 +3,8 @@
 import pytest
 
 from gracekv.errors import StoreError
-from gracekv.vllm.orders import Compression, Deletion, Follow, Listing, order_of
+from gracekv.vllm.header import Continuation
+from gracekv.vllm.orders import Compression, Deletion, Listing, order_of
 
 
 def compress(**fields):
@@ -18,11 +19,11 @@ def test_names_are_no_orders():
 
 
 def test_an_order_says_how_to_compress():
-    follow = {"start": 3, "tokenizer": {"tokenizer": "0"}, "template": True}
-    order = order_of(compress(recipe="knorm", expires=60.0), follow)
-    assert order.follow == Follow(**follow)
+    follow = {"tokenizer": {"tokenizer": "0"}, "template": True}
+    order = order_of(compress(recipe="knorm", expires=60.0), {"start": 3, "follow": follow})
+    assert order.follow == Continuation(**follow)
     assert isinstance(order, Compression)
-    assert (order.recipe, order.expires, order.follow.start) == ("knorm", 60.0, 3)
+    assert (order.recipe, order.expires, order.start) == ("knorm", 60.0, 3)
     spans = order.spans(10)
     # The last token is read after the context, so that all before it have entries.
     assert (spans.context_start, spans.context_end, spans.length) == (3, 9, 10)

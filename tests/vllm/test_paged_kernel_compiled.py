@@ -13,7 +13,7 @@ if interpreted():
     pytest.skip("the interpreter does not compile", allow_module_level=True)
 
 from gracekv.vllm import triton_kernel
-from gracekv.vllm.gpu_batch import unit_tile
+from gracekv.vllm.triton_attention import unit_tile
 from support.covering import covering
 from support.cubin import SHARED_KIB, compiled, resources
 

@@ -109,7 +109,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_next_one_goes_on(
 def test_a_file_that_cannot_be_written_fails_on_all_ranks(prefill, workers):
     (workers[0].store.root / "book").write_text("no folder")
     first, second = outcomes(workers, prefill, "0", asked("book", save=True))
-    assert "is no folder" in first.reason
+    assert "is not a folder" in first.reason
     assert "Process 0 has failed" in second.reason
     assert outcomes(workers, prefill, "1", asked("other"))[1].header
 

@@ -25,7 +25,7 @@ def names(monkeypatch):
 
 def recorded(add):
     recording = SimpleNamespace(add=add, failure=None)
-    begin_step({}, Reading(recording, 7, 40, 2))
+    begin_step({}, Reading(recording, SimpleNamespace(block=7, start=40, count=2)))
     step, tokens = current_step(), torch.arange(4.0).view(4, 1, 1)
     step.record("layers.5", (tokens, tokens + 10, tokens + 20), METADATA, 0.5)
     return recording, step

@@ -11,13 +11,13 @@ pytest.importorskip("safetensors")
 
 from gracekv.errors import ConfigError, StoreError
 from gracekv.vllm import ContextStore, kv_transfer_config
-from gracekv.vllm.serving import StoreOptions, check_serving
+from gracekv.vllm.serving import check_serving, store_options
 
 
 def test_the_configuration_names_the_store(root):
     extra = kv_transfer_config(root, limit_bytes=10)["kv_connector_extra_config"]
-    assert StoreOptions.of(extra) == StoreOptions(root, 10, None)
-    assert StoreOptions.of(kv_transfer_config(root)["kv_connector_extra_config"]).limit is None
+    assert store_options(extra) == {"root": root, "limit": 10, "allow": None}
+    assert store_options(kv_transfer_config(root)["kv_connector_extra_config"])["limit"] is None
 
 
 def only_with_key(name, parameters):
@@ -27,7 +27,7 @@ def only_with_key(name, parameters):
 def test_requests_use_only_what_they_are_allowed(root):
     def store(allow):
         extra = kv_transfer_config(root, allow=allow)["kv_connector_extra_config"]
-        return ContextStore(root, allow=StoreOptions.of(json.loads(json.dumps(extra))).allow)
+        return ContextStore(**store_options(json.loads(json.dumps(extra))))
 
     named, keyed = store(["c0", "c2"]), store(f"{__name__}:only_with_key")
     assert named.admit({"gracekv": "c2"}) == ContextStore(root).header("c2")
@@ -42,7 +42,7 @@ def test_requests_use_only_what_they_are_allowed(root):
 @pytest.mark.parametrize("allow", ["", "json", "json:", "nowhere:f", "json:tool", ["../c0"], 3])
 def test_an_unusable_allow_list_ends_the_start(root, allow):
     with pytest.raises(ConfigError, match="'allow'"):
-        StoreOptions.of({"store": str(root), "allow": allow})
+        store_options({"store": str(root), "allow": allow})
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_an_unusable_allow_list_ends_the_start(root, allow):
 )
 def test_unusable_configurations_are_refused(extra, said):
     with pytest.raises(ConfigError, match=said):
-        StoreOptions.of(extra)
+        store_options(extra)
 
 
 @pytest.mark.parametrize(
