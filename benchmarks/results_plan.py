@@ -75,7 +75,7 @@ _MEMORY = "python benchmarks/memory.py --models smollm2 --log {rows}/memory.json
 
 PARTS = (
     _evaluation(
-        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 18,
+        "smollm2-default", "How close is the default, the question seen? And eight rivals?", 16,
         "smollm2_default",
     ),
     _evaluation(
@@ -92,14 +92,14 @@ PARTS = (
         "smollm2_agnostic_answers",
     ),
     _evaluation(
-        "precision", "What do bits bring at equal bytes?", 10, "smollm2_bytes",
+        "precision", "What do bits bring at equal bytes?", 9, "smollm2_bytes",
         _compared(
             "precision-differences", "Bits at equal bytes, prompt by prompt", "gracekv-plus",
             "gracekv-plus-allocated", _BITS.format(8), _BITS.format(4),
         ),
         outputs=("precision", "precision-differences"),
     ),
-    _evaluation("compaction", "2x to 50x beside Attention Matching?", 14, "smollm2_compaction"),
+    _evaluation("compaction", "2x to 50x beside Attention Matching?", 13, "smollm2_compaction"),
     _evaluation(
         "ablations", "What does each part of the recipes bring?", 8, "smollm2_ablations",
         _compared("fit", "What the fit brings", "gracekv-plus-no-fit", "gracekv-plus"),
@@ -122,7 +122,7 @@ PARTS = (
         threads=1, balanced=True, resumes=True,
     ),
     Part(
-        "construction-cpu", "Which stage of the paper's method takes how long?", 5,
+        "construction-cpu", "Which stage of the paper's method takes how long?", 4,
         (
             "python benchmarks/construction.py --lengths 1024 2048 4096 --repeats 3 "
             "--out benchmarks/results/construction-cpu.md",
@@ -134,11 +134,19 @@ PARTS = (
         ("python benchmarks/construction_plus.py",), ("construction-plus",), threads=1,
     ),
     Part(
+        "construction-all", "And every other recipe?", 9,
+        (
+            "python benchmarks/construction_plus.py --recipes all --lengths 800 --rounds 3 "
+            "--out benchmarks/results/construction-all.md",
+        ),
+        ("construction-all",), threads=1,
+    ),
+    Part(
         "decode", "How fast is decoding?", 2,
         ("python benchmarks/decode.py --skews 3,50 --bits \"\"",), ("decode",),
     ),
     Part(
-        "decode-bits", "And with fewer bits?", 2,
+        "decode-bits", "And with fewer bits?", 1,
         (
             "python benchmarks/decode.py --parts attention --dtype float32,bfloat16 --lengths 8192 "
             "--ratios 1,4,8 --rounds 21 --least --title \"Decoding with fewer bits\" "
@@ -147,7 +155,7 @@ PARTS = (
         ("decode-bits",), threads=1,
     ),
     Part(
-        "limit-cost", "What do cuts cost beside decoding?", 4,
+        "limit-cost", "What do cuts cost beside decoding?", 3,
         ("python benchmarks/limit_cost.py --rounds 3",), ("limit-cost",),
     ),
     Part(
@@ -155,7 +163,7 @@ PARTS = (
         ("python benchmarks/extend.py",), ("extend",), threads=1,
     ),
     Part(
-        "ten_questions", "Ten questions to one context, read once or ten times?", 4,
+        "ten_questions", "Ten questions to one context, read once or ten times?", 3,
         ("python benchmarks/ten_questions.py --tokens 2048",), ("ten_questions",), threads=1,
     ),
     Part(
@@ -163,7 +171,7 @@ PARTS = (
         ("vllm-python benchmarks/vllm_serving.py --lengths 1024 4096 8192",), ("vllm",), threads=1,
     ),
     Part(
-        "vllm-plugin", "What does the plugin cost plain requests?", 4,
+        "vllm-plugin", "What does the plugin cost plain requests?", 3,
         ("vllm-python benchmarks/vllm_plugin_cost.py --threes 250",), ("vllm-plugin",), threads=1,
     ),
     Part(

@@ -85,6 +85,7 @@ KNOWN = {
         alt="Seconds of the prefill, and of trees, surprisal and the rest on top of it",
     ),
     "construction-plus": Known("limits.md"),
+    "construction-all": Known("limits.md"),
     "decode": Known(
         figure="decode",
         alt="Speed-up of attention beside the factor of fewer bytes, and of whole steps",
