@@ -36,7 +36,7 @@ def lines_run(recipe: str, *, whole: bool) -> dict[str, int]:
         code = frame.f_code
         packs = isinstance(frame.f_locals.get("self"), Packer) and code.co_name == "__call__"
         # Layer by layer the packed layers are put together at the end.
-        packs = packs or code.co_qualname == "LayerwiseCompression.finish.<locals>.packed"
+        packs = packs or code.co_qualname == "Compression._packed"
         if event == "line":
             lines[code.co_filename].add(frame.f_lineno)
         elif event == "return" and packs:

@@ -7,6 +7,7 @@ callers can catch what they already catch.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -136,6 +137,20 @@ def renamed(old: str, new: str) -> Any:
         return getattr(self, new)
 
     return property(read, doc=f"The old name of `{new}`.")
+
+
+def renamed_in(module: str, names: dict[str, str]) -> Callable[[str], Any]:
+    """A `__getattr__` for `module`: `names` maps old names to new; using one warns."""
+
+    def read(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        new = names[name]
+        message = f"{module}.{name} is now {new}; the old name goes in the next release."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(import_module(module), new)
+
+    return read
 
 
 class LengthWarning(UserWarning):

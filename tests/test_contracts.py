@@ -8,6 +8,7 @@ import torch
 
 from gracekv.allocate import Greedy
 from gracekv.backends import AttentionSpec, Eager
+from gracekv.errors import PluginError
 from gracekv.pipeline.stages import REGISTRIES
 from gracekv.registry import Registry
 from gracekv.segment import Partition, Segmenter, Uniform
@@ -34,6 +35,9 @@ class Spoiled(Scorer):
 
     fault: str = "none"
 
+    def layer(self, capture, region, memory):
+        return MeanAttention().layer(capture, region, memory)
+
     def __call__(self, prefill, region):
         found = MeanAttention()(prefill, region)
         scores, seeds = found.scores, found.seed_scores
@@ -47,6 +51,8 @@ class Spoiled(Scorer):
             scores = scores[:1]
         elif self.fault == "random":
             scores = scores + torch.rand(scores.shape)
+        elif self.fault == "compares":
+            scores = scores / scores.mean()
         elif self.fault == "draws":
             torch.rand(1)
         elif self.fault == "writes":
@@ -69,6 +75,7 @@ def spoiled(monkeypatch):
         ("shape", "scores must be"),
         ("random", "differ between two calls"),
         ("draws", "random numbers were drawn"),
+        ("compares", "'spoiled' compares layers: its scores of layer 0 differ"),
         ("writes", "written to"),
     ],
 )
@@ -127,3 +134,14 @@ def test_a_backend_that_forgets_the_multiplicities_is_named(monkeypatch):
     monkeypatch.setattr(Eager, "prepare", forgetful)
     with pytest.raises(AssertionError):
         contracts.check_stage(Eager(), seed=0)
+
+
+def test_a_scorer_of_the_last_release_is_told_what_to_change():
+    with pytest.warns(DeprecationWarning, match=r"gracekv\.value\.LayerScorer is now Scorer"):
+        from gracekv.value import LayerScorer
+    for name, method in {
+        "layer": lambda self, prefill, layer, region, memory: None,
+        "__call__": lambda self, prefill, region: None,
+    }.items():
+        with pytest.raises(PluginError, match=r"Old is a scorer for gracekv 0\.2\. Since 0\.3 a"):
+            type("Old", (LayerScorer,), {name: method})

@@ -118,7 +118,7 @@ def _relevance(pipeline: Pipeline, run: Run, prefill: Prefill) -> list[tuple[str
         weights = score[seeds] / score[seeds].sum()
         places = seeds + region.start
         reached = [
-            attention_sums(prefill, layer, places, region, weights).sum(0) for layer in layers
+            attention_sums(prefill.layer(layer), places, region, weights).sum(0) for layer in layers
         ]
         score = torch.stack(reached).sum(0).masked_fill(known, 0)
         found.append((f"seeds {hop + 1}", torch.zeros(region.length).index_fill(0, seeds, 1.0)))

@@ -34,7 +34,7 @@ class AdaptiveHeads(Quota):
             window included; the layer's best tokens get the rest.
     """
 
-    by_layer: ClassVar[bool] = True
+    compares_layers: ClassVar[bool] = False
 
     floor: float = bounded(0.2, at_least=0, at_most=1, hint="0 is all adaptive, 1 all equal.")
     rule: Literal["mix", "safeguard"] = "mix"

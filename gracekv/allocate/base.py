@@ -120,12 +120,12 @@ class Quota(Strategy, abc.ABC):
     Attributes:
         uses_column_sums: in place of scores it reads the attention that each prompt position
             received in all, float32 [L, H, T], of each query head.
-        by_layer: a layer's caps follow from the plan and its own scores, as `layer` gives them.
+        compares_layers: a layer's caps depend on the scores of others; if not, `layer` gives them.
         monotone: no cap falls as the budget grows.
     """
 
     uses_column_sums: ClassVar[bool] = False
-    by_layer: ClassVar[bool] = False
+    compares_layers: ClassVar[bool] = True
     monotone: ClassVar[bool] = False
 
     @abc.abstractmethod

@@ -19,7 +19,7 @@ class Global(Quota):
     Cost: none.
     """
 
-    by_layer: ClassVar[bool] = True
+    compares_layers: ClassVar[bool] = False
     monotone: ClassVar[bool] = True
 
     def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:

@@ -24,7 +24,7 @@ class PerHead(Quota):
             the shares add up to B_base (ours: the published rivals then spend the same budget).
     """
 
-    by_layer: ClassVar[bool] = True
+    compares_layers: ClassVar[bool] = False
     monotone: ClassVar[bool] = True
 
     remainder: bool = False

@@ -30,7 +30,7 @@ class Pyramid(Quota):
         beta: mean share over the last layer's (PyramidKV's 20).
     """
 
-    by_layer: ClassVar[bool] = True
+    compares_layers: ClassVar[bool] = False
 
     beta: float = bounded(20.0, at_least=1, hint="1 gives equal shares; PyramidKV's is 20.")
 

@@ -47,6 +47,7 @@ def top_tokens(
         ShapeError: the quota is not [L, G].
     """
     layers, heads, tokens = scores.shape
+    check_finite(scores, sensitivity)
     omega = sensitivity.to(scores.device).double()
     quota = check_quota(quota, layers, heads)
     kept = torch.empty_like(scores, dtype=torch.bool)
@@ -92,11 +93,16 @@ def candidates(
         caps: int64 [G] most entries of each head, or None.
         elastic: leave out tokens of gain <= 0.
     """
-    gain, tokens = _gains(scores, sensitivity.to(scores.device).double()[:, None]), scores.shape[1]
+    gain = _gains(scores, sensitivity.to(scores.device).double()[:, None])
     kept = torch.ones_like(gain, dtype=torch.bool)
     if caps is not None:
-        pairs = zip(gain, caps.clamp(max=tokens).tolist(), strict=True)
-        kept = torch.stack([largest(own, cap) for own, cap in pairs])
+        # Ranks by a stable sort: ties go to the earlier token.
+        order = gain.sort(dim=1, descending=True, stable=True).indices
+        kept.scatter_(
+            1,
+            order,
+            torch.arange(gain.shape[1], device=gain.device) < caps.to(gain.device)[:, None],
+        )
     return gain, kept & (gain > 0) if elastic else kept
 
 
@@ -113,35 +119,36 @@ def entry_gains(scores: Tensor, sensitivity: Tensor, selection: Selection) -> Te
 
 
 def _gains(scores: Tensor, omega: Tensor) -> Tensor:
-    """Delta_add = omega R, clipped at 0, float64, Eq. (A5). Raises `NonFiniteError`."""
-    gain = scores.double() * omega
-    if not bool(torch.isfinite(gain.sum())) and not bool(torch.isfinite(gain).all()):
+    """Delta_add = omega R, clipped at 0, float64, Eq. (A5)."""
+    # `+ 0.0` turns -0.0 into 0.0.
+    return (scores.double() * omega).clamp(min=0) + 0.0
+
+
+def check_finite(scores: Tensor, sensitivity: Tensor) -> None:
+    """Raise `NonFiniteError` if R^tok or omega [any shapes] hold NaN or infinity."""
+    if not bool(scores.isfinite().all() & sensitivity.to(scores.device).isfinite().all()):
         raise NonFiniteError(
             "Scores or sensitivities hold NaN or infinity, so tokens cannot be ranked. Check the "
             "scorer for overflow."
         )
-    # `+ 0.0` turns -0.0 into 0.0.
-    return gain.clamp(min=0) + 0.0
 
 
 def largest(values: Tensor, count: int) -> Tensor:
     """bool [...], as `values` [...]: the `count` largest of all; ties go to the earlier.
 
-    `count` is from 0 to the number of values. Linear in time; holds one copy of the values.
+    `count` is from 0 to the number of values. Linear in time, and a GPU's host does not wait.
     """
     flat = values.flatten()
     if count in (0, len(flat)):
         return torch.full_like(values, count > 0, dtype=torch.bool)
     cut = kth_largest(flat, count)
-    kept = flat > cut
-    tied = where_true(flat == cut)
-    kept[tied[: count - int(torch.count_nonzero(kept))]] = True
-    return kept.view_as(values)
+    above, tied = flat > cut, flat == cut
+    return (above | (tied & (tied.cumsum(0) <= count - above.sum()))).view_as(values)
 
 
 def kth_largest(values: Tensor, k: int) -> Tensor:
     """The k-th largest of `values` [n], k from 1 to n, as a tensor without dimensions."""
-    place = len(values) - k
     if values.device.type == "cpu":
+        place = len(values) - k
         return torch.from_numpy(np.partition(values.numpy(), place)[place : place + 1])[0]
-    return torch.kthvalue(values, place + 1).values
+    return torch.topk(values, k, sorted=False).values.amin()

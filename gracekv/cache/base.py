@@ -16,7 +16,7 @@ from gracekv.cache.coded import CodedEntries
 from gracekv.cache.entries import CompressedCache, LayerEntries
 from gracekv.errors import ShapeError
 from gracekv.kernels import ragged
-from gracekv.prefill import Prefill, PrefillReader
+from gracekv.prefill import LayerCapture, Prefill, PrefillReader
 from gracekv.registry import Registry, Strategy
 from gracekv.tree.merge import PrototypeRule
 
@@ -194,15 +194,13 @@ class LayerToPack:
     """What a packer is given of one layer.
 
     Attributes:
-        prefill: one sequence.
-        number: of the layer.
+        capture: the layer.
         layout: the token interval of each entry that stays.
         scores: R^tok [G, N], the weights of merged values.
         rule: how the tokens of one node merge.
     """
 
-    prefill: Prefill
-    number: int
+    capture: LayerCapture
     layout: LayerLayout
     scores: Tensor
     rule: PrototypeRule
@@ -243,7 +241,7 @@ class Packer(PrefillReader, Strategy, abc.ABC):
         """
         length = prefill.spans.length
         layers = tuple(
-            self.layer(LayerToPack(prefill, number, layout, scores[number], rule))
+            self.layer(LayerToPack(prefill.layer(number), layout, scores[number], rule))
             for number, layout in enumerate(selection.layouts(length, prefill.keys))
         )
         return RaggedCache(layers, length=length - 1)

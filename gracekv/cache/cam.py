@@ -68,19 +68,19 @@ class CamPacker(Packer):
 
     def layer(self, given: LayerToPack) -> RaggedEntries:
         """Its entries [E, d]; `MissingCaptureError` without the attention that tokens received."""
-        prefill, layer = given.prefill, given.number
-        packed, spans = best_tokens(given), prefill.spans
+        capture = given.capture
+        packed, spans = best_tokens(given), capture.spans
         entry, (head, at), kept = kept_in_context(given, packed)
         device = kept.device
-        columns = prefill.observation(ReceivedAttention())[layer].to(device)
-        received = reduce(columns, "(g n) t -> g t", "mean", g=prefill.kv_heads)
+        columns = capture.observation(ReceivedAttention()).to(device)
+        received = reduce(columns, "(g n) t -> g t", "mean", g=capture.kv_heads)
         share = self.shares(
             received[:, spans.context_start : spans.context_end],
             received[:, :_SINKS].amax(dim=1),
             ~kept,
-            self.uniforms(prefill.kv_heads, spans.context_length, layer).to(device),
+            self.uniforms(capture.kv_heads, spans.context_length, capture.number).to(device),
         )
-        before = prefill.values[layer][:, spans.context_start : spans.context_end]
+        before = capture.values[:, spans.context_start : spans.context_end]
         after = replayed(before.float(), share, self.merge)
         values = packed.values.clone()
         values[entry] = torch.where(

@@ -43,11 +43,11 @@ class D2OPacker(Packer):
     represents: ClassVar[Literal["node", "token", "mixture"]] = "mixture"
 
     def layer(self, given: LayerToPack) -> RaggedEntries:
-        prefill, packed = given.prefill, best_tokens(given)
+        capture, packed = given.capture, best_tokens(given)
         # The targets.
         entry, _, kept = kept_in_context(given, packed)
-        context = slice(prefill.spans.context_start, prefill.spans.context_end)
-        keys = prefill.keys[given.number][:, context]
+        context = slice(capture.spans.context_start, capture.spans.context_end)
+        keys = capture.keys[:, context]
         source, target, similarity = best_matches(keys, kept)
         accepted = similarity.double() >= similarity.double().mean()
         source, target, similarity = (x[accepted] for x in (source, target, similarity))
@@ -61,7 +61,7 @@ class D2OPacker(Packer):
             changed[entry[touched]] = result.to(changed.dtype)
             return changed
 
-        values = merged(packed.values, prefill.values[given.number][:, context])
+        values = merged(packed.values, capture.values[:, context])
         return dataclasses.replace(packed, keys=merged(packed.keys, keys), values=values)
 
 

@@ -52,11 +52,11 @@ def best_tokens(given: LayerToPack) -> RaggedEntries:
 
 def gathered(given: LayerToPack, positions: Tensor) -> RaggedEntries:
     """Of each entry the token at `positions` (int64 [E], absolute), as it is; a copy."""
-    prefill, layout = given.prefill, given.layout
-    source = layout.head * prefill.spans.length + positions
+    capture, layout = given.capture, given.layout
+    source = layout.head * capture.spans.length + positions
     return RaggedEntries(
-        keys=prefill.keys[given.number].reshape(-1, prefill.head_dim)[source],
-        values=prefill.values[given.number].reshape(-1, prefill.head_dim)[source],
+        keys=capture.keys.reshape(-1, capture.head_dim)[source],
+        values=capture.values.reshape(-1, capture.head_dim)[source],
         positions=positions.to(torch.int32),
         log_multiplicity=torch.zeros(len(source), device=source.device),
         offsets=layout.offsets,
@@ -69,7 +69,7 @@ def kept_in_context(given: LayerToPack, packed: RaggedEntries) -> tuple[Tensor, 
     Returns indices int64 [K] of these entries, ascending; their heads and their tokens' offsets in
     the context, int64 [2, K]; and bool [G, N_ctx], which tokens each head keeps.
     """
-    spans, positions = given.prefill.spans, packed.positions.long()
+    spans, positions = given.capture.spans, packed.positions.long()
     inside = (positions >= spans.context_start) & (positions < spans.context_end)
     entry = torch.nonzero(inside).flatten()
     at = torch.stack([given.layout.head[entry], positions[entry] - spans.context_start])

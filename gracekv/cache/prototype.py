@@ -21,7 +21,7 @@ class PrototypePacker(Packer):
     """
 
     def layer(self, given: LayerToPack) -> RaggedEntries:
-        prefill, layout, layer = given.prefill, given.layout, given.number
+        capture, layout = given.capture, given.layout
         # One gather for everything; the rows of merged entries are overwritten below.
         packed = gathered(given, layout.start)
         merged = torch.nonzero(layout.end - layout.start > 1).flatten()
@@ -30,12 +30,9 @@ class PrototypePacker(Packer):
             count = end - start
             node, step = ragged.rows_and_steps(count)
             position, head = start[node] + step, head[node]
-            keys, values = (
-                x[layer][head, position].float() for x in (prefill.keys, prefill.values)
-            )
+            keys, values = (x[head, position].float() for x in (capture.keys, capture.values))
             weights = given.scores.to(keys.device)[head, position - layout.origin].float()
-            rope = prefill.rope_of(layer)
-            made = merge(keys, values, weights, start, end, rope, given.rule)
+            made = merge(keys, values, weights, start, end, capture.rope, given.rule)
             packed.keys[merged] = made.keys.to(packed.dtype)
             packed.values[merged] = made.values.to(packed.dtype)
             packed.positions[merged] = made.positions.to(torch.int32)

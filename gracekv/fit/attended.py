@@ -16,7 +16,7 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.fit.queries import QuerySet
 from gracekv.kernels.linalg import batched_linear, linear
 from gracekv.kernels.logits import capped
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import LayerCapture, Region
 
 # Bytes of logits that are held at once.
 _CPU_BLOCK, _GPU_BLOCK = 8 * 2**20, 512 * 2**20
@@ -56,23 +56,23 @@ class Reference:
     softcap: float | None
 
     @classmethod
-    def of(cls, prefill: Prefill, layer: int, queries: QuerySet) -> Self:
+    def of(cls, capture: LayerCapture, queries: QuerySet) -> Self:
         """Meet the queries with the keys of `layer` that count for them.
 
         Raises `MissingCaptureError` if a query was not captured.
         """
-        keys, values = prefill.keys[layer].float(), prefill.values[layer].float()
-        device, heads, length = keys.device, prefill.kv_heads, prefill.spans.length
-        asked = queries.rotated(prefill, layer)
-        sees = queries.asked_at.to(device).repeat(prefill.group)
+        keys, values = capture.keys.float(), capture.values.float()
+        device, heads, length = keys.device, capture.kv_heads, capture.spans.length
+        asked = queries.rotated(capture)
+        sees = queries.asked_at.to(device).repeat(capture.group)
         rows = asked.shape[1]
         top, total = (torch.empty(heads, rows, device=device) for _ in range(2))
-        output = torch.empty(heads, rows, prefill.head_dim, device=device)
+        output = torch.empty(heads, rows, capture.head_dim, device=device)
         sink, sinks = torch.zeros_like(total), None
-        if prefill.sink_logits and queries.within is None:
+        if capture.sinks is not None and queries.within is None:
             # One of each query head, and rows are those of a KV head's query heads in turn.
-            own_sinks = prefill.sink_logits[layer].to(device).view(heads, -1)
-            sinks = own_sinks.repeat_interleave(rows // prefill.group, dim=1)
+            own_sinks = capture.sinks.to(device).view(heads, -1)
+            sinks = own_sinks.repeat_interleave(rows // capture.group, dim=1)
         limit = _CPU_BLOCK if device.type == "cpu" else _GPU_BLOCK
         block = max(1, limit // (4 * length))
         inside = queries.within or Region(0, length)
@@ -85,7 +85,7 @@ class Reference:
                 part = slice(first, first + block)
                 # Only rows that are asked before the end have keys that they do not see.
                 early = (sees[part] < length - 1).nonzero()[:, 0]
-                logits = capped(linear(asked[g, part], own_keys), prefill.softcap)
+                logits = capped(linear(asked[g, part], own_keys), capture.softcap)
                 hidden = place > sees[part][early, None]
                 logits[early] = logits[early].masked_fill_(hidden, -torch.inf)
                 top[g, part] = logits.amax(dim=-1)
@@ -95,9 +95,9 @@ class Reference:
                 chance = logits.sub_(top[g, part, None]).exp_()
                 total[g, part] = chance.sum(dim=-1) + sink[g, part]
                 output[g, part] = linear(chance, across) / total[g, part, None]
-        weights = queries.weights.to(device).repeat(prefill.group) / prefill.group
+        weights = queries.weights.to(device).repeat(capture.group) / capture.group
         last = torch.stack([keys[:, -1], values[:, -1]])
-        sizes = (length, prefill.softcap)
+        sizes = (length, capture.softcap)
         return cls(asked, sees, top, total, sink, output, weights, last, *sizes)
 
 

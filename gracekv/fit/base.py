@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gracekv.cache.base import RaggedCache, RaggedEntries
-from gracekv.prefill import Prefill, PrefillReader, Region
+from gracekv.prefill import LayerCapture, Prefill, PrefillReader, Region
 from gracekv.registry import Registry, Strategy
 from gracekv.value import Memory
 
@@ -27,34 +26,21 @@ class Fitter(PrefillReader, Strategy, abc.ABC):
     """
 
     @property
-    def by_layer(self) -> bool:
-        """Whether `reference` can be made while the layers above are not read yet."""
-        return True
+    def compares_layers(self) -> bool:
+        """Whether `reference` of a layer depends on the layers above it."""
+        return False
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """int64 [P] on the CPU: positions whose queries `reference` reads."""
         return torch.zeros(0, dtype=torch.int64)
 
-    def reference(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Any:
-        """What `layer` needs of the tokens of one layer; as for `gracekv.value.LayerScorer`."""
+    def reference(self, capture: LayerCapture, region: Region, memory: Memory) -> Any:
+        """What `layer` needs of the tokens of one layer, as for `Scorer.layer`."""
         return None
 
     @abc.abstractmethod
     def layer(self, packed: RaggedEntries, reference: Any, region: Region) -> RaggedEntries:
         """The entries of one layer, those of `region` fitted."""
-
-    def __call__(self, prefill: Prefill, region: Region, cache: RaggedCache) -> RaggedCache:
-        """Fit the entries of `region` in the packed cache of one sequence.
-
-        Raises `MissingCaptureError` if a query was not captured.
-        """
-        memory: Memory = {}
-        prefill = prefill.with_queries(self.asks(prefill, region, memory))
-        layers = (
-            self.layer(packed, self.reference(prefill, number, region, memory), region)
-            for number, packed in enumerate(cache.layers)
-        )
-        return dataclasses.replace(cache, layers=tuple(layers))
 
 
 FITTERS = Registry("fit", "how kept entries make up for dropped ones", Fitter)
@@ -65,13 +51,9 @@ def value_change(packed: RaggedCache, fitted: RaggedCache) -> Tensor:
 
     255 stands for 2.55 and more.
     """
-    parts = [
-        _relative(before.values.float(), after.values.float())
-        for before, after in zip(packed.layers, fitted.layers, strict=True)
-    ]
-    return torch.cat([(100 * part).round().clamp(max=255).to("cpu", torch.uint8) for part in parts])
-
-
-def _relative(before: Tensor, after: Tensor) -> Tensor:
-    change: Tensor = (after - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(1e-12)
-    return change
+    home, parts = packed.layers[0].device, []
+    for one, other in zip(packed.layers, fitted.layers, strict=True):
+        before, after = one.values.float(), other.values.float()
+        change = (after - before).norm(dim=-1) / before.norm(dim=-1).clamp_min(1e-12)
+        parts.append((100 * change).round().clamp(max=255).to(home, torch.uint8))
+    return torch.cat(parts).cpu()

@@ -15,7 +15,7 @@ from gracekv.fit.attended import Reference, attended, scattered
 from gracekv.fit.base import FITTERS
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.fit.values import QueryFitter, ridge
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import LayerCapture, Region
 from gracekv.registry import bounded
 from gracekv.value import Memory
 
@@ -57,9 +57,9 @@ class LeastSquares(QueryFitter):
                 f"least_squares takes least < most; got {self.least} and {self.most}."
             )
 
-    def reference(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Reference:
-        queries = self.queries(prefill, layer, region, memory)
-        return Reference.of(prefill, layer, dataclasses.replace(queries, within=region))
+    def reference(self, capture: LayerCapture, region: Region, memory: Memory) -> Reference:
+        queries = self.queries(capture, region, memory)
+        return Reference.of(capture, dataclasses.replace(queries, within=region))
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)

@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.registry import Configurable, bounded
 from gracekv.value import Memory, Replay
 from gracekv.value.repeated_attention import RepeatedQueries
@@ -34,19 +34,19 @@ class QuerySet:
     repeated: Tensor | None = None
     within: Region | None = None
 
-    def rotated(self, prefill: Prefill, layer: int) -> Tensor:
+    def rotated(self, capture: LayerCapture) -> Tensor:
         """float32 [G, n*Q, d]: the queries at `asked_at`, times the attention scale.
 
         Raises `MissingCaptureError` if one was not captured.
         """
-        queries = prefill.queries_at(layer, self.positions).float() * prefill.scale
-        rope = prefill.rope_of(layer)
+        queries = capture.queries_at(self.positions).float() * capture.scale
+        rope = capture.rope
         plain = rope.unrotate(queries, self.positions)
         asked = rope.rotate(plain, self.asked_at[len(self.asked_at) - len(self.positions) :])
         if self.repeated is not None:
-            repeated = self.repeated.to(asked.device).float() * prefill.scale
+            repeated = self.repeated.to(asked.device).float() * capture.scale
             asked = torch.cat([repeated, asked], dim=1)
-        return rearrange(asked, "(g n) q d -> g (n q) d", g=prefill.kv_heads)
+        return rearrange(asked, "(g n) q d -> g (n q) d", g=capture.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -80,17 +80,17 @@ class ReferenceQueries(Configurable):
             return tail
         return torch.cat([self.replay.asks(prefill, region, memory), tail])
 
-    def __call__(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> QuerySet:
+    def __call__(self, capture: LayerCapture, region: Region, memory: Memory) -> QuerySet:
         """The queries of one layer; `MissingCaptureError` if there was no second pass to ask."""
-        length, repeated = prefill.spans.length, None
+        length, repeated = capture.spans.length, None
         if self.repeat:
-            repeated = prefill.observation(RepeatedQueries(self.repeat))[layer]
-            asked = torch.full((repeated.shape[1],), prefill.spans.context_end - 1)
+            repeated = capture.observation(RepeatedQueries(self.repeat))
+            asked = torch.full((repeated.shape[1],), capture.spans.context_end - 1)
             replayed, weights = asked[:0], torch.full((len(asked),), 1 / len(asked))
         else:
-            replayed, weights = self.replay.select_queries(prefill, layer, region, memory)
+            replayed, weights = self.replay.select_queries(capture, region, memory)
             asked = torch.full_like(replayed, length - 1)
-        tail = torch.arange(prefill.spans.last(self.tail).start, length)
+        tail = torch.arange(capture.spans.last(self.tail).start, length)
         share = self.tail_share if len(tail) else 0.0
         return QuerySet(
             torch.cat([replayed, tail]),

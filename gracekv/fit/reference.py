@@ -9,12 +9,11 @@ from gracekv.cache.base import RaggedEntries
 from gracekv.fit.queries import QuerySet
 from gracekv.fit.values_and_mass import LEAST, MOST
 from gracekv.kernels.logits import capped
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import LayerCapture, Region
 
 
 def fitted_head(
-    prefill: Prefill,
-    layer: int,
+    capture: LayerCapture,
     head: int,
     packed: RaggedEntries,
     region: Region,
@@ -27,7 +26,7 @@ def fitted_head(
 
     Multiplicities are fitted if `mass_trust` is a number. Source: ours, `gracekv.fit.values`.
     """
-    keys, values = (x[layer][head].double() for x in (prefill.keys, prefill.values))
+    keys, values = (x[head].double() for x in (capture.keys, capture.values))
     own_keys, own_values, positions, log_m = packed.head(head)
     own_keys, own_values, log_m = own_keys.double(), own_values.double(), log_m.double()
     free = (positions >= region.start) & (positions < region.end)
@@ -36,14 +35,14 @@ def fitted_head(
     weights: list[float] = []
     on_tokens: list[Tensor] = []
     on_sink: list[Tensor] = []
-    for number in range(prefill.group):
+    for number in range(capture.group):
         for q, asked in enumerate(queries.asked_at.tolist()):
-            query = _query(prefill, layer, head * prefill.group + number, q, queries)
+            query = _query(capture, head * capture.group + number, q, queries)
             sink = torch.zeros(()).double()
-            if prefill.sink_logits:
-                sink = prefill.sink_logits[layer][head * prefill.group + number].double().exp()
+            if capture.sinks is not None:
+                sink = capture.sinks[head * capture.group + number].double().exp()
             logits, own_logits = (
-                capped(prefill.scale * x @ query, prefill.softcap)
+                capped(capture.scale * x @ query, capture.softcap)
                 for x in (keys[: asked + 1], own_keys)
             )
             full = torch.exp(logits)
@@ -51,10 +50,10 @@ def fitted_head(
             total = full.sum() + sink
             on_tokens.append(full.sum() / total)
             on_sink.append(sink / total)
-            again = full[-1] if asked == prefill.spans.length - 1 else torch.zeros(()).double()
+            again = full[-1] if asked == capture.spans.length - 1 else torch.zeros(()).double()
             attended.append(torch.cat([kept, again[None]]) / total)
             outputs.append((full @ values[: asked + 1]) / total)
-            weights.append(float(queries.weights[q]) / prefill.group)
+            weights.append(float(queries.weights[q]) / capture.group)
     plain, targets = torch.stack(attended), torch.stack(outputs)
     missing = torch.stack(on_tokens)[:, None] - plain.sum(dim=1, keepdim=True)
     weight = torch.tensor(weights, dtype=torch.float64)
@@ -73,13 +72,13 @@ def fitted_head(
     return result, log_m + factor[:-1].log()
 
 
-def _query(prefill: Prefill, layer: int, head: int, q: int, queries: QuerySet) -> Tensor:
+def _query(capture: LayerCapture, head: int, q: int, queries: QuerySet) -> Tensor:
     """Reference query `q` of a query head, [d], rotated to where it is asked from."""
     first = len(queries.asked_at) - len(queries.positions)
     if queries.repeated is not None and q < first:
         return queries.repeated[head, q].double()
-    at, rope = queries.positions[q - first : q - first + 1], prefill.rope_of(layer)
-    plain = rope.unrotate(prefill.queries_at(layer, at)[head].double(), at)
+    at, rope = queries.positions[q - first : q - first + 1], capture.rope
+    plain = rope.unrotate(capture.queries_at(at)[head].double(), at)
     return rope.rotate(plain, queries.asked_at[q : q + 1])[0]
 
 

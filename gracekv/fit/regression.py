@@ -13,7 +13,7 @@ from gracekv.fit.attended import LayerAttention, Reference, attended, scattered
 from gracekv.fit.base import FITTERS
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.fit.values import QueryFitter, ridge
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import LayerCapture, Region
 from gracekv.registry import bounded
 from gracekv.value import Memory, Replay
 
@@ -56,9 +56,9 @@ class Regression(QueryFitter):
     key_cap: float = bounded(0.025, above=0)
     guard: float = bounded(0.1, at_least=0, below=1)
 
-    def reference(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Reference:
-        found = super().reference(prefill, layer, region, memory)
-        return dataclasses.replace(found, weights=_WEIGHT * prefill.group * found.weights)
+    def reference(self, capture: LayerCapture, region: Region, memory: Memory) -> Reference:
+        found = super().reference(capture, region, memory)
+        return dataclasses.replace(found, weights=_WEIGHT * capture.group * found.weights)
 
     def layer(self, packed: RaggedEntries, reference: Reference, region: Region) -> RaggedEntries:
         attention = attended(reference, packed, region)

@@ -14,7 +14,7 @@ from gracekv.fit.attended import KeptMass, LayerAttention, Reference, attended, 
 from gracekv.fit.base import FITTERS, Fitter
 from gracekv.fit.queries import ReferenceQueries
 from gracekv.kernels.linalg import batched_linear
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.registry import bounded
 from gracekv.value import Memory
 
@@ -32,8 +32,8 @@ class QueryFitter(Fitter):
     queries: ReferenceQueries = field(default_factory=ReferenceQueries)
 
     @property
-    def by_layer(self) -> bool:
-        return self.queries.replay.by_layer
+    def compares_layers(self) -> bool:
+        return self.queries.replay.compares_layers
 
     def needs(self) -> Needs:
         """What the reference queries need."""
@@ -42,8 +42,8 @@ class QueryFitter(Fitter):
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         return self.queries.asks(prefill, region, memory)
 
-    def reference(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Reference:
-        return Reference.of(prefill, layer, self.queries(prefill, layer, region, memory))
+    def reference(self, capture: LayerCapture, region: Region, memory: Memory) -> Reference:
+        return Reference.of(capture, self.queries(capture, region, memory))
 
 
 @dataclass(frozen=True)

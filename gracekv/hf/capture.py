@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from gracekv.allocate import Budget
+from gracekv.allocate import BudgetPlan
 from gracekv.distributed.sharding import check_works_sharded, head_shard
 from gracekv.errors import (
     CaptureMemoryError,
@@ -24,10 +25,10 @@ from gracekv.errors import (
 )
 from gracekv.hf.reading import Reading
 from gracekv.pipeline import Pipeline
-from gracekv.pipeline.layerwise import LayerwiseCompression, why_whole
+from gracekv.pipeline.compression import Compression, holds_all
 from gracekv.pipeline.run import Run
 from gracekv.prefill.attention_patch import input_device
-from gracekv.prefill.base import Prefill
+from gracekv.prefill.base import Prefill, seconds_by_stage
 from gracekv.prefill.capture_memory import (
     check_memory,
     chunk_room,
@@ -37,24 +38,41 @@ from gracekv.prefill.capture_memory import (
     trim_memory,
 )
 from gracekv.prefill.fingerprint import fingerprint
+from gracekv.prefill.layer_capture import CaptureInfo, LayerCapture
+from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.model_layers import has_rope, head_sizes, model_layers, rotating
 from gracekv.prefill.needs import CaptureSizes, Needs, held_positions
+from gracekv.prefill.observer import Observer
 from gracekv.prefill.options import DEFAULTS, CaptureOptions
 from gracekv.prefill.passes import ModelPasses
 from gracekv.prefill.past import Past
 from gracekv.prefill.prompt import Prompt
 from gracekv.prefill.query_pass import QueryPass
 from gracekv.prefill.supported import check_model, check_needs, check_passes, check_prompt_length
+from gracekv.prefill.tensor_checks import FiniteChecks, check_layer, check_observed
 from gracekv.segment.curvature import Curvature
 from gracekv.segment.surprisal import Surprisal
 from gracekv.value.output_projection import OutputProjection
 
-# Keys, values and queries of a layer.
-_Layer = tuple[Tensor, Tensor, Tensor]
+_Result = TypeVar("_Result")
 
 # Layers from one return of freed memory to the next. What goes back must be got again, which takes
 # longer than the return itself.
 _TRIM = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ending:
+    """What is known of a capture once its last layer was read.
+
+    Attributes:
+        other_layers: states of the layers that are not compressed.
+        seconds: wall seconds of the forward pass ("prefill"), and of each observer beside it.
+    """
+
+    other_layers: tuple[LayerState, ...]
+    seconds: Mapping[str | Observer, float]
+
 
 EVERYTHING = (
     Needs(prompt_samples=1024, context_samples=frozenset({512}), recent=4, later_queries=True)
@@ -122,13 +140,7 @@ def check_prompt(prompt: object, takes: str) -> None:
 
 @torch.no_grad()
 def run_capture(
-    model: Any,
-    prompt: Prompt,
-    past: Past | None,
-    needs: Needs,
-    options: CaptureOptions,
-    each: Callable[[Prefill, int], None] | None = None,
-    stays: float | None = None,
+    model: Any, prompt: Prompt, past: Past | None, needs: Needs, options: CaptureOptions
 ) -> Prefill:
     """As `capture`, or with `past` of a passage that follows what was compressed before.
 
@@ -137,13 +149,44 @@ def run_capture(
     first those of `past`, then the passage's tokens. Its `rope` has their rotations, its keys and
     queries the coordinates of `Past`.
 
-    With `each`, layer by layer: it is called with a prefill that holds the tokens of one layer
-    alone, and its number, and what is returned holds no tokens of any. What observers saw of the
-    layer stands for all L. Queries cannot be computed again, so all that `needs` names are held.
-    `stays` is then the share of entries that is kept, for what is said when memory runs out.
+    Raises `PromptError`, `CaptureMemoryError` and what else `capture` raises; for a passage
+    `ObserverError` if `needs` run the model again.
+    """
+    return _read(model, prompt, past, needs, options, _whole)
 
-    Raises `PromptError`, `CaptureMemoryError` and what else `capture` raises; of a passage
-    `ObserverError` for needs that run the model again.
+
+@torch.no_grad()
+def stream_layers(
+    model: Any,
+    prompt: Prompt,
+    past: Past | None,
+    needs: Needs,
+    options: CaptureOptions,
+    each: Callable[[LayerCapture], None],
+    stays: float,
+) -> Ending:
+    """As `run_capture`, a layer at a time: `each` is called with every layer once it is whole.
+
+    The tensors of a layer are lent: the next layer overwrites them. Queries cannot be computed
+    again, so all that `needs` name are held. `stays` is the share of entries that is kept, which
+    the message names when memory runs out.
+    """
+    read = partial(_by_layers, each=each, trims=options.trim)
+    return _read(model, prompt, past, needs, options, read, stays)
+
+
+def _read(
+    model: Any,
+    prompt: Prompt,
+    past: Past | None,
+    needs: Needs,
+    options: CaptureOptions,
+    read: Callable[[Reading, Tensor], _Result],
+    stays: float | None = None,
+) -> _Result:
+    """Check the prompt, let `read` drive the model over it, and name what happens if memory ends.
+
+    `read` is given a `Reading`, and the positions whose queries are held.
     """
     if past is None:
         prompt = prompt.without_tail()
@@ -165,12 +208,11 @@ def run_capture(
     held = held_positions(needs, prompt.spans, sizes, options.memory_limit)
     free = free_bytes(model.device) if model.device.type == "cuda" else None
     room = None if free is None else chunk_room(length, len(held), sizes, free)
-    size = options.chunk_of(length, splits=splits, by_layers=each is not None, room=room)
+    size = options.chunk_of(length, splits=splits, by_layers=stays is not None, room=room)
     if free is not None:
         check_memory(length, size, len(held), sizes, free)
-    begin = partial(Reading, model, prompt, past, needs, held, size, options.progress)
     try:
-        return _whole(begin(), held) if each is None else _by_layers(begin(), held, each, options)
+        return read(Reading(model, prompt, past, needs, held, size, options.progress), held)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -181,62 +223,14 @@ def run_capture(
 
 
 def _whole(reading: Reading, held: Tensor) -> Prefill:
-    """All layers, chunk by chunk."""
+    """Read all layers, chunk by chunk."""
     last, record = reading.by_chunks(), reading.record
     layers = [record.layer(number) for number in range(len(reading.layers))]
+    keys, values, queries = zip(*layers, strict=True)
     passes = None
     if reading.observations.reads("passes"):
-        keys, values, _ = zip(*layers, strict=True)
         passes = ModelPasses(reading.model, reading.prompt, keys, values, record.rope_of, last)
-    return _prefill(
-        reading,
-        held,
-        fingerprint(reading.model, reading.prompt.tokenizer),
-        layers,
-        observed=reading.observations.results(reading.device, passes),
-        query_source=None if reading.others.states else QueryPass(reading.model),
-        **_ending(reading, last),
-    )
-
-
-def _by_layers(
-    reading: Reading, held: Tensor, each: Callable[[Prefill, int], None], options: CaptureOptions
-) -> Prefill:
-    """One layer after the other; if `options.trim`, freed memory goes back to a CPU meanwhile.
-
-    What is kept of a layer lies between what was freed, so the heap would grow with every layer.
-    """
-    record, count = reading.record, len(reading.layers)
-    identity = fingerprint(reading.model, reading.prompt.tokenizer)
-    shells: list[_Layer] = []
-
-    def show(layer: int) -> None:
-        own = record.layer(layer)
-        keys, values, queries = (x[:, :0].clone() for x in own)
-        shells.append((keys, values, queries))
-        parts = [shells[min(i, layer)] for i in range(count)]
-        parts[layer] = own
-        observed = reading.observations.layer_results(layer, count, own[0].device)
-        each(_prefill(reading, held, identity, parts, observed=observed), layer)
-        record.drop(layer)
-        last = layer + 1 == count
-        if options.trim and reading.device.type == "cpu" and (last or layer % _TRIM == 0):
-            trim_memory()
-
-    last = reading.by_layers(show)
-    return _prefill(reading, held, identity, shells, **_ending(reading, last))
-
-
-def _prefill(
-    reading: Reading,
-    held: Tensor,
-    identity: Mapping[str, str],
-    layers: Sequence[_Layer],
-    **others: Any,
-) -> Prefill:
-    """The prefill of these `layers`; `others` are fields that do not follow from `reading`."""
-    record = reading.record
-    keys, values, queries = zip(*layers, strict=True)
+    observed = reading.observations.results(reading.device, passes)
     return Prefill(
         spans=reading.prompt.spans,
         keys=keys,
@@ -248,17 +242,62 @@ def _prefill(
         unrotated=record.unrotated(),
         softcap=record.softcap,
         sink_logits=tuple(record.sinks[layer] for layer in sorted(record.sinks)),
+        other_layers=reading.others.states,
+        observed=observed,
+        query_source=None if reading.others.states else QueryPass(reading.model),
+        logits=last,
         token_ids=reading.prompt.ids,
-        fingerprint=identity,
+        fingerprint=fingerprint(reading.model, reading.prompt.tokenizer),
         shard=reading.shard,
-        **others,
+        seconds={"prefill": reading.seconds} | reading.observations.seconds,
     )
 
 
-def _ending(reading: Reading, last: Tensor) -> dict[str, Any]:
-    """What is known of a prefill at its end, with the last logits [V]."""
+def _by_layers(
+    reading: Reading, held: Tensor, *, each: Callable[[LayerCapture], None], trims: bool
+) -> Ending:
+    """Read one layer after the other; with `trims`, freed memory goes back to a CPU meanwhile.
+
+    What is kept of a layer lies between what was freed, so the heap would grow with every layer.
+    """
+    record, count = reading.record, len(reading.layers)
+    identity = fingerprint(reading.model, reading.prompt.tokenizer)
+    devices: list[torch.device] = []
+    checks = FiniteChecks()
+
+    def show(number: int) -> None:
+        keys, values, queries = record.layer(number)
+        devices.append(keys.device)
+        info = CaptureInfo(
+            spans=reading.prompt.spans,
+            layers=count,
+            kv_heads=len(keys),
+            query_heads=len(queries),
+            head_dim=keys.shape[-1],
+            dtype=keys.dtype,
+            device=devices[0],
+            query_positions=held,
+            scale=record.scale,
+            softcap=record.softcap,
+            token_ids=reading.prompt.ids,
+            fingerprint=identity,
+            shard=reading.shard,
+        )
+        rope, sinks = record.rope_of(number), record.sinks.get(number)
+        observed = reading.observations.layer_results(number, keys.device)
+        capture = LayerCapture(info, number, keys, values, queries, rope, sinks, observed)
+        check_layer(capture, checks)
+        check_observed(capture, checks)
+        each(capture)
+        record.drop(number)
+        is_last = number + 1 == count
+        if trims and reading.device.type == "cpu" and (is_last or number % _TRIM == 0):
+            trim_memory()
+
+    reading.by_layers(show)
+    checks.finish()
     seconds = {"prefill": reading.seconds} | reading.observations.seconds
-    return {"other_layers": reading.others.states, "logits": last, "seconds": seconds}
+    return Ending(reading.others.states, seconds)
 
 
 def prefilled_run(
@@ -266,30 +305,30 @@ def prefilled_run(
     prompt: Prompt,
     past: Past | None,
     pipeline: Pipeline,
-    budget: Budget,
+    plan: BudgetPlan,
     options: CaptureOptions,
 ) -> Run:
     """Read `prompt` and compress it, layer by layer where `pipeline` allows it.
 
-    Args and errors are those of `run_capture` and `Pipeline.run`; `BudgetError` comes before
-    the model runs, `ConfigError` and `LayerOrderError` also if `options.stream` asks for what
-    cannot be. Warns (`WholeCacheWarning`) where a model is read as a whole since its layers mix.
+    Arguments and errors are those of `run_capture` and `Compression`; `ConfigError` and
+    `LayerOrderError` also if `options.stream` asks for what cannot be. Warns (`WholeCacheWarning`)
+    where a model is read as a whole since its layers mix.
     """
-    plan, needs = pipeline.plan_for(model, prompt.spans, budget), pipeline.needs()
+    needs, made = pipeline.needs(), Compression(pipeline, plan)
     check_works_sharded(pipeline, head_shard(model))
     if options.stream is not False:
         _, _, dim = head_sizes(model)
-        reason = why_whole(pipeline, plan, 2 * dim * model.dtype.itemsize)
+        reason = holds_all(pipeline, plan, 2 * dim * model.dtype.itemsize)
         if reason is None:
             stays = plan.total / (plan.layers * plan.heads * plan.context)
-            made = LayerwiseCompression(pipeline, budget)
             try:
-                rest = run_capture(model, prompt, past, needs, options, made.layer, stays)
-                return made.finish(rest)
+                end = stream_layers(model, prompt, past, needs, options, made.layer, stays)
+                return made.finish(end.other_layers, seconds_by_stage(end.seconds, needs))
             except LayerOrderError as error:
                 if options.stream:
                     raise
                 warnings.warn(str(error), WholeCacheWarning, stacklevel=3)
+                made = Compression(pipeline, plan)
         elif options.stream:
             raise ConfigError(
                 f"CaptureOptions(stream=True) reads and compresses layer by layer, and this "
@@ -298,4 +337,4 @@ def prefilled_run(
             )
     prefill = [run_capture(model, prompt, past, needs, options)]
     # Nothing else holds the prefill, so a stage can free what later ones do not read.
-    return pipeline.run(prefill.pop(), budget)
+    return made.run(prefill.pop())

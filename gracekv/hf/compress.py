@@ -9,10 +9,9 @@ from typing import Any, Unpack, overload
 import torch
 
 from gracekv import recipes
-from gracekv.allocate import Budget, BudgetOptions
+from gracekv.allocate import Budget, BudgetOptions, BudgetPlan
 from gracekv.backends import BACKENDS, Backend
 from gracekv.distributed.agreement import call_facts, in_step
-from gracekv.distributed.sharding import check_works_sharded
 from gracekv.errors import CacheError, ConfigError, PromptError
 from gracekv.hf.capture import check_prompt, prefilled_run
 from gracekv.hf.result import BatchResult, CompressionResult
@@ -116,20 +115,19 @@ def compress(
         prefills: Sequence[Any] = [None] * len(prompts) if prefill is None else [prefill]
         if is_batch and prefill is not None:
             prefills = prefill  # type: ignore[assignment]
-        _check_inputs(model, prompts, prefills, pipe, chosen)
+        plans = _checked_plans(model, prompts, prefills, pipe, chosen)
         if shard.ranks > 1:
-            check_works_sharded(pipe, shard)
             limits = ([x is not None for x in prefills], capture.chunk, capture.memory_limit)
             others = {"prefill, chunk or memory_limit": limits}
             shard.agree(**call_facts(prompts, pipe, chosen, **others))
         finish = (lambda run: run) if keep_run else Run.released
         runs = [
             finish(
-                prefilled_run(model, one, None, pipe, chosen, capture)
+                prefilled_run(model, one, None, pipe, plan, capture)
                 if given is None
                 else pipe.run(given, chosen)
             )
-            for one, given in zip(prompts, prefills, strict=True)
+            for one, given, plan in zip(prompts, prefills, plans, strict=True)
         ]
         made = BatchResult if is_batch else CompressionResult
         result = made.from_runs(model, prompts, runs, pipe, keep_run=keep_run)
@@ -139,10 +137,10 @@ def compress(
         return result
 
 
-def _check_inputs(
+def _checked_plans(
     model: Any, prompts: Sequence[Any], prefills: Sequence[Any], pipe: Pipeline, budget: Budget
-) -> None:
-    """Refuse before the model is run what would be refused after it."""
+) -> list[BudgetPlan]:
+    """The budget of each prompt in entries; refuses bad input before the model is run."""
     if not prompts:
         raise PromptError("compress takes a prompt or a list of at least one; got an empty list.")
     if not isinstance(prefills, list | tuple) or len(prefills) != len(prompts):
@@ -151,16 +149,18 @@ def _check_inputs(
             f"{type(prefills).__name__}."
         )
     check_model(model)
+    plans = []
     for prompt, prefill in zip(prompts, prefills, strict=True):
         check_prompt(prompt, "compress takes a Prompt or a list of them")
         if prefill is not None:
             check_prefill(model, prompt, prefill)
-        pipe.plan_for(model, prompt.spans, budget)
+        plans.append(pipe.plan_for(model, prompt.spans, budget))
     if len({id(prompt.tokenizer) for prompt in prompts}) != 1:
         raise PromptError(
             "The prompts of a batch must share one tokenizer object (or have none), which decodes "
             "all of their rows. Build them with the same tokenizer."
         )
+    return plans
 
 
 def check_prefill(model: Any, prompt: Prompt, prefill: Prefill) -> None:

@@ -71,7 +71,8 @@ def extended_run(
     end = len(ids) - (read.spans.length - read.spans.context_end)
     spans = PromptSpans(past.places + last, end, end, len(ids), past=past.places)
     passage_prompt = dataclasses.replace(read, ids=ids, spans=spans)
-    added = prefilled_run(model, passage_prompt, past, pipeline, budget, capture)
+    plan = pipeline.plan_for(model, passage_prompt.spans, budget)
+    added = prefilled_run(model, passage_prompt, past, pipeline, plan, capture)
     return prompt, _joined(run, added, past.places, shard)
 
 

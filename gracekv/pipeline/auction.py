@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gracekv.allocate import (
+    Allocator,
     BudgetPlan,
+    Floor,
     Frontier,
     Selection,
     upper_bound,
@@ -18,16 +19,14 @@ from gracekv.allocate import (
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.allocate.top_tokens import entry_gains, top_tokens
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.precision import AllocatingPrecision, Precision
-from gracekv.precision.base import EXACT
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import CaptureInfo
 from gracekv.tree import Forest
 from gracekv.value import Relevance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AuctionResult:
-    """What floor and auction bought: `selection`, and over trees how.
+    """The entries that floor and auction bought.
 
     Attributes:
         plan: the budget in entries that was spent.
@@ -35,7 +34,7 @@ class AuctionResult:
         utility: summed gains.
         floor: the nodes that the floor bought; None without trees.
         frontier: the nodes that both bought; None without trees. Where bits are allocated, those
-            that were offered to it.
+            that were offered.
         widths: uint8 [E], bits of a number of each entry, where bits are allocated; else None.
     """
 
@@ -46,81 +45,60 @@ class AuctionResult:
     frontier: Frontier | None = None
     widths: Tensor | None = None
 
-    def packed_widths(self, prefill: Prefill, region: Region, precision: Precision) -> list[Tensor]:
-        """For each layer uint8 [E], the widths of its packed entries under `precision`."""
-        layouts = self.selection.layouts(prefill.spans.length, prefill.keys)
-        if self.widths is None:
-            return [precision.widths(layout.start, region) for layout in layouts]
-        return [layout.of_selected(self.widths, EXACT) for layout in layouts]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Auction:
     """Floor and allocator over the trees of one prompt, or a top-k where there are none.
 
     Attributes:
-        pipeline: the `Pipeline` whose budget is spent.
-        prefill: one sequence, of which tokens may be gone.
+        allocate: the allocator.
+        floor: the floor.
+        info: facts of the sequence.
         quota: int64 [L, G] most entries of each head under a plan, or None.
         relevance: token scores and head sensitivity.
-        forest: the trees; None: every token is a slot that stays or goes.
+        forest: the trees, or None if every token is a slot that stays or goes.
         candidates: [L, G, N] float64 as `Floor.candidates` returns them, or None.
-        measured: of each layer what the pipeline's precision measured, where it allocates.
+        certify: also bound from above what any allocation could reach.
     """
 
-    pipeline: Any
-    prefill: Prefill
+    allocate: Allocator
+    floor: Floor
+    info: CaptureInfo
     quota: Callable[[BudgetPlan], Tensor | None]
     relevance: Relevance
     forest: Forest | None = None
     candidates: Tensor | None = None
-    measured: Sequence[Any] = ()
+    certify: bool = False
 
-    def spend(self, plan: BudgetPlan) -> AuctionResult:
-        """Spend the budget; where it counts bytes, its entries are the most that could fit."""
-        costs, size = self.pipeline.costs(self.prefill), plan.bytes
-        if costs is None or size is None:
+    @property
+    def elastic(self) -> bool:
+        """Whether budget is left unspent rather than buy what gains nothing."""
+        return bool(getattr(self.allocate, "elastic", False))
+
+    def spend(self, plan: BudgetPlan, costs: EntryBytes | None) -> AuctionResult:
+        """Spend the budget; with `costs`, the most entries that take at most `plan.bytes`."""
+        if costs is None or plan.bytes is None:
             return self.choose(plan)
-        if not isinstance(self.pipeline.precision, AllocatingPrecision):
-            return within_bytes(plan, costs, self.choose, self.prefill.shard)
-        recent = (plan.total - plan.base) * costs.exact
-        return self._with_widths(self.choose(plan), size - recent)
+        return within_bytes(plan, costs, self.choose, self.info.shard)
 
     def choose(self, plan: BudgetPlan) -> AuctionResult:
         """Spend `plan.base` entries, which are those of the heads of all processes."""
-        pipeline, shard, quota = self.pipeline, self.prefill.shard, self.quota(plan)
+        shard, quota = self.info.shard, self.quota(plan)
         if quota is not None:
             quota = shard.own_heads(quota, 1)
         if self.forest is None:
             prices = (self.relevance.scores, self.relevance.sensitivity)
-            kept = top_tokens(*prices, plan.base, quota, elastic=pipeline.elastic, shard=shard)
-            selection = Selection.of_tokens(kept, self.prefill.spans.context_start)
+            kept = top_tokens(*prices, plan.base, quota, elastic=self.elastic, shard=shard)
+            selection = Selection.of_tokens(kept, self.info.spans.context_start)
             return AuctionResult(plan, selection, float(entry_gains(*prices, selection).sum()))
-        floor = pipeline.floor.realize(self.forest, self.candidates, plan, quota)
-        frontier = pipeline.allocate(floor, quota)
-        if pipeline.certify:
+        floor = self.floor.realize(self.forest, self.candidates, plan, quota)
+        frontier = self.allocate(floor, quota)
+        if self.certify:
             empty = Frontier.empty(self.forest, plan.base)
-            bound = upper_bound(empty, quota, elastic=pipeline.elastic)
+            bound = upper_bound(empty, quota, elastic=self.elastic)
             frontier = replace(frontier, bound=max(bound, frontier.utility))
         selection = Selection.of_frontier(frontier, floor)
         return AuctionResult(plan, selection, frontier.utility, floor, frontier)
-
-    def _with_widths(self, offered: AuctionResult, budget: int) -> AuctionResult:
-        """Of the entries that are offered, those that get bits of `budget` bytes."""
-        plan, selection = offered.plan, offered.selection
-        gains = entry_gains(self.relevance.scores, self.relevance.sensitivity, selection)
-        precision, prefill = self.pipeline.precision, self.prefill
-        widths = precision.allocate(prefill, self.measured, selection, gains, budget)
-        kept = widths > 0
-        selection = selection.where(kept)
-        total = prefill.shard.total(selection.entries)
-        return replace(
-            offered,
-            plan=replace(plan, total=plan.total - plan.base + total),
-            selection=selection,
-            widths=widths[kept],
-            utility=float(gains[kept.to(gains.device)].sum()),
-        )
 
 
 def within_bytes(

@@ -17,7 +17,7 @@ from gracekv.precision.base import PRECISIONS
 from gracekv.precision.quantise import check_finite, quantised
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, allocated_widths
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import CaptureInfo, LayerCapture, Region
 from gracekv.registry import bounded
 
 
@@ -55,21 +55,21 @@ class AllocatedPrecision(AllocatingPrecision):
     def stored(self) -> tuple[UniformPrecision, ...]:
         return tuple(UniformPrecision(bits, self.group, sinks=self.sinks) for bits in (4, 8))
 
-    def measured(self, prefill: Prefill, layer: int, region: Region) -> Tensor:
+    def measured(self, capture: LayerCapture, region: Region) -> Tensor:
         """float64 [G, 2]: the losses of 4 and 8 bits, see `rounding_loss`."""
-        return rounding_loss(prefill, layer, region, self.codings[::-1])
+        return rounding_loss(capture, region, self.codings[::-1])
 
     def allocate(
         self,
-        prefill: Prefill,
+        info: CaptureInfo,
         measured: Sequence[Tensor],
         candidates: Selection,
         worth: Tensor,
         budget: int,
     ) -> Tensor:
-        costs = WidthCosts.of(self.stored, prefill)
+        costs = WidthCosts.of(self.stored, info)
         loss = torch.cat([own.to(measured[0].device) for own in measured]).cpu()
-        check_finite([loss], prefill.keys[0].dtype)
+        check_finite([loss], info.dtype)
         loss = self.rounding * loss
         head = candidates.head_of_entry()
         entries = Entries(
@@ -77,32 +77,30 @@ class AllocatedPrecision(AllocatingPrecision):
             head=head,
             loss=torch.nn.functional.pad(loss.square(), (0, 1)),
             fixed=(candidates.start < self.sinks).cpu(),
-            place=_places(head, prefill),
+            place=_places(head, info),
         )
-        level = allocated_widths(entries, costs, budget, prefill.shard)
+        level = allocated_widths(entries, costs, budget, info.shard)
         return torch.tensor((0, *costs.bits), dtype=torch.uint8)[level]
 
 
-def _places(head: Tensor, prefill: Prefill) -> Tensor | None:
+def _places(head: Tensor, info: CaptureInfo) -> Tensor | None:
     """int64 [E]: the order of entries of `head` int64 [E] among those of all processes.
 
     None without other processes.
     """
-    if prefill.shard.ranks == 1:
+    if info.shard.ranks == 1:
         return None
-    counts = torch.bincount(head, minlength=prefill.layers * prefill.kv_heads)
-    most = int(prefill.shard.maximum(counts.max()))
+    counts = torch.bincount(head, minlength=info.layers * info.kv_heads)
+    most = int(info.shard.maximum(counts.max()))
     _, step = rows_and_steps(counts)
-    return prefill.shard.among_all(head, prefill.kv_heads) * most + step
+    return info.shard.among_all(head, info.kv_heads) * most + step
 
 
 # Evenly spaced tokens that are rounded, and last prompt positions whose queries meet them. Ours.
 _TOKENS, _QUERIES = 256, 16
 
 
-def rounding_loss(
-    prefill: Prefill, layer: int, region: Region, codings: Sequence[Coding]
-) -> Tensor:
+def rounding_loss(capture: LayerCapture, region: Region, codings: Sequence[Coding]) -> Tensor:
     r"""float64 [G, C]: error of a rounded entry's output over the error of dropping it.
 
     Rounding adds d_v + (q . d_k) (v - mean) to an entry's share of the output, where q is a query
@@ -112,26 +110,25 @@ def rounding_loss(
     Source: ours.
 
     Args:
-        prefill: one sequence.
-        layer: 0-based.
+        capture: one layer.
         region: whose tokens are rounded; one head's sample in blocks of its own.
         codings: C ways to store them.
     """
-    count, dim = min(_TOKENS, region.length), prefill.entry_dim
+    count, dim = min(_TOKENS, region.length), capture.info.entry_dim
     if not count:
-        return torch.zeros(prefill.kv_heads, len(codings), dtype=torch.float64)
+        return torch.zeros(capture.kv_heads, len(codings), dtype=torch.float64)
     (group,) = {coding.group for coding in codings}
     levels = [coding.most for coding in codings]
-    keys, values = prefill.keys[layer], prefill.values[layer]
+    keys, values = capture.keys, capture.values
     # Blocks of keys are filled up with the last token, as in the cache.
     filled = torch.arange(-(-count // group) * group, device=keys.device).clamp_(max=count - 1)
     at = region.start + filled * region.length // count
     keys = keys[:, at, :dim].unflatten(1, (-1, group))
     codes, scale, zero = quantised(keys, -2, *levels)
     off = (zero + scale * codes - keys).flatten(2, 3)[:, :, :count]
-    asking = list(prefill.spans.last(_QUERIES))
-    queries = prefill.queries_at(layer, asking)[..., :dim].float() * prefill.scale
-    queries = rearrange(queries, "(g n) p d -> g (n p) d", g=prefill.kv_heads)
+    asking = list(capture.spans.last(_QUERIES))
+    queries = capture.queries_at(asking)[..., :dim].float() * capture.scale
+    queries = rearrange(queries, "(g n) p d -> g (n p) d", g=capture.kv_heads)
     of_keys = (queries @ off.mT).square().mean(dim=(2, 3))
     values = values[:, at[:count], :dim]
     spread = values.float()

@@ -13,7 +13,7 @@ from gracekv.allocate import BudgetPlan, Selection
 from gracekv.allocate.entry_bytes import EntryBytes
 from gracekv.cache.coded import Coding
 from gracekv.precision.base import EXACT, Precision
-from gracekv.prefill import Prefill, PromptSpans, Region
+from gracekv.prefill import CaptureInfo, LayerCapture, PromptSpans, Region
 
 
 class AllocatingPrecision(Precision):
@@ -41,14 +41,14 @@ class AllocatingPrecision(Precision):
     def keeps_all(self, plan: BudgetPlan, entry_bytes: int) -> bool:
         return plan.keeps_all and (plan.compressible <= 0 or plan.holds(entry_bytes))
 
-    def measured(self, prefill: Prefill, layer: int, region: Region) -> Any:
+    def measured(self, capture: LayerCapture, region: Region) -> Any:
         """What `allocate` needs of the tokens of one layer."""
         return None
 
     @abc.abstractmethod
     def allocate(
         self,
-        prefill: Prefill,
+        info: CaptureInfo,
         measured: Sequence[Any],
         candidates: Selection,
         worth: Tensor,
@@ -57,7 +57,7 @@ class AllocatingPrecision(Precision):
         """uint8 [E]: bits of a number of each candidate, 0 where it is dropped.
 
         Args:
-            prefill: one sequence, of which tokens may be gone.
+            info: facts of the sequence.
             measured: of each layer what `measured` gave.
             candidates: the entries that would fit at the least width.
             worth: float64 [E], what is lost where a candidate is dropped.

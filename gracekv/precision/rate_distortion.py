@@ -13,7 +13,7 @@ from gracekv.precision.allocating import AllocatingPrecision
 from gracekv.precision.base import PRECISIONS
 from gracekv.precision.uniform import UniformPrecision
 from gracekv.precision.width_auction import Entries, WidthCosts, widths_by_head
-from gracekv.prefill import Prefill
+from gracekv.prefill import CaptureInfo
 from gracekv.registry import bounded
 
 
@@ -50,15 +50,15 @@ class RateDistortion(AllocatingPrecision):
 
     def allocate(
         self,
-        prefill: Prefill,
+        info: CaptureInfo,
         measured: Sequence[Any],
         candidates: Selection,
         worth: Tensor,
         budget: int,
     ) -> Tensor:
-        costs = WidthCosts.of(self.stored, prefill)
-        head, heads = candidates.head_of_entry(), prefill.layers * prefill.kv_heads
+        costs = WidthCosts.of(self.stored, info)
+        head, heads = candidates.head_of_entry(), info.layers * info.kv_heads
         loss = torch.tensor([[*self.distortion, 0.0]] * heads, dtype=torch.float64)
         entries = Entries(worth.double().cpu(), head, loss, fixed=torch.zeros_like(head).bool())
-        level = widths_by_head(entries, costs, budget // (heads * prefill.shard.ranks))
+        level = widths_by_head(entries, costs, budget // (heads * info.shard.ranks))
         return torch.tensor((0, *costs.bits), dtype=torch.uint8)[level]

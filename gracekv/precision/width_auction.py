@@ -13,7 +13,7 @@ from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.kernels import ragged
 from gracekv.precision.base import EXACT
 from gracekv.precision.uniform import UniformPrecision
-from gracekv.prefill import Prefill
+from gracekv.prefill import CaptureInfo
 
 _NEVER = -1.0
 
@@ -35,9 +35,9 @@ class WidthCosts:
     per_block: int
 
     @classmethod
-    def of(cls, stored: Sequence[UniformPrecision], prefill: Prefill) -> WidthCosts:
+    def of(cls, stored: Sequence[UniformPrecision], info: CaptureInfo) -> WidthCosts:
         """Of the widths of `stored`, by rising width and in groups of one size, and of `EXACT`."""
-        shape = (prefill.entry_dim, prefill.keys[0].element_size(), prefill.spans)
+        shape = (info.entry_dim, info.dtype.itemsize, info.spans)
         own = [width.entry_bytes(*shape) for width in stored]
         return cls(
             bits=(*(width.bits for width in stored), EXACT),

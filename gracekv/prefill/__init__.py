@@ -1,6 +1,8 @@
 """One standard prefill and what compression reads from it."""
 
 from gracekv.prefill.base import Prefill as Prefill
+from gracekv.prefill.layer_capture import CaptureInfo as CaptureInfo
+from gracekv.prefill.layer_capture import LayerCapture as LayerCapture
 from gracekv.prefill.needs import Needs as Needs
 from gracekv.prefill.needs import PrefillReader as PrefillReader
 from gracekv.prefill.needs import depth_layers as depth_layers

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -13,18 +13,14 @@ from torch import Tensor
 from gracekv.distributed.sharding import WHOLE, HeadShard
 from gracekv.errors import MissingCaptureError, renamed
 from gracekv.kernels.rope import Rope
+from gracekv.prefill.layer_capture import ADVICE, CaptureInfo, LayerCapture, missing_observation
 from gracekv.prefill.layer_state import LayerState
 from gracekv.prefill.needs import Needs
-from gracekv.prefill.observer import LayerObserver, Observer, TokenRun
-from gracekv.prefill.past import ADDED
+from gracekv.prefill.observer import LayerObserver, Observer
 from gracekv.prefill.prompt import PromptSpans, Region
 from gracekv.prefill.tensor_checks import check_tensors
 
 _PART = 1024  # Positions whose queries are computed again at once.
-
-_ADVICE = (
-    "Capture for the pipeline that you run: gracekv.capture(model, prompt, needs=pipeline.needs())."
-)
 
 
 class QuerySource(Protocol):
@@ -117,49 +113,66 @@ class Prefill:
         """d."""
         return self.keys[0].shape[-1]
 
-    @property
-    def entry_dim(self) -> int:
-        """Numbers of a key as the cache stores it: the model's d.
-
-        Keys of a passage that follows packed entries carry 8 numbers more in the prefill, which
-        tell how many tokens an entry stands for (see `gracekv.prefill.past`).
-        """
-        return self.head_dim - (ADDED if self.spans.past else 0)
-
     def rope_of(self, layer: int) -> Rope:
         """The rotations that made the keys of `layer`."""
         table = self.rope.cos
         return Rope.none(len(table), table.device) if layer in self.unrotated else self.rope
 
-    def logits_of(self, layer: int) -> dict[str, Any]:
-        """What `gracekv.kernels.logits` makes of the products of queries and keys of `layer`."""
-        sinks = self.sink_logits[layer] if self.sink_logits else None
-        return {"softcap": self.softcap, "sinks": sinks}
+    @property
+    def entry_dim(self) -> int:
+        """Dimension of a key as the cache stores it, see `CaptureInfo.entry_dim`."""
+        return self.info.entry_dim
 
     @property
     def entry_bytes(self) -> int:
         """Bytes of one K/V pair as it is stored."""
-        return 2 * self.entry_dim * self.keys[0].element_size()
+        return self.info.entry_bytes
+
+    @property
+    def info(self) -> CaptureInfo:
+        """Facts that all layers share."""
+        return CaptureInfo(
+            spans=self.spans,
+            layers=self.layers,
+            kv_heads=self.kv_heads,
+            query_heads=self.query_heads,
+            head_dim=self.head_dim,
+            dtype=self.keys[0].dtype,
+            device=self.keys[0].device,
+            query_positions=self.query_positions,
+            scale=self.scale,
+            softcap=self.softcap,
+            token_ids=self.token_ids,
+            fingerprint=self.fingerprint,
+            shard=self.shard,
+        )
+
+    def layer(self, number: int) -> LayerCapture:
+        """One layer, 0-based; its tensors are shared."""
+        return LayerCapture(
+            info=self.info,
+            number=number,
+            keys=self.keys[number],
+            values=self.values[number],
+            queries=self.queries[number],
+            rope=self.rope_of(number),
+            sinks=self.sink_logits[number] if self.sink_logits else None,
+            observed={x: seen[number] for x, seen in self.observed.items() if self._by_layer(seen)},
+        )
+
+    def _by_layer(self, seen: Tensor) -> bool:
+        """Whether an observation may have one row a layer; those of the decoder's end do not."""
+        return seen.shape[:1] == (self.layers,)
+
+    def __iter__(self) -> Iterator[LayerCapture]:
+        """The layers, ascending; a prefill can be iterated again."""
+        return map(self.layer, range(self.layers))
 
     def observation(self, observer: Observer) -> Tensor:
         """What `observer` saw, [...]; `MissingCaptureError`, naming it, if it was not there."""
         found = self.observed.get(observer)
         if found is None:
-            raise MissingCaptureError(
-                f"{observer!r} has not observed this prefill; {_listed(self.observed)} did. "
-                f"{_ADVICE}"
-            )
-        return found
-
-    def seconds_for(self, needs: Needs) -> dict[str, float]:
-        """Seconds of the forward pass and of what was captured for `needs`, by stage of `Timings`.
-
-        A prefill that serves several pipelines holds more; each counts only its own observers.
-        """
-        found = {"prefill": self.seconds["prefill"]} if "prefill" in self.seconds else {}
-        for observer in needs.observers:
-            if observer in self.seconds:
-                found[observer.part] = found.get(observer.part, 0.0) + self.seconds[observer]
+            raise missing_observation(observer, self.observed)
         return found
 
     def queries_at(self, layer: int, positions: Sequence[int] | Tensor) -> Tensor:
@@ -167,23 +180,7 @@ class Prefill:
 
         Raises `MissingCaptureError` if one of them was not captured.
         """
-        wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
-        at, held = self._rows(wanted)
-        queries = self.queries[layer]
-        if not bool(held.all()) or queries.shape[1] != len(self.query_positions):
-            raise MissingCaptureError(
-                f"Queries of layer {layer} at positions {wanted[~held][:5].tolist() or 'asked for'}"
-                f" were not captured. {_ADVICE}"
-            )
-        return queries[:, at.to(queries.device)]
-
-    def _rows(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Where `query_positions` holds each of `wanted`, int64 [P], and whether, bool [P]."""
-        if not len(self.query_positions):
-            return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
-        at = torch.searchsorted(self.query_positions, wanted)
-        at = at.clamp(max=len(self.query_positions) - 1)
-        return at, self.query_positions[at] == wanted
+        return self.layer(layer).queries_at(positions)
 
     def with_queries(
         self, positions: Sequence[int] | Tensor, layers: Sequence[int] | None = None
@@ -204,7 +201,7 @@ class Prefill:
         `query_source`.
         """
         wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu").unique()
-        at, held = self._rows(wanted)
+        at, held = self.info.query_rows(wanted)
         if bool(held.all()) and all(
             self.queries[x].shape[1] == len(self.query_positions)
             for x in (range(self.layers) if layers is None else layers)
@@ -218,7 +215,7 @@ class Prefill:
             )
         if self.query_source is None:
             raise MissingCaptureError(
-                f"Queries at positions {wanted[~held][:5].tolist()} were not captured. {_ADVICE}"
+                f"Queries at positions {wanted[~held][:5].tolist()} were not captured. {ADVICE}"
             )
         chosen = range(self.layers) if layers is None else sorted(set(layers))
         found = self.query_source(self, wanted[~held], chosen)
@@ -232,22 +229,6 @@ class Prefill:
                 both[:, ~place] = found[layer]
                 found[layer] = both
         return self._replaced(queries=tuple(found), query_positions=wanted)
-
-    def run_of(self, layer: int, region: Region) -> TokenRun:
-        """The queries of `region`, and what they attend to, as an observer sees a run of tokens.
-
-        Raises `MissingCaptureError` if a query was not captured.
-        """
-        first = int(torch.searchsorted(self.query_positions, region.start))
-        held = self.query_positions[first : first + region.length]
-        if len(held) == region.length and int(held[-1]) == region.end - 1:
-            queries = self.queries[layer][:, first : first + region.length]
-        else:
-            queries = self.queries_at(layer, range(region.start, region.end))
-        keys, values, rope = self.keys[layer], self.values[layer], self.rope_of(layer)
-        return TokenRun(
-            region.start, queries, keys, values, rope, self.scale, **self.logits_of(layer)
-        )
 
     def with_observations(self, observers: Iterable[Observer]) -> Self:
         """A view that also holds what those see that were not there and can be shown it now.
@@ -281,7 +262,7 @@ class Prefill:
             view = self.with_queries(range(part.start, part.end))
             for layer, accumulator in enumerate(made):
                 if accumulator is not None:
-                    accumulator.add(view.run_of(layer, part))
+                    accumulator.add(view.layer(layer).run_of(part))
         return observer.combine({i: x.result() for i, x in enumerate(made) if x is not None})
 
     def without(self, *observers: type[Observer]) -> Self:
@@ -297,5 +278,13 @@ class Prefill:
         return view
 
 
-def _listed(observers: Iterable[Observer]) -> str:
-    return ", ".join(sorted(map(repr, observers))) or "none"
+def seconds_by_stage(seconds: Mapping[str | Observer, float], needs: Needs) -> dict[str, float]:
+    """Seconds of the forward pass and of what was captured for `needs`, by stage of `Timings`.
+
+    A capture that serves several pipelines holds more; each counts only its own observers.
+    """
+    found = {"prefill": seconds["prefill"]} if "prefill" in seconds else {}
+    for observer in needs.observers:
+        if observer in seconds:
+            found[observer.part] = found.get(observer.part, 0.0) + seconds[observer]
+    return found

@@ -17,7 +17,7 @@ from gracekv.prefill.observer import (
     Observer,
     Passes,
     PassObserver,
-    Reading,
+    Source,
     TokenRun,
 )
 from gracekv.prefill.prompt import PromptSpans
@@ -25,7 +25,7 @@ from gracekv.undo import full_float32
 
 
 def check_observers(
-    observers: Iterable[Observer], gives: frozenset[Reading], driver: str, advice: str
+    observers: Iterable[Observer], gives: frozenset[Source], driver: str, advice: str
 ) -> None:
     """Raise `ObserverError` if an observer reads what a driver cannot give.
 
@@ -41,7 +41,7 @@ def check_observers(
             raise ObserverError(
                 f"{observer!r} reads {', '.join(missing)}, and {driver} gives "
                 f"{', '.join(sorted(gives)) or 'none of it'} "
-                f"(see gracekv.prefill.observer.Reading). {advice}"
+                f"(see gracekv.prefill.observer.Source). {advice}"
             )
 
 
@@ -69,7 +69,7 @@ class Observations:
         }
         self._time = Clock[Observer]()
 
-    def reads(self, what: Reading, layer: int | None = None) -> bool:
+    def reads(self, what: Source, layer: int | None = None) -> bool:
         """Whether some observer reads it; of `layer`, if that is given."""
         asked: Sequence[Observer] = self._observers if layer is None else [*self._by_layer[layer]]
         return any(what in observer.reads for observer in asked)
@@ -99,16 +99,13 @@ class Observations:
         """What the layers' observers took so far, which is part of the model's forward time."""
         return sum(took for x, took in self.seconds.items() if isinstance(x, LayerObserver))
 
-    def layer_results(
-        self, layer: int, layers: int, device: torch.device
-    ) -> dict[Observer, Tensor]:
-        """What each observed of `layer`, shown as that of all `layers`, [L, ...]; once a layer."""
+    def layer_results(self, layer: int, device: torch.device) -> dict[Observer, Tensor]:
+        """The result of each observer for `layer`, [...]; called once a layer."""
         held, self._by_layer[layer] = self._by_layer[layer], {}
         results: dict[Observer, Tensor] = {}
         for observer, accumulator in held.items():
             with self._time.time(observer, device):
-                result = accumulator.result()
-            results[observer] = result.expand(layers, *result.shape)
+                results[observer] = accumulator.result()
         return results
 
     def results(self, device: torch.device, passes: Passes | None) -> dict[Observer, Tensor]:

@@ -20,11 +20,12 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from gracekv.errors import renamed_in
 from gracekv.kernels.rope import Rope
 from gracekv.prefill.projection import Projection as Projection
 from gracekv.prefill.prompt import PromptSpans, Region
 
-Reading = Literal["hidden", "outputs", "projection", "final", "passes"]
+Source = Literal["hidden", "outputs", "projection", "final", "passes"]
 """What a driver may give beyond queries, keys and values of each run.
 
 - "hidden": the block's input, a row a token.
@@ -185,7 +186,7 @@ class Observer(abc.ABC):
         part: which stage of `Timings` its seconds count for.
     """
 
-    reads: ClassVar[frozenset[Reading]] = frozenset()
+    reads: ClassVar[frozenset[Source]] = frozenset()
     part: ClassVar[Part] = "query_sums"
 
     @abc.abstractmethod
@@ -220,7 +221,7 @@ class LayerObserver(Observer):
 class FinalObserver(Observer):
     """Sees the decoder's output."""
 
-    reads: ClassVar[frozenset[Reading]] = frozenset({"final"})
+    reads: ClassVar[frozenset[Source]] = frozenset({"final"})
 
     @abc.abstractmethod
     def accumulator(self, spans: PromptSpans) -> FinalAccumulator:
@@ -230,7 +231,7 @@ class FinalObserver(Observer):
 class PassObserver(Observer):
     """Lets further tokens run over the captured keys and values once the prompt is read."""
 
-    reads: ClassVar[frozenset[Reading]] = frozenset({"passes"})
+    reads: ClassVar[frozenset[Source]] = frozenset({"passes"})
 
     def reach(self, spans: PromptSpans) -> int:
         """How many positions its passes take at least, the prompt's own by default."""
@@ -239,3 +240,6 @@ class PassObserver(Observer):
     @abc.abstractmethod
     def observe(self, passes: Passes) -> Tensor:
         """What was observed, [...]. All captured keys and values are held meanwhile."""
+
+
+__getattr__ = renamed_in(__name__, {"Reading": "Source"})

@@ -21,7 +21,7 @@ from gracekv.prefill.model_layers import (
 )
 from gracekv.prefill.needs import Needs
 from gracekv.prefill.observations import check_observers
-from gracekv.prefill.observer import PassObserver, Reading
+from gracekv.prefill.observer import PassObserver, Source
 from gracekv.prefill.prompt import PromptSpans
 from gracekv.prefill.self_check import self_check
 
@@ -136,7 +136,7 @@ def check_needs(model: Any, needs: Needs, *, passage: bool = False) -> None:
         first = others[0]
         driver = f"{type(model).__name__}, whose layer {first.number} ({first.kind}) does not "
         driver += "hold every token,"
-    gives: frozenset[Reading] = frozenset(get_args(Reading))
+    gives: frozenset[Source] = frozenset(get_args(Source))
     if passage or others:
         gives -= {"passes"}
     advice = "Use a recipe that reads once, such as 'gracekv-plus' or 'gracekv-agnostic'."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,68 +42,71 @@ class FiniteChecks:
         self._held.clear()
 
 
-def check_tensors(prefill: Any, checks: FiniteChecks | None = None) -> None:
-    """Raise `ShapeError` or `NonFiniteError` unless the tensors of `prefill` are sound.
-
-    Args:
-        prefill: a `Prefill`.
-        checks: is given what must be finite, and finished by the caller; None: all is checked here.
-    """
-    own = FiniteChecks() if checks is None else checks
+def check_tensors(prefill: Any) -> None:
+    """Raise `ShapeError` or `NonFiniteError` unless the tensors of a `Prefill` are sound."""
     if not len(prefill.keys) == len(prefill.values) == len(prefill.queries) > 0:
         raise ShapeError(
             f"Prefill takes keys, values and queries of the same L > 0 layers; got "
             f"{len(prefill.keys)}, {len(prefill.values)} and {len(prefill.queries)}."
         )
-    heads, dim = prefill.keys[0].shape[0], prefill.keys[0].shape[-1]
-    kv_shape = (heads, prefill.spans.length, dim)
-    for layer, (k, v, q) in enumerate(
-        zip(prefill.keys, prefill.values, prefill.queries, strict=True)
-    ):
-        if not k.shape[1] and not v.shape[1] and not q.shape[1]:
-            # Where layers come one after the other, the others have no tokens.
-            continue
-        if tuple(k.shape) != kv_shape or tuple(v.shape) != kv_shape:
-            raise ShapeError(
-                f"Keys and values of every layer must be [G, T, d] = {list(kv_shape)} for one "
-                f"sequence; layer {layer} has {list(k.shape)} and {list(v.shape)}. Compress "
-                f"the sequences of a batch one by one, without padding."
-            )
-        asked = (len(prefill.query_positions), dim)
-        if q.ndim != 3 or q.shape[0] % heads or tuple(q.shape[1:]) != asked:
-            raise ShapeError(
-                f"Queries must be [H, {len(prefill.query_positions)}, {dim}] with H a multiple of "
-                f"G = {heads}; layer {layer} has {list(q.shape)}."
-            )
-        for name, tensor in (("keys", k), ("values", v), ("queries", q)):
-            own.add(
-                tensor,
-                f"The {name} of layer {layer} hold NaN or infinity. Check the model's weights and "
-                f"dtype (float16 overflows in some models: try bfloat16).",
-            )
     if prefill.rope.cos.shape[0] < prefill.spans.length:
         raise ShapeError(
             f"The RoPE table covers {prefill.rope.cos.shape[0]} positions, the prompt has "
             f"{prefill.spans.length}."
         )
-    for observer, tensor in prefill.observed.items():
-        _check_observation(prefill, observer, tensor, own)
-    if checks is None:
-        own.finish()
+    checks = FiniteChecks()
+    for capture in prefill:
+        check_layer(capture, checks)
+    for observer, seen in prefill.observed.items():
+        _check_observation(observer, observer.shape(prefill), seen, checks)
+    checks.finish()
+
+
+def check_layer(capture: Any, checks: FiniteChecks) -> None:
+    """Raise `ShapeError` unless keys, values and queries of a `LayerCapture` fit the others.
+
+    `checks` is given what must be finite; the caller finishes it.
+    """
+    info, number = capture.info, capture.number
+    keys, values, queries = capture.keys, capture.values, capture.queries
+    wanted = [info.kv_heads, info.spans.length, info.head_dim]
+    if list(keys.shape) != wanted or list(values.shape) != wanted:
+        raise ShapeError(
+            f"Keys and values of every layer must be [G, T, d] = {wanted} for one sequence; layer "
+            f"{number} has {list(keys.shape)} and {list(values.shape)}. Compress the sequences of "
+            f"a batch one by one, without padding."
+        )
+    asked = [len(info.query_positions), info.head_dim]
+    if queries.ndim != 3 or len(queries) % info.kv_heads or list(queries.shape[1:]) != asked:
+        raise ShapeError(
+            f"Queries must be [H, {asked[0]}, {asked[1]}] with H a multiple of G = "
+            f"{info.kv_heads}; layer {number} has {list(queries.shape)}."
+        )
+    for name, tensor in (("keys", keys), ("values", values), ("queries", queries)):
+        checks.add(
+            tensor,
+            f"The {name} of layer {number} hold NaN or infinity. Check the model's weights and "
+            f"dtype (float16 overflows in some models: try bfloat16).",
+        )
+
+
+def check_observed(capture: Any, checks: FiniteChecks) -> None:
+    """Raise `ShapeError` unless the observations of a `LayerCapture` have the right shapes."""
+    for observer, seen in capture.observed.items():
+        _check_observation(observer, observer.shape(capture.info)[1:], seen, checks)
 
 
 def _check_observation(
-    prefill: Any, observer: Observer, tensor: Tensor, checks: FiniteChecks
+    observer: Observer, wanted: Sequence[int | None], seen: Tensor, checks: FiniteChecks
 ) -> None:
-    wanted, got = observer.shape(prefill), list(tensor.shape)
+    got = list(seen.shape)
     if len(wanted) != len(got) or any(
         size not in (None, other) for size, other in zip(wanted, got, strict=True)
     ):
         shown = ", ".join("*" if size is None else str(size) for size in wanted)
         raise ShapeError(f"{observer!r} must observe a tensor [{shown}] here; it gave {got}.")
-    # One layer's that stands for all has a stride of 0.
     checks.add(
-        tensor if tensor.stride(0) else tensor[:1],
+        seen,
         f"{observer!r} observed NaN or infinity. Check the model's weights and dtype, or the "
         f"observer.",
     )

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from gracekv.errors import NonFiniteError
 from gracekv.prefill import Needs, Prefill, PromptSpans, depth_layers
-from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Reading, TokenRun
+from gracekv.prefill.observer import Accumulator, LayerObserver, Part, Source, TokenRun
 from gracekv.prefill.past import reflected
 from gracekv.registry import Configurable, bounded
 
@@ -81,7 +81,7 @@ class BlockInput(LayerObserver):
         depth: rho; the layer is min(floor(rho L), L - 1).
     """
 
-    reads: ClassVar[frozenset[Reading]] = frozenset({"hidden"})
+    reads: ClassVar[frozenset[Source]] = frozenset({"hidden"})
     part: ClassVar[Part] = "prefill"
 
     depth: float

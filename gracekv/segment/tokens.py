@@ -19,4 +19,9 @@ class Tokens(Segmenter):
 
     def __call__(self, prefill: Prefill, region: Region) -> Partition:
         """The partition; curvature is left to the trees. `ShapeError` if `region` is empty."""
-        return Partition(torch.arange(region.start, region.end + 1))
+        return token_slots(region)
+
+
+def token_slots(region: Region) -> Partition:
+    """One slot per token of `region`; `ShapeError` if it is empty."""
+    return Partition(torch.arange(region.start, region.end + 1))

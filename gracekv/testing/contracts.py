@@ -34,7 +34,7 @@ from gracekv.testing.observers import with_observed
 from gracekv.testing.prefills import synthetic_prefill
 from gracekv.testing.promises import hold
 from gracekv.testing.selections import check_partition, check_run
-from gracekv.value import Scorer, Sensitivity
+from gracekv.value import Memory, Scorer, Sensitivity
 
 
 def check(strategy: Strategy, seeds: range = range(3)) -> None:
@@ -118,6 +118,9 @@ def check_segmenter(segmenter: Segmenter, prefill: Prefill, region: Region) -> N
 def check_scorer(scorer: Scorer, prefill: Prefill, region: Region) -> None:
     """Finite, non-negative float32 scores of every token and head, the same each time.
 
+    Unless the scorer says that it compares layers, each layer's scores must follow from that layer
+    and those below it.
+
     Raises `AssertionError` otherwise.
     """
     first, second = scorer(prefill, region), scorer(prefill, region)
@@ -128,8 +131,27 @@ def check_scorer(scorer: Scorer, prefill: Prefill, region: Region) -> None:
         hold(tensor.dtype == torch.float32, f"{name} must be float32; got {tensor.dtype}")
         hold(bool((tensor >= 0).all()) and bool(tensor.isfinite().all()), f"{name} hold < 0 or NaN")
         hold(torch.equal(tensor, getattr(second, name)), f"{name} differ between two calls")
+    if not scorer.compares_layers:
+        _check_by_layer(scorer, prefill, region, first.scores)
     total = float(first.seed_scores.sum())
     hold(abs(total - 1) < 1e-4, f"seed_scores must add up to 1; got {total}")
+
+
+def _check_by_layer(scorer: Scorer, prefill: Prefill, region: Region, scores: Tensor) -> None:
+    """Score layer after layer, each in tensors that are overwritten when the next one comes."""
+    memory: Memory = {}
+    prefill = prefill.with_observations(scorer.needs().observers)
+    prefill = prefill.with_queries(scorer.asks(prefill, region, memory))
+    for capture in prefill:
+        lent = {name: getattr(capture, name).clone() for name in ("keys", "values", "queries")}
+        own = scorer.layer(dataclasses.replace(capture, **lent), region, memory).clone()
+        hold(
+            torch.allclose(own, scores[capture.number], rtol=1e-4, atol=1e-6),
+            f"{scorer.name!r} compares layers: its scores of layer {capture.number} differ from "
+            f"those of one layer after the other. Let compares_layers return True",
+        )
+        for tensor in lent.values():
+            tensor.fill_(torch.nan)
 
 
 def check_sensitivity(sensitivity: Sensitivity, prefill: Prefill) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gracekv.prefill import Observer, PassObserver, Prefill, PromptSpans
 from gracekv.prefill.observations import Observations
-from gracekv.prefill.observer import FinalRun, Reading, TokenRun
+from gracekv.prefill.observer import FinalRun, Source, TokenRun
 from gracekv.prefill.projection import Projection
 from gracekv.testing.prefills import synthetic_prefill
 
@@ -36,7 +36,7 @@ def check_observer(
     again = dataclasses.replace(observer)
     assert again == observer, f"{name} is not equal to a copy of itself."
     assert hash(again) == hash(observer), f"{name} has another hash than a copy of itself."
-    assert observer.reads <= set(get_args(Reading)), f"{name} reads what no driver gives."
+    assert observer.reads <= set(get_args(Source)), f"{name} reads what no driver gives."
     prefill = synthetic_prefill(context=90, prefix=6, question=9, layers=3, seed=seed)
     if seed % 2 and not isinstance(observer, PassObserver):
         prefill = dataclasses.replace(
@@ -72,7 +72,7 @@ class _Driver:
     def __init__(self, prefill: Prefill, seed: int) -> None:
         rng = torch.Generator().manual_seed(seed)
         self._prefill, length = prefill, prefill.spans.length
-        heads, dim = prefill.query_heads, prefill.entry_dim
+        heads, dim = prefill.query_heads, prefill.info.entry_dim
         self._hidden = torch.randn(prefill.layers, length, _HIDDEN, generator=rng)
         self._outputs = torch.randn(prefill.layers, heads, length, dim, generator=rng)
         self._projection = _linear(heads * dim, _HIDDEN, rng)

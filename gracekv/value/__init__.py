@@ -1,8 +1,8 @@
 """Stage 2: token scores and head sensitivity."""
 
+from gracekv.errors import renamed_in
 from gracekv.value.base import SCORERS as SCORERS
 from gracekv.value.base import SENSITIVITIES as SENSITIVITIES
-from gracekv.value.base import LayerScorer as LayerScorer
 from gracekv.value.base import Memory as Memory
 from gracekv.value.base import Relevance as Relevance
 from gracekv.value.base import Scorer as Scorer
@@ -34,3 +34,5 @@ from gracekv.value.replay import Replay as Replay
 from gracekv.value.scissorhands import Scissorhands as Scissorhands
 from gracekv.value.value_norm import ValueNorm as ValueNorm
 from gracekv.value.window_attention import WindowAttention as WindowAttention
+
+__getattr__ = renamed_in(__name__, {"LayerScorer": "Scorer"})

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gracekv.distributed.sharding import WHOLE, HeadShard
-from gracekv.errors import NonFiniteError, ShapeError
+from gracekv.errors import NonFiniteError, PluginError, ShapeError
 from gracekv.kernels.softmax_sums import softmax_columns
-from gracekv.prefill import Needs, Prefill, PrefillReader, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, PrefillReader, PromptSpans, Region
 from gracekv.registry import Registry, Strategy
 
 
@@ -65,8 +68,7 @@ def mean_seed_scores(scores: Tensor, epsilon: float = 1e-12, shard: HeadShard = 
 
 
 def attention_sums(
-    prefill: Prefill,
-    layer: int,
+    capture: LayerCapture,
     probes: Sequence[int] | Tensor,
     region: Region,
     weights: Tensor | None = None,
@@ -79,8 +81,7 @@ def attention_sums(
     The softmax runs over all tokens up to the probe; the slice to the region comes after it.
 
     Args:
-        prefill: H query heads.
-        layer: 0-based.
+        capture: a layer of H query heads.
         probes: P absolute positions.
         region: the N tokens that are scored.
         weights: w [P]; None: all 1.
@@ -92,15 +93,15 @@ def attention_sums(
     Raises `MissingCaptureError` if a probe's query was not captured.
     """
     at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
-    queries = prefill.queries_at(layer, at).float() * prefill.scale
+    queries = capture.queries_at(at).float() * capture.scale
     columns = softmax_columns(
         queries,
-        prefill.keys[layer],
+        capture.keys,
         at + 1,
         weights,
         power=power,
         maximum=maximum,
-        **prefill.logits_of(layer),
+        **capture.logits,
     )
     return columns[:, region.start : region.end]
 
@@ -139,88 +140,87 @@ Memory: TypeAlias = dict[Any, Any]
 
 
 class Scorer(PrefillReader, Strategy, abc.ABC):
-    """Score every compressible token of every (layer, KV head).
+    """Scores every compressible token of every (layer, KV head), a layer at a time.
 
     Deterministic, without side effects; float32 or better whatever the model's dtype; scores are
-    finite and non-negative. Result tensors lie on the device of layer 0.
+    finite and non-negative.
 
-    A scorer of which no layer's scores depend on the layers above it should be a `LayerScorer`:
-    then compression drops entries while the prompt is still being read.
+    `layer` scores a layer by itself and what `memory` holds of those below it, so compression
+    can drop entries while the prompt is still being read. A scorer whose scores of a layer depend
+    on the layers above it sets `compares_layers` and overrides `__call__`, which is given all
+    layers; then the full cache is held until it has run.
     """
 
-    @property
-    def by_layer(self) -> bool:
-        """Whether a layer can be scored while those above it are not read yet."""
-        return False
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raise `PluginError` for a scorer that was written for gracekv 0.2."""
+        super().__init_subclass__(**options)
+        own = vars(cls).get("layer")
+        parameters = () if own is None else inspect.signature(own).parameters
+        before = "__call__" in vars(cls) and cls.layer is Scorer.layer
+        if before or (own is not None and len(parameters) != 4):
+            raise PluginError(
+                f"{cls.__name__} is a scorer for gracekv 0.2. Since 0.3 a scorer defines "
+                f"layer(self, capture, region, memory), which returns the scores [G, N] of one "
+                f"layer: read capture.keys for prefill.keys[layer], and capture.number for layer. "
+                f"One that compares layers sets compares_layers = True and overrides "
+                f"__call__(self, prefill, region), too."
+            )
 
-    @abc.abstractmethod
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """Scores [L, G, N] of the tokens of `region`."""
+    @property
+    def parts(self) -> tuple[Scorer, ...]:
+        """The scorers whose scores this one combines; by default none."""
+        return ()
+
+    @property
+    def compares_layers(self) -> bool:
+        """Whether the scores of a layer depend on layers above it; by default if a part's do."""
+        return any(part.compares_layers for part in self.parts)
+
+    def needs(self) -> Needs:
+        """The needs of all parts."""
+        return reduce(or_, (part.needs() for part in self.parts), Needs())
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """int64 [P] on the CPU: positions whose queries `layer` reads.
+        """int64 [P] on the CPU: positions whose queries `layer` reads, over all layers.
 
-        By default those of the prompt's end that `needs` names.
+        By default those of the parts, and of the prompt's end as `needs` names them.
         """
+        if self.parts:
+            return torch.cat([part.asks(prefill, region, memory) for part in self.parts])
         return torch.tensor(prefill.spans.last(self.needs().last_queries), dtype=torch.int64)
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """The scores [G, N] of one layer; `memory` holds what was noted of those below it."""
-        if self not in memory:
-            memory[self] = self(prefill, region).scores
-        scores: Tensor = memory[self][layer]
-        return scores
-
-
-class LayerScorer(Scorer):
-    """Scores each layer by itself and those below it, ascending."""
-
-    @property
-    def by_layer(self) -> bool:
-        return True
-
     @abc.abstractmethod
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """The scores [G, N] of one layer, on its device.
 
         Args:
-            prefill: may hold nothing of other layers.
-            layer: 0-based; called for each in ascending order.
+            capture: the layer; called for each in ascending order.
             region: the N tokens that are scored.
-            memory: what was noted of the layers below, which this may add to.
+            memory: notes on the layers below, which this may add to.
+
+        Raises `MissingCaptureError` if a query or an observation was not captured.
         """
 
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """The scores of all layers, float32 [L, G, N], and their mean over heads [N].
 
-        Raises `MissingCaptureError` if what `layer` reads was not captured.
+        They lie on the device of layer 0. Raises `MissingCaptureError` as `layer` does.
         """
         memory: Memory = {}
         prefill = prefill.with_observations(self.needs().observers)
+        for part in self.parts:
+            if part.compares_layers:
+                memory["scores", part] = part(prefill, region).scores
         prefill = prefill.with_queries(self.asks(prefill, region, memory))
         device = prefill.keys[0].device
-        scores = [self.layer(prefill, x, region, memory) for x in range(prefill.layers)]
-        return TokenScores.from_scores(
-            torch.stack([x.to(device) for x in scores]), shard=prefill.shard
-        )
+        scores = [self.layer(capture, region, memory).to(device) for capture in prefill]
+        return TokenScores.from_scores(torch.stack(scores), shard=prefill.shard)
 
 
-class DerivedScorer(LayerScorer):
-    """Makes its scores of another scorer's; reads and asks what that one does."""
-
-    scorer: Scorer
-
-    @property
-    def by_layer(self) -> bool:
-        return self.scorer.by_layer
-
-    def needs(self) -> Needs:
-        """What the other scorer needs."""
-        return self.scorer.needs()
-
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """What the other scorer asks, int64 [P]."""
-        return self.scorer.asks(prefill, region, memory)
+def part_scores(part: Scorer, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
+    """The scores [G, N] of a part of another scorer, for one layer."""
+    known: Tensor | None = memory.get(("scores", part))
+    return part.layer(capture, region, memory) if known is None else known[capture.number]
 
 
 class TokenColumns:
@@ -249,14 +249,18 @@ class Sensitivity(PrefillReader, Strategy, abc.ABC):
     """How much each (layer, KV head) matters for the output: [L, G] float32 of mean 1.
 
     Attributes:
-        by_layer: whether a layer's is known before those above it are read.
+        compares_layers: whether the weight of a layer depends on other layers.
     """
 
-    by_layer: ClassVar[bool] = False
+    compares_layers: ClassVar[bool] = True
 
     @abc.abstractmethod
     def __call__(self, prefill: Prefill) -> Tensor:
         """omega [L, G] float32, positive, of mean 1."""
+
+    def layer(self, capture: LayerCapture) -> Tensor:
+        """omega [G] of one layer, for those that do not compare layers."""
+        raise AssertionError(f"{self.name!r} compares layers")
 
 
 SCORERS = Registry("value", "how much each token matters to the question", Scorer)

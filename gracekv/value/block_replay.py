@@ -25,10 +25,10 @@ from torch.nn import functional
 
 from gracekv.kernels.logits import capped
 from gracekv.kernels.softmax_sums import softmax_columns
-from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory, TokenColumns
+from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns
 
 # First tokens of the prompt, which many heads attend to when they look for nothing.
 SINKS = 4
@@ -130,7 +130,7 @@ class _BlockSums(TokenColumns):
 
 
 @SCORERS.register("block_replay", works_sharded=True)
-class BlockReplay(LayerScorer):
+class BlockReplay(Scorer):
     """Power mean of the attention that all context queries pay, moved to the end of their block.
 
     The question is not read. `replay` asks chosen queries over the whole prompt; this asks all of
@@ -164,11 +164,11 @@ class BlockReplay(LayerScorer):
     def _sums(self) -> BlockReplaySums:
         return BlockReplaySums(self.block, self.mean_power, self.near)
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Power means of attention [G, N], not normalised."""
-        sums = prefill.observation(self._sums)[layer]
+        sums = capture.observation(self._sums)
         inside = sums[:, region.start : region.end] / region.length
-        return inside.pow(1 / self.mean_power).to(prefill.keys[layer].device)
+        return inside.pow(1 / self.mean_power).to(capture.keys.device)
 
 
 def near_logits(queries: Tensor, keys: Tensor, near: int, softcap: float | None = None) -> Tensor:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import LayerCapture, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, DerivedScorer, Memory, Scorer, rank_scores
+from gracekv.value.base import SCORERS, Memory, Scorer, part_scores, rank_scores
 from gracekv.value.window_attention import WindowAttention
 
 
 @SCORERS.register("chunk_order")
-class ChunkOrder(DerivedScorer):
+class ChunkOrder(Scorer):
     """Tokens by the mean score of their chunk of 10, inside it by their own (ChunkKV).
 
     The b best tokens are whole chunks, then the best tokens of the next chunk, so that any b is met
@@ -42,13 +42,18 @@ class ChunkOrder(DerivedScorer):
     share_heads: bool = True
     reuse_layers: int = bounded(1, at_least=1, hint="1 ranks every layer by its own scores.")
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    @property
+    def parts(self) -> tuple[Scorer, ...]:
+        """The scorer whose order this one changes."""
+        return (self.scorer,)
+
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]."""
-        if layer % self.reuse_layers == 0:
-            scores = self.scorer.layer(prefill, layer, region, memory).double()
+        if capture.number % self.reuse_layers == 0:
+            scores = part_scores(self.scorer, capture, region, memory).double()
             if self.share_heads:
                 scores = scores.sum(dim=0, keepdim=True)
-            memory[self] = rank_scores(self._order(scores)).expand(prefill.kv_heads, -1)
+            memory[self] = rank_scores(self._order(scores)).expand(capture.kv_heads, -1)
         ranks: Tensor = memory[self]
         return ranks
 

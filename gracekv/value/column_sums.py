@@ -9,9 +9,9 @@ from einops import reduce
 from torch import Tensor
 
 from gracekv.kernels.softmax_sums import softmax_columns
-from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
-from gracekv.value.base import SCORERS, LayerScorer, Memory, TokenColumns
+from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Columns(TokenColumns):
 
 
 @SCORERS.register("column_sums", works_sharded=True)
-class ColumnSums(LayerScorer):
+class ColumnSums(Scorer):
     """Sum of the causal attention from all prompt queries, mean over a KV head's group (H2O).
 
     A sum, not an average: early tokens are seen by more queries and score higher, as published.
@@ -54,8 +54,8 @@ class ColumnSums(LayerScorer):
     def needs(self) -> Needs:
         return Needs.observed(ReceivedAttention())
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Group means of the sums [G, N], not normalised."""
-        columns = prefill.observation(ReceivedAttention())[layer]
-        inside = columns[:, region.start : region.end].to(prefill.keys[layer].device)
-        return reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)
+        columns = capture.observation(ReceivedAttention())
+        inside = columns[:, region.start : region.end].to(capture.keys.device)
+        return reduce(inside, "(g n) t -> g t", "mean", g=capture.kv_heads)

@@ -12,13 +12,13 @@ from einops import rearrange, reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, Memory, Scorer
 
 
 @SCORERS.register("compactor")
-class Compactor(LayerScorer):
+class Compactor(Scorer):
     """Leverage scores of keys, blended with non-causal attention in chunks of 256 (Compactor).
 
     Every query of a chunk sees the whole chunk, before and after itself; sums over queries are
@@ -51,52 +51,50 @@ class Compactor(LayerScorer):
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """All of the context but its sinks, int64 [P]."""
-        return torch.tensor(self._seen(prefill))
+        return torch.tensor(self._seen(prefill.spans))
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Blended z-scores [G, N], shifted to at least 1; sinks are 1 above the layer's maximum."""
-        seen, values = self._seen(prefill), prefill.values[layer]
-        leverage = leverages(prefill, layer, seen, self.ridge)
+        seen, values = self._seen(capture.spans), capture.values
+        leverage = leverages(capture, seen, self.ridge)
         norms = values[:, seen.start : seen.stop].float().norm(dim=-1)
-        drawn = self._attention(prefill, layer, seen)
+        drawn = self._attention(capture, seen)
         pooled = functional.avg_pool1d(drawn * norms, kernel_size=3, padding=1, stride=1)
         blend = self.blending * _standardised(leverage) + _standardised(pooled)
         blend = blend - blend.min() + 1
-        size = (prefill.kv_heads, prefill.spans.context_end)
+        size = (capture.kv_heads, capture.spans.context_end)
         whole = blend.new_full(size, float(blend.max()) + 1)
         whole[:, seen.start :] = blend
         return whole[:, region.start : region.end]
 
-    def _seen(self, prefill: Prefill) -> range:
+    def _seen(self, spans: PromptSpans) -> range:
         """A context that consists of sinks alone still has scores."""
-        spans = prefill.spans
         return range(min(max(self.sinks, spans.past), spans.context_end - 1), spans.context_end)
 
-    def _attention(self, prefill: Prefill, layer: int, seen: range) -> Tensor:
+    def _attention(self, capture: LayerCapture, seen: range) -> Tensor:
         """float32 [G, n]: sums over each chunk's queries, means over a group."""
         chunks = []
         for first in range(seen.start, seen.stop, self.chunk_size):
             chunk = range(first, min(first + self.chunk_size, seen.stop))
-            keys = prefill.keys[layer][:, chunk.start : chunk.stop].float()
-            queries = prefill.queries_at(layer, chunk).float()
-            shared = rearrange(queries, "(g n) c d -> g (n c) d", g=prefill.kv_heads)
+            keys = capture.keys[:, chunk.start : chunk.stop].float()
+            queries = capture.queries_at(chunk).float()
+            shared = rearrange(queries, "(g n) c d -> g (n c) d", g=capture.kv_heads)
             shares = torch.softmax(shared @ keys.transpose(1, 2), dim=-1)
             sums = reduce(shares, "g (n c) t -> g t", "sum", c=len(chunk))
-            chunks.append(sums / prefill.group)
+            chunks.append(sums / capture.group)
         return torch.cat(chunks, dim=-1)
 
 
-def leverages(prefill: Prefill, layer: int, seen: range, ridge: float) -> Tensor:
+def leverages(capture: LayerCapture, seen: range, ridge: float) -> Tensor:
     """Leverage of each key of `seen` before rotation, float32 [G, n], between 0 and 1.
 
     Args:
-        prefill: G KV heads.
-        layer: 0-based.
+        capture: a layer of G KV heads.
         seen: the n tokens whose keys are centred and compared.
         ridge: added to the Gram matrix's diagonal.
     """
-    keys = prefill.keys[layer][:, seen.start : seen.stop].float()
-    plain = prefill.rope_of(layer).unrotate(keys, torch.tensor(seen)).double()
+    keys = capture.keys[:, seen.start : seen.stop].float()
+    plain = capture.rope.unrotate(keys, torch.tensor(seen)).double()
     plain = plain - plain.mean(dim=1, keepdim=True)
     gram = plain.transpose(1, 2) @ plain
     gram.diagonal(dim1=-2, dim2=-1).add_(ridge)

@@ -10,17 +10,17 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import (
     Accumulator,
     LayerObserver,
     Part,
     Projection,
-    Reading,
+    Source,
     TokenRun,
 )
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, DerivedScorer, Memory, Scorer, TokenColumns, rank_scores
+from gracekv.value.base import SCORERS, Memory, Scorer, TokenColumns, part_scores, rank_scores
 from gracekv.value.window_attention import WindowAttention
 
 # Rows that go through a head's projection at once.
@@ -34,7 +34,7 @@ class WrittenNorms(LayerObserver):
     Source: Feng et al. (2025), CriticalKV, arXiv:2502.03805.
     """
 
-    reads: ClassVar[frozenset[Reading]] = frozenset({"projection"})
+    reads: ClassVar[frozenset[Source]] = frozenset({"projection"})
     part: ClassVar[Part] = "projections"
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
@@ -53,7 +53,7 @@ class _Norms(TokenColumns):
 
 
 @SCORERS.register("critical")
-class Critical(DerivedScorer):
+class Critical(Scorer):
     """Half of a head's tokens by a score, the rest by (score + epsilon) |W_O v|_1 (CriticalKV).
 
     The norm is the mean over a KV head's query heads. The choice of a budget holds that of every
@@ -76,14 +76,19 @@ class Critical(DerivedScorer):
     first_stage: float = bounded(0.5, at_least=0, at_most=1, hint="The published share is 0.5.")
     epsilon: float = bounded(1e-4, at_least=0, hint="The published value is 1e-4.")
 
+    @property
+    def parts(self) -> tuple[Scorer, ...]:
+        """The scorer that the first stage ranks by."""
+        return (self.scorer,)
+
     def needs(self) -> Needs:
-        """What the score needs, and the norms."""
+        """The needs of `scorer`, and the norms."""
         return self.scorer.needs() | Needs.observed(WrittenNorms())
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]; `MissingCaptureError` without the norms of projected values."""
-        first = self.scorer.layer(prefill, layer, region, memory)
-        norms = prefill.observation(WrittenNorms())[layer][:, region.start : region.end]
+        first = part_scores(self.scorer, capture, region, memory)
+        norms = capture.observation(WrittenNorms())[:, region.start : region.end]
         second = (first + self.epsilon) * norms.to(first.device)
         # Ties toward the earlier token: stable sorts.
         one, two = (

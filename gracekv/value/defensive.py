@@ -7,9 +7,9 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import LayerCapture, Needs, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, Memory, Scorer
 from gracekv.value.critical import WrittenNorms
 from gracekv.value.scissorhands import attention_probabilities
 
@@ -18,7 +18,7 @@ _RANKS = 1e-2
 
 
 @SCORERS.register("defensive")
-class Defensive(LayerScorer):
+class Defensive(Scorer):
     """The largest attention from a window's queries and a group's heads, at least its mean.
 
     Attention is pooled along the compressible tokens first, and keeps its sum. The score is
@@ -47,15 +47,15 @@ class Defensive(LayerScorer):
         """The queries of the window, and the norms."""
         return Needs(last_queries=self.window) | Needs.observed(WrittenNorms())
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """[G, N], not normalised; `MissingCaptureError` without the norms of projected values."""
-        probes, groups = prefill.spans.last(self.window), prefill.kv_heads
-        shares = attention_probabilities(prefill, layer, probes)[..., region.start : region.end]
+        probes, groups = capture.spans.last(self.window), capture.kv_heads
+        shares = attention_probabilities(capture, probes)[..., region.start : region.end]
         pooled = functional.avg_pool1d(shares, self.kernel, stride=1, padding=self.kernel // 2)
         sums = shares.sum(dim=-1, keepdim=True) / pooled.sum(dim=-1, keepdim=True).clamp_min(1e-30)
         best = reduce(pooled * sums, "(g n) p t -> g t", "max", g=groups)
         best = torch.maximum(best, best.mean(dim=-1, keepdim=True))
-        norms = prefill.observation(WrittenNorms())[layer][:, region.start : region.end].to(best)
+        norms = capture.observation(WrittenNorms())[:, region.start : region.end].to(best)
         scores = best * norms / norms.sum(dim=0).clamp_min(1e-30)
         mean = reduce(shares, "(g n) p t -> g t", "mean", g=groups)
         order = mean.sort(dim=-1, descending=True, stable=True)

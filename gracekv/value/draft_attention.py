@@ -16,10 +16,10 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.observer import Part, Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, Memory, Scorer
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Draft(PassObserver):
 
 
 @SCORERS.register("draft_attention", works_sharded=True)
-class DraftAttention(LayerScorer):
+class DraftAttention(Scorer):
     """Mean attention of the first 16 answer tokens, drafted greedily over the full cache.
 
     Not a single pass: the capture decodes `max_tokens` steps more and holds the full cache until
@@ -87,15 +87,15 @@ class DraftAttention(LayerScorer):
         """The draft."""
         return Needs.observed(Draft(self.max_tokens))
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Attention shares, float32 [L, G, N], not normalised.
 
         Raises `MissingCaptureError` if no answer was drafted.
         """
-        drafts = [x for x in prefill.observed if isinstance(x, Draft)]
+        drafts = [x for x in capture.observed if isinstance(x, Draft)]
         # A longer draft begins with the shorter one.
         longer = [x for x in drafts if x.tokens >= self.max_tokens]
-        draft = prefill.observation(longer[0] if longer else Draft(self.max_tokens))
-        first = region.start - prefill.spans.context_start
-        rows = draft[layer, :, : self.max_tokens, first : first + region.length]
-        return rows.float().mean(dim=1).to(prefill.keys[layer].device)
+        draft = capture.observation(longer[0] if longer else Draft(self.max_tokens))
+        first = region.start - capture.spans.context_start
+        rows = draft[:, : self.max_tokens, first : first + region.length]
+        return rows.float().mean(dim=1).to(capture.keys.device)

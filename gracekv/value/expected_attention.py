@@ -19,10 +19,10 @@ from torch import Tensor
 
 from gracekv.errors import UnsupportedModelError
 from gracekv.kernels.rope import Rope
-from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, LayerObserver, TokenRun
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, Memory, Scorer
 
 # Bytes of one block's largest float32 temporary, [H, block, d].
 _BLOCK = 16 * 2**20
@@ -88,7 +88,7 @@ class _QuerySums:
 
 
 @SCORERS.register("expected_attention", works_sharded=True)
-class ExpectedAttention(LayerScorer):
+class ExpectedAttention(Scorer):
     """Expected attention of unknown future queries times the value's norm; ignores the question.
 
     Nothing after the context is read: the statistics cover the prefix and the context, and future
@@ -120,43 +120,43 @@ class ExpectedAttention(LayerScorer):
         """Statistics of the queries of prefix and context."""
         return Needs.observed(QueryMoments(self.sinks))
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Expected attention times norm [G, N], not normalised.
 
         Raises `UnsupportedModelError` if the model caps its logits or adds sinks.
         """
-        if prefill.softcap is not None or prefill.sink_logits:
+        if capture.softcap is not None or capture.sinks is not None:
             raise UnsupportedModelError(
                 "The scorer 'expected_attention' has a closed form for plain logits only; this "
                 "model caps its logits or adds sinks to them. Use another scorer, such as "
                 "'block_replay'."
             )
-        observer, end = QueryMoments(self.sinks), prefill.spans.context_end
-        counted, moments = observer.seen(prefill.spans), prefill.observation(observer)[layer]
-        rope = prefill.rope_of(layer)
-        rotation = mean_rotation(rope, prefill.head_dim, end, self.future_positions)
-        seen = self._expected(prefill, layer, moments, counted, rotation)
-        whole = seen.new_full((prefill.kv_heads, end), float(seen.max()) + 1)
+        observer, end = QueryMoments(self.sinks), capture.spans.context_end
+        counted, moments = observer.seen(capture.spans), capture.observation(observer)
+        rope = capture.rope
+        rotation = mean_rotation(rope, capture.head_dim, end, self.future_positions)
+        seen = self._expected(capture, moments, counted, rotation)
+        whole = seen.new_full((capture.kv_heads, end), float(seen.max()) + 1)
         whole[:, counted.start :] = seen
         return whole[:, region.start : region.end]
 
     def _expected(
-        self, prefill: Prefill, layer: int, moments: Tensor, seen: Region, rotation: Tensor
+        self, capture: LayerCapture, moments: Tensor, seen: Region, rotation: Tensor
     ) -> Tensor:
         """Scores of the positions `seen` from moments [H, 1 + d, d], float32 [G, n]."""
-        moments = moments.to(prefill.keys[layer].device)
+        moments = moments.to(capture.keys.device)
         mean, covariance = moments[:, 0], moments[:, 1:]
         turn = rotation.to(mean.device)
-        mean = prefill.scale * mean @ turn
-        spread = 0.5 * prefill.scale**2 * turn.T @ covariance @ turn if self.covariance else None
-        keys = prefill.keys[layer][:, seen.start : seen.end]
-        blocks = keys.split(_block_rows(prefill.query_heads, prefill.head_dim), dim=1)
+        mean = capture.scale * mean @ turn
+        spread = 0.5 * capture.scale**2 * turn.T @ covariance @ turn if self.covariance else None
+        keys = capture.keys[:, seen.start : seen.end]
+        blocks = keys.split(_block_rows(capture.query_heads, capture.head_dim), dim=1)
         logits = [_log_expected(some.float(), mean, spread) for some in blocks]
         expected = torch.softmax(torch.cat(logits, dim=-1), dim=-1)
         score = reduce(expected, "g n t -> g t", "mean") + self.epsilon
         if not self.value_norm:
             return score
-        norms: Tensor = prefill.values[layer][:, seen.start : seen.end].float().norm(dim=-1)
+        norms: Tensor = capture.values[:, seen.start : seen.end].float().norm(dim=-1)
         return score * norms
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.prefill import Prefill, Region
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.prefill import LayerCapture, Region
+from gracekv.value.base import SCORERS, Memory, Scorer
 
 
 @SCORERS.register("key_difference", works_sharded=True)
-class KeyDifference(LayerScorer):
+class KeyDifference(Scorer):
     """1 - cos(k, mean of the normalised keys): what is unlike the rest stays (KeyDiff).
 
     The mean is over prefix and context; nothing after the context is read, and no query.
@@ -21,10 +21,10 @@ class KeyDifference(LayerScorer):
     Cost: two passes over the keys.
     """
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """One minus the cosine [G, N], between 0 and 2."""
-        unit = functional.normalize(prefill.keys[layer].float(), dim=-1)
-        seen = slice(prefill.spans.past, prefill.spans.context_end)
+        unit = functional.normalize(capture.keys.float(), dim=-1)
+        seen = slice(capture.spans.past, capture.spans.context_end)
         mean = functional.normalize(unit[:, seen].mean(dim=1, keepdim=True), dim=-1)
         likeness = (unit[:, region.start : region.end] * mean).sum(dim=-1)
         return (1 - likeness).clamp_min(0)

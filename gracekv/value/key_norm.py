@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gracekv.prefill import Prefill, Region
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.prefill import LayerCapture, Region
+from gracekv.value.base import SCORERS, Memory, Scorer
 
 
 @SCORERS.register("key_norm", works_sharded=True)
-class KeyNorm(LayerScorer):
+class KeyNorm(Scorer):
     """1 / |k|: keys of small norm attract attention, whatever the query (Knorm).
 
     No query is read, so neither is the question.
@@ -20,8 +20,8 @@ class KeyNorm(LayerScorer):
     Cost: one pass over the keys.
     """
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Inverse norms [G, N], not normalised."""
-        norms = prefill.keys[layer][:, region.start : region.end].float().norm(dim=-1)
+        norms = capture.keys[:, region.start : region.end].float().norm(dim=-1)
         inverse: Tensor = 1 / norms.clamp_min(1e-12)
         return inverse

@@ -22,10 +22,10 @@ import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.observer import Part, Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores
+from gracekv.value.base import SCORERS, Memory, Scorer
 
 _WHOLE = "\n\nRepeat the previous context exactly."
 _PART = "\n\nRepeat the part of the previous context exactly, starting with"
@@ -93,15 +93,13 @@ class KVzipTwoPass(Scorer):
         """The second pass."""
         return Needs.observed(Reconstruction())
 
-    def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
-        """The captured maxima, not normalised. Raises `MissingCaptureError` without them."""
-        first = region.start - prefill.spans.context_start
-        tokens = prefill.observation(Reconstruction())[..., first : first + region.length].float()
-        inside = min(max(0, self.sinks - region.start), region.length)
-        if inside:
-            tokens = tokens.clone()
-            tokens[..., :inside] = float(tokens.max()) + 1
-        return TokenScores.from_scores(tokens)
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
+        """The captured maxima [G, N], not normalised; sinks have 2, which no attention reaches."""
+        first = region.start - capture.spans.context_start
+        seen = capture.observation(Reconstruction())[:, first : first + region.length]
+        tokens = seen.to(capture.keys.device, torch.float32, copy=True)
+        tokens[:, : max(0, self.sinks - region.start)] = 2.0
+        return tokens
 
 
 def repetitions(passes: Passes, chunk: int) -> Iterator[tuple[Region, Tensor]]:

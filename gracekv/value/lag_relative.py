@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import LayerCapture, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, Memory, Scorer
 
 
 @SCORERS.register("lag_relative", works_sharded=True)
-class LagRelative(LayerScorer):
+class LagRelative(Scorer):
     """Spread of a token's channels, on the scale of the next 128 tokens' channels (LagKV).
 
     After the sinks, tokens lie in partitions. Keys and values of a partition are put on the range
@@ -33,14 +33,14 @@ class LagRelative(LayerScorer):
     sinks: int = bounded(4, at_least=0, hint="LagKV's is 4.")
     lag: int = bounded(128, at_least=2, hint="LagKV's is 128.")
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks below 1 [G, N], between 1 and 2 in the kept end, 3 for sinks."""
-        spans, keys, values = prefill.spans, prefill.keys[layer], prefill.values[layer]
+        spans, keys, values = capture.spans, capture.keys, capture.values
         first = min(spans.past + self.sinks, spans.context_end)
         length = spans.context_end - first
         parts = length // self.lag
         ranked = (parts - 1) * self.lag if parts >= 2 else 0
-        whole = torch.full((prefill.kv_heads, spans.context_end), 3.0, device=keys.device)
+        whole = torch.full((capture.kv_heads, spans.context_end), 3.0, device=keys.device)
         # The later, the better.
         whole[:, first:] = (1 + torch.arange(1, length + 1) / max(1, length)).to(keys.device)
         if ranked:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gracekv.prefill import Needs, Prefill, Region
-from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
+from gracekv.prefill import LayerCapture, Needs, Region
+from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums
 
 
 @SCORERS.register("last_query")
-class LastQuery(LayerScorer):
+class LastQuery(Scorer):
     """Attention of the prompt's last position, the mean over all heads of a layer (TOVA).
 
     All KV heads of a layer have the same scores.
@@ -24,7 +24,7 @@ class LastQuery(LayerScorer):
         """The last query."""
         return Needs(last_queries=1)
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Attention shares [G, N], not normalised."""
-        shares = attention_sums(prefill, layer, prefill.spans.last(1), region).mean(dim=0)
-        return shares.expand(prefill.kv_heads, -1)
+        shares = attention_sums(capture, capture.spans.last(1), region).mean(dim=0)
+        return shares.expand(capture.kv_heads, -1)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from gracekv.kernels.linalg import batched_linear
 from gracekv.kernels.logits import capped
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import LayerCapture, Needs, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, Memory, Scorer
 from gracekv.value.repeated_attention import RepeatedQueries
 
 
 @SCORERS.register("matching_pursuit", works_sharded=True)
-class MatchingPursuit(LayerScorer):
+class MatchingPursuit(Scorer):
     """Orthogonal matching pursuit of a repetition's attention mass, head by head.
 
     A query's unnormalised attention to the compressible tokens sums to its mass. Each step takes
@@ -46,12 +46,12 @@ class MatchingPursuit(LayerScorer):
         """The queries of the second pass."""
         return Needs.observed(RepeatedQueries(self.count))
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """[G, N], not normalised. Raises `MissingCaptureError` without the second pass."""
-        keys = prefill.keys[layer][:, region.start : region.end].float()
-        asked = prefill.observation(RepeatedQueries(self.count))[layer].to(keys.device).float()
-        asked = rearrange(asked * prefill.scale, "(g n) q d -> g (n q) d", g=len(keys))
-        mass = capped(batched_linear(asked, keys.contiguous()), prefill.softcap)
+        keys = capture.keys[:, region.start : region.end].float()
+        asked = capture.observation(RepeatedQueries(self.count)).to(keys.device).float()
+        asked = rearrange(asked * capture.scale, "(g n) q d -> g (n q) d", g=len(keys))
+        mass = capped(batched_linear(asked, keys.contiguous()), capture.softcap)
         mass.sub_(mass.amax(dim=-1, keepdim=True)).exp_()
         scores = (mass / mass.sum(dim=-1, keepdim=True)).square_().mean(dim=1).sqrt_()
         taken = pursued(mass, self.most, self.largest)

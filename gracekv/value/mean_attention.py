@@ -5,14 +5,14 @@ from __future__ import annotations
 from einops import reduce
 from torch import Tensor
 
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import prompt_samples
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
+from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums
 
 
 @SCORERS.register("mean_attention", works_sharded=True)
-class MeanAttention(LayerScorer):
+class MeanAttention(Scorer):
     """Mean causal attention from the prompt's queries, at most 1,024 of them, evenly spaced.
 
     H2O's column sums divided by the number of queries, so that the scale does not grow with the
@@ -34,11 +34,14 @@ class MeanAttention(LayerScorer):
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """Evenly spaced positions, int64 [P]; those before the region do not see it."""
-        probes = prompt_samples(prefill.spans.length, self.max_queries)
+        return self._probes(prefill.spans, region)
+
+    def _probes(self, spans: PromptSpans, region: Region) -> Tensor:
+        probes = prompt_samples(spans.length, self.max_queries)
         return probes[probes >= region.start]
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Group means [G, N], not normalised."""
-        per_head = attention_sums(prefill, layer, self.asks(prefill, region, memory), region)
-        per_head = per_head / min(self.max_queries, prefill.spans.length)
-        return reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads)
+        per_head = attention_sums(capture, self._probes(capture.spans, region), region)
+        per_head = per_head / min(self.max_queries, capture.spans.length)
+        return reduce(per_head, "(g n) t -> g t", "mean", g=capture.kv_heads)

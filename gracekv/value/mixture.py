@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import field
-from functools import reduce
-from operator import or_
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError
-from gracekv.prefill import Needs, Prefill, Region
-from gracekv.value.base import SCORERS, LayerScorer, Memory, Scorer
+from gracekv.prefill import LayerCapture, Region
+from gracekv.value.base import SCORERS, Memory, Scorer, part_scores
 from gracekv.value.mean_attention import MeanAttention
 from gracekv.value.read_ahead import ReadAhead
 
@@ -20,7 +18,7 @@ Rule = Literal["sum", "rms", "geometric", "max"]
 
 
 @SCORERS.register("mixture", works_sharded=True)
-class Mixture(LayerScorer):
+class Mixture(Scorer):
     """Sum, root of summed squares, geometric mean or maximum of other scores.
 
     Scores are not normalised: they should be on one scale (attention shares are), except under
@@ -55,20 +53,13 @@ class Mixture(LayerScorer):
             )
 
     @property
-    def by_layer(self) -> bool:
-        return all(scorer.by_layer for scorer in self.scorers)
+    def parts(self) -> tuple[Scorer, ...]:
+        """The scorers that are combined."""
+        return self.scorers
 
-    def needs(self) -> Needs:
-        """What all scorers need."""
-        return reduce(or_, (scorer.needs() for scorer in self.scorers), Needs())
-
-    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
-        """What all scorers ask, int64 [P]."""
-        return torch.cat([scorer.asks(prefill, region, memory) for scorer in self.scorers])
-
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """The combined scores [G, N]."""
-        scores = [scorer.layer(prefill, layer, region, memory) for scorer in self.scorers]
+        scores = [part_scores(part, capture, region, memory) for part in self.parts]
         return combine_scores(scores, self.weights or (1.0,) * len(scores), self.rule)
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from einops import reduce
 from torch import Tensor
 
 from gracekv.errors import ConfigError
-from gracekv.prefill import Needs, Prefill, Region, depth_layers
+from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region, depth_layers
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, Scorer, TokenScores, attention_sums, mean_seed_scores
+from gracekv.value.base import (
+    SCORERS,
+    Memory,
+    Scorer,
+    TokenScores,
+    attention_sums,
+    mean_seed_scores,
+)
 
 
 @SCORERS.register("multi_hop", works_sharded=True)
@@ -68,13 +77,31 @@ class MultiHop(Scorer):
             later_queries=self._propagates,
         )
 
+    @property
+    def compares_layers(self) -> bool:
+        """Hops start from scores that are summed over all layers."""
+        return self._propagates
+
+    def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
+        """The direct probes, int64 [P]."""
+        return torch.tensor(self._probes(prefill.spans))
+
+    def _probes(self, spans: PromptSpans) -> Sequence[int]:
+        return spans.direct_probes(self.question_probes, self.tail_probes)
+
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
+        """s-hat [G, N], the direct relevance in one layer, Eq. (V2)."""
+        per_head = attention_sums(capture, self._probes(capture.spans), region)
+        score = reduce(per_head, "(g n) t -> g t", "sum", g=capture.kv_heads)
+        return score / (score.sum(-1, keepdim=True) + self.epsilon)
+
     def __call__(self, prefill: Prefill, region: Region) -> TokenScores:
         """R and S-hat.
 
         Raises `MissingCaptureError` without the seeds' queries, `PromptError` if the prompt has no
         question and `tail_probes` is 0.
         """
-        direct = self._direct(prefill, region)
+        direct = super().__call__(prefill, region).scores
         seed_scores = mean_seed_scores(direct, self.epsilon, prefill.shard)
         if self._propagates:
             propagated = self._propagated(prefill, region, seed_scores)
@@ -88,18 +115,6 @@ class MultiHop(Scorer):
     @property
     def _propagates(self) -> bool:
         return self.hops > 0 and self.lambda_graph > 0
-
-    def _direct(self, prefill: Prefill, region: Region) -> Tensor:
-        """s-hat [L, G, N], Eq. (V2)."""
-        probes = prefill.spans.direct_probes(self.question_probes, self.tail_probes)
-        prefill = prefill.with_queries(probes)
-        device = prefill.keys[0].device
-        scores = []
-        for layer in range(prefill.layers):
-            per_head = attention_sums(prefill, layer, probes, region)
-            score = reduce(per_head, "(g n) t -> g t", "sum", g=prefill.kv_heads)
-            scores.append((score / (score.sum(-1, keepdim=True) + self.epsilon)).to(device))
-        return torch.stack(scores)
 
     def _propagated(self, prefill: Prefill, region: Region, seed_scores: Tensor) -> Tensor:
         """d [N], Eq. (V5) before normalisation."""
@@ -117,7 +132,7 @@ class MultiHop(Scorer):
             positions = seeds.cpu() + region.start
             view = prefill.with_queries(positions, layers)
             per_layer = [
-                attention_sums(view, layer, positions, region, weights) for layer in layers
+                attention_sums(view.layer(layer), positions, region, weights) for layer in layers
             ]
             score = torch.stack([per_head.sum(0).to(score.device) for per_head in per_layer]).sum(0)
             score = prefill.shard.sum(score).masked_fill(reached, 0)  # only new tokens count

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gracekv.prefill import Prefill
+from gracekv.prefill import LayerCapture, Prefill
 from gracekv.value.base import SENSITIVITIES, Sensitivity
 
 
@@ -20,8 +20,12 @@ class NoSensitivity(Sensitivity):
     Cost: none.
     """
 
-    by_layer: ClassVar[bool] = True
+    compares_layers: ClassVar[bool] = False
 
     def __call__(self, prefill: Prefill) -> Tensor:
         """Ones [L, G]."""
-        return torch.ones(prefill.layers, prefill.kv_heads, device=prefill.keys[0].device)
+        return torch.stack([self.layer(x).to(prefill.keys[0].device) for x in prefill])
+
+    def layer(self, capture: LayerCapture) -> Tensor:
+        """Ones [G]."""
+        return torch.ones(capture.kv_heads, dtype=torch.float32, device=capture.keys.device)

@@ -15,7 +15,7 @@ from gracekv.prefill.observer import (
     LayerObserver,
     Part,
     Projection,
-    Reading,
+    Source,
     TokenRun,
 )
 from gracekv.registry import bounded
@@ -26,7 +26,7 @@ from gracekv.value.base import SENSITIVITIES, Sensitivity
 class ProjectionNorms(LayerObserver):
     """||W_O^{l,h}||_F of each query head's part of the output projection, float32 [L, H]."""
 
-    reads: ClassVar[frozenset[Reading]] = frozenset({"projection"})
+    reads: ClassVar[frozenset[Source]] = frozenset({"projection"})
     part: ClassVar[Part] = "projections"
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:
@@ -57,7 +57,7 @@ class ProjectedNorms(LayerObserver):
     o_u are attention outputs at `PromptSpans.question_probes`.
     """
 
-    reads: ClassVar[frozenset[Reading]] = frozenset({"outputs", "projection"})
+    reads: ClassVar[frozenset[Source]] = frozenset({"outputs", "projection"})
     part: ClassVar[Part] = "projections"
 
     def shape(self, prefill: Prefill) -> tuple[int | None, ...]:

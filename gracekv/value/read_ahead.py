@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from gracekv.errors import ConfigError
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
+from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums
 
 Kernel = Literal["geometric", "flat"]
 
 
 @SCORERS.register("read_ahead", works_sharded=True)
-class ReadAhead(LayerScorer):
+class ReadAhead(Scorer):
     """Attention from the prompt's end, spread to the tokens that follow the attended ones.
 
     The question's last tokens attend to where an answer begins. Its later tokens are attended to
@@ -65,20 +65,23 @@ class ReadAhead(LayerScorer):
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """The probes, int64 [P]. Raises `PromptError` if the prompt has none."""
-        return torch.tensor(prefill.spans.direct_probes(self.question_probes, self.tail_probes))
+        return self._probes(prefill.spans)
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def _probes(self, spans: PromptSpans) -> Tensor:
+        return torch.tensor(spans.direct_probes(self.question_probes, self.tail_probes))
+
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Attention shares [G, N], not normalised; what goes to the prefix is not spread.
 
         Raises `PromptError` if the prompt has no such probe.
         """
-        heads, probes = prefill.kv_heads, self.asks(prefill, region, memory)
+        heads, probes = capture.kv_heads, self._probes(capture.spans)
         score = torch.zeros(())
         if self.max_weight < 1:
-            sums = attention_sums(prefill, layer, probes, region, power=self.power)
+            sums = attention_sums(capture, probes, region, power=self.power)
             score = reduce(sums, "(g n) t -> g t", "mean", g=heads) / len(probes)
         if self.max_weight > 0:
-            largest = attention_sums(prefill, layer, probes, region, power=self.power, maximum=True)
+            largest = attention_sums(capture, probes, region, power=self.power, maximum=True)
             largest = reduce(largest, "(g n) t -> g t", "max", g=heads)
             score = torch.lerp(score.to(largest.device), largest, self.max_weight)
         return spread_ahead(score, self.lookahead, self.kernel) ** (1.0 / self.power)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import LayerCapture, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, Memory, Scorer
 
 
 @SCORERS.register("recency", works_sharded=True)
-class Recency(LayerScorer):
+class Recency(Scorer):
     """The first 4 prompt tokens as sinks, then the later the better (StreamingLLM).
 
     Top-k keeps the sinks that lie outside the prompt's prefix (the prefix is always kept) and the
@@ -27,11 +27,11 @@ class Recency(LayerScorer):
 
     sinks: int = bounded(4, at_least=0, hint="StreamingLLM's is 4; 0 keeps recent tokens alone.")
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]."""
-        device = prefill.keys[layer].device
+        device = capture.keys.device
         rank = torch.arange(1, region.length + 1, dtype=torch.float64, device=device)
         sinks = min(max(0, self.sinks - region.start), region.length)
         # Sinks rank above all others, the earliest first.
         rank[:sinks] = region.length + torch.arange(sinks, 0, -1, device=device)
-        return (rank / rank.sum()).float().expand(prefill.kv_heads, -1)
+        return (rank / rank.sum()).float().expand(capture.kv_heads, -1)

@@ -15,11 +15,11 @@ from einops import reduce
 from torch import Tensor
 
 from gracekv.kernels.softmax_sums import softmax_columns
-from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.needs import region_samples
 from gracekv.prefill.observer import Part, Passes, PassObserver, TokenRun
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, Memory, Scorer
 from gracekv.value.kvzip_two_pass import repetitions
 
 
@@ -66,7 +66,7 @@ def _keep(found: list[Tensor], inside: Tensor, layer: int, run: TokenRun) -> Non
 
 
 @SCORERS.register("repeated_attention", works_sharded=True)
-class RepeatedAttention(LayerScorer):
+class RepeatedAttention(Scorer):
     """Root mean square of the attention that a real repetition of the context pays.
 
     Over queries and over the query heads of a KV head; the softmax runs over the compressible
@@ -87,11 +87,11 @@ class RepeatedAttention(LayerScorer):
         """The queries of the second pass."""
         return Needs.observed(RepeatedQueries(self.count))
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """[G, N], not normalised. Raises `MissingCaptureError` without the second pass."""
-        keys = prefill.keys[layer][:, region.start : region.end].contiguous()
-        queries = prefill.observation(RepeatedQueries(self.count))[layer].to(keys.device)
+        keys = capture.keys[:, region.start : region.end].contiguous()
+        queries = capture.observation(RepeatedQueries(self.count)).to(keys.device)
         seen = torch.full((queries.shape[1],), region.length)
-        asked, softcap = queries.float() * prefill.scale, prefill.softcap
+        asked, softcap = queries.float() * capture.scale, capture.softcap
         squares = softmax_columns(asked, keys, seen, power=2.0, softcap=softcap) / len(seen)
         return reduce(squares, "(g n) t -> g t", "mean", g=len(keys)).sqrt()

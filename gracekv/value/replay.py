@@ -15,15 +15,15 @@ from einops import reduce
 from torch import Tensor
 
 from gracekv.kernels.softmax_sums import softmax_columns
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, Region
 from gracekv.prefill.needs import region_samples
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory
+from gracekv.value.base import SCORERS, Memory, Scorer
 from gracekv.value.read_ahead import ReadAhead
 
 
 @SCORERS.register("replay", works_sharded=True)
-class Replay(LayerScorer):
+class Replay(Scorer):
     """Attention of the context's queries, moved to the prompt's end; likely answers weigh more.
 
     Root mean square over queries, or another power mean: dropping a token that one query needs
@@ -68,34 +68,36 @@ class Replay(LayerScorer):
         return own | self.query_scorer.needs()
 
     @property
-    def by_layer(self) -> bool:
-        return self.uniform_weight == 1 or self.likely_layers > 0
+    def compares_layers(self) -> bool:
+        """Whether layers above tell a layer its likely tokens."""
+        return self.uniform_weight < 1 and not self.likely_layers
 
     def asks(self, prefill: Prefill, region: Region, memory: Memory) -> Tensor:
         """The queries of all layers, int64 [P]."""
         if self.uniform_weight < 1:
             prefill = prefill.with_queries(self.query_scorer.asks(prefill, region, memory))
-        layers = range(prefill.layers)
-        chosen = [self.select_queries(prefill, x, region, memory)[0] for x in layers]
+            for capture in prefill:
+                self._note_likely(capture, region, memory)
+        chosen = [self.select_queries(capture, region, memory)[0] for capture in prefill]
         union: Tensor = torch.cat(chosen).unique()
         return union
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Power means of attention [G, N], not normalised."""
-        at, weights = self.select_queries(prefill, layer, region, memory)
-        powers = replayed_powers(prefill, layer, at, weights, region, self.mean_power)
+        at, weights = self.select_queries(capture, region, memory)
+        powers = replayed_powers(capture, at, weights, region, self.mean_power)
         means: Tensor = powers.pow_(1 / self.mean_power)
         return means
 
     def select_queries(
-        self, prefill: Prefill, layer: int, region: Region, memory: Memory
+        self, capture: LayerCapture, region: Region, memory: Memory
     ) -> tuple[Tensor, Tensor]:
         """Positions of the queries, int64 [Q] ascending on the CPU; weights float32 [Q], sum 1."""
         if self.uniform_weight == 1:
             at = region_samples(region, self.max_queries)
             return at, torch.full((len(at),), 1 / len(at))
-        shard = prefill.shard
-        likely = self._likely(prefill, layer, region, memory).double().cpu() ** self.power
+        shard = capture.shard
+        likely = self._likely(capture, region, memory).double().cpu() ** self.power
         count = min(self.max_queries, region.length)
         spaced = region_samples(region, self.max_queries // 2) - region.start
         # Ties toward the earlier token, as everywhere: a stable sort.
@@ -112,15 +114,22 @@ class Replay(LayerScorer):
         # Processes run these tokens together, so the positions must not differ.
         return shard.from_first(positions), shard.from_first(weights)
 
-    def _likely(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
-        """float32 [N]: how likely each token is to appear in the answer, as seen by `layer`."""
-        rows = memory.setdefault(("likely", self.query_scorer, region), [])
-        count = layer + 1 if self.likely_layers else prefill.layers
-        while len(rows) < count:
-            best = self.query_scorer.layer(prefill, len(rows), region, memory).amax(dim=0)
-            rows.append(prefill.shard.maximum(best).to(prefill.keys[0].device))
-        # The last 0 rows of a list are all of it.
-        return torch.stack(rows[:count][-self.likely_layers :]).mean(dim=0)
+    def _note_likely(
+        self, capture: LayerCapture, region: Region, memory: Memory
+    ) -> dict[int, Tensor]:
+        """Add this layer's likelihood of each token, float32 [N], to those of other layers."""
+        rows: dict[int, Tensor] = memory.setdefault(("likely", self.query_scorer, region), {})
+        if capture.number not in rows:
+            best = self.query_scorer.layer(capture, region, memory).amax(dim=0)
+            rows[capture.number] = capture.shard.maximum(best).to(capture.info.device)
+        return rows
+
+    def _likely(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
+        """float32 [N]: how likely each token is to appear in the answer, as this layer sees it."""
+        rows, last = self._note_likely(capture, region, memory), capture.number
+        first = last - self.likely_layers
+        read = [x for n, x in rows.items() if first < n <= last or not self.likely_layers]
+        return torch.stack(read).mean(dim=0)
 
 
 def _normalised(weights: Tensor) -> Tensor:
@@ -128,8 +137,7 @@ def _normalised(weights: Tensor) -> Tensor:
 
 
 def replayed_powers(
-    prefill: Prefill,
-    layer: int,
+    capture: LayerCapture,
     at: Tensor,
     weights: Tensor,
     region: Region,
@@ -141,8 +149,7 @@ def replayed_powers(
     query heads.
 
     Args:
-        prefill: H query heads over G KV heads, T tokens.
-        layer: 0-based.
+        capture: a layer of H query heads over G KV heads, T tokens.
         at: int64 [Q] absolute positions of the queries.
         weights: [Q].
         region: the N tokens that are scored.
@@ -150,14 +157,10 @@ def replayed_powers(
 
     Raises `MissingCaptureError` if a query was not captured.
     """
-    queries = prefill.queries_at(layer, at).float() * prefill.scale
-    moved = (
-        prefill.rope_of(layer)
-        .moved(at, prefill.spans.length - 1)
-        .rotate(queries, torch.arange(len(at)))
-    )
-    seen = torch.full_like(at, prefill.spans.length)
-    logits = prefill.logits_of(layer)
-    columns = softmax_columns(moved, prefill.keys[layer], seen, weights, power=power, **logits)
+    queries = capture.queries_at(at).float() * capture.scale
+    moved = capture.rope.moved(at, capture.spans.length - 1).rotate(queries, torch.arange(len(at)))
+    seen = torch.full_like(at, capture.spans.length)
+    logits = capture.logits
+    columns = softmax_columns(moved, capture.keys, seen, weights, power=power, **logits)
     inside = columns[:, region.start : region.end]
-    return reduce(inside, "(g n) t -> g t", "mean", g=prefill.kv_heads)
+    return reduce(inside, "(g n) t -> g t", "mean", g=capture.kv_heads)

@@ -9,9 +9,9 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from gracekv.kernels.logits import capped, softmax
-from gracekv.prefill import Needs, Prefill, Region
+from gracekv.prefill import LayerCapture, Needs, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory, rank_scores
+from gracekv.value.base import SCORERS, Memory, Scorer, rank_scores
 from gracekv.value.column_sums import ColumnSums
 
 # Queries per block.
@@ -19,7 +19,7 @@ _ROWS = 32
 
 
 @SCORERS.register("scissorhands", works_sharded=True)
-class Scissorhands(LayerScorer):
+class Scissorhands(Scorer):
     """How many of the last 400 queries pay a token at least uniform attention (Scissorhands).
 
     Query i finds token t important if its attention is 1 / (i + 1) or more. Counts are averaged
@@ -43,35 +43,34 @@ class Scissorhands(LayerScorer):
         """The history's queries, and column sums for the ties."""
         return Needs(last_queries=self.history) | ColumnSums().needs()
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Ranks as scores [G, N]."""
-        sums = ColumnSums().layer(prefill, layer, region, memory)
-        counts = self._counts(prefill, layer, region)
+        sums = ColumnSums().layer(capture, region, memory)
+        counts = self._counts(capture, region)
         # Two stable sorts: if both are equal, the earlier token stays first.
         by_sum = sums.sort(dim=-1, descending=True, stable=True).indices
         by_count = counts.gather(-1, by_sum).sort(dim=-1, descending=True, stable=True).indices
         return rank_scores(by_sum.gather(-1, by_count))
 
-    def _counts(self, prefill: Prefill, layer: int, region: Region) -> Tensor:
+    def _counts(self, capture: LayerCapture, region: Region) -> Tensor:
         """int64 [G, N]: queries and query heads that find each token important."""
-        length, groups = prefill.spans.length, prefill.kv_heads
-        device = prefill.keys[layer].device
+        length, groups = capture.spans.length, capture.kv_heads
+        device = capture.keys.device
         counts = torch.zeros(groups, region.length, dtype=torch.int64, device=device)
-        for first in range(prefill.spans.last(self.history).start, length, _ROWS):
+        for first in range(capture.spans.last(self.history).start, length, _ROWS):
             probes = torch.arange(first, min(first + _ROWS, length))
-            shares = attention_probabilities(prefill, layer, probes)[..., region.start : region.end]
+            shares = attention_probabilities(capture, probes)[..., region.start : region.end]
             uniform = (1.0 / (probes + 1)).to(device)[:, None]
             important = reduce(shares >= uniform, "(g n) p t -> g t", "sum", g=groups)
             counts[:, : important.shape[-1]] += important
         return counts
 
 
-def attention_probabilities(prefill: Prefill, layer: int, probes: Sequence[int] | Tensor) -> Tensor:
+def attention_probabilities(capture: LayerCapture, probes: Sequence[int] | Tensor) -> Tensor:
     """pi: attention of each probe over the tokens up to its own position, float32 [H, P, S].
 
     Args:
-        prefill: H query heads that share G KV heads.
-        layer: 0-based.
+        capture: a layer whose H query heads share G KV heads.
         probes: P >= 1 absolute positions.
 
     S = max(probes) + 1, since no probe sees a later key. Columns after a probe's own position are
@@ -81,14 +80,14 @@ def attention_probabilities(prefill: Prefill, layer: int, probes: Sequence[int] 
     Raises `MissingCaptureError` if a probe's query was not captured.
     """
     at = torch.as_tensor(probes, dtype=torch.int64, device="cpu")
-    keys, heads = prefill.keys[layer], prefill.kv_heads
+    keys, heads = capture.keys, capture.kv_heads
     after, stop = int(at.min()) + 1, int(at.max()) + 1
-    queries = prefill.queries_at(layer, at).float() * prefill.scale
+    queries = capture.queries_at(at).float() * capture.scale
     # One product per KV head for all query heads that share it: K is never repeated.
     shared = rearrange(queries, "(g n) p d -> g (n p) d", g=heads)
     logits = shared @ keys[:, :stop].float().transpose(1, 2)
     logits = rearrange(logits, "g (n p) s -> (g n) p s", p=len(at))
-    finish = prefill.logits_of(layer)
+    finish = capture.logits
     logits, sinks = capped(logits, finish["softcap"]), finish["sinks"]
     # All probes see the keys up to the earliest one; only the columns after it need a mask.
     unseen = torch.arange(after, stop) > at[:, None]

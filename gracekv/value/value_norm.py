@@ -6,14 +6,14 @@ from dataclasses import field
 
 from torch import Tensor
 
-from gracekv.prefill import Prefill, Region
+from gracekv.prefill import LayerCapture, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, DerivedScorer, Memory, Scorer
+from gracekv.value.base import SCORERS, Memory, Scorer, part_scores
 from gracekv.value.read_ahead import ReadAhead
 
 
 @SCORERS.register("value_norm", works_sharded=True)
-class ValueNorm(DerivedScorer):
+class ValueNorm(Scorer):
     """Another score times ||v||: how much dropping a token changes the head's output.
 
     Norms of values grow with depth, and so does the residual stream. Absolute norms drop the
@@ -38,12 +38,17 @@ class ValueNorm(DerivedScorer):
         0.0, at_least=0, at_most=1, hint="0: absolute norms; 1: relative to the layer's mean."
     )
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    @property
+    def parts(self) -> tuple[Scorer, ...]:
+        """The scorer whose scores are multiplied."""
+        return (self.scorer,)
+
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Weighted scores [G, N], not normalised."""
-        scores = self.scorer.layer(prefill, layer, region, memory)
-        norms = prefill.values[layer][:, region.start : region.end].float().norm(dim=-1)
+        scores = part_scores(self.scorer, capture, region, memory)
+        norms = capture.values[:, region.start : region.end].float().norm(dim=-1)
         if self.relative > 0:
-            mean = prefill.shard.mean(norms.mean())
+            mean = capture.shard.mean(norms.mean())
             norms = norms / mean.clamp_min(1e-12) ** self.relative
         if self.power != 1:
             norms = norms**self.power

@@ -9,16 +9,16 @@ from einops import reduce
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.prefill import Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import LayerCapture, Needs, Prefill, PromptSpans, Region
 from gracekv.registry import bounded
-from gracekv.value.base import SCORERS, LayerScorer, Memory, attention_sums
+from gracekv.value.base import SCORERS, Memory, Scorer, attention_sums
 
 Observation = Literal["prompt_tail", "context_tail"]
 Pooling = Literal["max", "avg", "none"]
 
 
 @SCORERS.register("window_attention", works_sharded=True)
-class WindowAttention(LayerScorer):
+class WindowAttention(Scorer):
     """Mean attention from the last 32 prompt positions, max-pooled over 7 tokens (SnapKV).
 
     The mean over the window and over the query heads of a KV head comes before pooling. Only tokens
@@ -60,11 +60,11 @@ class WindowAttention(LayerScorer):
         """The observation queries, int64 [P]."""
         return torch.tensor(self.observers(prefill.spans))
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Pooled attention [G, N], not normalised."""
-        observers = self.observers(prefill.spans)
-        per_head = attention_sums(prefill, layer, observers, region) / len(observers)
-        return self._pooled(reduce(per_head, "(g n) t -> g t", "mean", g=prefill.kv_heads))
+        observers = self.observers(capture.spans)
+        per_head = attention_sums(capture, observers, region) / len(observers)
+        return self._pooled(reduce(per_head, "(g n) t -> g t", "mean", g=capture.kv_heads))
 
     def _pooled(self, score: Tensor) -> Tensor:
         """[G, N] -> [G, N]."""

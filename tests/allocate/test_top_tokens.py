@@ -1,5 +1,7 @@
 """Single tokens selected without trees are those of the auction over trees, to the last tie."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -70,14 +72,15 @@ def test_the_auction_over_trees_keeps_the_same_tokens(seed, kind, weights, budge
 
 @pytest.mark.parametrize("recipe", TOKEN_RECIPES)
 @pytest.mark.parametrize("ratio", [1.3, 4])
-def test_recipes_need_no_trees_and_keep_the_same_entries(recipe, ratio, monkeypatch):
+def test_recipes_need_no_trees_and_keep_the_same_entries(recipe, ratio):
     prefill = synthetic_prefill(layers=2, kv_heads=2, context=90, dim=8, seed=4)
     fast = Pipeline.named(recipe).run(prefill, Budget.ratio(ratio))
     assert fast.forest is None
     if fast.plan.keeps_all:
         pytest.skip("quantised, all entries fit")
-    monkeypatch.setattr(Pipeline, "_selects_tokens", lambda *_: False)
-    slow = Pipeline.named(recipe).run(prefill, Budget.ratio(ratio))
+    # A certificate needs the trees.
+    certified = dataclasses.replace(Pipeline.named(recipe), certify=True)
+    slow = certified.run(prefill, Budget.ratio(ratio))
     assert slow.forest is not None
     for name in ("spent", "floor_spent", "utility", "bytes", "metadata_bytes"):
         assert getattr(fast.accounting, name) == getattr(slow.accounting, name)

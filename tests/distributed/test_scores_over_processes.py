@@ -56,7 +56,7 @@ def test_sensitivities(name):
 
 def test_reference_queries_are_the_same_in_every_process():
     queries = ReferenceQueries(replay=Replay(max_queries=12), tail=4)
-    whole = queries(PREFILL, 1, REGION, {})
-    for mine in in_threads(4, lambda shard: queries(part(shard), 1, REGION, {})):
+    whole = queries(PREFILL.layer(1), REGION, {})
+    for mine in in_threads(4, lambda shard: queries(part(shard).layer(1), REGION, {})):
         assert torch.equal(mine.positions, whole.positions)
         torch.testing.assert_close(mine.weights, whole.weights)

@@ -14,6 +14,7 @@ from gracekv.fit.values import ridge
 from gracekv.pipeline import Pipeline
 from gracekv.testing import synthetic_prefill
 from gracekv.value import Replay
+from support.fitting import fitted_cache
 
 QUERIES = ReferenceQueries(Replay(max_queries=12), tail=3)
 
@@ -55,13 +56,13 @@ def test_equals_least_squares_in_float64(
         if mass is None
         else ValuesAndMass(queries, trust, trust_read, mass)
     )
-    got = fitter(prefill, region, cache)
+    got = fitted_cache(fitter, prefill, region, cache)
     memory = {}
     for number, packed in enumerate(cache.layers):
-        chosen = queries(prefill, number, region, memory)
+        chosen = queries(prefill.layer(number), region, memory)
         for head in range(prefill.kv_heads):
             values, log_m = reference.fitted_head(
-                prefill, number, head, packed, region, chosen, trust, trust_read, mass
+                prefill.layer(number), head, packed, region, chosen, trust, trust_read, mass
             )
             own = got.layers[number].head(head)
             torch.testing.assert_close(own[1].double(), values, rtol=2e-3, atol=2e-3)
@@ -72,7 +73,7 @@ def test_equals_least_squares_in_float64(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_values_and_masses_of_the_region_change(name, dtype):
     prefill, region, cache = compressed(dtype=dtype, seed=3)
-    fitted = FITTERS.build(name)(prefill, region, cache)
+    fitted = fitted_cache(FITTERS.build(name), prefill, region, cache)
     for old, new in zip(cache.layers, fitted.layers, strict=True):
         free = (old.positions >= region.start) & (old.positions < region.end)
         assert torch.equal(old.keys[~free], new.keys[~free])
@@ -87,7 +88,7 @@ def test_only_values_and_masses_of_the_region_change(name, dtype):
 
 def test_without_a_fit_the_cache_is_the_packed_one():
     prefill, region, cache = compressed(seed=1)
-    same = FITTERS.build("none")(prefill, region, cache)
+    same = fitted_cache(FITTERS.build("none"), prefill, region, cache)
     assert all(a is b for a, b in zip(same.layers, cache.layers, strict=True))
     assert Pipeline.named("gracekv").fit == FITTERS.build("none")
 
@@ -106,8 +107,8 @@ def test_fitted_values_bring_the_outputs_nearer():
     from gracekv.fit.attended import attended
 
     fitter, memory = Values(QUERIES, 0.05), {}
-    references = [fitter.reference(prefill, x, region, memory) for x in range(prefill.layers)]
-    fitted = fitter(prefill, region, cache)
+    references = [fitter.reference(prefill.layer(x), region, memory) for x in range(prefill.layers)]
+    fitted = fitted_cache(fitter, prefill, region, cache)
     for number in range(prefill.layers):
         errors = []
         for packed in (cache.layers[number], fitted.layers[number]):
@@ -129,7 +130,7 @@ def test_degenerate_heads_stay_finite():
     broken = dataclasses.replace(prefill, keys=tuple(keys))
     packed = Pipeline.named("gracekv-plus").run(broken, Budget.ratio(3)).cache
     for name in FITTERS:
-        for layer in FITTERS.build(name)(broken, region, packed).layers:
+        for layer in fitted_cache(FITTERS.build(name), broken, region, packed).layers:
             assert bool(layer.values.isfinite().all())
             assert bool(layer.log_multiplicity.isfinite().all())
 

@@ -15,6 +15,7 @@ from gracekv.pipeline import Pipeline
 from gracekv.testing import synthetic_prefill
 from gracekv.value import RepeatedAttention
 from gracekv.value.repeated_attention import RepeatedQueries
+from support.fitting import fitted_cache
 
 OBSERVED = RepeatedQueries(512)
 
@@ -69,7 +70,8 @@ def published(K, V, Q, indices, least, most, iterations):
 def test_equals_the_public_formulas(seed, group, ratio, bounds):
     prefill = read(seed, group)
     region, cache = packed(prefill, ratio)
-    got = LeastSquares(least=bounds[0], most=bounds[1], steps=bounds[2])(prefill, region, cache)
+    fitter = LeastSquares(least=bounds[0], most=bounds[1], steps=bounds[2])
+    got = fitted_cache(fitter, prefill, region, cache)
     inside = slice(region.start, region.end)
     for layer, head in [(0, 0), (1, 1)]:
         _, values, positions, log_m = got.layers[layer].head(head)
@@ -105,13 +107,14 @@ def test_scores_are_the_root_mean_square_of_attention_among_the_context(seed, gr
 def test_sinks_and_tokens_outside_the_region_do_not_count():
     prefill = read(3)
     region, cache = packed(prefill, 3)
-    plain = LeastSquares()(prefill, region, cache)
+    plain = fitted_cache(LeastSquares(), prefill, region, cache)
     sinks = tuple(torch.full((prefill.query_heads,), 3.0) for _ in range(2))
     values = tuple(x.clone() for x in prefill.values)
     for own in values:
         own[:, region.end :] += 1.0
     other = dataclasses.replace(prefill, sink_logits=sinks, values=values)
-    for one, two in zip(plain.layers, LeastSquares()(other, region, cache).layers, strict=True):
+    again = fitted_cache(LeastSquares(), other, region, cache)
+    for one, two in zip(plain.layers, again.layers, strict=True):
         torch.testing.assert_close(one.values, two.values, rtol=1e-3, atol=1e-3)
 
 
@@ -135,4 +138,4 @@ def test_bad_input_is_refused_by_name():
         RepeatedAttention()(prefill, prefill.spans.region(4))
     region, cache = packed(read(1), 3)
     with pytest.raises(MissingCaptureError, match="RepeatedQueries"):
-        LeastSquares()(prefill, region, cache)
+        fitted_cache(LeastSquares(), prefill, region, cache)

@@ -16,6 +16,7 @@ from gracekv.fit.regression import bounded_move, key_change
 from gracekv.fit.values import ridge
 from gracekv.pipeline import Pipeline
 from gracekv.testing import synthetic_prefill
+from support.fitting import fitted_cache
 
 
 def compressed(ratio=3, **sizes):
@@ -61,7 +62,7 @@ def published(q, k, v, mutable, target, weights, lam):
 def test_both_regressions_equal_the_public_formulas(seed, group, lam):
     prefill, region, cache = compressed(seed=seed, group=group)
     fitter, memory = Regression(penalty=lam), {}
-    reference = fitter.reference(prefill, 0, region, memory)
+    reference = fitter.reference(prefill.layer(0), region, memory)
     packed = cache.layers[0]
     seen = attended(reference, packed, region)
     free = fitter._free(seen)
@@ -88,7 +89,7 @@ def test_both_regressions_equal_the_public_formulas(seed, group, lam):
 def test_no_head_moves_beyond_its_cap(dtype):
     prefill, region, cache = compressed(dtype=dtype, seed=4)
     fitter = Regression()
-    reference = fitter.reference(prefill, 0, region, {})
+    reference = fitter.reference(prefill.layer(0), region, {})
     seen = attended(reference, cache.layers[0], region)
     free = fitter._free(seen)
     old = cache.layers[0].values.float()[seen.columns] * free[..., None]
@@ -108,10 +109,10 @@ def test_no_head_moves_beyond_its_cap(dtype):
 def test_the_queries_outputs_never_get_worse(seed, ratio):
     prefill, region, cache = compressed(ratio, seed=seed)
     fitter = Regression()
-    fitted = fitter(prefill, region, cache)
+    fitted = fitted_cache(fitter, prefill, region, cache)
     better = 0
     for number in range(prefill.layers):
-        reference, errors = fitter.reference(prefill, number, region, {}), []
+        reference, errors = fitter.reference(prefill.layer(number), region, {}), []
         for layer in (cache.layers[number], fitted.layers[number]):
             seen = attended(reference, layer, region)
             error = (seen.shares() @ seen.values - seen.output).square().sum(-1)

@@ -1,6 +1,7 @@
 """Cutting layer by layer keeps what one cut at the end keeps, ties included."""
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,26 +11,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracekv.allocate import Budget
+from gracekv.allocate import Budget, Selection
+from gracekv.allocate.top_tokens import entry_gains, top_tokens
 from gracekv.pipeline import Pipeline
-from gracekv.pipeline.layerwise import LayerwiseCompression, why_whole
+from gracekv.pipeline.compression import Compression, holds_all
 from gracekv.prefill import Needs
 from gracekv.segment.surprisal import Surprisal
 from gracekv.testing import synthetic_prefill
-from gracekv.value import LayerScorer
+from gracekv.value import Scorer
 from support.thread_exchange import in_threads
 
 
 @dataclass(frozen=True)
-class Tied(LayerScorer):
+class Tied(Scorer):
     """Scores of few values, so that most are ties."""
 
     works_sharded: ClassVar[bool] = True
 
     levels: int = 3
 
-    def layer(self, prefill, layer, region, memory):
-        norms = prefill.keys[layer][:, region.start : region.end].norm(dim=-1)
+    def layer(self, capture, region, memory):
+        norms = capture.keys[:, region.start : region.end].norm(dim=-1)
         return (norms * 7).floor() % self.levels
 
 
@@ -43,30 +45,26 @@ class Late(Tied):
         return Needs.observed(Surprisal())
 
 
-def view(prefill, layer):
-    """`prefill` with the tokens of one layer alone, as a driver shows it."""
-    parts = {
-        name: tuple(x if i == layer else x[:, :0] for i, x in enumerate(getattr(prefill, name)))
-        for name in ("keys", "values", "queries")
-    }
-    observed = {
-        x: seen[layer : layer + 1].expand(prefill.layers, *seen.shape[1:])
-        for x, seen in prefill.observed.items()
-        if layer < prefill.layers and len(seen) == prefill.layers
-    }
-    return dataclasses.replace(prefill, observed=observed, **parts)
+def layerwise(pipeline, prefill, budget):
+    """The run over layers that come one after the other, and whose tensors are only lent."""
+    made = Compression(pipeline, pipeline.plan(prefill, budget))
+    for capture in prefill:
+        lent = {name: getattr(capture, name).clone() for name in ("keys", "values", "queries")}
+        made.layer(dataclasses.replace(capture, **lent))
+        for tensor in lent.values():
+            tensor.fill_(torch.nan)
+    return made.finish((), {})
 
 
-def layerwise(pipeline, prefill, budget, held=None):
-    """The run over layers that come one after the other."""
-    made = LayerwiseCompression(pipeline, budget)
-    for layer in range(prefill.layers):
-        made.layer(view(prefill, layer), layer)
-        if held is not None:
-            region = prefill.spans.region(pipeline.plan(prefill, budget).recent)
-            places = torch.cat([x.positions for x in made._packed])
-            held.append(int(((places >= region.start) & (places < region.end)).sum()))
-    return made.finish(view(prefill, prefill.layers))
+def held(pipeline, prefill, budget):
+    """The run over a prefill, of which all layers are there when the entries are chosen."""
+    plan = pipeline.plan(prefill, budget)
+    region = prefill.spans.region(plan.recent)
+    scored = pipeline.value(prefill, region)
+    caps = pipeline.quota(scored.scores, plan)
+    omega = pipeline.sensitivity(prefill)
+    kept = top_tokens(scored.scores, omega, plan.base, caps, elastic=pipeline.elastic)
+    return Selection.of_tokens(kept, region.start)
 
 
 def assert_same_entries(got, want):
@@ -97,12 +95,18 @@ def test_the_running_cut_is_the_cut_at_the_end(seed, ratio, levels, quota, elast
     pipeline = dataclasses.replace(
         Pipeline.from_dict({**fields, "fit": "none"}, base=base), value=Tied(levels)
     )
-    budget, held = Budget.ratio(ratio), []
-    got, want = layerwise(pipeline, prefill, budget, held), pipeline.run(prefill, budget)
-    assert_same_entries(got, want)
-    assert got.accounting.utility == want.accounting.utility
-    # No more is ever held than the budget, whatever ties.
-    assert max(held) <= want.plan.base
+    budget = Budget.ratio(ratio)
+    got, want = layerwise(pipeline, prefill, budget), held(pipeline, prefill, budget)
+    for name in ("offsets", "start"):
+        assert torch.equal(getattr(got.selection, name), getattr(want, name))
+    gains = entry_gains(got.relevance.scores, got.relevance.sensitivity, want)
+    assert math.isclose(got.accounting.utility, float(gains.sum()), rel_tol=1e-12)
+    assert_same_entries(got, pipeline.run(prefill, budget))
+    for layer, capture in zip(got.cache.layers, prefill, strict=True):
+        for head in range(layer.heads):
+            keys, values, positions, _ = layer.head(head)
+            assert torch.equal(keys, capture.keys[head, positions.long()])
+            assert torch.equal(values, capture.values[head, positions.long()])
 
 
 @pytest.mark.parametrize("recipe", ["gracekv-plus", "gracekv-agnostic"])
@@ -161,7 +165,7 @@ def test_processes_make_one_cut(ranks, levels):
         ({}, "cam", "it does more than choose"),
         ({}, "fullkv", "it keeps everything"),
         ({"value": "multi_hop"}, "snapkv", r"'multi_hop' \(value\) compare layers"),
-        ({"value": "kvzip_two_pass"}, "snapkv", r"'kvzip_two_pass' \(value\) compare"),
+        ({"value": "kvzip_two_pass"}, "snapkv", "the model runs once more"),
         ({"value": "draft_attention"}, "snapkv", "the model runs once more"),
         ({"quota": "density"}, "h2o", r"'density' \(quota\) compare layers"),
         ({"value": Late()}, "snapkv", "reads the decoder's output, which comes last"),
@@ -170,17 +174,17 @@ def test_processes_make_one_cut(ranks, levels):
         (
             {"quota": "pyramid", "precision": {"name": "uniform", "bits": 4}},
             "snapkv",
-            "shares follow from how many entries its bytes buy",
+            "its quotas depend on how many entries the bytes buy",
         ),
     ],
 )
 def test_what_needs_all_layers_says_why(fields, base, reason):
-    own = isinstance(fields.get("value"), LayerScorer)
+    own = isinstance(fields.get("value"), Scorer)
     pipeline = Pipeline.from_dict({} if own else fields, base=base)
     pipeline = dataclasses.replace(pipeline, **fields) if own else pipeline
     prefill = synthetic_prefill(context=200, dim=32, dtype=torch.bfloat16)
     plan = pipeline.plan(prefill, Budget.ratio(4))
-    assert re.search(reason, why_whole(pipeline, plan, 128))
+    assert re.search(reason, holds_all(pipeline, plan, 128))
 
 
 @pytest.mark.parametrize("quota", ["global", "per_head"])
@@ -190,7 +194,7 @@ def test_bytes_and_shares_that_only_grow_are_cut_as_they_come(quota):
         {"quota": quota, "precision": {"name": "uniform", "bits": 4}}, base="snapkv"
     )
     budget = Budget.ratio(6)
-    assert why_whole(pipeline, pipeline.plan(prefill, budget), 128) is None
+    assert holds_all(pipeline, pipeline.plan(prefill, budget), 128) is None
     got, want = layerwise(pipeline, prefill, budget), pipeline.run(prefill, budget)
     assert got.accounting.spent_bytes == want.accounting.spent_bytes
     for mine, other in zip(got.cache.layers, want.cache.layers, strict=True):

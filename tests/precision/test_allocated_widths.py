@@ -89,7 +89,7 @@ def test_the_loss_is_that_of_rounding_a_sample():
     prefill = synthetic_prefill(context=90, dim=16, layers=2, kv_heads=2, group=2, seed=3)
     region = prefill.spans.region(4)
     codings = AllocatedPrecision(group=8).codings
-    got = torch.cat([rounding_loss(prefill, layer, region, codings) for layer in range(2)])
+    got = torch.cat([rounding_loss(prefill.layer(layer), region, codings) for layer in range(2)])
     asking = list(prefill.spans.last(16))
     for unit in range(4):
         layer, head = divmod(unit, 2)
@@ -172,18 +172,20 @@ def test_numbers_that_cannot_be_rounded_are_refused(bad):
     prefill = synthetic_prefill(context=60, dim=8, layers=2)
     prefill.keys[1][:, 8:50, 3] = bad
     region, precision = prefill.spans.region(4), AllocatedPrecision(group=8)
-    measured = [precision.measured(prefill, layer, region) for layer in range(2)]
+    measured = [precision.measured(capture, region) for capture in prefill]
     kept = torch.ones(2, prefill.kv_heads, region.length, dtype=torch.bool)
     offered = Selection.of_tokens(kept, region.start)
     with pytest.raises(NonFiniteError, match="Use precision 'full'"):
-        precision.allocate(prefill, measured, offered, torch.ones(offered.entries), 1000)
+        precision.allocate(prefill.info, measured, offered, torch.ones(offered.entries), 1000)
 
 
 def test_values_that_are_all_alike_lose_nothing_but_by_their_keys():
     prefill = synthetic_prefill(context=60, dim=8, layers=1)
     prefill.keys[0].fill_(1.5)
     prefill.values[0].fill_(-0.75)
-    loss = rounding_loss(prefill, 0, prefill.spans.region(4), AllocatedPrecision(group=8).codings)
+    loss = rounding_loss(
+        prefill.layer(0), prefill.spans.region(4), AllocatedPrecision(group=8).codings
+    )
     assert torch.equal(loss, torch.zeros_like(loss))
 
 

@@ -46,7 +46,7 @@ def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, si
     region = prefill.spans.region(packed.plan.recent)
     memory = {}
     for number, layer in enumerate(packed.cache.layers):
-        chosen = QUERIES(prefill, number, region, memory)
+        chosen = QUERIES(prefill.layer(number), region, memory)
         inside = (layer.positions >= max(3, region.start)) & (layer.positions < region.end)
         counts = torch.bincount(
             torch.arange(layer.heads).repeat_interleave(layer.lengths)[inside],
@@ -58,7 +58,7 @@ def test_equals_least_squares_over_rounded_keys_in_float64(seed, group, bits, si
         as_read = dataclasses.replace(layer, keys=read)
         for head in range(prefill.kv_heads):
             values, log_m = fitting.fitted_head(
-                prefill, number, head, as_read, region, chosen, FIT.trust, FIT.trust_read,
+                prefill.layer(number), head, as_read, region, chosen, FIT.trust, FIT.trust_read,
                 FIT.mass_trust,
             )  # fmt: skip
             own = slice(int(layer.offsets[head]), int(layer.offsets[head + 1]))

@@ -20,6 +20,7 @@ from gracekv.errors import (  # noqa: E402
 from gracekv.hf import attach, detach  # noqa: E402
 from gracekv.hf.capture import EVERYTHING, capture  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
+from gracekv.prefill.base import seconds_by_stage  # noqa: E402
 from gracekv.prefill.fingerprint import differences, fingerprint  # noqa: E402
 from gracekv.prefill.projection import Projection  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
@@ -67,7 +68,11 @@ def test_the_capture_is_the_stock_forward_pass(attention, rope):
     torch.testing.assert_close(surprisal[1:].double(), expected, rtol=0, atol=1e-4)
     assert surprisal[0] == 0
     assert set(prefill.seconds) == {"prefill", *EVERYTHING.observers}
-    assert set(prefill.seconds_for(EVERYTHING)) == {"prefill", "surprisal", "projections"}
+    assert set(seconds_by_stage(prefill.seconds, EVERYTHING)) == {
+        "prefill",
+        "surprisal",
+        "projections",
+    }
 
 
 def test_queries_scale_and_outputs_fit_together():

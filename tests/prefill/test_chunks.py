@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 from gracekv import Budget, Pipeline  # noqa: E402
 from gracekv.errors import CaptureMemoryError, ConfigError  # noqa: E402
 from gracekv.hf.capture import EVERYTHING, capture  # noqa: E402
+from gracekv.pipeline.compression import Compression  # noqa: E402
 from gracekv.prefill import Needs, partial_attention  # noqa: E402
 from gracekv.prefill.options import CaptureOptions  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
@@ -192,14 +193,15 @@ def test_a_run_frees_hidden_states_before_it_packs():
         return prefill
 
     watched = []
-    before = type(pipeline.pack).__call__
+    before = type(pipeline.pack).layer
 
     def packing(self, *args):
         alive.extend(ref() is not None for ref in watched[0])
         return before(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(pipeline.pack), "__call__", packing)
-        pipeline.run(captured(), Budget.ratio(4))
+        patch.setattr(type(pipeline.pack), "layer", packing)
+        plan = pipeline.plan_for(model, prompt.without_tail().spans, Budget.ratio(4))
+        Compression(pipeline, plan).run(captured())
     assert alive
     assert not any(alive)

@@ -8,6 +8,7 @@ transformers = pytest.importorskip("transformers")
 from gracekv.errors import UnsupportedModelError  # noqa: E402
 from gracekv.hf.capture import capture  # noqa: E402
 from gracekv.prefill import Needs  # noqa: E402
+from gracekv.prefill.base import seconds_by_stage  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
 from gracekv.value.draft_attention import Draft  # noqa: E402
@@ -38,7 +39,7 @@ def test_equals_the_attention_of_a_stock_generation(attention, rope):
     model.generation_config.eos_token_id = None
     want, _ = stock(eager, prompt, 5)
     prefill = capture(model, prompt, Needs.observed(Draft(5)))
-    assert set(prefill.seconds_for(Needs.observed(Draft(5)))) == {"prefill", "draft"}
+    assert set(seconds_by_stage(prefill.seconds, Needs.observed(Draft(5)))) == {"prefill", "draft"}
     draft = prefill.observation(Draft(5))
     assert draft.shape == (3, 2, 5, 55)
     assert draft.dtype == torch.float32

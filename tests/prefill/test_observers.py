@@ -124,7 +124,7 @@ def test_a_driver_refuses_what_it_cannot_give_by_name():
     with pytest.raises(
         ObserverError,
         match=r"BlockInput\(depth=0.5\) reads hidden, and an engine's worker gives outputs "
-        r"\(see gracekv\.prefill\.observer\.Reading\)\. Ask less\.",
+        r"\(see gracekv\.prefill\.observer\.Source\)\. Ask less\.",
     ):
         check_observers(
             {BlockInput(0.5)}, frozenset({"outputs"}), "an engine's worker", "Ask less."
@@ -174,6 +174,6 @@ def test_layers_without_an_observer_make_no_run():
     assert [found.reads("hidden", layer) for layer in range(4)] == [False, False, True, False]
     for layer in (0, 1, 3):
         found.add(layer, lambda: pytest.fail("A run was made."))
-    run = prefill.run_of(2, prefill.spans.region(0))
+    run = prefill.layer(2).run_of(prefill.spans.region(0))
     assert isinstance(run, TokenRun)
     assert replace(run, start=0).end == run.queries.shape[1]

@@ -14,6 +14,7 @@ from gracekv.errors import UnsupportedModelError  # noqa: E402
 from gracekv.hf import attach, detach  # noqa: E402
 from gracekv.hf.capture import capture  # noqa: E402
 from gracekv.prefill import Needs, Region, partial_attention  # noqa: E402
+from gracekv.prefill.base import seconds_by_stage  # noqa: E402
 from gracekv.prefill.prompt import Prompt  # noqa: E402
 from gracekv.testing.models import tiny_llama  # noqa: E402
 from gracekv.value.kvzip_two_pass import Reconstruction, max_attention, repetitions  # noqa: E402
@@ -176,7 +177,7 @@ def test_the_capture_makes_the_pass_when_asked_and_says_what_it_took():
     model, prompt = tiny_llama(), prompt_of()
     prefill = capture(model, prompt, NEEDS)
     assert prefill.observation(Reconstruction()).shape == (2, 2, 55)
-    assert set(prefill.seconds_for(NEEDS)) == {"prefill", "reconstruction"}
+    assert set(seconds_by_stage(prefill.seconds, NEEDS)) == {"prefill", "reconstruction"}
     best = prefill.observation(Reconstruction())
     assert bool(((best > 0) & (best <= 1)).all())
     plain = capture(model, prompt, Needs())

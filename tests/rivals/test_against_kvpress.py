@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from gracekv.allocate import BudgetPlan, Pyramid
 from gracekv.prefill import Region
-from gracekv.value import ColumnSums, Scorer, TokenScores, WindowAttention
+from gracekv.value import ColumnSums, Scorer, WindowAttention
 from support.kvpress_cases import RATIOS, WINDOW, assert_same_kept, exactly, ours, theirs
 
 
@@ -73,10 +73,12 @@ def test_chunkkv_of_whole_chunks(case, kvpress_module, ratio):
 class AverageColumns(Scorer):
     """Column sums over the number of queries that see the token."""
 
-    def __call__(self, prefill, region):
-        scores = ColumnSums()(prefill, region)
-        seen_by = prefill.spans.length - torch.arange(region.start, region.end)
-        return TokenScores(scores.scores / seen_by, scores.seed_scores)
+    def needs(self):
+        return ColumnSums().needs()
+
+    def layer(self, capture, region, memory):
+        scores = ColumnSums().layer(capture, region, memory)
+        return scores / (capture.spans.length - torch.arange(region.start, region.end))
 
 
 def full_attention(case):

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from gracekv.value import Compactor, Critical, LagRelative, Scorer, TokenScores
+from gracekv.value import Compactor, Critical, LagRelative, Scorer
 from gracekv.value.critical import WrittenNorms
 from support.covering import LONG
 from support.kvpress_cases import RATIOS, ours, true_scores
@@ -82,8 +82,8 @@ class Drawn(Scorer):
 
     seed: int = 0
 
-    def __call__(self, prefill, region):
-        return TokenScores.from_scores(self.of(prefill)[..., region.start : region.end])
+    def layer(self, capture, region, memory):
+        return self.of(capture.info)[capture.number, :, region.start : region.end]
 
     def of(self, prefill):
         shape = (prefill.layers, prefill.kv_heads, prefill.spans.length)

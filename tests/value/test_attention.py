@@ -35,7 +35,7 @@ def small(seed, kv_heads=2, group=2, dtype=torch.float32):
 )
 def test_probabilities_match_the_definition(seed, kv_heads, group, dtype, probes):
     prefill = small(seed, kv_heads, group, dtype)
-    fast = attention_probabilities(prefill, 1, probes)
+    fast = attention_probabilities(prefill.layer(1), probes)
     assert fast.dtype == torch.float32
     assert fast.shape == (kv_heads * group, len(probes), max(probes) + 1)
     for head in range(prefill.query_heads):
@@ -58,7 +58,7 @@ def test_probabilities_match_the_definition(seed, kv_heads, group, dtype, probes
 def test_attention_sums_match_the_definition(seed, bounds, probes, power, maximum):
     prefill, region = small(seed), Region(bounds[0], bounds[1] + 1)
     weights = torch.rand(len(probes), generator=torch.Generator().manual_seed(seed))
-    fast = attention_sums(prefill, 0, probes, region, weights, power=power, maximum=maximum)
+    fast = attention_sums(prefill.layer(0), probes, region, weights, power=power, maximum=maximum)
     for head in range(prefill.query_heads):
         rows = torch.zeros(len(probes), prefill.spans.length, dtype=torch.float64)
         for i, probe in enumerate(probes):
@@ -72,7 +72,7 @@ def test_attention_sums_match_the_definition(seed, bounds, probes, power, maximu
 @given(seed=st.integers(0, 2**32 - 1))
 def test_column_sums_equal_the_full_square(seed):
     prefill = small(seed)
-    square = attention_probabilities(prefill, 0, range(prefill.spans.length))
+    square = attention_probabilities(prefill.layer(0), range(prefill.spans.length))
     columns = prefill.observe(ReceivedAttention())
     torch.testing.assert_close(columns[0], square.sum(dim=1), **CLOSE)
 
@@ -81,11 +81,11 @@ def test_large_logits_do_not_overflow():
     prefill = small(0)
     for queries in prefill.queries:
         queries.mul_(1e4)
-    rows = attention_probabilities(prefill, 0, [20, 33])
+    rows = attention_probabilities(prefill.layer(0), [20, 33])
     torch.testing.assert_close(rows.sum(-1), torch.ones(4, 2))
 
 
 def test_names_the_positions_that_were_not_captured(without_context_queries):
     prefill = without_context_queries(small(0))
     with pytest.raises(MissingCaptureError, match=r"\[7\]"):
-        attention_sums(prefill, 0, [7, 33], Region(3, 20))
+        attention_sums(prefill.layer(0), [7, 33], Region(3, 20))

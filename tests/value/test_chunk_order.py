@@ -13,7 +13,6 @@ from gracekv.value import (
     ColumnSums,
     Recency,
     Scorer,
-    TokenScores,
     WindowAttention,
     reference,
 )
@@ -48,8 +47,8 @@ class Fixed(Scorer):
     def __init__(self, tokens):
         self.scores = torch.tensor(tokens)
 
-    def __call__(self, prefill, region):
-        return TokenScores.from_scores(self.scores)
+    def layer(self, capture, region, memory):
+        return self.scores[capture.number]
 
 
 def ranking(tokens, **fields):

@@ -32,12 +32,12 @@ def test_scores_equal_their_references(case):
     plain = dataclasses.replace(prefill, softcap=None, sink_logits=())
     region, probe = prefill.spans.region(2), prefill.spans.length - 3
     for layer in range(prefill.layers):
-        rows = attention_probabilities(prefill, layer, [probe])
+        rows = attention_probabilities(prefill.layer(layer), [probe])
         for head in range(prefill.query_heads):
             want = torch.tensor(reference.attention_probability(prefill, layer, head, probe))
             torch.testing.assert_close(rows[head, 0].double(), want.double(), rtol=1e-4, atol=1e-7)
     replay = Replay(uniform_weight=1.0, max_queries=9)
-    at, weights = replay.select_queries(prefill, 0, region, {})
+    at, weights = replay.select_queries(prefill.layer(0), region, {})
     window, columns, blocks = WindowAttention(window=5), ColumnSums(), BlockReplay(12)
     pairs = [
         (window, reference.window_attention(window, prefill, region).scores),

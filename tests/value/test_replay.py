@@ -35,7 +35,7 @@ def test_equals_the_reference(seed, group, queries, uniform_weight, power, dtype
     )
     got, memory = scorer(prefill, region).scores, {}
     for layer in range(prefill.layers):
-        at, weights = scorer.select_queries(prefill, layer, region, memory)
+        at, weights = scorer.select_queries(prefill.layer(layer), region, memory)
         want = reference.replay(prefill, at, weights, region, power)[layer]
         torch.testing.assert_close(got[layer].double(), want, rtol=2e-4, atol=1e-7)
 
@@ -52,7 +52,7 @@ def test_queries_are_few_distinct_and_inside_and_their_weights_sum_to_one(
     prefill = small(context=40, seed=seed)
     region = prefill.spans.region(4)
     scorer = Replay(max_queries=queries, uniform_weight=uniform_weight)
-    at, weights = scorer.select_queries(prefill, 1, region, {})
+    at, weights = scorer.select_queries(prefill.layer(1), region, {})
     assert len(at) == min(queries, 36)
     assert bool((at.diff() > 0).all())
     assert region.start <= int(at[0])
@@ -63,7 +63,7 @@ def test_queries_are_few_distinct_and_inside_and_their_weights_sum_to_one(
 
 def test_uniform_weights_do_not_read_the_question():
     prefill, region = small(), Region(2, 20)
-    at, weights = Replay(uniform_weight=1.0).select_queries(prefill, 0, region, {})
+    at, weights = Replay(uniform_weight=1.0).select_queries(prefill.layer(0), region, {})
     assert at.tolist() == list(range(2, 20))
     torch.testing.assert_close(weights, torch.full((18,), 1 / 18))
 
@@ -76,9 +76,11 @@ def test_likely_words_weigh_most(likely_layers, counted):
     prefill, region, memory = small(layers=3), Region(2, 20), {}
     query_scorer = ReadAhead(lookahead=3, max_weight=1.0)
     scorer = Replay(query_scorer, power=3.0, uniform_weight=0.0, likely_layers=likely_layers)
-    assert scorer.by_layer == (likely_layers > 0)
+    assert scorer.compares_layers == (likely_layers == 0)
+    if scorer.compares_layers:
+        scorer.asks(prefill, region, memory)
     for layer, (first, last) in enumerate(counted):
-        _, weights = scorer.select_queries(prefill, layer, region, memory)
+        _, weights = scorer.select_queries(prefill.layer(layer), region, memory)
         likely = query_scorer(prefill, region).scores.amax(1)[first:last].mean(0)
         assert_same_order(weights.argsort(), likely.argsort(), likely)
         torch.testing.assert_close(weights, likely**3 / (likely**3).sum(), rtol=1e-4, atol=1e-7)
@@ -92,7 +94,7 @@ def test_a_query_finds_what_came_after_it():
     later = int(keys[0, 9:20].norm(dim=-1).argmax()) + 9
     plain = prefill.rope.unrotate(keys[:, later : later + 1], last)
     prefill.queries[0][:, 8] = 50 * prefill.rope.rotate(plain, torch.tensor([8]))[:, 0]
-    squares = replayed_powers(prefill, 0, torch.tensor([8]), torch.ones(1), Region(2, 20))
+    squares = replayed_powers(prefill.layer(0), torch.tensor([8]), torch.ones(1), Region(2, 20))
     assert int(squares[0].argmax()) + 2 == later
 
 

@@ -42,7 +42,7 @@ def test_equals_the_reference(seed, context, recent, window, observation, poolin
 def test_the_mean_over_the_group_comes_before_max_pooling():
     prefill, region = small(), Region(3, 20)
     scorer = WindowAttention(window=6, kernel=3)
-    heads = attention_probabilities(prefill, 0, range(33, 39)).mean(1)[:, 3:20]
+    heads = attention_probabilities(prefill.layer(0), range(33, 39)).mean(1)[:, 3:20]
     by_group = torch.stack([heads[:2].mean(0), heads[2:].mean(0)])
 
     def pool(rows):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gracekv.prefill import LayerObserver, Needs, Prefill, PromptSpans, Region
+from gracekv.prefill import LayerCapture, LayerObserver, Needs, Prefill, PromptSpans, Region
 from gracekv.prefill.observer import Accumulator, TokenRun
-from gracekv.value import SCORERS, LayerScorer, Memory
+from gracekv.value import SCORERS, Memory, Scorer
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Turns:
 
 @SCORERS.register("turning_values")
 @dataclass(frozen=True)
-class TurningValues(LayerScorer):
+class TurningValues(Scorer):
     """Tokens whose value turns away from the one before first, each head by its own.
 
     Source: ours.
@@ -54,7 +54,7 @@ class TurningValues(LayerScorer):
     def needs(self) -> Needs:
         return Needs.observed(ValueTurns())
 
-    def layer(self, prefill: Prefill, layer: int, region: Region, memory: Memory) -> Tensor:
+    def layer(self, capture: LayerCapture, region: Region, memory: Memory) -> Tensor:
         """Scores [G, N]; `MissingCaptureError` if the values' turns were not captured."""
-        turns = prefill.observation(ValueTurns())[layer, :, region.start : region.end]
+        turns = capture.observation(ValueTurns())[:, region.start : region.end]
         return turns.clamp_min(0)

@@ -37,10 +37,10 @@ def test_what_was_not_there_is_shown_the_captured_values():
     prefill = synthetic_prefill()
     region = prefill.spans.region(4)
     with pytest.raises(MissingCaptureError, match=r"ValueTurns\(\) has not observed"):
-        TurningValues().layer(prefill, 0, region, {})
+        TurningValues().layer(prefill.layer(0), region, {})
     seen = prefill.with_observations({ValueTurns()})
     scores = TurningValues()(prefill, region).scores
-    torch.testing.assert_close(scores[1], TurningValues().layer(seen, 1, region, {}))
+    torch.testing.assert_close(scores[1], TurningValues().layer(seen.layer(1), region, {}))
 
 
 @pytest.mark.parametrize("recipe", ["rare_tokens", "turning_values"])

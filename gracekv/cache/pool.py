@@ -1,0 +1,203 @@
+"""`EntryPool`: the best entries of the layers so far, in tensors of a fixed size.
+
+Where a global top-k chooses among single tokens, a token that is not among the best B of the layers
+so far is not among the best B of all. So a layer's tokens compete with the entries in the pool;
+those that win overwrite the keys and values of those that lose. Nothing is read back from the
+device until all layers have come. Source: ours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gracekv.allocate.ranking import first_fitting
+from gracekv.allocate.selection import Selection
+from gracekv.allocate.top_tokens import largest
+from gracekv.cache.base import RaggedEntries
+from gracekv.kernels.ragged import offsets
+from gracekv.prefill import CaptureInfo, LayerCapture, Region
+
+# Gain of a token that cannot be kept.
+_OUT = -1.0
+# Gain of a token in place of infinity, which only tokens outside the region have.
+_LARGEST = torch.finfo(torch.float64).max
+
+
+class EntryPool:
+    """Keys and values of the `budget` best tokens of a region, and of all tokens outside it.
+
+    Ties go to the earlier layer, head and token. Beside keys and values an entry takes 24 bytes:
+    its gain, its place (layer, head and token as one number) and the slot of its key and value.
+    Entries are held in ascending order of places, slots in none.
+
+    Args:
+        info: of the sequence; T tokens, L layers, G heads.
+        region: positions that compete.
+        budget: most entries of the region in all heads, those of other processes included.
+    """
+
+    def __init__(self, info: CaptureInfo, region: Region, budget: int) -> None:
+        self._info, self._budget = info, budget
+        # Decoding feeds the last prompt token again, so it is no entry.
+        self._covered, self._region = info.spans.length - 1, region
+        outside = region.start + max(0, self._covered - region.end)
+        self._fixed = info.kv_heads * outside
+        self._gain = torch.empty(0, dtype=torch.float64, device=info.device)
+        self._place = torch.empty(0, dtype=torch.int64, device=info.device)
+        self._slot = self._place
+        self._keys = self._values = torch.empty(0, 0, dtype=info.dtype, device=info.device)
+        self._devices: list[torch.device] = []
+        self._selection: Selection | None = None
+
+    def add(self, capture: LayerCapture, gains: Tensor, allowed: Tensor) -> None:
+        """Let the tokens of the next layer compete.
+
+        Args:
+            capture: the layer.
+            gains: float64 [G, N], of the region's tokens, at least 0.
+            allowed: bool [G, N], which of them may be kept.
+        """
+        info, device = self._info, self._info.device
+        self._devices.append(capture.keys.device)
+        heads, length = info.kv_heads, info.spans.length
+        own = torch.full((heads, length), torch.inf, dtype=torch.float64, device=device)
+        own[:, self._covered :] = _OUT
+        gains = torch.where(allowed, gains, _OUT).nan_to_num(
+            0.0, posinf=torch.finfo(gains.dtype).max
+        )
+        own[:, self._region.start : self._region.end] = gains
+        known = len(self._place)
+        gain = torch.cat([self._gain, own.flatten()])
+        first = capture.number * heads * length
+        place = torch.arange(first, first + heads * length, device=device)
+        place = torch.cat([self._place, place])
+        count, gain = self._count(gain, place, known)
+        self._reserve(count, own.numel(), capture)
+
+        stays = largest(gain, count)
+        # Slots of losers, and those that are new, go to the winners in order.
+        every = torch.arange(len(gain) + 1, device=device)
+        leaves = torch.cat([~stays[:known], torch.ones_like(stays[: count - known])])
+        slots = torch.cat([self._slot, every[known:count]])
+        free = _compacted(slots, leaves, count)
+        wins = stays[known:]
+        rank = (wins.cumsum(0) - 1).clamp(min=0)
+        # Losers are written to one spare slot, so that nothing depends on how many win.
+        target = torch.where(wins, free[rank], len(self._keys) - 1)
+        for pool, rows in ((self._keys, capture.keys), (self._values, capture.values)):
+            pool.index_copy_(0, target, rows.to(device).flatten(0, 1))
+        kept = _compacted(every[:-1], stays, count)
+        self._gain, self._place = gain[kept], place[kept]
+        self._slot = torch.cat([self._slot, target])[kept]
+
+    def _count(self, gain: Tensor, place: Tensor, known: int) -> tuple[int, Tensor]:
+        """How many rows stay, and the gains [n], `_OUT` where other processes' entries are better.
+
+        There are as many rows as slots; those of gain `_OUT` are empty.
+        """
+        shard, layers = self._info.shard, len(self._devices)
+        limit = self._budget + layers * self._fixed * shard.ranks
+        if shard.ranks == 1:
+            return min(limit, len(gain)), gain
+        at = (gain > _OUT).nonzero().flatten()
+        length, heads = self._info.spans.length, self._info.kv_heads
+        ties = shard.among_all(place[at] // length, heads) * length + place[at] % length
+        fits = first_fitting(gain[at], ties, torch.ones_like(at), limit, shard)
+        gain = torch.full_like(gain, _OUT).index_copy_(0, at, torch.where(fits, gain[at], _OUT))
+        return max(known, int(fits.sum())), gain
+
+    def _reserve(self, count: int, new: int, capture: LayerCapture) -> None:
+        """Make room for `count` entries and a spare slot."""
+        if count < len(self._keys):
+            return
+        shard, layers = self._info.shard, self._info.layers
+        size = min(self._budget // shard.ranks + layers * self._fixed, layers * new)
+        size = max(size, count, 2 * len(self._keys) if len(self._keys) else 0) + 1
+        for name, like in (("_keys", capture.keys), ("_values", capture.values)):
+            held: Tensor = getattr(self, name)
+            made = held.new_empty(size, like.shape[-1])
+            if len(held):
+                made[: len(held)] = held
+            setattr(self, name, made)
+
+    def selection(self) -> Selection:
+        """The entries of the region. The first call waits for the device, once."""
+        if self._selection is None:
+            info, length = self._info, self._info.spans.length
+            counts = self._per_head(self._gain > _OUT)
+            total = int(counts.sum())
+            valid = self._gain > _OUT
+            self._gain, self._place, self._slot = (
+                _compacted(x, valid, total) for x in (self._gain, self._place, self._slot)
+            )
+            counts -= self._fixed // info.kv_heads
+            position = (self._place % length).to(torch.int32)
+            start = _compacted(position, self._inside(position), int(counts.sum()))
+            bounds = (self._region.start, self._region.end)
+            self._selection = Selection(info.layers, info.kv_heads, bounds, offsets(counts), start)
+        return self._selection
+
+    def _inside(self, position: Tensor) -> Tensor:
+        """bool [n], as `position` [n]: which of them lie in the region."""
+        return (position >= self._region.start) & (position < self._region.end)
+
+    def _per_head(self, mask: Tensor) -> Tensor:
+        """int64 [L*G] on the CPU: how many rows of each head `mask` (bool, a row each) holds."""
+        counts = torch.zeros(
+            self._info.layers * self._info.kv_heads, dtype=torch.int64, device=mask.device
+        )
+        return counts.index_add_(0, self._place // self._info.spans.length, mask.long()).cpu()
+
+    def utility(self) -> float:
+        """Summed gains of the region's entries."""
+        inside = self._inside(self._place % self._info.spans.length)
+        return float(_compacted(self._gain, inside, self.selection().entries).sum())
+
+    def pop(self, chosen: Selection) -> list[tuple[RaggedEntries, Tensor]]:
+        """The packed entries of each layer: those `chosen`, and all tokens outside the region.
+
+        Called once: it frees the pool.
+
+        Args:
+            chosen: entries of `selection()`.
+
+        Returns:
+            For each layer its E entries, and int64 [E], which of the chosen each is; -1: none.
+        """
+        info, length = self._info, self._info.spans.length
+        own, position = self.selection(), self._place % length
+        inside = self._inside(position)
+        if chosen is not own:
+            wanted = chosen.head_of_entry().to(self._place.device) * length + chosen.start
+            at = torch.searchsorted(self._place, wanted)
+            outside, inside = ~inside, torch.zeros_like(inside).index_fill_(0, at, True)
+        else:
+            outside = ~inside
+        selected = torch.where(inside, inside.cumsum(0) - 1, -1)
+        # Decoding feeds the last prompt token again, so it is no entry.
+        stays = (inside | outside) & (position < self._covered)
+        counts = self._per_head(stays)
+        total = int(counts.sum())
+        slot = _compacted(self._slot, stays, total)
+        position = _compacted(position.to(torch.int32), stays, total)
+        selected = _compacted(selected, stays, total)
+        # One after the other, so that no more than half of the pool is held twice.
+        keys, self._keys = self._keys.index_select(0, slot), self._keys[:0].clone()
+        values, self._values = self._values.index_select(0, slot), self._values[:0].clone()
+        sizes = counts.view(info.layers, info.kv_heads)
+        columns = (keys, values, position, selected)
+        split = zip(*(x.split(sizes.sum(1).tolist()) for x in columns), strict=True)
+        layers = []
+        for device, heads, parts in zip(self._devices, sizes, split, strict=True):
+            own_keys, own_values, positions, index = (x.to(device) for x in parts)
+            mass = torch.zeros(len(index), dtype=torch.float32, device=device)
+            entries = RaggedEntries(own_keys, own_values, positions, mass, offsets(heads))
+            layers.append((entries, index))
+        return layers
+
+
+def _compacted(values: Tensor, mask: Tensor, count: int) -> Tensor:
+    """The `count` of `values` [n] where `mask` (bool [n]) holds, without waiting for the device."""
+    place = torch.where(mask, mask.cumsum(0) - 1, count)
+    return values.new_empty(count + 1).scatter_(0, place, values)[:count]

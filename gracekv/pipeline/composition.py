@@ -1,0 +1,132 @@
+"""`Composition`: one strategy a stage, and what follows from them alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gracekv.allocate import (
+    Allocator,
+    Budget,
+    BudgetPlan,
+    Floor,
+    NoFloor,
+    Quota,
+    RecentWindow,
+)
+from gracekv.backends import Auto, Backend
+from gracekv.cache import Packer
+from gracekv.decode import Decoder, NoCut
+from gracekv.errors import ConfigError
+from gracekv.fit import Fitter, NoFit
+from gracekv.precision import AllocatingPrecision, FullPrecision, Precision
+from gracekv.prefill import Needs, Prefill, PromptSpans
+from gracekv.prefill.model_layers import compressed_layers, head_sizes
+from gracekv.registry import Configurable
+from gracekv.segment import Curvature, Segmenter
+from gracekv.tree import Distortion, PrototypeRule, Refiner, Unit
+from gracekv.value import Scorer, Sensitivity
+from gracekv.value.column_sums import ReceivedAttention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composition(Configurable):
+    """One strategy a stage: the fields of a `Pipeline`.
+
+    Attributes:
+        segment: where the context is cut into slots.
+        value: the score of each token.
+        sensitivity: the weight of each KV head.
+        distortion: what merging or dropping an interval costs.
+        refine: into which children a node splits.
+        prototype: how the tokens of a node are merged.
+        floor: which exact tokens are protected before the auction.
+        quota: how many entries each head may hold.
+        allocate: which operations the budget buys.
+        pack: how a chosen node becomes an entry.
+        fit: how kept entries make up for dropped ones (ours; the paper's is `none`).
+        precision: how many bits their numbers take (ours; the paper's is `full`).
+        decode: what stays while generating under a `gracekv.Limit` that names no strategy (ours;
+            the paper's is `none`).
+        window: the recent window.
+        backend: the attention implementation that decoding reads the cache with.
+        keep_all: ignore the budget and keep everything (FullKV).
+        certify: also bound from above what any allocation over the same trees could reach, floor
+            or not: `accounting.bound` and `accounting.certified_ratio` (ours).
+        prune: do not grow what the greedy auction cannot reach (ours, exact: same entries, smaller
+            forest). Only where it holds: a greedy allocator without quota or certificate.
+    """
+
+    segment: Segmenter
+    value: Scorer
+    sensitivity: Sensitivity
+    distortion: Distortion
+    refine: Refiner
+    prototype: PrototypeRule
+    floor: Floor
+    quota: Quota
+    allocate: Allocator
+    pack: Packer
+    window: RecentWindow
+    fit: Fitter = field(default_factory=NoFit)
+    precision: Precision = field(default_factory=FullPrecision)
+    decode: Decoder = field(default_factory=NoCut)
+    backend: Backend = field(default_factory=Auto)
+    keep_all: bool = False
+    certify: bool = False
+    prune: bool = True
+
+    def check(self) -> None:
+        if self.keep_all and isinstance(self.precision, AllocatingPrecision):
+            raise ConfigError("keep_all has no budget to allocate bits by: use 'uniform'.")
+
+    def needs(self) -> Needs:
+        """What the capture must keep for this pipeline."""
+        if self.keep_all:
+            return Needs()
+        needs = self.segment.needs() | self.value.needs() | self.sensitivity.needs()
+        needs |= self.distortion.needs() | self.fit.needs() | self.pack.needs()
+        if self.quota.uses_column_sums:
+            needs |= Needs.observed(ReceivedAttention())
+        needs |= Needs(recent=self.window.size)
+        return needs | Curvature().needs() if self.refine.uses_curvature else needs
+
+    def plan(self, prefill: Prefill, budget: Budget) -> BudgetPlan:
+        """What `budget` comes to for this prefill; raises `BudgetError` if it is too small."""
+        info = prefill.info
+        heads, size = info.kv_heads * info.shard.ranks, info.dtype.itemsize
+        return self._plan(info.layers, heads, info.entry_dim, size, info.spans, budget)
+
+    def plan_for(self, model: Any, spans: PromptSpans, budget: Budget) -> BudgetPlan:
+        """As `plan`, from the model's config and the spans."""
+        _, heads, dim = head_sizes(model)
+        layers = len(compressed_layers(model))
+        return self._plan(layers, heads, dim, model.dtype.itemsize, spans, budget)
+
+    def _plan(
+        self, layers: int, heads: int, dim: int, size: int, spans: PromptSpans, budget: Budget
+    ) -> BudgetPlan:
+        """The entries of heads of dimension `dim`, whose numbers take `size` bytes."""
+        return budget.plan(
+            layers=layers,
+            heads=heads,
+            context=spans.context_length,
+            entry_bytes=2 * dim * size,
+            window=self.window,
+            costs=self.precision.entry_bytes(dim, size, spans),
+        )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether budget is left unspent rather than buy what gains nothing."""
+        return bool(getattr(self.allocate, "elastic", False))
+
+    @property
+    def keeps_or_drops(self) -> bool:
+        """Whether a slot of one token stays or goes at a gain of omega R, in one auction."""
+        return (
+            isinstance(self.distortion, Unit)
+            and isinstance(self.floor, NoFloor)
+            and self.allocate.prunable
+            and not self.certify
+        )

@@ -1,0 +1,199 @@
+"""`LayerCapture`: one layer of a captured sequence, the unit that compression works on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracekv.distributed.sharding import WHOLE, HeadShard
+from gracekv.errors import MissingCaptureError
+from gracekv.kernels.rope import Rope
+from gracekv.prefill.observer import Observer, TokenRun
+from gracekv.prefill.past import ADDED
+from gracekv.prefill.prompt import PromptSpans, Region
+
+ADVICE = (
+    "Capture for the pipeline that you run: gracekv.capture(model, prompt, needs=pipeline.needs())."
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CaptureInfo:
+    """Facts that all layers of a captured sequence share.
+
+    Attributes:
+        spans: prefix, context, question and tail.
+        layers: L, compressed layers.
+        kv_heads: G, this process's.
+        query_heads: H, this process's.
+        head_dim: d of the captured keys.
+        dtype: of keys and values.
+        device: the device of the first layer, where layers are compared.
+        query_positions: int64 [n] ascending, on the CPU: whose queries were captured.
+        scale: factor of q . k before the softmax (1/sqrt(d) in most models).
+        softcap: c of the logits c tanh(s q.k / c), or None.
+        token_ids: int64 [T], or None for a prefill built from tensors.
+        fingerprint: identifies model and tokenizer, for saved caches.
+        shard: which of all processes' KV heads these are; by default all.
+    """
+
+    spans: PromptSpans
+    layers: int
+    kv_heads: int
+    query_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    query_positions: Tensor
+    scale: float
+    softcap: float | None = None
+    token_ids: Tensor | None = None
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    shard: HeadShard = WHOLE
+
+    @property
+    def entry_dim(self) -> int:
+        """Dimension of a key as the cache stores it: the model's d.
+
+        Keys of a passage that follows packed entries carry 8 more numbers in the capture, which
+        tell how many tokens an entry stands for (see `gracekv.prefill.past`).
+        """
+        return self.head_dim - (ADDED if self.spans.past else 0)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of one K/V pair as it is stored."""
+        return 2 * self.entry_dim * self.dtype.itemsize
+
+    def query_rows(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Index of each of `wanted` (int64 [P], CPU) in `query_positions`, and whether it is there.
+
+        Returns int64 [P] and bool [P].
+        """
+        held = self.query_positions
+        if not len(held):
+            return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+        at = torch.searchsorted(held, wanted).clamp(max=len(held) - 1)
+        return at, held[at] == wanted
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCapture:
+    """One layer of a captured sequence: G KV heads, H query heads, T tokens, n captured queries.
+
+    Attributes:
+        info: facts of the whole sequence.
+        number: 0-based, among the compressed layers.
+        keys: [G, T, d], post-RoPE, in the model's dtype.
+        values: [G, T, d].
+        queries: [H, n, d], post-RoPE, at `info.query_positions`.
+        rope: the rotations that made `keys`.
+        sinks: [H] float32 sink logits, which join the softmax without a value, or None.
+        observed: the result of each observer for this layer, [...]; read it by `observation`.
+    """
+
+    info: CaptureInfo
+    number: int
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    rope: Rope
+    sinks: Tensor | None = None
+    observed: Mapping[Observer, Tensor] = field(default_factory=dict)
+
+    @property
+    def spans(self) -> PromptSpans:
+        """Prefix, context, question and tail."""
+        return self.info.spans
+
+    @property
+    def shard(self) -> HeadShard:
+        """Which of all processes' KV heads these are."""
+        return self.info.shard
+
+    @property
+    def scale(self) -> float:
+        """Factor of q . k before the softmax."""
+        return self.info.scale
+
+    @property
+    def softcap(self) -> float | None:
+        """Softcap of the logits, or None."""
+        return self.info.softcap
+
+    @property
+    def kv_heads(self) -> int:
+        """G."""
+        return len(self.keys)
+
+    @property
+    def query_heads(self) -> int:
+        """H."""
+        return len(self.queries)
+
+    @property
+    def group(self) -> int:
+        """n = H/G, query heads per KV head."""
+        return len(self.queries) // len(self.keys)
+
+    @property
+    def head_dim(self) -> int:
+        """d."""
+        return self.keys.shape[-1]
+
+    @property
+    def logits(self) -> dict[str, Any]:
+        """Arguments of `gracekv.kernels.logits` for the products of queries and keys."""
+        return {"softcap": self.softcap, "sinks": self.sinks}
+
+    def observation(self, observer: Observer) -> Tensor:
+        """The result of `observer` for this layer, [...].
+
+        Raises `MissingCaptureError` if it was not there.
+        """
+        found = self.observed.get(observer)
+        if found is None:
+            raise missing_observation(observer, self.observed)
+        return found
+
+    def queries_at(self, positions: Sequence[int] | Tensor) -> Tensor:
+        """[H, P, d] queries at absolute `positions`.
+
+        Raises `MissingCaptureError` if one of them was not captured.
+        """
+        wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
+        at, held = self.info.query_rows(wanted)
+        if not bool(held.all()) or self.queries.shape[1] != len(self.info.query_positions):
+            raise MissingCaptureError(
+                f"Queries of layer {self.number} at positions "
+                f"{wanted[~held][:5].tolist() or 'asked for'} were not captured. {ADVICE}"
+            )
+        return self.queries[:, at.to(self.queries.device)]
+
+    def run_of(self, region: Region) -> TokenRun:
+        """The queries of `region` and the keys that they attend to, as observers see tokens.
+
+        Raises `MissingCaptureError` if a query was not captured.
+        """
+        positions = self.info.query_positions
+        first = int(torch.searchsorted(positions, region.start))
+        held = positions[first : first + region.length]
+        if len(held) == region.length and int(held[-1]) == region.end - 1:
+            queries = self.queries[:, first : first + region.length]
+        else:
+            queries = self.queries_at(range(region.start, region.end))
+        return TokenRun(
+            region.start, queries, self.keys, self.values, self.rope, self.scale, **self.logits
+        )
+
+
+def missing_observation(observer: Observer, observed: Iterable[Observer]) -> MissingCaptureError:
+    """The error for an observation that was not captured."""
+    listed = ", ".join(sorted(map(repr, observed))) or "none"
+    return MissingCaptureError(
+        f"{observer!r} has not observed this prefill; {listed} did. {ADVICE}"
+    )
