@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,10 +53,10 @@ def build_forest(
 def _grow_all(
     context: TreeContext, distortion: Distortion, refiner: Refiner, pruner: Pruner
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """All nodes of all trees as in `Grown`, by name; and D^drop float64 [R]."""
+    """The columns that `grow` returns, by level, tree and start; and D^drop float64 [R]."""
     prefill, slots = context.prefill, context.partition.slots
     device = prefill.keys[0].device
-    grown: list[Grown] = []
+    grown: list[dict[str, Tensor]] = []
     workspaces: dict[torch.device, Workspace] = {}
     trees = prefill.layers * prefill.kv_heads * slots
     drop = torch.zeros(trees, dtype=torch.float64, device=device)
@@ -66,21 +66,16 @@ def _grow_all(
         workspace = workspaces.setdefault(own, Workspace(own))
         evaluator = distortion.evaluator(batch, workspace)
         with pruner.group(len(layers) / prefill.layers):
-            group, group_drop = grow(batch, evaluator, refiner, pruner)
+            columns, group_drop = grow(batch, evaluator, refiner, pruner)
         # The next group is gathered into the same memory.
         del evaluator
         drop[batch.tree_id.to(device)] = group_drop.to(device)
-        grown += group
-    columns = {
-        x.name: torch.cat([getattr(part, x.name).to(device) for part in grown])
-        for x in fields(Grown)
-    }
+        grown.append({name: x.to(device) for name, x in columns.items()})
     # What is copied is freed: nodes are held twice at most.
-    grown.clear()
-    del group
+    nodes = {name: torch.cat([part.pop(name) for part in grown]) for name in list(columns)}
     # Nodes of one tree and level come from one part, in order.
-    order = (columns["level"] * trees + columns["tree"]).argsort(stable=True)
-    return {name: columns.pop(name)[order] for name in list(columns)}, drop
+    order = (nodes["level"] * trees + nodes["tree"]).argsort(stable=True)
+    return {name: nodes.pop(name)[order] for name in list(nodes)}, drop
 
 
 def _forest(
@@ -110,86 +105,110 @@ def _forest(
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Grown:
-    """Nodes of some layers' trees, by level, tree and start.
-
-    Attributes:
-        level: int64 [V], 0 for roots.
-        tree: int64 [V], index in the forest.
-        start: int64 [V] absolute.
-        end: int64 [V] exclusive.
-        distortion: D float64 [V].
-        relevance: R float64 [V].
-        child_count: int64 [V].
-        split_gain: Delta_split float64 [V]; 0 for leaves. Eq. (A5).
-    """
-
-    level: Tensor
-    tree: Tensor
-    start: Tensor
-    end: Tensor
-    distortion: Tensor
-    relevance: Tensor
-    child_count: Tensor
-    split_gain: Tensor
-
-
 def grow(
     batch: TreeBatch, evaluator: DistortionEvaluator, refiner: Refiner, pruner: Pruner
-) -> tuple[list[Grown], Tensor]:
+) -> tuple[dict[str, Tensor], Tensor]:
     """Every level from the roots down, and D^drop float64 [B] of the roots.
 
-    Trees end in single tokens, or where `pruner` stops them.
+    Trees end in single tokens, or where `pruner` stops them. A GPU's host waits once a level, for
+    the number of nodes that split.
 
     Args:
         batch: the trees of some layers.
         evaluator: computes their distortion.
         refiner: how nodes split.
         pruner: the auction's threshold so far; the operations of these trees are added to it.
+
+    Returns:
+        The columns of `Forest` by name: level, tree, start, end, child_count, and float64
+        distortion, relevance and split_gain.
     """
     splitter = evaluator.splitter(refiner) or TableSplitter(batch, evaluator, refiner)
     nodes = batch.roots()
     roots = splitter.roots(nodes)
-    distortion, drop = roots.distortion, roots.drop
-    relevance = batch.relevance(nodes)
+    relevance, forced = batch.sums(nodes)
+    weight = batch.sensitivity[batch.head(nodes.tree)]
     # Key of the operation that made each node, and its key if paths to floor candidates are free.
-    key = batch.weighted(nodes.tree, relevance) * (drop - distortion).clamp(min=0)
-    forced = batch.holds_candidate(nodes)
-    free_key = torch.where(forced, torch.inf, key)
+    key = weight * relevance * (roots.drop - roots.distortion).clamp(min=0)
+    free_key = key.masked_fill(forced, torch.inf)
     pruner.add(key, torch.ones_like(nodes.tree))
-    levels: list[Grown] = []
+    places = torch.stack([nodes.tree, nodes.start, nodes.end])
+    numbers = torch.stack([roots.distortion, relevance, weight, key, free_key])
+    levels: list[_Level] = []
     while True:
-        inner = (nodes.length > 1) & (free_key >= pruner.threshold)
+        inner = (nodes.length > 1) & pruner.reaches(numbers[4])
         chosen = torch.nonzero(inner).flatten()
-        split = splitter(nodes[chosen], distortion[chosen]) if levels else roots.split(inner)
-        count = torch.zeros_like(nodes.tree)
-        count[chosen] = split.count
-
-        parent = rows(count)
-        gain = distortion.clone().index_add_(0, parent, split.distortion, alpha=-1.0)
-        gain = torch.where(count > 0, gain * batch.weighted(nodes.tree, relevance), 0.0)
-        slot_start = batch.slot_start[nodes.tree]
-        levels.append(
-            Grown(
-                level=torch.full_like(nodes.tree, len(levels)),
-                tree=batch.tree_id[nodes.tree],
-                start=slot_start + nodes.start,
-                end=slot_start + nodes.end,
-                distortion=distortion,
-                relevance=relevance,
-                child_count=count,
-                split_gain=gain,
-            )
-        )
-        if not len(parent):
-            return levels, drop
-        utility = gain.clamp(min=0) / (count - 1).clamp(min=1)
+        parents, forced = Nodes(*places[:, chosen]), forced[chosen]
+        distortion, relevance, weight, key, free_key = numbers[:, chosen]
+        if not len(chosen):
+            levels.append(_Level(places, numbers[:2], chosen, chosen, distortion))
+            break
+        split = splitter(parents, distortion, forced) if levels else roots.split(chosen, forced)
+        count = (split.start < split.end).sum(dim=1)
+        gain = distortion
+        for child in split.distortion.unbind(1):
+            gain = gain - child
+        gain = (gain * (weight * relevance)).masked_fill_(count == 0, 0.0)
+        levels.append(_Level(places, numbers[:2], chosen, count, gain))
+        size = split.start.shape
+        if not size[1]:
+            break
+        cost = (count - 1).clamp(min=1)
+        utility = gain.clamp(min=0) / cost
         key = torch.minimum(key, utility)
-        free_key = torch.where(forced, torch.inf, torch.minimum(free_key, utility))
-        is_split = count > 0
-        pruner.add(key[is_split], count[is_split] - 1)
-        nodes = Nodes(nodes.tree[parent], split.start, split.end)
-        distortion, relevance = split.distortion, batch.relevance(nodes)
-        key, free_key = key[parent], free_key[parent]
-        forced = batch.holds_candidate(nodes)
+        free_key = torch.minimum(free_key, utility).masked_fill_(forced, torch.inf)
+        pruner.add(key, cost)
+
+        places = torch.stack([parents.tree[:, None].expand(size), split.start, split.end])
+        places = places.flatten(1)
+        nodes = Nodes(*places)
+        relevance, forced = batch.sums(nodes)
+        own = (x[:, None].expand(size) for x in (weight, key, free_key))
+        numbers = torch.stack([split.distortion, relevance.view(size), *own]).flatten(1)
+    return _columns(batch, levels), roots.drop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Level:
+    """The nodes of one level.
+
+    Attributes:
+        places: int64 [3, n]: tree in the batch, and start and end relative to the slot. Where the
+            end is the start there is no node.
+        numbers: float64 [2, n]: distortion and relevance.
+        chosen: int64 [V], which of them split.
+        count: int64 [V], their children.
+        gain: float64 [V], their Delta_split, Eq. (A5).
+    """
+
+    places: Tensor
+    numbers: Tensor
+    chosen: Tensor
+    count: Tensor
+    gain: Tensor
+
+
+def _columns(batch: TreeBatch, levels: list[_Level]) -> dict[str, Tensor]:
+    """The levels of some trees as columns of a forest; `levels` is emptied."""
+    sizes = [level.places.shape[1] for level in levels]
+    begins = torch.tensor([0, *sizes[:-1]]).cumsum(0).tolist()
+    chosen = torch.cat([x.chosen + begin for x, begin in zip(levels, begins, strict=True)])
+    places = torch.cat([x.places for x in levels], dim=1)
+    numbers = torch.cat([x.numbers for x in levels], dim=1)
+    count = torch.zeros_like(places[0]).index_copy_(0, chosen, torch.cat([x.count for x in levels]))
+    gain = torch.zeros_like(numbers[0]).index_copy_(0, chosen, torch.cat([x.gain for x in levels]))
+    levels.clear()
+    number = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(count.device)
+    kept = torch.nonzero(places[1] < places[2]).flatten()
+    tree, start, end = places[:, kept]
+    first = batch.slot_start[tree]
+    return {
+        "level": number[kept],
+        "tree": batch.tree_id[tree],
+        "start": first + start,
+        "end": first + end,
+        "child_count": count[kept],
+        "distortion": numbers[0][kept],
+        "relevance": numbers[1][kept],
+        "split_gain": gain[kept],
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -58,10 +57,10 @@ DISTORTIONS = Registry("distortion", "what merging or dropping tokens costs", Di
 
 
 # Grids of fewer numbers are not divided by length: another call costs more than padding.
-_SMALL_GRID = 1 << 17
+_SMALL_GRID = {"cpu": 1 << 17, "cuda": 1 << 22}
 
-# Indices of nodes of similar length, and their costs.
-_Group = tuple[Tensor, IntervalCosts]
+# Indices of nodes of similar length (or all of them), and their costs.
+_Group = tuple[Tensor | slice, IntervalCosts]
 
 
 class TableSplitter(Splitter):
@@ -75,6 +74,7 @@ class TableSplitter(Splitter):
 
     def __init__(self, batch: TreeBatch, evaluator: DistortionEvaluator, refiner: Refiner) -> None:
         self._batch, self._evaluator, self._refiner = batch, evaluator, refiner
+        self._longest: int | None = None
 
     def roots(self, nodes: Nodes) -> RootCosts:
         groups = self._evaluated(nodes)
@@ -84,56 +84,78 @@ class TableSplitter(Splitter):
             distortion[index] = intervals.suffix[:, 0].double()
             drop[index] = intervals.drop.double()
 
-        def split(chosen: Tensor) -> Split:
-            return self._refined(nodes[chosen], distortion[chosen], _selected(groups, chosen))
+        def split(chosen: Tensor, forced: Tensor) -> Split:
+            own = _selected(groups, chosen, len(nodes))
+            return self._refined(nodes[chosen], distortion[chosen], forced, own)
 
         return RootCosts(distortion, drop, split)
 
-    def __call__(self, nodes: Nodes, distortion: Tensor) -> Split:
-        return self._refined(nodes, distortion, self._evaluated(nodes))
+    def __call__(self, nodes: Nodes, distortion: Tensor, forced: Tensor) -> Split:
+        return self._refined(nodes, distortion, forced, self._evaluated(nodes))
 
     def _evaluated(self, nodes: Nodes) -> list[_Group]:
-        return [(index, self._evaluator(nodes[index])) for index in _by_length(nodes.length)]
+        groups = [
+            (index, self._evaluator(nodes[index])) for index in _by_length(nodes, self._longest)
+        ]
+        # Children are no longer than their parents, which saves looking.
+        self._longest = max(intervals.mass.shape[1] for _, intervals in groups)
+        return groups
 
-    def _refined(self, nodes: Nodes, distortion: Tensor, groups: list[_Group]) -> Split:
+    def _refined(
+        self, nodes: Nodes, distortion: Tensor, forced: Tensor, groups: list[_Group]
+    ) -> Split:
         """The refiner's children of nodes whose costs were computed in groups."""
-        if not groups:
-            none = torch.empty(0, dtype=torch.int64, device=nodes.tree.device)
-            return Split(none, none, none, none.double())
         parts = []
         for index, intervals in groups:
-            table = CostTable(nodes[index], self._batch, intervals, distortion[index])
-            parts.append(table.split(self._refiner(table.nodes, table)))
-        counts, *others = (torch.cat([getattr(x, f.name) for x in parts]) for f in fields(Split))
-        order = torch.cat([index for index, _ in groups])
-        count = torch.zeros_like(nodes.tree)
-        count[order] = counts
-        # Back to the order of the nodes: sort the children by their parent's index.
-        place = torch.repeat_interleave(order, counts).argsort(stable=True)
-        return Split(count, *(x[place] for x in others))
+            table = CostTable(
+                nodes[index], self._batch, intervals, distortion[index], forced[index]
+            )
+            parts.append(self._children(table))
+        if len(parts) == 1 and isinstance(groups[0][0], slice):
+            return parts[0]
+        # Back to the order of the nodes; places without a child lie at a node's end.
+        places = max(part.start.shape[1] for part in parts)
+        start = nodes.end[:, None].repeat(1, places)
+        whole = Split(start, start.clone(), distortion.new_zeros(start.shape))
+        for (index, _), part in zip(groups, parts, strict=True):
+            own = part.start.shape[1]
+            for field in ("start", "end", "distortion"):
+                getattr(whole, field)[index, :own] = getattr(part, field)
+        return whole
+
+    def _children(self, table: CostTable) -> Split:
+        rule = self._refiner.rule()
+        if rule is None:
+            return table.split(self._refiner(table.nodes, table))
+        low, high = rule(table)
+        return Split.of_cuts(table.nodes, low, high, table.outer_costs(low, high))
 
 
-def _by_length(length: Tensor) -> list[Tensor]:
+def _by_length(nodes: Nodes, longest: int | None) -> list[Tensor] | list[slice]:
     """Indices of nodes of similar length, ascending, a group per power of two.
 
     Grids are as wide as the longest node; one long node must not widen many rows. Few nodes are
-    one group.
+    one group. No node has more tokens than `longest`; None: unknown.
     """
-    if not len(length):
-        return []
-    if len(length) * int(length.max()) < _SMALL_GRID:
-        return [torch.arange(len(length), device=length.device)]
+    length = nodes.length
+    most = int(length.max()) if longest is None else longest
+    if len(length) * most < _SMALL_GRID.get(length.device.type, 1 << 17):
+        return [slice(None)]
     power = torch.ceil(torch.log2(length.float())).long()
     counts = torch.bincount(power)
     return list(power.argsort(stable=True).split(counts[counts > 0].tolist()))
 
 
-def _selected(groups: list[_Group], chosen: Tensor) -> list[_Group]:
-    """The groups with only the nodes in the mask `chosen`, which are numbered anew."""
-    place = chosen.cumsum(0) - 1
-    selected = []
+def _selected(groups: list[_Group], chosen: Tensor, nodes: int) -> list[_Group]:
+    """The groups with only the nodes at `chosen`, of so many `nodes`, which are numbered anew."""
+    if isinstance(groups[0][0], slice):
+        return [(groups[0][0], groups[0][1][chosen])]
+    place = torch.full((nodes,), -1, device=chosen.device)
+    place[chosen] = torch.arange(len(chosen), device=chosen.device)
+    selected: list[_Group] = []
     for index, intervals in groups:
-        kept = torch.nonzero(chosen[index]).flatten()
+        own = place[index]
+        kept = torch.nonzero(own >= 0).flatten()
         if len(kept):
-            selected.append((place[index[kept]], intervals[kept]))
+            selected.append((own[kept], intervals[kept]))
     return selected

@@ -54,15 +54,10 @@ class Children:
     @classmethod
     def of_cuts(cls, nodes: Nodes, low: Tensor, high: Tensor) -> Children:
         """The non-empty ones of [start, low), [low, high), [high, end); int64 [V] cuts."""
-        start, end, kept = parts_of_cuts(nodes, low, high)
+        bounds = torch.stack([nodes.start, low, high, nodes.end], dim=1)
+        start, end = bounds[:, :3], bounds[:, 1:]
+        kept = start < end
         return cls(kept.sum(dim=1), start[kept], end[kept])
-
-
-def parts_of_cuts(nodes: Nodes, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Start and end, int64 [V, 3], of the parts between two cuts, and which are not empty."""
-    bounds = torch.stack([nodes.start, low, high, nodes.end], dim=1)
-    start, end = bounds[:, :3], bounds[:, 1:]
-    return start, end, start < end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,14 +95,32 @@ class IntervalCosts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Split(Children):
-    """Children whose distortion is known.
+class Split:
+    """The children of V nodes and their distortion, in up to m places a node.
+
+    Its shape does not depend on the data, so that a GPU's host need not wait for it.
 
     Attributes:
-        distortion: D float64 [sum(count)].
+        start: int64 [V, m], relative to the slot; never falls along a row.
+        end: int64 [V, m], exclusive; a place whose start is its end holds no child.
+        distortion: D float64 [V, m]; 0 where there is no child.
     """
 
+    start: Tensor
+    end: Tensor
     distortion: Tensor
+
+    @classmethod
+    def of_cuts(cls, nodes: Nodes, low: Tensor, high: Tensor, outer: Tensor) -> Split:
+        """Cut nodes at `low` and `high`, int64 [V] counted from their starts.
+
+        `outer` is D float64 [V, 2] of the parts before `low` and from `high` on. The part between
+        is empty or a single token.
+        """
+        bounds = torch.stack([nodes.start, nodes.start + low, nodes.start + high, nodes.end], dim=1)
+        distortion = outer.new_zeros(len(outer), 3)
+        distortion[:, ::2] = outer
+        return cls(bounds[:, :3], bounds[:, 1:], distortion)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,12 +130,13 @@ class RootCosts:
     Attributes:
         distortion: D float64 [B].
         drop: D^drop float64 [B].
-        split: the `Split` of the roots in a mask, bool [B], of two tokens or more each.
+        split: the `Split` of the roots at indices int64 [V], each of two tokens or more, given
+            which of them must extract a floor candidate, bool [V].
     """
 
     distortion: Tensor
     drop: Tensor
-    split: Callable[[Tensor], Split]
+    split: Callable[[Tensor, Tensor], Split]
 
 
 class Splitter(abc.ABC):
@@ -133,6 +147,11 @@ class Splitter(abc.ABC):
         """The costs of all B >= 1 roots; called before any other node is split."""
 
     @abc.abstractmethod
-    def __call__(self, nodes: Nodes, distortion: Tensor) -> Split:
-        """The children of V >= 0 nodes below the roots, of two tokens or more, whose D float64 [V]
-        is known."""
+    def __call__(self, nodes: Nodes, distortion: Tensor, forced: Tensor) -> Split:
+        """The children of V >= 1 nodes below the roots, of two tokens or more.
+
+        Args:
+            nodes: the nodes.
+            distortion: their D, float64 [V].
+            forced: bool [V], nodes that hold a floor candidate.
+        """

@@ -19,7 +19,6 @@ operations known above the guess must exceed the budget, which makes the guess a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,66 +31,64 @@ _SLACK = 1.12
 
 
 class Pruner:
-    """The key below which nodes are not refined.
+    """The key below which nodes are not refined; it stays on the device of the trees.
 
     Args:
         budget: entries that floor and auction may spend together (B_base); None: no pruning.
-        lower_bound: of the threshold, if known; None: the first group of trees guesses one.
+        lower_bound: a known lower bound of the threshold, float64 []; None: the first group of
+            trees guesses one.
     """
 
-    def __init__(self, budget: int | None = None, lower_bound: float | None = None) -> None:
-        self.threshold = lower_bound or 0.0
-        self._budget = self._limit = math.inf if budget is None else float(budget)
+    def __init__(self, budget: int | None = None, lower_bound: Tensor | None = None) -> None:
+        self.threshold: Tensor | float = 0.0 if lower_bound is None else lower_bound
+        self._budget, self._limit = budget, float(budget or 0)
         self._may_guess = lower_bound is None and budget is not None
-        self._guess = 0.0
-        # The known operations of largest key, as many as the budget can pay for.
-        self._keys, self._costs, self._unsorted_cost = list[Tensor](), list[Tensor](), 0
+        self._guess: Tensor | float | None = None
+        # The known operations of largest key: each costs an entry or more, so that the budget
+        # cannot pay for others. Not yet sorted: those of `_unsorted`.
+        self._keys, self._costs, self._unsorted = list[Tensor](), list[Tensor](), 0
 
     @contextmanager
     def group(self, share: float) -> Iterator[None]:
         """Context in which a group of trees grows, `share` of all trees."""
         guesses = self._may_guess and share < 1
         if guesses:
-            self._limit = min(_SLACK * share, 1.0) * self._budget
+            self._limit *= min(_SLACK * share, 1.0)
         yield
         if guesses:
-            self._may_guess, self._limit = False, self._budget
+            self._may_guess, self._limit = False, float(self._budget or 0)
             self._guess = self.threshold
+
+    def reaches(self, keys: Tensor) -> Tensor:
+        """Which operations the auction may reach, bool [n] by their keys float64 [n]."""
+        limit = self.threshold
+        return keys >= (limit if isinstance(limit, float) else limit.to(keys.device))
 
     def add(self, keys: Tensor, costs: Tensor) -> None:
         """Add operations: keys float64 [n], whose ancestors were added, and costs int64 [n].
 
         The threshold is raised only after enough operations, because that sorts.
         """
-        if self._budget == math.inf:
+        if self._budget is None:
             return
-        above = keys > self.threshold
-        self._keys.append(keys[above].cpu())
-        self._costs.append(costs[above].cpu())
-        self._unsorted_cost += int(self._costs[-1].sum())
-        if 4 * self._unsorted_cost > self._limit:
-            self.threshold = max(self.threshold, self._reached(self._limit))
+        device = self._keys[0].device if self._keys else keys.device
+        self._keys.append(keys.to(device))
+        self._costs.append(costs.to(device))
+        self._unsorted += len(keys)
+        if 4 * self._unsorted > self._limit:
+            self.threshold = self._reached(self._limit).clamp(min=self.threshold)
 
-    def lower_bound(self) -> float:
-        """A proven lower bound of the auction's threshold."""
-        return self._reached(self._budget)
+    def lower_bound(self) -> Tensor:
+        """A proven lower bound of the auction's threshold, float64 []."""
+        return self._reached(float(self._budget or 0))
 
     def is_exact(self) -> bool:
         """Whether the auction certainly cannot reach any node that was not refined."""
-        return self._guess == 0.0 or self.lower_bound() >= self._guess
+        return self._guess is None or bool(self.lower_bound() >= self._guess)
 
-    def _reached(self, budget: float) -> float:
+    def _reached(self, budget: float) -> Tensor:
         """The largest key down to which the known operations cost more than `budget`; 0: never."""
-        self._unsorted_cost = 0
-        keys, costs = torch.cat(self._keys), torch.cat(self._costs)
-        keys, order = keys.sort(descending=True)
-        costs = costs[order]
-        first = int(torch.searchsorted(costs.cumsum(0).double(), budget, right=True))
-        threshold = 0.0
-        if first < len(keys):
-            threshold = float(keys[first])
-            # Ties at the threshold stay.
-            kept = int((keys >= threshold).sum())
-            keys, costs = keys[:kept], costs[:kept]
-        self._keys, self._costs = [keys], [costs]
-        return threshold
+        keys, order = torch.cat(self._keys).sort(descending=True)
+        costs, most = torch.cat(self._costs)[order], (self._budget or 0) + 1
+        self._keys, self._costs, self._unsorted = [keys[:most]], [costs[:most]], 0
+        return torch.where(costs.cumsum(0) > budget, keys, 0.0).max()

@@ -54,7 +54,8 @@ class RuleRefiner(Refiner):
     def rule(self) -> SplitRule: ...
 
     def __call__(self, nodes: Nodes, table: CostTable) -> Children:
-        return self.rule().children(nodes, table)
+        low, high = self.rule()(table)
+        return Children.of_cuts(nodes, nodes.start + low, nodes.start + high)
 
 
 REFINERS = Registry("refine", "into which children a node splits", Refiner)

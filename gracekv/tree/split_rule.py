@@ -1,4 +1,4 @@
-"""`SplitRule`: cuts and extractions, the one implementation behind four refiners."""
+"""`SplitRule`: cuts and extractions, the one implementation behind three refiners."""
 
 from __future__ import annotations
 
@@ -8,26 +8,6 @@ import torch
 from torch import Tensor
 
 from gracekv.tree.cost_table import CostTable
-from gracekv.tree.nodes import Children, Nodes
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Proposal:
-    """One way to refine each node.
-
-    Attributes:
-        low: int64 [V] first cut.
-        high: int64 [V] second cut; equal to `low` for a binary split.
-        utility: [V] float64 gain per added entry (rho); NaN-free, may be negative.
-    """
-
-    low: Tensor
-    high: Tensor
-    utility: Tensor
-
-    def children(self, nodes: Nodes) -> Children:
-        """The children of `nodes` by this proposal."""
-        return Children.of_cuts(nodes, self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,65 +32,51 @@ class SplitRule:
         """Whether kappa is read."""
         return bool(self.cuts) or self.reward > 0
 
-    def children(self, nodes: Nodes, table: CostTable) -> Children:
-        """The children of `nodes`, two tokens or more each."""
+    def __call__(self, table: CostTable) -> tuple[Tensor, Tensor]:
+        """Where the nodes of `table` are cut, twice: int64 [V] each, counted from their starts.
+
+        Both are the same where a node is cut in two; else the token between them is extracted.
+        """
         if self.cuts is None:
-            return salient_extraction(nodes, table).children(nodes)
-        cut = best_cut(nodes, table, self.cuts, self.reward)
+            token = salient_token(table)
+            return token, token + 1
+        low, gain = best_cut(table, self.cuts, self.reward)
         if not self.extracts:
-            return cut.children(nodes)
-        return better(nodes, table, cut, salient_extraction(nodes, table))
+            return low, low
+        token = salient_token(table)
+        extracts = table.forced | (extraction_utility(table, token) > gain)
+        low = torch.where(extracts, token, low)
+        return low, low + extracts
 
 
-def better(nodes: Nodes, table: CostTable, cut: Proposal, extraction: Proposal) -> Children:
-    """The children by the extraction where it gains more or a floor candidate forces it."""
-    chosen = table.holds_candidate() | (extraction.utility > cut.utility)
-    low, high = (
-        torch.where(chosen, getattr(extraction, x), getattr(cut, x)) for x in ("low", "high")
-    )
-    return Children.of_cuts(nodes, low, high)
+def best_cut(table: CostTable, cuts: int, reward: float) -> tuple[Tensor, Tensor]:
+    """The cut of largest D(I) - D(left) - D(right) + reward * kappa-hat, and that gain float64 [V].
 
+    Cuts are int64 [V], counted from the node's start: of the midpoint and the `cuts` inner tokens
+    of highest kappa (ties: the earlier) the best, and of equals the first. kappa-hat is kappa,
+    min-max normalised over the node's own tokens, 0 where it is constant (departures 5).
 
-def normalized_curvature(kappa: Tensor, valid: Tensor) -> Tensor:
-    """kappa-hat [V, w]: min-max normalised over each node's own tokens, 0 where constant.
-
-    Source: departures 5.
+    Source: Eqs. (T8) and (T10).
     """
-    low = kappa.masked_fill(~valid, torch.inf).amin(dim=1, keepdim=True)
-    span = kappa.masked_fill(~valid, -torch.inf).amax(dim=1, keepdim=True) - low
-    return torch.where(span > 0, (kappa - low) / span.clamp(min=torch.finfo(span.dtype).tiny), 0.0)
-
-
-def cut_candidates(nodes: Nodes, inner: Tensor, kappa: Tensor | None, k: int | None) -> Tensor:
-    """bool [V, w]: the midpoint and the `k` inner tokens of highest kappa (ties: the earlier).
-
-    All inner tokens if `k` is None. Source: Eq. (T8).
-    """
-    if k is None or (kappa is not None and k >= inner.shape[1] - 1):
-        return inner
-    midpoint = (nodes.start + nodes.end) // 2 - nodes.start
-    chosen = torch.arange(inner.shape[1], device=inner.device) == midpoint[:, None]
-    if kappa is not None and k > 0:
-        order = kappa.masked_fill(~inner, -torch.inf).argsort(dim=1, descending=True, stable=True)
-        chosen = chosen.scatter(1, order[:, :k], True)
-    return chosen & inner
-
-
-def best_cut(nodes: Nodes, table: CostTable, cuts: int | None, reward: float) -> Proposal:
-    """The cut of largest D(I) - D(left) - D(right) + reward * kappa-hat, among `cut_candidates`.
-
-    Ties go to the smaller position. Source: Eqs. (T8) and (T10).
-    """
-    inner = table.valid.clone()
-    inner[:, 0] = False
-    kappa = table.curvatures() if cuts or reward else None
-    chosen = cut_candidates(nodes, inner, kappa, cuts)
-    gain = table.node_cost - table.cost_before - table.cost_from
-    if kappa is not None and reward:
-        gain += reward * normalized_curvature(kappa, table.valid)
-    best = gain.masked_fill_(~chosen, -torch.inf).max(dim=1)
-    position = nodes.start + best.indices
-    return Proposal(low=position, high=position, utility=best.values)
+    excluded = table.padding[:, 1:]
+    gain = table.node_cost - table.cost_before[:, 1:] - table.cost_from[:, 1:]
+    if cuts or reward:
+        kappa = table.curvatures()
+        if reward:
+            low, high = kappa.aminmax(dim=1, keepdim=True)
+            span = (high - low).clamp(min=torch.finfo(kappa.dtype).tiny)
+            gain += reward * ((kappa[:, 1:] - low) / span)
+    if cuts < gain.shape[1]:
+        inner, excluded = excluded, table.step[1:] != (table.last[:, None] + 1) // 2
+        if cuts:
+            order = (
+                kappa[:, 1:]
+                .masked_fill(inner, -torch.inf)
+                .argsort(dim=1, descending=True, stable=True)
+            )
+            excluded = excluded.scatter_(1, order[:, :cuts], False) | inner
+    best = gain.masked_fill_(excluded, -torch.inf).max(dim=1)
+    return best.indices + 1, best.values
 
 
 def salient_token(table: CostTable) -> Tensor:
@@ -119,26 +85,17 @@ def salient_token(table: CostTable) -> Tensor:
     The floor candidate of the highest floor score if the node holds one, else the token of the
     largest mean normalised probe mass. Source: the paper, "Recursive refinement rule".
     """
-    mass, score = table.mass.double(), table.floor_scores()
+    mass, score = table.mass, table.floor_scores()
     if score is not None:
-        has_candidate = (score > -torch.inf).any(dim=1, keepdim=True)
-        mass = torch.where(has_candidate, score, mass)
-    return mass.masked_fill(~table.valid, -torch.inf).argmax(dim=1)
+        mass = torch.where(table.forced[:, None], score, mass)
+    return mass.masked_fill(table.padding, -torch.inf).argmax(dim=1)
 
 
-def extraction_utilities(nodes: Nodes, table: CostTable) -> Tensor:
-    """float64 [V, w]: gain per added entry of extracting token k: D(I) - D(before) - D(after).
+def extraction_utility(table: CostTable, token: Tensor) -> Tensor:
+    """float64 [V]: gain per added entry of extracting `token`, int64 [V] from the node's start.
 
     Source: Eqs. (T9) and (T10); D of the extracted token is 0.
     """
-    step = torch.arange(table.valid.shape[1], device=nodes.start.device)
-    added = (step > 0).long() + (step + 1 < nodes.length[:, None])
-    return (table.node_cost - table.cost_before - table.cost_after) / added
-
-
-def salient_extraction(nodes: Nodes, table: CostTable) -> Proposal:
-    """Extraction of each node's salient token."""
-    token = salient_token(table)
-    utility = extraction_utilities(nodes, table).gather(1, token[:, None])[:, 0]
-    low = nodes.start + token
-    return Proposal(low=low, high=low + 1, utility=utility)
+    before, after = table.outer_costs(token, token + 1).unbind(1)
+    added = token.clamp(max=1) + (table.last - token).clamp(max=1)
+    return (table.node_cost[:, 0] - before - after) / added

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gracekv.errors import ConfigError
-from gracekv.kernels.ragged import rows_and_steps
 from gracekv.prefill import Prefill
 from gracekv.segment.base import Partition
 from gracekv.tree.merge import PrototypeRule
@@ -77,26 +76,26 @@ class TreeBatch:
         layers: whose trees.
         tree_id: int64 [B], index of each tree in the forest.
         slot_start: int64 [B], absolute first position of each tree's slot.
+        slot_row: int64 [B], row of that position in the flat [U*N] tokens of all heads.
         length: int64 [B], tokens of each slot.
         curvature: kappa [T] float64, or None.
         forced: floor score [U, N] float64 (-inf: no candidate), or None.
         scores: R^tok [U, N] float64.
         sensitivity: omega [U] float64.
         region_start: absolute position of the first compressible token.
-        candidate_count: int64 [U, N+1], floor candidates before each token, or None.
     """
 
     context: TreeContext
     layers: tuple[int, ...]
     tree_id: Tensor
     slot_start: Tensor
+    slot_row: Tensor
     length: Tensor
     curvature: Tensor | None
     forced: Tensor | None
     scores: Tensor
     sensitivity: Tensor
     region_start: int
-    candidate_count: Tensor | None
 
     @classmethod
     def of(cls, context: TreeContext, layers: Sequence[int]) -> TreeBatch:
@@ -104,26 +103,34 @@ class TreeBatch:
         device = context.prefill.keys[layers[0]].device
         partition, chosen = context.partition, list(layers)
         heads = len(chosen) * context.prefill.kv_heads
-        forced, candidate_count = context.forced, None
-        if forced is not None:
-            forced = forced[chosen].flatten(0, 1).to(device)
-            is_candidate = (forced > -torch.inf).long()
-            candidate_count = torch.nn.functional.pad(is_candidate.cumsum(dim=1), (1, 0))
         # Trees of a forest are numbered (layer * G + head) * J + slot.
         per_layer = context.prefill.kv_heads * partition.slots
-        first = torch.tensor(chosen, device=device)[:, None] * per_layer
+        first = torch.tensor(chosen)[:, None] * per_layer
+        slots, region = partition.bounds[:-1], partition.region
+        rows = torch.arange(heads)[:, None] * region.length + slots - region.start
+        columns = [
+            (first + torch.arange(per_layer)).flatten(),
+            slots.repeat(heads),
+            rows.flatten(),
+            partition.lengths.repeat(heads),
+        ]
+        tree_id, slot_start, slot_row, length = torch.stack(columns).to(device)
+
+        def own(x: Tensor) -> Tensor:
+            return x[chosen].flatten(0, 1).to(device).double()
+
         return cls(
             context=context,
             layers=tuple(chosen),
-            tree_id=(first + torch.arange(per_layer, device=device)).flatten(),
-            slot_start=partition.bounds[:-1].to(device).repeat(heads),
-            length=partition.lengths.to(device).repeat(heads),
+            tree_id=tree_id,
+            slot_start=slot_start,
+            slot_row=slot_row,
+            length=length,
             curvature=None if context.curvature is None else context.curvature.to(device).double(),
-            forced=forced,
-            scores=context.scores[chosen].flatten(0, 1).to(device).double(),
-            sensitivity=context.sensitivity[chosen].flatten().to(device).double(),
-            region_start=partition.region.start,
-            candidate_count=candidate_count,
+            forced=None if context.forced is None else own(context.forced),
+            scores=own(context.scores),
+            sensitivity=own(context.sensitivity),
+            region_start=region.start,
         )
 
     def roots(self) -> Nodes:
@@ -139,10 +146,11 @@ class TreeBatch:
         """int64 [V]: place of each node's first token in the region."""
         return self.slot_start[nodes.tree] - self.region_start + nodes.start
 
-    def token_offsets(self, nodes: Nodes, width: int) -> Tensor:
-        """int64 [V, width]: place of each token in the region; padding repeats the last token."""
+    def token_rows(self, nodes: Nodes, width: int) -> Tensor:
+        """int64 [V, width]: flat row of each token; padding repeats the last token."""
         step = torch.arange(width, device=nodes.tree.device)
-        return self.offset(nodes)[:, None] + torch.minimum(step, nodes.length[:, None] - 1)
+        first = self.slot_row[nodes.tree] + nodes.start
+        return first[:, None] + torch.minimum(step, nodes.length[:, None] - 1)
 
     def known_curvature(self) -> Tensor:
         """kappa [T] float64; raises `ConfigError` if none was computed."""
@@ -153,35 +161,37 @@ class TreeBatch:
             )
         return self.curvature
 
-    def curvatures(self, nodes: Nodes, width: int) -> Tensor:
-        """kappa [V, width] float64 of the nodes' tokens; `ConfigError` if none was computed."""
-        return self.known_curvature()[self.region_start + self.token_offsets(nodes, width)]
+    def curvatures(self, rows: Tensor) -> Tensor:
+        """kappa float64 [...] of the tokens in `rows` int64 [...].
 
-    def floor_scores(self, nodes: Nodes, width: int) -> Tensor | None:
-        """Floor scores [V, width] float64 of the nodes' tokens; None without a floor."""
-        if self.forced is None:
-            return None
-        return self.forced[self.head(nodes.tree)[:, None], self.token_offsets(nodes, width)]
-
-    def holds_candidate(self, nodes: Nodes) -> Tensor:
-        """bool [V]: nodes with a floor candidate inside."""
-        if self.candidate_count is None:
-            return torch.zeros_like(nodes.tree, dtype=torch.bool)
-        head, offset = self.head(nodes.tree), self.offset(nodes)
-        count = self.candidate_count
-        return count[head, offset + nodes.length] > count[head, offset]
-
-    def relevance(self, nodes: Nodes) -> Tensor:
-        """R of the nodes, float64 [V]: the sum of their tokens' scores, in order.
-
-        Not a difference of running sums, so that a small node next to a token of large score keeps
-        its digits. Source: Eq. (V6).
+        Raises `ConfigError` if none was computed.
         """
-        count = nodes.length
-        node, step = rows_and_steps(count)
-        scores = self.scores[self.head(nodes.tree)[node], self.offset(nodes)[node] + step]
-        return torch.segment_reduce(scores, "sum", lengths=count, unsafe=True)
+        own = self.known_curvature()[self.region_start :]
+        return own[rows % self.scores.shape[1]]
 
-    def weighted(self, tree: Tensor, relevance: Tensor) -> Tensor:
-        """omega R float64 [V] of nodes of these trees, int64 [V], with R [V]."""
-        return self.sensitivity[self.head(tree)] * relevance
+    def floor_scores(self, rows: Tensor) -> Tensor | None:
+        """Floor scores float64 [...] of the tokens in `rows` int64 [...]; None without a floor."""
+        return None if self.forced is None else self.forced.flatten()[rows]
+
+    def sums(self, nodes: Nodes) -> tuple[Tensor, Tensor]:
+        """R float64 [V], and which nodes hold a floor candidate, bool [V].
+
+        R is the sum of the node's scores in order, Eq. (V6). It is no difference of running sums,
+        so that a small node beside a token of large score keeps its digits.
+
+        Args:
+            nodes: ordered by tree and start, none overlapping; they may be empty.
+        """
+        row = self.slot_row[nodes.tree]
+        # Nodes and the gaps between them, in turn: a fixed number of segments.
+        bounds = torch.stack([row + nodes.start, row + nodes.end], dim=1).flatten()
+        relevance = _over_segments(self.scores, bounds, "sum")
+        if self.forced is None:
+            return relevance, torch.zeros_like(relevance, dtype=torch.bool)
+        return relevance, _over_segments(self.forced, bounds, "max") > -torch.inf
+
+
+def _over_segments(values: Tensor, bounds: Tensor, reduce: str) -> Tensor:
+    """[V]: `values` [U, N] reduced over [bounds[2i], bounds[2i + 1]) of their flat order."""
+    reduced = torch.segment_reduce(values.flatten(), reduce, offsets=bounds, unsafe=True)
+    return reduced[::2]

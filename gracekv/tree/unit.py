@@ -22,8 +22,8 @@ class UnitEvaluator(DistortionEvaluator):
 
     def __call__(self, nodes: Nodes) -> IntervalCosts:
         batch = self._batch
-        offsets = batch.token_offsets(nodes, int(nodes.length.max()))
-        mass = batch.scores[batch.head(nodes.tree)[:, None], offsets].float()
+        rows = batch.token_rows(nodes, int(nodes.length.max()))
+        mass = batch.scores.flatten()[rows].float()
         costs = mass.new_zeros(2, *mass.shape)
         return IntervalCosts(costs=costs, mass=mass, drop=torch.ones_like(mass[:, 0]))
 

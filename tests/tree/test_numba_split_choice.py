@@ -13,7 +13,7 @@ pytest.importorskip("numba")
 from gracekv.segment import Partition
 from gracekv.tree import CostTable, IntervalCosts, Nodes, TreeBatch
 from gracekv.tree.engines import numba_split_choice
-from gracekv.tree.split_rule import best_cut, salient_extraction, salient_token
+from gracekv.tree.split_rule import best_cut, extraction_utility, salient_token
 from support.trees import tree_context
 
 
@@ -43,17 +43,19 @@ def test_same_choice_with_ties(seed, n, cuts, reward, steps):
     nodes = Nodes(torch.tensor([0]), torch.tensor([0]), torch.tensor([n]))
     costs, mass, node_cost = coarse(2, 1, n), coarse(1, n), coarse(1).double()
     costs[0, 0, 0] = costs[1, 0, -1] = 0.0
-    table = CostTable(nodes, batch, IntervalCosts(costs, mass, torch.zeros(1)), node_cost)
-    want = best_cut(nodes, table, cuts, reward)
+    intervals = IntervalCosts(costs, mass, torch.zeros(1))
+    table = CostTable(nodes, batch, intervals, node_cost, torch.tensor([False]))
+    low, most = best_cut(table, cuts, reward)
 
     kappa, found = batch.curvature.numpy(), costs[:, 0].numpy()
     chosen = np.empty(n, np.bool_)
     top = np.empty(max(cuts, 1), np.int64)
     numba_split_choice.mark_candidates(kappa, start, n, cuts, chosen, top)
     at, gain = numba_split_choice.best_cut(float(node_cost), found, n, chosen, kappa, start, reward)
-    assert (at, gain) == (int(want.low), float(want.utility))
+    assert (at, gain) == (int(low), float(most))
 
     token = numba_split_choice.argmax(mass[0].numpy(), 0, n)
-    assert token == int(salient_token(table))
+    salient = salient_token(table)
+    assert token == int(salient)
     utility = numba_split_choice.extraction_utility(float(node_cost), found, n, token)
-    assert utility == float(salient_extraction(nodes, table).utility)
+    assert utility == float(extraction_utility(table, salient))

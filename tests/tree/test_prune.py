@@ -89,7 +89,7 @@ def test_the_threshold_is_where_known_operations_exceed_the_budget() -> None:
     # Ties at the threshold stay known.
     pruner.add(keys[2:], torch.tensor([1, 1, 1]))
     assert pruner.threshold == 3.0
-    pruner.add(torch.tensor([9.0], dtype=torch.float64), torch.tensor([2]))
+    pruner.add(torch.tensor([9.0, 1.0], dtype=torch.float64), torch.tensor([2, 1]))
     assert pruner.threshold == 4.0
 
 

@@ -73,20 +73,20 @@ def test_numba_splits_are_those_of_the_table(refiner, seed, slots, floor, tied):
     torch.testing.assert_close(one.distortion, other.distortion, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(one.drop, other.drop, rtol=1e-5, atol=1e-7)
     rng = torch.Generator().manual_seed(seed)
-    chosen = (roots.length > 1) & (torch.rand(len(roots), generator=rng) < 0.8)
-    first = one.split(chosen)
-    reward = getattr(refiner, "reward", 0.0)
-    assert_same_splits(context, batch, roots[chosen], first, other.split(chosen), reward)
-    # Their children, and all nodes below.
-    parent = torch.repeat_interleave(roots.tree[chosen], first.count)
-    nodes, distortion = Nodes(parent, first.start, first.end), first.distortion
+    wanted = (roots.length > 1) & (torch.rand(len(roots), generator=rng) < 0.8)
+    chosen = torch.nonzero(wanted).flatten()
+    _, forced = batch.sums(roots)
+    split, wanted_split = (x.split(chosen, forced[chosen]) for x in (one, other))
+    nodes, reward = roots[chosen], getattr(refiner, "reward", 0.0)
+    # The roots, their children, and all nodes below.
     while len(nodes):
-        inner = nodes.length > 1
-        nodes, distortion = nodes[inner], distortion[inner]
-        split = splitter(nodes, distortion)
-        assert_same_splits(context, batch, nodes, split, table(nodes, distortion), reward)
-        parent = torch.repeat_interleave(nodes.tree, split.count)
-        nodes, distortion = Nodes(parent, split.start, split.end), split.distortion
+        assert_same_splits(context, batch, nodes, split, wanted_split, reward)
+        tree = nodes.tree[:, None].expand(split.start.shape)
+        inner = split.end - split.start > 1
+        nodes = Nodes(tree[inner], split.start[inner], split.end[inner])
+        if len(nodes):
+            args = (nodes, split.distortion[inner], batch.sums(nodes)[1])
+            split, wanted_split = splitter(*args), table(*args)
 
 
 def test_only_refiners_with_a_rule_have_a_numba_splitter() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from gracekv.kernels import omp_threads
 from gracekv.tree.distortion import DistortionEvaluator
 from gracekv.tree.engines.base import EngineInputs
-from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter, parts_of_cuts
+from gracekv.tree.nodes import IntervalCosts, Nodes, RootCosts, Split, Splitter
 from gracekv.tree.refine import Refiner
 from gracekv.tree.split_rule import SplitRule
 from gracekv.tree.tree_batch import TreeBatch
@@ -126,18 +126,16 @@ class NumbaSplitter(Splitter):
         outputs = {"node_cost": distortion, "drop": drop}
         low, high, part_costs = self._cuts(nodes, SPLIT_ROOTS, outputs)
 
-        def split(chosen: Tensor) -> Split:
-            return _split(nodes[chosen], low[chosen], high[chosen], part_costs[chosen])
+        def split(chosen: Tensor, forced: Tensor) -> Split:
+            return Split.of_cuts(nodes[chosen], low[chosen], high[chosen], part_costs[chosen])
 
         return RootCosts(distortion, drop.double(), split)
 
-    def __call__(self, nodes: Nodes, distortion: Tensor) -> Split:
+    def __call__(self, nodes: Nodes, distortion: Tensor, forced: Tensor) -> Split:
         from gracekv.tree.engines.numba_kernel import SPLIT
 
-        if not len(nodes):
-            none = torch.empty(0, dtype=torch.int64)
-            return Split(none, none, none, none.double())
-        return _split(nodes, *self._cuts(nodes, SPLIT, {"node_cost": distortion.contiguous()}))
+        cuts = self._cuts(nodes, SPLIT, {"node_cost": distortion.contiguous()})
+        return Split.of_cuts(nodes, *cuts)
 
     def _cuts(
         self, nodes: Nodes, mode: int, tensors: dict[str, Tensor]
@@ -147,12 +145,3 @@ class NumbaSplitter(Splitter):
         tensors = self._tensors | tensors | {"low": low, "high": high, "part_costs": part_costs}
         self._evaluator.run(nodes, mode, tensors, self._numbers)
         return low, high, part_costs
-
-
-def _split(nodes: Nodes, low: Tensor, high: Tensor, part_costs: Tensor) -> Split:
-    """Split nodes at cuts int64 [V] counted from their starts; D [V, 2] is of the outer parts."""
-    start, end, kept = parts_of_cuts(nodes, nodes.start + low, nodes.start + high)
-    # The part between two cuts is a single token.
-    middle = torch.zeros(len(low), dtype=torch.float64)
-    distortion = torch.stack([part_costs[:, 0], middle, part_costs[:, 1]], dim=1)
-    return Split(kept.sum(dim=1), start[kept], end[kept], distortion[kept])

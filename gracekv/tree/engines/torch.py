@@ -61,7 +61,7 @@ class TorchEvaluator(DistortionEvaluator):
         attention, batch = self.inputs.attention, self.inputs.batch
         tokens = len(attention.visible_probes)
         head, length = batch.head(nodes.tree), nodes.length[:, None]
-        forwards = batch.token_offsets(nodes, width)
+        forwards = batch.token_rows(nodes, width) - (head * tokens)[:, None]
         first, last = forwards[:, :1], forwards[:, :1] + length - 1
         # [V, 2, w] offsets in the region: forwards, backwards; padding repeats the last token read.
         offset = torch.stack([forwards, first + last - forwards], dim=1)
