@@ -52,12 +52,8 @@ class Frontier:
     @property
     def reached(self) -> Tensor:
         """bool [V]: nodes that an executed operation put into the cache, split later or not."""
-        forest = self.forest
-        reached = torch.zeros_like(self.split)
-        reached[: forest.trees] = self.added
-        inner = forest.parent >= 0
-        reached[inner] = self.split[forest.parent[inner]]
-        return reached
+        below = self.forest.parent[self.forest.trees :]
+        return torch.cat([self.added, self.split[below]])
 
     @property
     def kept(self) -> Tensor:
@@ -67,21 +63,23 @@ class Frontier:
     @property
     def spent(self) -> int:
         """Physical entries of the kept nodes (floor and auction; without the recent window)."""
-        return int(self.forest.entries[self.kept].sum())
+        return int(torch.where(self.kept, self.forest.entries, 0).sum())
 
     @property
     def utility(self) -> float:
         """Gains of all executed operations, each clipped at 0, summed (the auction's measure)."""
         forest = self.forest
-        gain = forest.add_gain[self.added].clamp(min=0).sum()
-        return float(gain + forest.split_gain[self.split].clamp(min=0).sum())
+        bought = (forest.add_gain[self.added], forest.split_gain[self.split])
+        return float(sum(gain.clamp(min=0).sum() for gain in bought))
 
     def entries_per_head(self) -> Tensor:
         """int64 [L, G] physical entries of the kept nodes."""
-        forest, kept = self.forest, self.kept
-        counts = torch.zeros(forest.layers * forest.heads, dtype=torch.int64, device=kept.device)
-        counts.index_add_(0, forest.head_of_node()[kept], forest.entries[kept])
-        return counts.view(forest.layers, forest.heads)
+        forest = self.forest
+        entries = torch.where(self.kept, forest.entries, 0)
+        counts = entries.new_zeros(forest.layers * forest.heads)
+        return counts.index_add_(0, forest.head_of_node(), entries).view(
+            forest.layers, forest.heads
+        )
 
 
 class Floor(Strategy, abc.ABC):

@@ -181,13 +181,20 @@ class PurchaseQueue:
         touched[ops.tree[index]] = True
         self._local = local = where_true(touched.index_select(0, ops.tree))
         parent = ops.parent[local]
-        self._unit, self._cost = ops.unit[local].tolist(), ops.cost[local].tolist()
-        self._tree = _tree_among_all(ops, local, shard).tolist()
-        self._head = ops.head(local).tolist()
-        self._first_token = ops.forest.start[ops.node[local]].tolist()
-        # Parents never decrease, so an operation's children are a range.
-        self._child_begin = torch.searchsorted(parent, local).tolist()
-        self._child_end = torch.searchsorted(parent, local, right=True).tolist()
+        self._unit: list[float] = ops.unit[local].tolist()
+        columns = [
+            ops.cost[local],
+            _tree_among_all(ops, local, shard),
+            ops.head(local),
+            ops.forest.start[ops.node[local]],
+            # Parents never decrease, so an operation's children are a range.
+            torch.searchsorted(parent, local),
+            torch.searchsorted(parent, local, right=True),
+        ]
+        self._cost, self._tree, self._head, self._first_token, *children = torch.stack(
+            columns
+        ).tolist()
+        self._child_begin, self._child_end = children
         self._per_head = None if left.per_head is None else left.per_head.tolist()
         self._elastic, self._executed = elastic, executed
         self._chosen: list[int] = []

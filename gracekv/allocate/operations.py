@@ -56,14 +56,10 @@ class Operations:
         adds = torch.arange(roots, device=inner.device)
         # Index of each node's Split among the operations (meaningless for leaves).
         split_of = has_children.cumsum(0) + (roots - 1)
-        deep = inner[int(has_children[:roots].sum()) :]
-        parent = torch.cat(
-            [
-                torch.full_like(adds, -1),
-                inner[: len(inner) - len(deep)],
-                split_of.index_select(0, forest.parent.index_select(0, deep)),
-            ]
-        )
+        # Split(root) follows the root's Add, which has the root's index.
+        above = forest.parent.index_select(0, inner)
+        above = torch.where(above < 0, inner, split_of.index_select(0, above.clamp(min=0)))
+        parent = torch.cat([torch.full_like(adds, -1), above])
         # Children are contiguous, so differences of one running sum give their entries.
         first = forest.first_child.index_select(0, inner)
         until = first + forest.child_count.index_select(0, inner)
@@ -71,20 +67,25 @@ class Operations:
         below = running.index_select(0, until) - running.index_select(0, first)
         cost = torch.cat([forest.entries[:roots], below - forest.entries.index_select(0, inner)])
         gain = torch.cat([forest.add_gain, forest.split_gain.index_select(0, inner)])
-        if not bool(torch.isfinite(gain.sum())) and not bool(torch.isfinite(gain).all()):
+        levels = forest.level.index_select(0, inner)
+        # One look at the device for all that the host must know.
+        finite, cheapest, deepest = torch.stack(
+            [gain.isfinite().all().long(), cost.min(), forest.level[-1]]
+        ).tolist()
+        if not finite:
             raise NonFiniteError(
                 "Forest.add_gain or Forest.split_gain holds NaN or infinity, so its operations "
                 "cannot be ranked. Check relevance and distortion for overflow."
             )
-        if len(cost) and int(cost.min()) < 1:
+        if cheapest < 1:
             raise ShapeError(
                 f"Every Add and Split must add at least one entry; the cheapest here costs "
-                f"{int(cost.min())}. Give each node fewer entries than its children together."
+                f"{cheapest}. Give each node fewer entries than its children together."
             )
         # `+ 0.0` turns -0.0 into 0.0, so that sorts do not tell them apart.
         gain = gain.double().clamp(min=0) + 0.0
-        per_level = torch.bincount(forest.level.index_select(0, inner))
-        bounds = [0, *(roots + offsets(per_level)).tolist()]
+        ends = torch.searchsorted(levels, torch.arange(deepest + 1, device=levels.device))
+        bounds = [0, *(roots + ends).tolist()]
         return cls(
             forest=forest,
             node=torch.cat([adds, inner]),
@@ -139,10 +140,10 @@ class Operations:
         Inside a tree this is the pre-order.
         """
         forest = self.forest
-        first, last = int(forest.start.min()), int(forest.start.max())
+        first, last = forest.region
         node, levels = self.node[index], len(self.bounds)
         level = torch.where(index < forest.trees, 0, forest.level[node] + 1)
-        return (self.tree[index] * (last - first + 1) + forest.start[node] - first) * levels + level
+        return (self.tree[index] * (last - first) + forest.start[node] - first) * levels + level
 
     def head(self, index: Tensor | None = None) -> Tensor:
         """int64 [n]: layer * G + head of the operations at `index` [n]; None: of all."""

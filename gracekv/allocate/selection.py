@@ -21,17 +21,17 @@ class LayerLayout:
         head: int64 [E], KV head of each entry.
         start: int64 [E], the first absolute position of its interval.
         end: int64 [E], exclusive; end - start > 1 only for merged nodes.
+        selected: int64 [E], which of the selection's entries it is; -1 outside the region.
         offsets: int64 [G+1] on the CPU.
         origin: first compressible position, where R^tok starts.
-        selected: int64 [E], which of the selection's entries it is; -1 outside the region.
     """
 
     head: Tensor
     start: Tensor
     end: Tensor
+    selected: Tensor
     offsets: Tensor
     origin: int
-    selected: Tensor
 
     def of_selected(self, values: Tensor, otherwise: int) -> Tensor:
         """[E]: what was found for the selection's entries, `otherwise` for all others."""
@@ -86,14 +86,13 @@ class Selection:
         """
         forest = frontier.forest
         node = torch.nonzero(frontier.kept).flatten()
-        head, start = forest.head_of_node()[node], forest.start[node]
-        first, last = int(forest.start.min()), int(forest.end.max())
-        order = (head * (last - first) + start).argsort()
-        node, head, start = node[order], head[order], start[order]
+        first, last = forest.region
+        place = forest.head_of_node() * (last - first) + forest.start
+        node = node[place[node].argsort()]
         row, step = rows_and_steps(forest.entries[node])
-        start = start[row] + step
+        start = forest.start[node][row] + step
         end = torch.where(forest.entries[node] > 1, 1, forest.length[node])[row] + start
-        counts = torch.bincount(head[row], minlength=forest.layers * forest.heads).cpu()
+        counts = frontier.entries_per_head().flatten().cpu()
         return cls(
             layers=forest.layers,
             heads=forest.heads,
@@ -119,50 +118,48 @@ class Selection:
         return self.offsets.diff().view(self.layers, self.heads)
 
     def layouts(self, length: int, keys: Sequence[Tensor]) -> Iterator[LayerLayout]:
-        """Layouts of all layers, see `layout`; where the `keys` [G, T, d] of each lie."""
-        for layer, own in enumerate(keys):
-            yield self.layout(layer, length, own.device)
+        """The packed entries of each layer: those that stay, and every token outside the region.
 
-    def layout(self, layer: int, length: int, device: torch.device) -> LayerLayout:
-        """The packed entries of a layer: those that stay, and every token outside the region.
-
-        The last prompt token is left out: decoding feeds it again.
+        The last prompt token is left out: decoding feeds it again. A GPU's host waits once for all
+        layers.
 
         Args:
-            layer: 0-based, of the selection's.
             length: T, tokens of the prompt.
-            device: of the layer's keys.
+            keys: [G, T, d] of each layer; each layout lies on their device.
         """
-        bounds = self.offsets[layer * self.heads : (layer + 1) * self.heads + 1]
-        own = slice(int(bounds[0]), int(bounds[-1]))
-        head = rows(bounds.diff()).to(device)
-        first = self.start[own].to(device).long()
-        last = first + 1 if self.end is None else self.end[own].to(device).long()
-        # Without suffix and recent window the region reaches to the last token.
-        covered = length - 1
-        last = last.clamp(max=covered)
-        inside = first < last
-        selected = torch.arange(own.start, own.stop, device=device)[inside]
-        head, first, last = head[inside], first[inside], last[inside]
+        (origin, stop), covered, device = self.region, length - 1, self.start.device
+        counts = self.offsets.diff()
+        if stop > covered and self.entries:
+            # Without suffix and recent window the region reaches to the last token.
+            final = self.start[(self.offsets[1:] - 1).clamp(min=0).to(device)].cpu()
+            counts -= ((final == covered) & (counts > 0)).long()
+        # Where each packed entry comes from: the selection, and behind it all positions outside the
+        # region, which are the same in every head.
+        every = torch.arange(max(stop, covered), device=device)
+        fixed = torch.cat([every[:origin], every[stop:]])
+        size = counts + len(fixed)
+        head, step = rows_and_steps(size)
+        place, own = step - origin, counts[head]
+        outside = torch.where(place < 0, step, step - own) + self.entries
+        source = torch.where((place < 0) | (place >= own), outside, self.offsets[head] + place)
+        head, source = torch.stack([head % self.heads, source]).to(device)
+        start = torch.cat([self.start.long(), fixed])[source]
+        end = start + 1
+        if self.end is not None:
+            end = torch.cat([self.end.long().clamp(max=covered), fixed + 1])[source]
+        selected = torch.where(source < self.entries, source, -1)
+        bounds = offsets(size)
+        for layer, like in enumerate(keys):
+            edges = bounds[layer * self.heads : (layer + 1) * self.heads + 1]
+            part = slice(int(edges[0]), int(edges[-1]))
+            columns = {"head": head, "start": start, "end": end, "selected": selected}
+            own_columns = {name: x[part].to(like.device) for name, x in columns.items()}
+            yield LayerLayout(**own_columns, offsets=edges - edges[0], origin=origin)
 
-        # Positions outside the region are never compressed; they are the same in every head.
-        origin, stop = self.region
-        every = torch.arange(covered, device=device)
-        fixed = every[(every < origin) | (every >= stop)]
-        head = torch.cat([head, rows(torch.full((self.heads,), len(fixed), device=device))])
-        first = torch.cat([first, fixed.repeat(self.heads)])
-        last = torch.cat([last, fixed.repeat(self.heads) + 1])
-        selected = torch.cat([selected, selected.new_full((self.heads * len(fixed),), -1)])
-        order = (head * length + first).argsort()
-        counts = torch.bincount(head, minlength=self.heads).cpu()
-        return LayerLayout(
-            head=head[order],
-            start=first[order],
-            end=last[order],
-            offsets=offsets(counts),
-            origin=origin,
-            selected=selected[order],
-        )
+    def layout(self, layer: int, length: int, device: torch.device) -> LayerLayout:
+        """The layout of one layer, on `device`; see `layouts`."""
+        like = torch.empty(0, device=device)
+        return list(self.layouts(length, [like] * self.layers))[layer]
 
     def where(self, mask: Tensor) -> Selection:
         """The entries where `mask` (bool [E]) holds."""

@@ -122,8 +122,8 @@ def _last_operation(ops: Operations, candidates: Tensor) -> tuple[Tensor, Tensor
     Both int64 [n]; places are those in `candidates` [L, G, N], flat.
     """
     forest = ops.forest
-    first = int(forest.start[0])
-    tokens = int(forest.end[forest.slots - 1]) - first
+    first, end = forest.region
+    tokens = end - first
     expected = (forest.layers, forest.heads, tokens)
     if tuple(candidates.shape) != expected:
         raise ShapeError(
@@ -163,18 +163,19 @@ def _buy_paths(
     at `place` [n]; `caps` are entries left in each head.
     """
     # Only the paths' operations are numbered and go to the host.
-    on_path = torch.zeros(len(ops), dtype=torch.bool, device=last.device)
-    on_path[last] = True
+    marked = torch.zeros(len(ops) + 1, dtype=torch.bool, device=last.device)
+    marked.index_fill_(0, last, True)
     for begin, end in reversed(list(zip(ops.bounds[1:-1], ops.bounds[2:], strict=True))):
-        above = ops.parent[begin:end][on_path[begin:end]]
-        on_path[above] = True
+        # Operations on no path mark the extra place behind the last operation.
+        above = torch.where(marked[begin:end], ops.parent[begin:end], len(ops))
+        marked.index_fill_(0, above, True)
+    on_path = marked[:-1]
     local = where_true(on_path)
     number = torch.cumsum(on_path, 0) - 1
     before = ops.parent[local]
     parent = torch.where(before < 0, -1, number[before.clamp(min=0)])
-    order, *given = (
-        x.cpu().numpy() for x in (number[last], parent, ops.cost[local], ops.head(local))
-    )
+    order = number[last].cpu().numpy()
+    given = torch.stack([parent, ops.cost[local], ops.head(local)]).cpu().numpy()
     shard, done = ops.forest.shard, np.zeros(len(local), dtype=bool)
     many = shard.ranks == 1 and len(local) >= _COMPILED
     if many and importlib.util.find_spec("numba") is not None:
@@ -182,7 +183,8 @@ def _buy_paths(
 
         buy_paths(order, *given, budget, np.array(caps), done, np.zeros_like(order))
     else:
-        tokens = int(ops.forest.end.max() - ops.forest.start.min())
+        first, end = ops.forest.region
+        tokens = end - first
         ties = shard.among_all(place // tokens, ops.forest.heads) * tokens + place % tokens
         lists = (x.tolist() for x in (order, *given))
         done[:] = buy_together(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gracekv.distributed.sharding import WHOLE, HeadShard
@@ -69,6 +70,13 @@ class Forest:
     def trees(self) -> int:
         """R = L * G * J."""
         return self.layers * self.heads * self.slots
+
+    @property
+    def region(self) -> tuple[int, int]:
+        """The first compressible position, and the one after the last."""
+        # The roots of the first head cover it.
+        first, last = torch.stack([self.start[0], self.end[self.slots - 1]]).tolist()
+        return first, last
 
     @property
     def length(self) -> Tensor:
