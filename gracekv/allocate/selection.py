@@ -22,6 +22,8 @@ class LayerLayout:
         start: int64 [E], the first absolute position of its interval.
         end: int64 [E], exclusive; end - start > 1 only for merged nodes.
         selected: int64 [E], which of the selection's entries it is; -1 outside the region.
+        merged: int64 [M], the entries of several tokens, ascending.
+        merged_tokens: how many tokens they hold in all.
         offsets: int64 [G+1] on the CPU.
         origin: first compressible position, where R^tok starts.
     """
@@ -30,6 +32,8 @@ class LayerLayout:
     start: Tensor
     end: Tensor
     selected: Tensor
+    merged: Tensor
+    merged_tokens: int
     offsets: Tensor
     origin: int
 
@@ -120,8 +124,8 @@ class Selection:
     def layouts(self, length: int, keys: Sequence[Tensor]) -> Iterator[LayerLayout]:
         """The packed entries of each layer: those that stay, and every token outside the region.
 
-        The last prompt token is left out: decoding feeds it again. A GPU's host waits once for all
-        layers.
+        The last prompt token is left out: decoding feeds it again. A GPU's host waits a fixed
+        number of times for all layers.
 
         Args:
             length: T, tokens of the prompt.
@@ -142,19 +146,41 @@ class Selection:
         place, own = step - origin, counts[head]
         outside = torch.where(place < 0, step, step - own) + self.entries
         source = torch.where((place < 0) | (place >= own), outside, self.offsets[head] + place)
-        head, source = torch.stack([head % self.heads, source]).to(device)
+        unit, source = torch.stack([head, source]).to(device)
         start = torch.cat([self.start.long(), fixed])[source]
         end = start + 1
         if self.end is not None:
             end = torch.cat([self.end.long().clamp(max=covered), fixed + 1])[source]
         selected = torch.where(source < self.entries, source, -1)
-        bounds = offsets(size)
+        coarse, counted = self._merged(unit, end - start)
+        bounds, head = offsets(size), unit % self.heads
         for layer, like in enumerate(keys):
             edges = bounds[layer * self.heads : (layer + 1) * self.heads + 1]
             part = slice(int(edges[0]), int(edges[-1]))
-            columns = {"head": head, "start": start, "end": end, "selected": selected}
-            own_columns = {name: x[part].to(like.device) for name, x in columns.items()}
-            yield LayerLayout(**own_columns, offsets=edges - edges[0], origin=origin)
+            count, tokens = counted[layer]
+            own, coarse = coarse[:count], coarse[count:]
+            yield LayerLayout(
+                head=head[part].to(like.device),
+                start=start[part].to(like.device),
+                end=end[part].to(like.device),
+                selected=selected[part].to(like.device),
+                merged=(own - part.start).to(like.device),
+                merged_tokens=tokens,
+                offsets=edges - edges[0],
+                origin=origin,
+            )
+
+    def _merged(self, unit: Tensor, length: Tensor) -> tuple[Tensor, list[list[int]]]:
+        """The packed entries of several tokens, int64 [M], and their number and tokens by layer.
+
+        `unit` int64 [E] is layer * G + head of each packed entry, `length` int64 [E] its tokens.
+        """
+        if self.end is None:
+            return unit[:0], [[0, 0]] * self.layers
+        merged = torch.nonzero(length > 1).flatten()
+        counts = unit.new_zeros(self.layers, 2)
+        own = torch.stack([torch.ones_like(merged), length[merged]], dim=1)
+        return merged, counts.index_add_(0, unit[merged] // self.heads, own).tolist()
 
     def layout(self, layer: int, length: int, device: torch.device) -> LayerLayout:
         """The layout of one layer, on `device`; see `layouts`."""

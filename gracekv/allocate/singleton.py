@@ -165,10 +165,12 @@ def _buy_paths(
     # Only the paths' operations are numbered and go to the host.
     marked = torch.zeros(len(ops) + 1, dtype=torch.bool, device=last.device)
     marked.index_fill_(0, last, True)
-    for begin, end in reversed(list(zip(ops.bounds[1:-1], ops.bounds[2:], strict=True))):
-        # Operations on no path mark the extra place behind the last operation.
-        above = torch.where(marked[begin:end], ops.parent[begin:end], len(ops))
-        marked.index_fill_(0, above, True)
+    # The topmost are followed by an extra place behind the last operation.
+    above = torch.where(ops.parent < 0, len(ops), ops.parent)
+    above, at = torch.cat([above, above.new_full((1,), len(ops))]), last
+    for _ in ops.bounds[2:]:
+        at = above[at]
+        marked.index_fill_(0, at, True)
     on_path = marked[:-1]
     local = where_true(on_path)
     number = torch.cumsum(on_path, 0) - 1

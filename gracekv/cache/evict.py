@@ -35,11 +35,11 @@ def best_tokens(given: LayerToPack) -> RaggedEntries:
     """Of each entry [E] its token of the highest score, the earliest of equals, as it is."""
     layout = given.layout
     positions = layout.start.clone()
-    coarse = torch.nonzero(layout.end - layout.start > 1).flatten()
+    coarse = layout.merged
     if len(coarse):
         head, start = layout.head[coarse], layout.start[coarse]
         count = layout.end[coarse] - start
-        node, step = ragged.rows_and_steps(count)
+        node, step = ragged.rows_and_steps(count, layout.merged_tokens)
         token = start[node] + step
         own = given.scores.to(count.device)[head[node], token - layout.origin]
         # By node, and inside a node by falling score: two stable sorts keep the earlier token

@@ -24,11 +24,11 @@ class PrototypePacker(Packer):
         capture, layout = given.capture, given.layout
         # One gather for everything; the rows of merged entries are overwritten below.
         packed = gathered(given, layout.start)
-        merged = torch.nonzero(layout.end - layout.start > 1).flatten()
+        merged = layout.merged
         if len(merged):
             head, start, end = (x[merged] for x in (layout.head, layout.start, layout.end))
             count = end - start
-            node, step = ragged.rows_and_steps(count)
+            node, step = ragged.rows_and_steps(count, layout.merged_tokens)
             position, head = start[node] + step, head[node]
             keys, values = (x[head, position].float() for x in (capture.keys, capture.values))
             weights = given.scores.to(keys.device)[head, position - layout.origin].float()

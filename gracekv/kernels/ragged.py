@@ -21,13 +21,17 @@ def blocks(counts: Tensor, size: int | Tensor) -> Tensor:
     return (counts + size - 1) // size
 
 
-def rows(counts: Tensor) -> Tensor:
-    """int64 [sum(counts)]: the row of each item; `counts` are int64 [n], at least 0."""
-    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+def rows(counts: Tensor, total: int | None = None) -> Tensor:
+    """int64 [sum(counts)]: the row of each item; `counts` are int64 [n], at least 0.
+
+    With `total`, their sum, a GPU's host need not wait.
+    """
+    every = torch.arange(len(counts), device=counts.device)
+    return torch.repeat_interleave(every, counts, output_size=total)
 
 
-def rows_and_steps(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The row of each item, and its place in that row; both int64 [sum(counts)]."""
-    row = rows(counts)
+def rows_and_steps(counts: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
+    """The row of each item, and its place in that row; both int64 [sum(counts)]; see `rows`."""
+    row = rows(counts, total)
     step = torch.arange(len(row), device=counts.device) - (counts.cumsum(0) - counts)[row]
     return row, step

@@ -148,12 +148,15 @@ def grow(
         gain = distortion
         for child in split.distortion.unbind(1):
             gain = gain - child
-        gain = (gain * (weight * relevance)).masked_fill_(count == 0, 0.0)
+        gain, cost = gain * (weight * relevance), count - 1
+        if refiner.rule() is None:
+            # It may leave a node whole.
+            gain.masked_fill_(cost < 0, 0.0)
+            cost.clamp_(min=1)
         levels.append(_Level(places, numbers[:2], chosen, count, gain))
         size = split.start.shape
         if not size[1]:
             break
-        cost = (count - 1).clamp(min=1)
         utility = gain.clamp(min=0) / cost
         key = torch.minimum(key, utility)
         free_key = torch.minimum(free_key, utility).masked_fill_(forced, torch.inf)

@@ -62,7 +62,9 @@ class CostTable:
 
     @cached_property
     def _rows(self) -> Tensor:
-        return self._batch.token_rows(self.nodes, self._width)
+        """int64 [V, w], flat row of token k; padding repeats the last."""
+        first = self._batch.first_row(self.nodes)
+        return first[:, None] + torch.minimum(self.step, self.last[:, None])
 
     def curvatures(self) -> Tensor:
         """kappa of token k, float64 [V, w]; padding repeats the last token's."""

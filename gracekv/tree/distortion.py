@@ -137,10 +137,10 @@ def _by_length(nodes: Nodes, longest: int | None) -> list[Tensor] | list[slice]:
     Grids are as wide as the longest node; one long node must not widen many rows. Few nodes are
     one group. No node has more tokens than `longest`; None: unknown.
     """
-    length = nodes.length
-    most = int(length.max()) if longest is None else longest
-    if len(length) * most < _SMALL_GRID.get(length.device.type, 1 << 17):
+    most = int(nodes.length.max()) if longest is None else longest
+    if len(nodes) * most < _SMALL_GRID.get(nodes.tree.device.type, 1 << 17):
         return [slice(None)]
+    length = nodes.length
     power = torch.ceil(torch.log2(length.float())).long()
     counts = torch.bincount(power)
     return list(power.argsort(stable=True).split(counts[counts > 0].tolist()))

@@ -98,7 +98,7 @@ def merge(
         rule: how to merge.
     """
     count = end - start
-    node, step = rows_and_steps(count)
+    node, step = rows_and_steps(count, len(keys))
 
     def total(x: Tensor) -> Tensor:
         return torch.segment_reduce(x, "sum", lengths=count, axis=0, unsafe=True)

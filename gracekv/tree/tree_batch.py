@@ -149,8 +149,11 @@ class TreeBatch:
     def token_rows(self, nodes: Nodes, width: int) -> Tensor:
         """int64 [V, width]: flat row of each token; padding repeats the last token."""
         step = torch.arange(width, device=nodes.tree.device)
-        first = self.slot_row[nodes.tree] + nodes.start
-        return first[:, None] + torch.minimum(step, nodes.length[:, None] - 1)
+        return self.first_row(nodes)[:, None] + torch.minimum(step, nodes.length[:, None] - 1)
+
+    def first_row(self, nodes: Nodes) -> Tensor:
+        """int64 [V]: flat row of each node's first token."""
+        return self.slot_row[nodes.tree] + nodes.start
 
     def known_curvature(self) -> Tensor:
         """kappa [T] float64; raises `ConfigError` if none was computed."""
@@ -182,9 +185,9 @@ class TreeBatch:
         Args:
             nodes: ordered by tree and start, none overlapping; they may be empty.
         """
-        row = self.slot_row[nodes.tree]
         # Nodes and the gaps between them, in turn: a fixed number of segments.
-        bounds = torch.stack([row + nodes.start, row + nodes.end], dim=1).flatten()
+        bounds = torch.stack([nodes.start, nodes.end], dim=1)
+        bounds = bounds.add_(self.slot_row[nodes.tree][:, None]).flatten()
         relevance = _over_segments(self.scores, bounds, "sum")
         if self.forced is None:
             return relevance, torch.zeros_like(relevance, dtype=torch.bool)
