@@ -31,6 +31,6 @@ class PerHead(Quota):
 
     def __call__(self, scores: Tensor, plan: BudgetPlan) -> Tensor | None:
         if self.remainder:
-            return equal_shares(plan).to(scores.device)
+            return equal_shares(plan)
         share = plan.base // (plan.layers * plan.heads)
-        return torch.full((plan.layers, plan.heads), share, device=scores.device)
+        return torch.full((plan.layers, plan.heads), share)

@@ -9,7 +9,6 @@ by layer, each chunk's forward is a coroutine that pauses before every decoder l
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from gracekv.distributed.sharding import head_shard
 from gracekv.errors import LayerOrderError
+from gracekv.kernels.clock import Clock
 from gracekv.prefill.attention_patch import base_attention, input_device, patched_attention
 from gracekv.prefill.model_layers import (
     compressed_layers,
@@ -78,7 +78,7 @@ class Reading:
         self.observations = Observations(needs.observers, len(self.layers), prompt.spans)
         self.record = Recorder(prompt.spans, self.observations, held, self.layers)
         before, seen = ((), 0) if past is None else (past.other_layers, past.length)
-        self.others, self._elapsed = StockLayers(model, before, seen), 0.0
+        self.others, self._clock = StockLayers(model, before, seen), Clock[str]()
         length, start = prompt.spans.length, prompt.spans.past
         edges = self.others.edges(start, length, size)
         self._chunks = [Region(*pair) for pair in itertools.pairwise(edges)]
@@ -90,7 +90,7 @@ class Reading:
     @property
     def seconds(self) -> float:
         """Of the model's forward so far, without the observers'."""
-        return self._elapsed - self.observations.running_seconds
+        return self._clock.seconds()["prefill"] - self.observations.running_seconds
 
     def by_chunks(self) -> Tensor:
         """Fill `record` with everything; the last logits [V]."""
@@ -174,12 +174,8 @@ class Reading:
             self._progress(past + done, past + self._total)
 
     def _timed(self, run: Callable[[], Any]) -> Any:
-        started = time.perf_counter()
-        result = run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._elapsed += time.perf_counter() - started
-        return result
+        with self._clock.time("prefill", self.device):
+            return run()
 
     def _begin(self, chunk: Region) -> None:
         """What the attention function does next is of `chunk`."""

@@ -39,7 +39,6 @@ class RunRecord:
     @classmethod
     def of(
         cls,
-        cache: CompressedCache,
         partition: Partition,
         relevance: Relevance,
         selection: Selection,
@@ -48,12 +47,11 @@ class RunRecord:
         elastic: bool,
     ) -> RunRecord:
         """The record of a run; arguments are named as in `gracekv.pipeline.run.Run`."""
-        in_cache = selection.end is None and _lists(cache, selection)
         whole = partition.slots == partition.region.length
         prices = relevance.scores, relevance.sensitivity
         return cls(
             region=selection.region,
-            selection=None if in_cache else selection.cpu(),
+            selection=None if selection.end is None else selection.cpu(),
             slots=None if whole else partition.bounds.to("cpu", torch.int32),
             relevance=CodedRelevance.of(relevance.scores),
             curve=auction_curve(selection, *prices, floor, frontier, elastic),
@@ -73,18 +71,3 @@ class RunRecord:
             found.append(torch.full(row.shape, torch.inf))
             found[-1][inside] = own[row[inside], position[inside] - first]
         return tuple(found)
-
-
-def _lists(cache: CompressedCache, selection: Selection) -> bool:
-    """Whether the cache's positions inside the region are the tokens of `selection`."""
-    first, last = selection.region
-    last = min(last, cache.length)
-    for number, layer in enumerate(cache.layers):
-        bounds = selection.offsets[number * layer.heads :][: layer.heads + 1]
-        wanted = selection.start[int(bounds[0]) : int(bounds[-1])]
-        _, position, _ = layer.index()
-        packed = position[(position >= first) & (position < last)]
-        wanted = wanted[wanted < last].to(packed)
-        if not torch.equal(packed, wanted):
-            return False
-    return True

@@ -68,7 +68,7 @@ class Run:
         if partition is None or relevance is None or selection is None:
             return self.record
         chosen = selection, self.floor, self.frontier, self.elastic
-        return RunRecord.of(self.cache, partition, relevance, *chosen)
+        return RunRecord.of(partition, relevance, *chosen)
 
     def entry_scores(self) -> tuple[Tensor, ...] | None:
         """L tensors [E] as `RunRecord.entry_scores` gives them; None without a record."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, Self
 
 import torch
@@ -149,8 +150,11 @@ class Prefill:
 
     def layer(self, number: int) -> LayerCapture:
         """One layer, 0-based; its tensors are shared."""
+        return self._layer(self.info, number)
+
+    def _layer(self, info: CaptureInfo, number: int) -> LayerCapture:
         return LayerCapture(
-            info=self.info,
+            info=info,
             number=number,
             keys=self.keys[number],
             values=self.values[number],
@@ -166,7 +170,7 @@ class Prefill:
 
     def __iter__(self) -> Iterator[LayerCapture]:
         """The layers, ascending; a prefill can be iterated again."""
-        return map(self.layer, range(self.layers))
+        return map(partial(self._layer, self.info), range(self.layers))
 
     def observation(self, observer: Observer) -> Tensor:
         """What `observer` saw, [...]; `MissingCaptureError`, naming it, if it was not there."""

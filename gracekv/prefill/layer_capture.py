@@ -54,6 +54,7 @@ class CaptureInfo:
     token_ids: Tensor | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     shard: HeadShard = WHOLE
+    _moved: dict[Any, Tensor] = field(default_factory=dict, init=False)
 
     @property
     def entry_dim(self) -> int:
@@ -68,6 +69,15 @@ class CaptureInfo:
     def entry_bytes(self) -> int:
         """Bytes of one K/V pair as it is stored."""
         return 2 * self.entry_dim * self.dtype.itemsize
+
+    def on_device(self, index: Tensor, device: torch.device) -> Tensor:
+        """`index` (int64 [n], CPU) on `device`, uploaded once for all layers."""
+        if device.type == "cpu":
+            return index
+        key = (device, index.numpy().tobytes())
+        if key not in self._moved:
+            self._moved[key] = index.to(device)
+        return self._moved[key]
 
     def query_rows(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Index of each of `wanted` (int64 [P], CPU) in `query_positions`, and whether it is there.
@@ -165,14 +175,20 @@ class LayerCapture:
 
         Raises `MissingCaptureError` if one of them was not captured.
         """
-        wanted = torch.as_tensor(positions, dtype=torch.int64, device="cpu")
+        known = self.info.query_positions
+        if isinstance(positions, Tensor) and positions.device.type != "cpu":
+            # Chosen on the device, of positions that follow one another: not looked at here.
+            return self.queries[:, positions - int(known[0])]
+        wanted = torch.as_tensor(positions, dtype=torch.int64)
         at, held = self.info.query_rows(wanted)
-        if not bool(held.all()) or self.queries.shape[1] != len(self.info.query_positions):
+        if not bool(held.all()) or self.queries.shape[1] != len(known):
             raise MissingCaptureError(
                 f"Queries of layer {self.number} at positions "
                 f"{wanted[~held][:5].tolist() or 'asked for'} were not captured. {ADVICE}"
             )
-        return self.queries[:, at.to(self.queries.device)]
+        if bool((at.diff() == 1).all()) and len(at):
+            return self.queries[:, int(at[0]) : int(at[-1]) + 1]
+        return self.queries[:, self.info.on_device(at, self.queries.device)]
 
     def run_of(self, region: Region) -> TokenRun:
         """The queries of `region` and the keys that they attend to, as observers see tokens.
