@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
+from gracekv import recipes
 from gracekv.allocate import (
     Allocator,
     Budget,
@@ -75,6 +77,30 @@ class Composition(Configurable):
     keep_all: bool = False
     certify: bool = False
     prune: bool = True
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], base: str = "gracekv") -> Self:
+        """A pipeline from plain data; fields left out are those of the recipe `base`, the paper's.
+
+        Raises `ConfigError` on an unknown field or a value of the wrong type,
+        `UnknownStrategyError` for an unknown recipe or strategy.
+        """
+        if isinstance(data, Mapping):
+            data = {**recipes.PAPER, **recipes.find(base).pipeline, **data}
+        return super().from_dict(data)
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """The recipe of that name; `gracekv.recipes.names()` lists them.
+
+        Raises `UnknownStrategyError` if there is none.
+        """
+        return cls.from_dict({}, base=name)
+
+    @classmethod
+    def default(cls, *, question: bool = True, per_byte: bool = False) -> Self:
+        """What `gracekv.compress` and the command line use unless told; see `recipes.default`."""
+        return cls.named(recipes.default(question=question, per_byte=per_byte))
 
     def check(self) -> None:
         if self.keep_all and isinstance(self.precision, AllocatingPrecision):

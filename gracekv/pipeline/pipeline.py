@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
-from gracekv import recipes
 from gracekv.allocate import Budget
 from gracekv.distributed.sharding import check_works_sharded
 from gracekv.pipeline.composition import Composition
@@ -26,30 +23,6 @@ class Pipeline(Composition):
 
     Attributes: see `Composition`.
     """
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any], base: str = "gracekv") -> Self:
-        """A pipeline from plain data; fields left out are those of the recipe `base`, the paper's.
-
-        Raises `ConfigError` on an unknown field or a value of the wrong type,
-        `UnknownStrategyError` for an unknown recipe or strategy.
-        """
-        if isinstance(data, Mapping):
-            data = {**recipes.PAPER, **recipes.find(base).pipeline, **data}
-        return super().from_dict(data)
-
-    @classmethod
-    def named(cls, name: str) -> Self:
-        """The recipe of that name; `gracekv.recipes.names()` lists them.
-
-        Raises `UnknownStrategyError` if there is none.
-        """
-        return cls.from_dict({}, base=name)
-
-    @classmethod
-    def default(cls, *, question: bool = True, per_byte: bool = False) -> Self:
-        """What `gracekv.compress` and the command line use unless told; see `recipes.default`."""
-        return cls.named(recipes.default(question=question, per_byte=per_byte))
 
     def run(self, prefill: Prefill, budget: Budget) -> Run:
         """Compress one prefill: segment, value, tree, allocate, pack, fit, precision.
