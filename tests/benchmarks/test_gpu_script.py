@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(
     shutil.which("g++") is None or importlib.util.find_spec("triton") is None,
     reason="the device guard of the pretended GPU is compiled by g++, and kernels need Triton",

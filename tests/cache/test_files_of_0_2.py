@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.cache.serialization import read_header
 from gracekv.errors import SavedCacheError

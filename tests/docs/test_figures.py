@@ -11,8 +11,6 @@ from xml.etree import ElementTree
 import pytest
 from page_blocks import ROOT, pages
 
-pytest.importorskip("matplotlib")
-
 FIGURES = ROOT / "docs" / "figures"
 DRAWN = ROOT / "docs" / "assets" / "figures"
 

@@ -5,14 +5,12 @@ import copy
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
-import gracekv  # noqa: E402
-from gracekv.errors import CacheError  # noqa: E402
-from gracekv.hf import attach  # noqa: E402
-from gracekv.testing.models import tiny_tokenizer  # noqa: E402
-from support.families import FAMILIES  # noqa: E402
-from support.margins import assert_same_tokens, logits_over  # noqa: E402
+import gracekv
+from gracekv.errors import CacheError
+from gracekv.hf import attach
+from gracekv.testing.models import tiny_tokenizer
+from support.families import FAMILIES
+from support.margins import assert_same_tokens, logits_over
 
 VOCABULARY = 300
 TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))

@@ -6,15 +6,12 @@ import sys
 
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
 
-transformers = pytest.importorskip("transformers")
-
-from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
-
-import gracekv  # noqa: E402
-from gracekv.errors import CacheError, UnsupportedModelError  # noqa: E402
-from gracekv.hf import attach, detach  # noqa: E402
-from gracekv.testing.models import tiny_llama  # noqa: E402
+import gracekv
+from gracekv.errors import CacheError, UnsupportedModelError
+from gracekv.hf import attach, detach
+from gracekv.testing.models import tiny_llama
 
 
 def test_importing_hf_registers_the_task_and_touches_no_attention():

@@ -9,8 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.cache.base import RaggedCache, RaggedEntries
 from gracekv.errors import CacheError, PromptError, ShapeError

@@ -5,8 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.hf import attach, detach
 from gracekv.testing.models import tiny_llama

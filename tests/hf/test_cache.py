@@ -5,15 +5,12 @@ import copy
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
-
-import gracekv  # noqa: E402
-from gracekv.cache.base import RaggedCache, RaggedEntries  # noqa: E402
-from gracekv.errors import CacheError  # noqa: E402
-from gracekv.hf import GraceCache, attach  # noqa: E402
-from gracekv.hf.layer import PackedStates  # noqa: E402
-from gracekv.testing.models import tiny_llama  # noqa: E402
+import gracekv
+from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.errors import CacheError
+from gracekv.hf import GraceCache, attach
+from gracekv.hf.layer import PackedStates
+from gracekv.testing.models import tiny_llama
 
 PACKED = 30
 

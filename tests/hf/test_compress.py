@@ -7,8 +7,6 @@ import weakref
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.backends import Eager
 from gracekv.errors import (

@@ -4,8 +4,6 @@ import threading
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
 from transformers import GenerationConfig
 
 import gracekv

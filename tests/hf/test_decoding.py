@@ -2,22 +2,20 @@
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
-transformers = pytest.importorskip("transformers")
-
-from packaging.version import Version  # noqa: E402
-
-from gracekv.backends import Eager, Sdpa  # noqa: E402
-from gracekv.cache.base import RaggedCache, RaggedEntries  # noqa: E402
-from gracekv.hf import GraceCache, attach, detach  # noqa: E402
-from gracekv.hf.capture import capture  # noqa: E402
-from gracekv.prefill import Needs  # noqa: E402
-from gracekv.prefill.prompt import Prompt  # noqa: E402
-from gracekv.testing.models import tiny_llama  # noqa: E402
-from support.dense import dense_logits  # noqa: E402
-from support.margins import LOGITS, assert_same_steps  # noqa: E402
+from gracekv.backends import Eager, Sdpa
+from gracekv.cache.base import RaggedCache, RaggedEntries
+from gracekv.hf import GraceCache, attach, detach
+from gracekv.hf.capture import capture
+from gracekv.prefill import Needs
+from gracekv.prefill.prompt import Prompt
+from gracekv.testing.models import tiny_llama
+from support.dense import dense_logits
+from support.margins import LOGITS, assert_same_steps
 
 LENGTH = 60
 

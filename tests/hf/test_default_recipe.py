@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv import recipes
 from gracekv.allocate import Budget

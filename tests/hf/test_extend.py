@@ -6,11 +6,6 @@ from importlib.resources import files
 import pytest
 import torch
 
-from support.lean_prefills import without_queries
-from support.margins import assert_same_choice, assert_same_tokens
-
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv import Budget, Prompt
 from gracekv.errors import (
@@ -27,6 +22,8 @@ from gracekv.prefill import Needs, PromptSpans
 from gracekv.prefill.options import CaptureOptions
 from gracekv.prefill.past import Past
 from gracekv.testing.models import tiny_llama, tiny_model, tiny_tokenizer
+from support.lean_prefills import without_queries
+from support.margins import assert_same_choice, assert_same_tokens
 
 TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))

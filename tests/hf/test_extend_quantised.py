@@ -7,12 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from support.margins import assert_same_choice
-
-pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-
 from safetensors import safe_open
 
 import gracekv
@@ -23,6 +17,7 @@ from gracekv.hf import GraceCache
 from gracekv.pipeline import Pipeline
 from gracekv.precision import AllocatedPrecision, UniformPrecision
 from gracekv.testing.models import tiny_llama, tiny_tokenizer
+from support.margins import assert_same_choice
 
 TEXT = (files("gracekv") / "data" / "alice_chapter_1.txt").read_text(encoding="utf-8")
 IDS = torch.randint(0, 97, (400,), generator=torch.Generator().manual_seed(5))

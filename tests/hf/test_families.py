@@ -5,23 +5,22 @@ import warnings
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-import gracekv  # noqa: E402
-from gracekv.errors import CacheError, LengthWarning, UnsupportedModelError  # noqa: E402
-from gracekv.hf import GraceCache  # noqa: E402
-from gracekv.hf.capture import capture  # noqa: E402
-from gracekv.prefill import Needs, depth_layers  # noqa: E402
-from gracekv.prefill.model_layers import compressed_layers  # noqa: E402
-from gracekv.segment.curvature import BlockInput  # noqa: E402
-from gracekv.segment.surprisal import Surprisal  # noqa: E402
-from gracekv.testing.models import tiny_model  # noqa: E402
-from support.dense import dense_logits  # noqa: E402
-from support.families import FAMILIES  # noqa: E402
-from support.greedy_decoding import greedy, heavier  # noqa: E402
-from support.margins import assert_same_steps  # noqa: E402
-from support.observers import HeadOutputs  # noqa: E402
+import gracekv
+from gracekv.errors import CacheError, LengthWarning, UnsupportedModelError
+from gracekv.hf import GraceCache
+from gracekv.hf.capture import capture
+from gracekv.prefill import Needs, depth_layers
+from gracekv.prefill.model_layers import compressed_layers
+from gracekv.segment.curvature import BlockInput
+from gracekv.segment.surprisal import Surprisal
+from gracekv.testing.models import tiny_model
+from support.dense import dense_logits
+from support.families import FAMILIES
+from support.greedy_decoding import greedy, heavier
+from support.margins import assert_same_steps
+from support.observers import HeadOutputs
 
 LENGTH = 150
 IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))

@@ -11,9 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from transformers import (
     GenerationConfig,
     LogitsProcessor,

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.hf import graph_replay
 from gracekv.testing.models import tiny_llama, tiny_model

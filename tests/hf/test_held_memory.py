@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv import Prompt
 from gracekv.testing.models import tiny_llama

@@ -8,12 +8,9 @@ import subprocess
 import sys
 import warnings
 
+import greenlet
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
-import greenlet
 
 import gracekv
 from gracekv import CaptureOptions, Pipeline, Prompt

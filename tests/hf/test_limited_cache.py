@@ -6,15 +6,14 @@ import gc
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-import gracekv  # noqa: E402
-from gracekv import Limit  # noqa: E402
-from gracekv.decode import DECODERS, Fitted  # noqa: E402
-from gracekv.testing.models import tiny_model  # noqa: E402
-from support.families import FAMILIES  # noqa: E402
-from support.margins import assert_same_tokens  # noqa: E402
+import gracekv
+from gracekv import Limit
+from gracekv.decode import DECODERS, Fitted
+from gracekv.testing.models import tiny_model
+from support.families import FAMILIES
+from support.margins import assert_same_tokens
 
 IDS = torch.arange(60) * 13 % 97
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 50))

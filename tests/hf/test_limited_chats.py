@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv import Limit
 from gracekv.testing.models import tiny_model, tiny_tokenizer

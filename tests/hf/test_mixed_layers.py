@@ -6,24 +6,17 @@ import dataclasses
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
-import gracekv  # noqa: E402
-from gracekv.errors import CacheError, ObserverError, SavedCacheError, UnsupportedModelError  # noqa: E402
-from gracekv.hf import attach  # noqa: E402
-from gracekv.hf.capture import capture  # noqa: E402
-from gracekv.hf.saving import prompt_facts, saved_run  # noqa: E402
-from gracekv.prefill.options import CaptureOptions  # noqa: E402
-from gracekv.testing.models import tiny_model, tiny_tokenizer  # noqa: E402
-from gracekv.vllm import export  # noqa: E402
-from support.families import FAMILIES  # noqa: E402
-from support.greedy_decoding import greedy  # noqa: E402
-from support.margins import (  # noqa: E402
-    assert_same_beams,
-    assert_same_steps,
-    assert_same_tokens,
-    logits_over,
-)
+import gracekv
+from gracekv.errors import CacheError, ObserverError, SavedCacheError, UnsupportedModelError
+from gracekv.hf import attach
+from gracekv.hf.capture import capture
+from gracekv.hf.saving import prompt_facts, saved_run
+from gracekv.prefill.options import CaptureOptions
+from gracekv.testing.models import tiny_model, tiny_tokenizer
+from gracekv.vllm import export
+from support.families import FAMILIES
+from support.greedy_decoding import greedy
+from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
 
 MIXED = [name for name, family in FAMILIES.items() if family.is_mixed]
 WINDOW, VOCABULARY = 24, 300

@@ -4,29 +4,23 @@ import copy
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-import gracekv  # noqa: E402
-from gracekv.hf import GraceCache  # noqa: E402
-from gracekv.hf.capture import capture  # noqa: E402
-from gracekv.prefill import Needs, depth_layers  # noqa: E402
-from gracekv.prefill.layer_state import WITH_STATES  # noqa: E402
-from gracekv.prefill.model_layers import attention_module, compressed_layers  # noqa: E402
-from gracekv.prefill.options import CaptureOptions  # noqa: E402
-from gracekv.prefill.supported import TESTED_MODEL_TYPES  # noqa: E402
-from gracekv.segment.curvature import BlockInput  # noqa: E402
-from gracekv.segment.surprisal import Surprisal  # noqa: E402
-from support.dense import dense_logits  # noqa: E402
-from support.families import FAMILIES  # noqa: E402
-from support.greedy_decoding import greedy, heavier  # noqa: E402
-from support.margins import (  # noqa: E402
-    assert_same_beams,
-    assert_same_steps,
-    assert_same_tokens,
-    logits_over,
-)
-from support.observers import HeadOutputs  # noqa: E402
+import gracekv
+from gracekv.hf import GraceCache
+from gracekv.hf.capture import capture
+from gracekv.prefill import Needs, depth_layers
+from gracekv.prefill.layer_state import WITH_STATES
+from gracekv.prefill.model_layers import attention_module, compressed_layers
+from gracekv.prefill.options import CaptureOptions
+from gracekv.prefill.supported import TESTED_MODEL_TYPES
+from gracekv.segment.curvature import BlockInput
+from gracekv.segment.surprisal import Surprisal
+from support.dense import dense_logits
+from support.families import FAMILIES
+from support.greedy_decoding import greedy, heavier
+from support.margins import assert_same_beams, assert_same_steps, assert_same_tokens, logits_over
+from support.observers import HeadOutputs
 
 LENGTH = 90
 IDS = torch.randint(0, 97, (LENGTH,), generator=torch.Generator().manual_seed(0))

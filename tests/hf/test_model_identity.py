@@ -6,8 +6,6 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.errors import CacheError, SavedCacheError
 from gracekv.testing.models import tiny_llama

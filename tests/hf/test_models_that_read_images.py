@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-import gracekv  # noqa: E402
-from gracekv.errors import UnsupportedModelError, UntestedModelWarning  # noqa: E402
-from gracekv.vllm import export  # noqa: E402
-from support.margins import assert_same_tokens, logits_over  # noqa: E402
-from support.tried_families import SIZES  # noqa: E402
+import gracekv
+from gracekv.errors import UnsupportedModelError, UntestedModelWarning
+from gracekv.vllm import export
+from support.margins import assert_same_tokens, logits_over
+from support.tried_families import SIZES
 
 IDS = torch.randint(1, 80, (70,), generator=torch.Generator().manual_seed(0))
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 60), question_end=66)

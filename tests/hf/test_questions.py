@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
 from transformers import GenerationConfig
 
 import gracekv

@@ -12,8 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.backends import Eager
 from gracekv.cache import serialization

@@ -4,16 +4,15 @@ import sys
 
 import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
-
-import gracekv  # noqa: E402
-from gracekv.errors import UnsupportedModelError, UntestedModelWarning  # noqa: E402
-from gracekv.prefill import supported  # noqa: E402
-from gracekv.prefill.model_layers import compressed_layers, model_layers  # noqa: E402
-from gracekv.prefill.supported import check_model  # noqa: E402
-from support.families import FAMILIES  # noqa: E402
-from support.margins import assert_same_tokens, logits_over  # noqa: E402
+import gracekv
+from gracekv.errors import UnsupportedModelError, UntestedModelWarning
+from gracekv.prefill import supported
+from gracekv.prefill.model_layers import compressed_layers, model_layers
+from gracekv.prefill.supported import check_model
+from support.families import FAMILIES
+from support.margins import assert_same_tokens, logits_over
 
 IDS = torch.randint(0, 97, (80,), generator=torch.Generator().manual_seed(0))
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 70), question_end=76)

@@ -2,16 +2,13 @@
 
 import pytest
 import torch
+from transformers import CompileConfig
 
-transformers = pytest.importorskip("transformers")
-
-from transformers import CompileConfig  # noqa: E402
-
-import gracekv  # noqa: E402
-from gracekv.errors import CacheError  # noqa: E402
-from gracekv.testing.models import tiny_llama  # noqa: E402
-from support.margins import assert_same_beams  # noqa: E402
-from support.static_tails import assert_same_answer, prompts, steps  # noqa: E402
+import gracekv
+from gracekv.errors import CacheError
+from gracekv.testing.models import tiny_llama
+from support.margins import assert_same_beams
+from support.static_tails import assert_same_answer, prompts, steps
 
 BACKENDS = ["eager", "sdpa", "numba"]
 

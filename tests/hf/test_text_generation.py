@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import pipeline as hf_pipeline

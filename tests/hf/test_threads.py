@@ -6,8 +6,6 @@ from threading import Barrier
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.hf import detach
 from gracekv.testing.models import tiny_llama

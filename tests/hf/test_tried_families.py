@@ -5,15 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
-import gracekv  # noqa: E402
-from gracekv.errors import UnsupportedModelError, UntestedModelWarning  # noqa: E402
-from gracekv.prefill import model_layers  # noqa: E402
-from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model  # noqa: E402
-from gracekv.testing.models import tiny_llama  # noqa: E402
-from support.margins import assert_same_tokens, logits_over  # noqa: E402
-from support.tried_families import MIXED, TRIED, tried_model  # noqa: E402
+import gracekv
+from gracekv.errors import UnsupportedModelError, UntestedModelWarning
+from gracekv.prefill import model_layers
+from gracekv.prefill.supported import TESTED_MODEL_TYPES, check_model
+from gracekv.testing.models import tiny_llama
+from support.margins import assert_same_tokens, logits_over
+from support.tried_families import MIXED, TRIED, tried_model
 
 IDS = torch.randint(1, 95, (60,), generator=torch.Generator().manual_seed(0))
 PROMPT = gracekv.Prompt.from_ids(IDS, (4, 50), question_end=56)

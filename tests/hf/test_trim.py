@@ -1,9 +1,5 @@
 """Freed memory goes back to the system."""
 
-import pytest
-
-pytest.importorskip("transformers")
-
 from gracekv.prefill import capture_memory
 
 

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.errors import CacheError
 from gracekv.testing.models import tiny_llama

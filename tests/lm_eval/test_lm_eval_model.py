@@ -7,8 +7,6 @@ from importlib.resources import files
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 import gracekv.lm_eval
 from gracekv.errors import BudgetError, ConfigError, MissingDependencyError, PromptError, TaskError

@@ -6,9 +6,6 @@ import os
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-
 import gracekv
 from gracekv.cache.quantised import QuantisedEntries
 from gracekv.errors import (

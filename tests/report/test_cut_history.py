@@ -6,15 +6,13 @@ import re
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-
-import gracekv  # noqa: E402
-from gracekv import Limit  # noqa: E402
-from gracekv.errors import CacheError, ReportError  # noqa: E402
-from gracekv.report import CutHistory, ReportData  # noqa: E402
-from gracekv.report.encoding import encode  # noqa: E402
-from gracekv.testing.models import tiny_model, tiny_tokenizer  # noqa: E402
-from support.report_pages import ATTACK  # noqa: E402
+import gracekv
+from gracekv import Limit
+from gracekv.errors import CacheError, ReportError
+from gracekv.report import CutHistory, ReportData
+from gracekv.report.encoding import encode
+from gracekv.testing.models import tiny_model, tiny_tokenizer
+from support.report_pages import ATTACK
 
 TEXT = " ".join(f"word{i % 37} and{i % 11}" for i in range(30))
 SMALL = {"entries_per_head": 90, "every": 16, "window": 8}

@@ -11,8 +11,6 @@ from gracekv.report import plot_auction, plot_entries, plot_map, plot_resolution
 from gracekv.report.data import report_column
 from gracekv.report.entries import kept_entries
 
-pytest.importorskip("matplotlib")
-
 
 @pytest.fixture(scope="module")
 def pair(make):

@@ -8,8 +8,6 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import gracekv
 from gracekv.cli import demo
 from gracekv.cli.main import main

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+import transformers
 
 from gracekv import Prompt
 from gracekv.report.data import token_texts
 
-transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 TEXT = "Caf\u00e9 🙂\n\n<script>alert(1)</script> \u05d0\u05d1 end."

@@ -9,8 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("transformers")
-
 from gracekv.allocate import BudgetPlan, Pyramid
 from gracekv.prefill import Region
 from gracekv.value import ColumnSums, Scorer, WindowAttention

@@ -7,8 +7,6 @@ from typing import final
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from gracekv.value import Compactor, Critical, LagRelative, Scorer
 from gracekv.value.critical import WrittenNorms
 from support.covering import LONG

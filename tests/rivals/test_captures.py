@@ -5,8 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 from gracekv import Budget, Pipeline, recipes
 from gracekv.hf.capture import EVERYTHING, capture
 from gracekv.prefill.prompt import Prompt

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("transformers")
 pytest.importorskip("openai")
 
 from gracekv.errors import MissingDependencyError, PromptError, StoreError

@@ -6,9 +6,6 @@ import threading
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-
 import gracekv
 from gracekv.cache.base import RaggedCache
 from gracekv.errors import PromptError, StoreError, UnsupportedModelError

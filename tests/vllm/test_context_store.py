@@ -8,9 +8,6 @@ import threading
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-
 from gracekv.errors import OutputError, SavedCacheError, StoreError
 from gracekv.testing.models import tiny_model
 from gracekv.vllm import ContextStore

@@ -5,9 +5,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-pytest.importorskip("transformers")
-
 from tokenizers import processors
 
 from gracekv import Prompt

@@ -6,9 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-pytest.importorskip("safetensors")
-
 from gracekv.errors import ConfigError, StoreError
 from gracekv.vllm import ContextStore, kv_transfer_config
 from gracekv.vllm.serving import check_serving, store_options
